@@ -1,0 +1,53 @@
+# Two commands: `make demo` shows what this is, `make test` checks everything.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint types format clean
+
+# The first interpreter that is new enough and can make environments; or say `make PYTHON=...`.
+CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11
+USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c '$(USABLE)' 2>/dev/null && echo $(p))))
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+STAMP := .venv/.installed
+# What `make test` leaves out: tests of more than ten seconds, and those that need a GPU.
+MARKERS ?= not slow and not gpu
+JOBS ?= 2
+
+help: ## say what there is
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1|/' | column -t -s '|'
+
+venv: $(STAMP) ## make .venv with everything pinned in constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; say make PYTHON=..." >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv (the first time takes minutes: PyTorch is large)"
+	@$(PIP) torch==2.13.0 hatchling
+	@$(PIP) --no-build-isolation -e '.[hf,dev]'
+	@touch $@
+
+demo: $(STAMP) ## profile, plan, check and train a small model under a hard memory limit
+	@$(BIN)/python examples/demo.py
+
+test: lint types ## lint, check types, run the tests (all of them: make test MARKERS=)
+	@$(BIN)/pytest -q -n $(JOBS) -m "$(MARKERS)"
+
+lint: $(STAMP) ## check style and format
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/ruff format --check --quiet
+
+types: $(STAMP) ## check types
+	@$(BIN)/mypy --no-error-summary
+
+format: $(STAMP) ## mend style and format where that is safe
+	@$(BIN)/ruff check --quiet --fix
+	@$(BIN)/ruff format --quiet
+
+clean: ## remove what was made here, .venv too
+	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis dist build
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,45 @@
+"""What a user can mend. Our own mistakes are assertions; outcomes such as infeasible are types."""
+
+from typing import ClassVar
+
+
+class ProtrainError(Exception):
+    """Something that a user can mend: where it is, what is wrong, and how to mend it.
+
+    Renders as
+
+        plans/a.yaml:14: units[3].activations: expected keep or recompute, got 'kep'
+          fix: did you mean 'keep'?
+
+    with the parts that are known. `source` is a file, `key` the path of a key inside it. The
+    command line ends with `exit_code`.
+    """
+
+    exit_code: ClassVar[int] = 2
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        source: str | None = None,
+        line: int | None = None,
+        key: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.source = source
+        self.line = line
+        self.key = key
+        self.fix = fix
+
+    def __str__(self) -> str:
+        source = self.source
+        if source is not None and self.line is not None:
+            source = f"{source}:{self.line}"
+        text = ": ".join(part for part in (source, self.key, self.message) if part)
+        return text if self.fix is None else f"{text}\n  fix: {self.fix}"
+
+
+class RecordError(ProtrainError):
+    """A file that cannot be read as the record it should hold, or that cannot be written."""

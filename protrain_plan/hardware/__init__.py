@@ -1,0 +1,1 @@
+"""What a machine offers. `probe` measures this one (and imports torch)."""

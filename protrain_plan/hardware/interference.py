@@ -1,0 +1,154 @@
+"""How fast the optimizer is, and how much compute and a lane slow each other down.
+
+On a CPU machine lanes are worker threads on the processors that also compute. Their waiting
+threads must not spin: OMP_WAIT_POLICY=passive, which the command line sets before torch is
+imported, is worth a factor of up to 15 here.
+"""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from protrain_plan.models.building import TORCH_DTYPES
+from protrain_plan.records.hardware import Contention, DeviceKind
+from protrain_plan.records.profile import DType
+
+Result = TypeVar("Result")
+
+_UPDATE_PARAMETERS = 8 * 2**20  # 128 MiB with gradients and AdamW states: past every cache
+_ROUNDS = 3
+_WINDOW_S = 0.15
+_TOKENS, _WIDTH = 256, 768  # a small model's: a few ms on two cores, so windows hold many
+
+
+def fused_adamw(parameters: ParamsT) -> Optimizer:
+    """The optimizer that a profile assumes."""
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+def update_speeds(dtype: DType, *, device: DeviceKind = "cpu") -> tuple[float, float]:
+    """Parameters per second that one step updates: (in the update lane, on the device).
+
+    The lane is a worker thread with one intra-op thread; the device is the calling thread with
+    the threads it has, or the GPU. Both from the median of short steps, first ones excluded.
+    """
+    lane_step = update_step(dtype, device="cpu")
+    device_step = update_step(dtype, device=device)
+    lane_s = in_worker(lambda: _median_seconds(lane_step))
+    return _UPDATE_PARAMETERS / lane_s, _UPDATE_PARAMETERS / _median_seconds(device_step)
+
+
+def update_step(dtype: DType, *, device: DeviceKind) -> Callable[[], None]:
+    """One optimizer step; on CUDA it returns when the step has ended."""
+    parameter = nn.Parameter(
+        torch.full((_UPDATE_PARAMETERS,), 0.5, dtype=TORCH_DTYPES[dtype], device=device)
+    )
+    parameter.grad = torch.full_like(parameter, 1e-3)
+    stepper = fused_adamw([parameter])
+
+    def step() -> None:
+        stepper.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return step
+
+
+def contention(lane: Callable[[], None]) -> Contention:
+    """What compute on this CPU keeps of its speed while `lane` runs over and over, and vice versa.
+
+    Compute is what a model does, matrix products and elementwise operators with fresh memory for
+    every result, in the calling thread with the threads it has; the lane is a worker thread with
+    one intra-op thread. Medians of short windows, alone and together.
+    """
+    tokens = torch.full((_TOKENS, _WIDTH), 0.5)
+    weight = torch.full((_WIDTH, 4 * _WIDTH), 0.5)
+
+    def compute() -> None:
+        hidden = torch.nn.functional.silu(tokens @ weight)
+        torch.add(hidden @ weight.T, tokens)
+
+    compute()
+    in_worker(lane)
+    compute_kept, lane_kept = [], []
+    for _ in range(_ROUNDS):
+        compute_alone = runs_per_second(compute)
+        lane_alone = in_worker(lambda: runs_per_second(lane))
+        compute_beside, lane_beside = rates_together(compute, lane)
+        compute_kept.append(compute_beside / compute_alone)
+        lane_kept.append(lane_beside / lane_alone)
+    return Contention(compute=kept_fraction(compute_kept), lane=kept_fraction(lane_kept))
+
+
+def kept_fraction(ratios: Iterable[float], *, at_least: float = 0.01) -> float:
+    """The median, as a fraction: noise must not make anything faster than alone."""
+    return min(1.0, max(at_least, statistics.median(ratios)))
+
+
+def in_worker(work: Callable[[], Result]) -> Result:
+    """`work()` in a fresh thread with one intra-op thread, as a lane runs."""
+    num_threads = torch.get_num_threads()
+
+    def alone() -> Result:
+        torch.set_num_threads(1)
+        return work()
+
+    try:
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            return pool.submit(alone).result()
+    finally:
+        # The number holds for the setting thread, and for all threads that come after it.
+        torch.set_num_threads(num_threads)
+
+
+def rates_together(compute: Callable[[], None], lane: Callable[[], None]) -> tuple[float, float]:
+    """Runs per second of `compute` in the calling thread and of `lane` in a worker, at once."""
+    stop = threading.Event()
+    running = threading.Event()
+    num_threads = torch.get_num_threads()
+
+    def until_stopped() -> float:
+        torch.set_num_threads(1)
+        running.set()
+        return runs_per_second(lane, until=stop)
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        lane_rate = pool.submit(until_stopped)
+        try:
+            running.wait()
+            torch.set_num_threads(num_threads)
+            compute_rate = runs_per_second(compute)
+        finally:
+            stop.set()
+        return compute_rate, lane_rate.result()
+
+
+def runs_per_second(work: Callable[[], None], *, until: threading.Event | None = None) -> float:
+    """Runs per second, over one window or until the event."""
+    start = now = time.perf_counter()
+    count = 0
+    while not count or (now - start < _WINDOW_S if until is None else not until.is_set()):
+        work()
+        count += 1
+        now = time.perf_counter()
+    return count / (now - start)
+
+
+def _median_seconds(work: Callable[[], None], *, num_runs: int = 7) -> float:
+    """Of one run, after two that allocate and warm up."""
+    work()
+    work()
+    seconds = []
+    for _ in range(num_runs):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)

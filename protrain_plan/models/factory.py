@@ -1,0 +1,103 @@
+"""Models from the user's own code: `package.module:factory`."""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.models.batches import Batch, batch_to
+from protrain_plan.models.building import TORCH_DTYPES, seeded
+from protrain_plan.records.profile import DType
+
+
+class FactorySource:
+    """`package.module:factory`: the user's function returns (module, iterable of batches).
+
+    The working directory is searched for the package first. The batches are the user's: batch
+    size, sequence length and text of `batches` do not change them.
+    """
+
+    model_config = ""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._factory = _imported(name)
+        self._data: tuple[int, Iterable[object]] | None = None  # of the last build: seed, batches
+
+    def build(
+        self, *, dtype: DType = "float32", device: torch.device | str = "cpu", seed: int = 0
+    ) -> nn.Module:
+        """The factory's model, floating-point parameters and buffers in `dtype`, in train mode."""
+        model, data = self._made(seed)
+        self._data = (seed, data)
+        on_meta = torch.device(device).type == "meta"
+        model = model.to(dtype=TORCH_DTYPES[dtype])
+        return (model.to("meta") if on_meta else model.to(device)).train()
+
+    def batches(
+        self,
+        *,
+        batch_size: int = 0,  # noqa: ARG002 (the signature of every source)
+        seq_len: int = 0,  # noqa: ARG002
+        device: torch.device | str = "cpu",
+        text: Path | None = None,  # noqa: ARG002
+        seed: int = 0,
+    ) -> Iterator[Batch]:
+        """The factory's batches on `device`; again from the start where they can be."""
+        if self._data is None or self._data[0] != seed:
+            self._data = (seed, self._made(seed)[1])
+        return (batch_to(batch, device) for batch in _again_and_again(self._data[1]))
+
+    def _made(self, seed: int) -> tuple[nn.Module, Iterable[object]]:
+        with seeded(seed):
+            made = self._factory()
+        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+            raise ProtrainError(
+                f"the factory returned {type(made).__name__}, not (nn.Module, batches)",
+                source=self.name,
+            )
+        model, data = made
+        if not isinstance(data, Iterable):
+            raise ProtrainError(
+                f"the factory's batches are {type(data).__name__}, which cannot be iterated",
+                source=self.name,
+            )
+        return model, data
+
+
+def _imported(name: str) -> Callable[[], object]:
+    module_name, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ProtrainError(
+            f"cannot import {module_name!r}: {error}",
+            source=name,
+            fix="package.module:factory, with the package installed or in the working directory",
+        ) from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        near = difflib.get_close_matches(attribute, dir(module), n=1)
+        raise ProtrainError(
+            f"{module_name} has no function {attribute!r}",
+            source=name,
+            fix=f"did you mean {near[0]}?" if near else None,
+        )
+    return factory  # type: ignore[no-any-return]
+
+
+def _again_and_again(data: Iterable[object]) -> Iterator[object]:
+    empty = True
+    for batch in data:
+        empty = False
+        yield batch
+    while not empty and iter(data) is not data:  # a list or a loader, not a used-up iterator
+        yield from data

@@ -1,0 +1,115 @@
+"""Why no plan meets the budgets, and what would help; solved, not guessed."""
+
+from dataclasses import replace
+
+from protrain_plan.planning.leanest import Leanest, leanest
+from protrain_plan.planning.outcome import Infeasible
+from protrain_plan.planning.problem import Problem
+from protrain_plan.planning.schedule import Rule, fill
+from protrain_plan.records.hardware import TierName
+from protrain_plan.records.plan import Budgets
+from protrain_plan.simulation.memory import compile_units, device_bytes
+from protrain_plan.units import exact_bytes
+
+
+def infeasible(problem: Problem, budgets: Budgets, lean: Leanest | None) -> Infeasible:
+    """The answer for a problem whose leanest choice, `lean`, exceeds the device's budget."""
+    assert lean, "everything kept and persistent needs nothing below the device"
+    for tier in ("host", "disk"):
+        found = _below_device(problem, budgets, lean, tier)
+        if found:
+            return found
+    context = problem.profile.hardware.device.context_bytes
+    needed = lean.bytes + context
+    slot, occupants = _tightest(problem, lean)
+    return Infeasible(
+        tier="device",
+        slot=slot,
+        occupants=occupants,
+        budget_bytes=budgets.device,
+        shortfall_bytes=needed - budgets.device,
+        smallest_budget_bytes=needed,
+        advice=_advice(problem, lean, dict(occupants)),
+    )
+
+
+def _below_device(
+    problem: Problem, budgets: Budgets, lean: Leanest, tier: TierName
+) -> Infeasible | None:
+    """The answer if more of one tier below would make the device's budget enough."""
+    if tier not in problem.tiers:
+        return None
+    needs = leanest(problem, of=tier)
+    if needs is None or max(problem.static_bytes(needs.choice)) > problem.device:
+        return None
+    budget = budgets.host if tier == "host" else budgets.disk
+    context = problem.profile.hardware.device.context_bytes
+    slot, occupants = _tightest(problem, lean)
+    return Infeasible(
+        tier=tier,
+        slot=slot,
+        occupants=occupants,
+        budget_bytes=budget,
+        shortfall_bytes=needs.bytes - problem.tiers[tier],
+        smallest_budget_bytes=needs.bytes,
+        advice=(
+            f"raise the {tier} budget to {enough(needs.bytes)}",
+            f"or the device budget to {enough(lean.bytes + context)}",
+        ),
+    )
+
+
+def _tightest(problem: Problem, lean: Leanest) -> tuple[str, tuple[tuple[str, int], ...]]:
+    """The slot with the leanest choice's peak, in words, and what stands in it, largest first."""
+    static = problem.static_bytes(lean.choice)
+    peak = max(static)
+    plans = fill(problem, lean.choice, [peak - total for total in static], Rule(0, 0))
+    program = compile_units(plans, problem.profile, piece_bytes=problem.piece_bytes)
+    slots = device_bytes(program, plans, problem.profile)
+    tightest = max(range(len(slots)), key=lambda t: (static[t], -t))
+    count = problem.count
+    if tightest == 2 * count:
+        name = "the update on the device"
+    else:
+        unit = min(tightest, 2 * count - 1 - tightest)
+        direction = "forward" if tightest < count else "backward"
+        name = f"{direction} of {problem.profile.units[unit].name}"
+    context = problem.profile.hardware.device.context_bytes
+    standing = [*slots[tightest].by_kind.items(), ("besides tensors", context)]
+    occupants = sorted(standing, key=lambda item: -item[1])
+    return name, tuple((kind, size) for kind, size in occupants if size)
+
+
+def _advice(problem: Problem, lean: Leanest, occupants: dict[str, int]) -> tuple[str, ...]:
+    """What would bring the peak down, the largest occupant's remedies first."""
+    workload = problem.profile.workload
+    context = problem.profile.hardware.device.context_bytes
+    lines = [f"raise the device budget to {enough(lean.bytes + context)}"]
+    freed = replace(
+        problem,
+        tiers={tier.name: tier.capacity_bytes for tier in problem.profile.hardware.tiers},
+    )
+    if freed.tiers != problem.tiers:
+        unlimited = leanest(freed)
+        if unlimited and unlimited.bytes < lean.bytes:
+            lines.append(
+                "with all of the machine's other tiers the device needs "
+                f"{enough(unlimited.bytes + context)}"
+            )
+    if not problem.tiers:
+        lines.append("this machine has no tier below the device: add host memory or a disk to it")
+    total = sum(size for kind, size in occupants.items() if kind != "besides tensors")
+    if occupants.get("activations", 0) * 4 >= total:
+        if workload.batch_size > 1:
+            lines.append(f"a smaller batch than {workload.batch_size}")
+        lines.append(f"a shorter sequence than {workload.seq_len} tokens")
+    if any(len(unit.forms) < 2 and unit.kind == "block" for unit in problem.profile.units):
+        lines.append("profile the blocks with recomputation")
+    if occupants.get("staging", 0) * 4 >= total:
+        lines.append(f"smaller transfer pieces than {exact_bytes(problem.piece_bytes)}")
+    return tuple(lines)
+
+
+def enough(size: int) -> str:
+    """A size as one would type it, rounded up to whole MiB."""
+    return f"{-(-size // 2**20)}MiB"

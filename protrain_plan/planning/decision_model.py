@@ -1,0 +1,187 @@
+"""The linear model of decisions and of the bytes that stand for them, slot by slot.
+
+Bytes are fractions of the device's budget. `planning/fluid.py` adds transfers and time to it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pulp
+
+from protrain_plan.planning.options import ActivationOption, StateOption, Stay
+from protrain_plan.planning.problem import Choice, Problem
+from protrain_plan.records.hardware import TierName
+
+Terms = list[tuple[pulp.LpVariable, float]]
+
+
+class DecisionModel:
+    """The decisions of one problem as binaries, and their bytes; `pulp` holds the model."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.end = 2 * problem.count
+        self.byte_unit = float(max(1, problem.device))
+        self.pulp = pulp.LpProblem("protrain_plan", pulp.LpMinimize)
+        self.activations: list[list[pulp.LpVariable]] = []
+        self.states: list[list[pulp.LpVariable]] = []
+        self._add_decisions()
+
+    # Names and rows
+
+    def slot_name(self, slot: int) -> str:
+        """f0, f1, ... for forward, b3, b2, ... for backward, end for the device's update."""
+        count = self.problem.count
+        if slot == self.end:
+            return "end"
+        return f"f{slot}" if slot < count else f"b{self.end - 1 - slot}"
+
+    def variable(self, name: str) -> pulp.LpVariable:
+        """A continuous variable >= 0."""
+        return self.pulp.add_variable(name, 0.0)
+
+    def per_slot(self, name: str) -> list[pulp.LpVariable]:
+        """One variable for each slot, the device's update included."""
+        return [self.variable(f"{name}_{self.slot_name(t)}") for t in range(self.end + 1)]
+
+    def row(self, name: str, terms: Terms, sense: int, right: float = 0.0) -> pulp.LpConstraint:
+        """Add `sum of terms (sense) right` under a name."""
+        merged: dict[pulp.LpVariable, float] = defaultdict(float)
+        for variable, factor in terms:
+            merged[variable] += factor
+        row = pulp.LpConstraint(pulp.LpAffineExpression(list(merged.items())), sense, name, right)
+        self.pulp.addConstraint(row)
+        return row
+
+    def _add_decisions(self) -> None:
+        for unit, options in enumerate(self.problem.options):
+            for kind, decisions, into in (
+                ("act", [option.decision for option in options.activations], self.activations),
+                ("states", [option.decision for option in options.states], self.states),
+            ):
+                chosen = []
+                for decision in decisions:
+                    tier = f"_{decision.tier}" if hasattr(decision, "tier") else ""
+                    name = f"{kind}_{unit}_{type(decision).__name__.lower()}{tier}"
+                    chosen.append(self.pulp.add_variable(name, 0, 1, pulp.LpInteger))
+                into.append(chosen)
+                # Every unit takes exactly one option.
+                self.row(f"one_{kind}_{unit}", [(x, 1.0) for x in chosen], pulp.LpConstraintEQ, 1)
+
+    def each_activation(self) -> Iterable[tuple[int, ActivationOption, pulp.LpVariable]]:
+        """(unit, option, its binary)."""
+        for unit, options in enumerate(self.problem.options):
+            for option, x in zip(options.activations, self.activations[unit], strict=True):
+                yield unit, option, x
+
+    def each_state(self) -> Iterable[tuple[int, StateOption, pulp.LpVariable]]:
+        """(unit, option, its binary)."""
+        for unit, options in enumerate(self.problem.options):
+            for option, y in zip(options.states, self.states[unit], strict=True):
+                yield unit, option, y
+
+    # Memory
+
+    def add_memory(self) -> list[pulp.LpVariable]:
+        """m: bytes per slot that stand for the decisions alone, by their changes from slot to slot.
+
+        Also the budgets of the other tiers, since staging buffers stand in one or the other.
+        """
+        problem, unit = self.problem, self.byte_unit
+        staging = self._maximum("staging", ((o.staging / unit, y) for _, o, y in self.each_state()))
+        # Staging and workspaces are rounded to whole bytes: one byte less is safe.
+        workspace = self._maximum(
+            "workspace", (((o.workspace - 1) / unit, y) for _, o, y in self.each_state())
+        )
+        device_workspace = self._maximum(
+            "device_workspace",
+            (((o.device_workspace - 1) / unit, y) for _, o, y in self.each_state()),
+        )
+        change: list[Terms] = [[] for _ in range(self.end + 2)]
+
+        def stand(stays: Iterable[Stay], binary: pulp.LpVariable) -> None:
+            for stay in stays:
+                change[stay.first].append((binary, stay.bytes / unit))
+                change[stay.last + 1].append((binary, -stay.bytes / unit))
+
+        for _, activation, x in self.each_activation():
+            stand(activation.stays, x)
+        for _, state, y in self.each_state():
+            stand(state.stays, y)
+        if problem.profile.hardware.device.kind == "cpu":
+            change[0] += [(staging, 1.0), (workspace, 1.0)]
+        change[self.end].append((device_workspace, 1.0))
+        memory = self.per_slot("m")
+        for t, m in enumerate(memory):
+            # m_t - m_{t-1} = what the decisions begin to need in slot t, less what they stop to.
+            before: Terms = [(memory[t - 1], -1.0)] if t else []
+            base = problem.profile.base_bytes / unit if t == 0 else 0.0
+            terms = [(m, 1.0), *before, *((x, -size) for x, size in change[t])]
+            self.row(f"static_{self.slot_name(t)}", terms, pulp.LpConstraintEQ, base)
+        self._add_tiers(staging, workspace)
+        return memory
+
+    def _maximum(
+        self, name: str, sizes: Iterable[tuple[float, pulp.LpVariable]]
+    ) -> pulp.LpVariable:
+        """A variable at least as large as the largest of the sizes chosen."""
+        largest = self.variable(name)
+        by_size: dict[float, list[pulp.LpVariable]] = defaultdict(list)
+        for size, binary in sizes:
+            if size > 0:
+                by_size[size].append(binary)
+        for number, (size, binaries) in enumerate(by_size.items()):
+            for index, binary in enumerate(binaries):
+                self.row(
+                    f"{name}_{number}_{index}",
+                    [(largest, 1.0), (binary, -size)],
+                    pulp.LpConstraintGE,
+                )
+        return largest
+
+    def _add_tiers(self, staging: pulp.LpVariable, workspace: pulp.LpVariable) -> None:
+        device, unit = self.problem.profile.hardware.device.kind, self.byte_unit
+        for tier, limit in self.problem.tiers.items():
+            # States, swapped activations and gradients in passing fit the tier's budget.
+            terms = self.tier_terms(tier)
+            if tier == "host" and device != "cpu":
+                terms += [(staging, 1.0), (workspace, 1.0)]
+            self.row(f"budget_{tier}", terms, pulp.LpConstraintLE, limit / unit)
+
+    def tier_terms(self, tier: TierName) -> Terms:
+        """Bytes on a tier below the device, staging apart."""
+        device = self.problem.profile.hardware.device.kind
+        terms: Terms = []
+        for number, options in enumerate(self.problem.options):
+            # Option 0, keep and persistent, takes nothing below the device.
+            for k, x in enumerate(self.activations[number]):
+                size = options.tier_bytes(tier, activation=k, state=0, device=device)
+                terms.append((x, size / self.byte_unit))
+            for k, y in enumerate(self.states[number]):
+                size = options.tier_bytes(tier, activation=0, state=k, device=device)
+                terms.append((y, size / self.byte_unit))
+        return [(variable, size) for variable, size in terms if size]
+
+    # Reading and writing
+
+    def choice_values(self, values: Mapping[str, float]) -> list[tuple[list[float], list[float]]]:
+        """Per unit the fractions of its activation options and of its state options."""
+        return [
+            ([values[x.name] for x in xs], [values[y.name] for y in ys])
+            for xs, ys in zip(self.activations, self.states, strict=True)
+        ]
+
+    def start(self, choice: Choice) -> dict[str, float]:
+        """The binaries of a choice, to begin a search with."""
+        values: dict[str, float] = {}
+        for unit, (activation, state) in enumerate(choice):
+            for k, x in enumerate(self.activations[unit]):
+                values[x.name] = float(k == activation)
+            for k, y in enumerate(self.states[unit]):
+                values[y.name] = float(k == state)
+        return values
+
+    def write_lp(self, path: Path) -> None:
+        """The model in the readable `.lp` format."""
+        self.pulp.writeLP(str(path))

@@ -1,0 +1,343 @@
+"""The fluid inventory model: transfers as liquids, whose optimum no simulated schedule beats.
+
+Slot t runs from the end of compute t-1 to the end of compute t: a stall of s_t seconds, then
+compute for d_t seconds. Slot 2U is the device's update of the persistent chunks, and the wait for
+the last moves after it. Bytes are fractions of the device's budget M, seconds of the model's plain
+compute time. Decisions are binaries (fractions in the relaxation), everything else is continuous:
+
+    s, d            seconds of stall and of compute
+    m               bytes that stand for the decisions alone (leads and drains 0)
+    hs, hc, J       per tier: bytes fetched during stall and compute, and fetched ahead after it
+    os, oc, Q       per tier: swapped activations and gradients that leave, and wait to leave
+    rs, rc, R       optimizer states read from disk, and waiting to be read
+    ws, wc, W       parameters and states written to disk, and waiting to be written
+    us, uc, P       seconds of updates on the host, and waiting to be done
+
+The model relaxes the programme: moves are divisible and without latency, a lane serves them in any
+order, a swap may return before it left, states waiting in place leave bit by bit. So its optimum
+bounds the seconds of every plan within the budgets (a test holds this).
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import pulp
+
+from protrain_plan.planning.decision_model import DecisionModel, Terms
+from protrain_plan.planning.options import Leaving
+from protrain_plan.planning.problem import Problem
+from protrain_plan.records.hardware import Contention, TierName
+
+LE, EQ, GE = pulp.LpConstraintLE, pulp.LpConstraintEQ, pulp.LpConstraintGE
+
+BOUND_TOLERANCE = 1e-6
+"""What the bound gives away for the solver's feasibility tolerance (1e-7) and rounded pieces."""
+
+
+@dataclass(slots=True)
+class _Flow:
+    """One kind of work on a lane: what is done during stalls, during compute, and what waits.
+
+    `rate` turns its unit (bytes / M, or seconds) into fractions of the plain compute time.
+    """
+
+    stall: list[pulp.LpVariable]
+    compute: list[pulp.LpVariable]
+    waiting: list[pulp.LpVariable]
+    rate: float
+    amounts: dict[int, Terms] = field(default_factory=lambda: defaultdict(list))
+
+
+class _Lane(NamedTuple):
+    """A lane beside compute, the link that it shares, and what runs on it."""
+
+    name: str
+    tier: TierName | None
+    duplex: float
+    contention: Contention
+    flows: list[_Flow]
+
+
+def _rates(running: Sequence[_Lane]) -> tuple[float, dict[str, float]]:
+    """The rates of compute, and of each lane, while these lanes run."""
+    compute, lanes = 1.0, {}
+    links = [lane.tier for lane in running]
+    for lane in running:
+        compute *= lane.contention.compute
+        shared = lane.tier is not None and links.count(lane.tier) == 2
+        lanes[lane.name] = lane.contention.lane * (lane.duplex if shared else 1.0)
+    return compute, lanes
+
+
+class Fluid(DecisionModel):
+    """Decisions, memory, transfers and time of one problem; minimises the step's seconds."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.second_unit = sum(
+            options.activations[0].forward_s + options.activations[0].backward_s
+            for options in problem.options
+        )
+        self.memory_rows: list[pulp.LpConstraint] = []
+        self.stall, self.compute = self.per_slot("s"), self.per_slot("d")
+        self.fetched: dict[TierName, _Flow] = {}  # by tier
+        self.leaving: dict[TierName, _Flow] = {}  # by tier
+        self.reads: _Flow | None = None  # from disk
+        self.writes: _Flow | None = None  # to disk
+        self.updates: _Flow | None = None
+        self.held_per_written = 0.0
+        static = self.add_memory()
+        self._add_flows()
+        self._add_lanes()
+        self._add_compute()
+        self._add_chains()
+        self._add_limits(static)
+        self.minimise_seconds()
+
+    def _flow(self, names: str, rate: float) -> _Flow:
+        stall, compute, waiting = names.split()
+        return _Flow(self.per_slot(stall), self.per_slot(compute), self.per_slot(waiting), rate)
+
+    def _add_flows(self) -> None:
+        """What is fetched for slots, and what slots leave to be moved, read, updated, written."""
+        hardware, unit, seconds = self.problem.profile.hardware, self.byte_unit, self.second_unit
+        for tier in hardware.tiers:
+            name, link = tier.name, tier.link
+            down = unit / link.write_bytes_per_s / seconds
+            up = unit / link.read_bytes_per_s / seconds
+            self.fetched[name] = self._flow(f"hs_{name} hc_{name} J_{name}", up)
+            self.leaving[name] = self._flow(f"os_{name} oc_{name} Q_{name}", down)
+            if name == "disk":
+                self.reads = self._flow("rs rc R", up)
+                self.writes = self._flow("ws wc W", down)
+        if hardware.tiers:
+            self.updates = self._flow("us uc P", 1.0)
+        for _, activation, x in self.each_activation():
+            if activation.swap_in and activation.swap_out:
+                fetch, leaving = activation.swap_in, activation.swap_out
+                self.fetched[fetch.tier].amounts[fetch.slot].append((x, fetch.bytes / unit))
+                self._leave(self.leaving[leaving.tier], leaving, x)
+        held_per_written: list[float] = []
+        for _, state, y in self.each_state():
+            for fetch in state.fetches:
+                self.fetched[fetch.tier].amounts[fetch.slot].append((y, fetch.bytes / unit))
+            if state.gradients:
+                self._leave(self.leaving[state.gradients.tier], state.gradients, y)
+            if state.update_s:
+                assert self.updates
+                self.updates.amounts[state.update_slot].append((y, state.update_s / seconds))
+            if state.write_bytes:
+                assert self.reads and self.writes
+                self.reads.amounts[state.update_slot].append((y, state.read_bytes / unit))
+                self.writes.amounts[state.update_slot].append((y, state.write_bytes / unit))
+                if state.in_place:
+                    held_per_written.append(state.in_place.held / state.in_place.bytes)
+        self.held_per_written = min(held_per_written, default=0.0)
+        for tier_name, flow in self.fetched.items():
+            self._add_inventory(tier_name, flow)
+        for tier_name, flow in self.leaving.items():
+            self._add_backlog(f"leave_{tier_name}", flow)
+        for word, backlog in (("read", self.reads), ("write", self.writes), ("up", self.updates)):
+            if backlog:
+                self._add_backlog(word, backlog)
+
+    def _leave(self, flow: _Flow, leaving: Leaving, binary: pulp.LpVariable) -> None:
+        flow.amounts[leaving.slot].append((binary, leaving.bytes / self.byte_unit))
+
+    def _add_inventory(self, name: str, flow: _Flow) -> None:
+        for t in range(self.end + 1):
+            slot = self.slot_name(t)
+            before: Terms = [(flow.waiting[t - 1], 1.0)] if t else []
+            needed = [(binary, -size) for binary, size in flow.amounts[t]]
+            # What the slot reads is there when its compute starts.
+            self.row(f"arrive_{name}_{slot}", [*before, (flow.stall[t], 1.0), *needed], GE)
+            # J_t = J_{t-1} + hs_t + hc_t - needed_t
+            came = [(flow.stall[t], 1.0), (flow.compute[t], 1.0)]
+            terms = [*before, *came, *needed, (flow.waiting[t], -1.0)]
+            self.row(f"ahead_{name}_{slot}", terms, EQ)
+
+    def _add_backlog(self, name: str, flow: _Flow) -> None:
+        for t in range(self.end + 1):
+            slot = self.slot_name(t)
+            before: Terms = [(flow.waiting[t - 1], 1.0)] if t else []
+            done = [(flow.stall[t], -1.0), (flow.compute[t], -1.0)]
+            # Only what earlier slots produced can be done by the end of this one.
+            self.row(f"{name}_produced_{slot}", [*before, *done], GE)
+            # waiting_t = waiting_{t-1} - done_t + produced_t
+            terms = [*before, *done, *flow.amounts[t], (flow.waiting[t], -1.0)]
+            self.row(f"{name}_waiting_{slot}", terms, EQ)
+        # The step ends when every move has ended.
+        self.row(f"{name}_all", [(flow.waiting[self.end], 1.0)], EQ)
+
+    def _add_lanes(self) -> None:
+        """During a stall a lane does no more than its time; a link's directions share it.
+
+        With k = 1/duplex - 1, in + k·out <= time and k·in + out <= time: exact for duplex >= 1/2,
+        optimistic below, where k is cut to 1.
+        """
+        for tier in self.problem.profile.hardware.tiers:
+            k = min(1.0, 1 / tier.link.duplex - 1)
+            fetches, spills = self._on_link(tier.name)
+            for t in range(self.end + 1):
+                for word, first, second in (("in", 1.0, k), ("out", k, 1.0)):
+                    terms = [(f.stall[t], first * f.rate) for f in fetches]
+                    terms += [(f.stall[t], second * f.rate) for f in spills]
+                    terms.append((self.stall[t], -1.0))
+                    self.row(f"lane_{word}_{tier.name}_{self.slot_name(t)}", terms, LE)
+        if self.updates:
+            for t in range(self.end + 1):
+                terms = [(self.updates.stall[t], 1.0), (self.stall[t], -1.0)]
+                self.row(f"lane_update_{self.slot_name(t)}", terms, LE)
+
+    def _on_link(self, tier: TierName) -> tuple[list[_Flow], list[_Flow]]:
+        """What is read from a tier, and what is written to it."""
+        reads = [self.fetched[tier], *([self.reads] if tier == "disk" and self.reads else [])]
+        writes = [self.leaving[tier], *([self.writes] if tier == "disk" and self.writes else [])]
+        return reads, writes
+
+    def _add_compute(self) -> None:
+        """Compute's time is divided among the sets of lanes that run beside it.
+
+        While a set S runs, compute progresses at the product of its lanes' contention factors, and
+        a lane at its own factor, times `duplex` where both directions of its link are in S. With
+        r_St seconds of set S in slot t, these rows allow what the simulator's rates allow, and
+        no more:
+
+            d_t = sum over S of r_St,   compute_t <= sum of rate_S · r_St,
+            work of lane l in t <= sum over S with l of rate_Sl · r_St
+        """
+        seconds: list[Terms] = [[] for _ in range(self.end + 1)]
+        for unit, activation, x in self.each_activation():
+            seconds[unit].append((x, activation.forward_s / self.second_unit))
+            seconds[self.end - 1 - unit].append((x, activation.backward_s / self.second_unit))
+        for _, state, y in self.each_state():
+            if state.device_s:
+                seconds[self.end].append((y, state.device_s / self.second_unit))
+        lanes = self._lanes()
+        sets = [
+            tuple(lane for lane in lanes if number >> lanes.index(lane) & 1)
+            for number in range(1 << len(lanes))
+        ]
+        rates = [_rates(running) for running in sets]
+        for t in range(self.end + 1):
+            slot = self.slot_name(t)
+            spent = [self.variable(f"r{number}_{slot}") for number in range(len(sets))]
+            self.row(f"time_{slot}", [*((r, 1.0) for r in spent), (self.compute[t], -1.0)], EQ)
+            slowed = [(r, -rate) for r, (rate, _) in zip(spent, rates, strict=True)]
+            self.row(f"compute_{slot}", [*seconds[t], *slowed], LE)
+            for lane in lanes:
+                terms = [(flow.compute[t], flow.rate) for flow in lane.flows]
+                terms += [
+                    (r, -by_lane[lane.name])
+                    for r, (_, by_lane) in zip(spent, rates, strict=True)
+                    if lane.name in by_lane
+                ]
+                self.row(f"beside_{lane.name}_{slot}", terms, LE)
+
+    def _lanes(self) -> list[_Lane]:
+        hardware, lanes = self.problem.profile.hardware, []
+        for tier in hardware.tiers:
+            fetches, spills = self._on_link(tier.name)
+            name, duplex = tier.name, tier.link.duplex
+            lanes.append(_Lane(f"in_{name}", name, duplex, hardware.read_contention, fetches))
+            lanes.append(_Lane(f"out_{name}", name, duplex, hardware.write_contention, spills))
+        if self.updates:
+            slowing = hardware.update_contention
+            lanes.append(_Lane("update", None, 1.0, slowing, [self.updates]))
+        return lanes
+
+    def _add_chains(self) -> None:
+        """Updates run in the order of backward, and a piece is read, updated, then written."""
+        if not self.updates:
+            return
+        end, updates = self.end, self.updates
+        left, after = self.per_slot("left"), self.per_slot("updates_from")
+        # left_t: seconds from the end of slot t to the end of the step.
+        self.row("left_end", [(left[end], 1.0)], EQ)
+        self.row("updates_from_end", [(after[end], 1.0)], EQ)
+        for t, following in pairwise(range(end + 1)):
+            name = self.slot_name(t)
+            step = [(left[t], 1.0), (left[following], -1.0)]
+            step += [(self.stall[following], -1.0), (self.compute[following], -1.0)]
+            self.row(f"left_{name}", step, EQ)
+            # updates_from_t = updates_from_{t+1} + the updates of slot t
+            terms = [(after[t], 1.0), (after[following], -1.0)]
+            terms += [(y, -size) for y, size in updates.amounts[t]]
+            self.row(f"updates_from_{name}", terms, EQ)
+        for _, state, y in self.each_state():
+            if not state.update_s:
+                continue
+            # The update of a slot, and all updates behind it in the lane, wait for its gradients.
+            t, waits = state.update_slot, 0.0
+            if state.gradients:
+                flow = self.leaving[state.gradients.tier]
+                waits = state.gradients.bytes / self.byte_unit * flow.rate
+            name = f"tail_{y.name}"
+            self.row(name, [(left[t], 1.0), (after[t], -1.0), (y, -waits)], GE)
+        if not self.reads or not self.writes:
+            return
+        written = {t: dict(terms) for t, terms in self.writes.amounts.items()}
+        for name, earlier in (("read", self.reads), ("updated", updates)):
+            ratio = max(
+                (
+                    size / written[t][y]
+                    for t, terms in earlier.amounts.items()
+                    for y, size in terms
+                    if y in written.get(t, {})
+                ),
+                default=0.0,
+            )
+            if earlier is updates and len(self.problem.tiers) > 1:
+                continue  # updates of states in host memory are never written
+            for t in range(end + 1):
+                # What is still to be read or updated is still to be written.
+                terms = [(earlier.waiting[t], 1.0), (self.writes.waiting[t], -ratio)]
+                self.row(f"{name}_before_written_{self.slot_name(t)}", terms, LE)
+
+    def _add_limits(self, static: list[pulp.LpVariable]) -> None:
+        """In every slot: what the decisions need, what is ahead and what waits fit the budget.
+
+        Compute waits for what drains before it starts (os, ws); what a slot fetches ahead counts
+        in full, since its bytes are reserved from the slot that submits the move.
+        """
+        for t in range(self.end + 1):
+            terms: Terms = [(static[t], 1.0)]
+            terms += [(flow.waiting[t], 1.0) for flow in self.fetched.values()]
+            flows = [(flow, 1.0) for flow in self.leaving.values()]
+            if self.writes:
+                flows.append((self.writes, self.held_per_written))
+            for flow, held in flows:
+                if t and held:
+                    terms.append((flow.waiting[t - 1], held))
+                if 0 < t < self.end and held:  # nothing waits before the device's update
+                    terms.append((flow.stall[t], -held))
+            self.memory_rows.append(self.row(f"memory_{self.slot_name(t)}", terms, LE, 1.0))
+
+    def minimise_seconds(self) -> None:
+        """The step's seconds alone: what bounds are made of."""
+        total = [(v, 1.0) for v in (*self.stall, *self.compute)]
+        self.pulp.setObjective(pulp.LpAffineExpression(total))
+
+    def prefer_few_moves(self) -> None:
+        """Among equally fast solutions, those that stall and move least; for choices, no bounds."""
+        flows = [*self.fetched.values(), *self.leaving.values(), self.updates]
+        few = [
+            (variable, 1e-3 * flow.rate)
+            for flow in flows
+            if flow
+            for variable in (*flow.stall, *flow.compute)
+        ]
+        total = [(v, 1.0) for v in self.compute] + [(v, 1.0 + 1e-3) for v in self.stall]
+        self.pulp.setObjective(pulp.LpAffineExpression(total + few))
+
+    def set_margin(self, margin: float) -> None:
+        """Leave a fraction of the device's budget free, for what the model does not see."""
+        for row in self.memory_rows:
+            row.changeRHS(1.0 - margin)
+
+    def lower_bound_seconds(self, objective: float) -> float:
+        """The bound on every plan's seconds that a bound on the objective implies."""
+        return max(0.0, objective * self.second_unit * (1 - BOUND_TOLERANCE))

@@ -1,0 +1,42 @@
+"""What planning answers: a plan with its proof, or why there is none and what would help."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from protrain_plan.records.hardware import TierName
+from protrain_plan.records.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """A plan that meets the budgets.
+
+    gap            step_seconds / lower_bound_seconds - 1 of the plan's prediction
+    status         "optimal" where the gap is at most the one asked for, else "feasible"
+    stall_seconds  simulated time in which compute waits for transfers
+    """
+
+    plan: Plan
+    status: Literal["optimal", "feasible"]
+    gap: float
+    stall_seconds: float
+    solve_seconds: float
+    solver: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Infeasible:
+    """No plan meets the budgets.
+
+    The leanest plan within the other tiers' budgets needs `smallest_budget_bytes` of `tier`,
+    counted like the budget itself (for the device: the context included). On the device that plan
+    is tightest in `slot`, where `occupants` stand: bytes by kind, the context among them.
+    """
+
+    tier: Literal["device"] | TierName
+    slot: str
+    occupants: tuple[tuple[str, int], ...]
+    budget_bytes: int
+    shortfall_bytes: int
+    smallest_budget_bytes: int
+    advice: tuple[str, ...]

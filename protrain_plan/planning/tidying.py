@@ -1,0 +1,154 @@
+"""Plans that people can read, and that ask for no more memory than they need.
+
+A search changes one block at a time, and leaves equal blocks with decisions in no order:
+`in_runs` lets equal decisions stand together. Handing out every spare byte gives equal blocks
+unequal leads and drains, and a peak of what the budget allows rather than what the step takes:
+`tidied` gives all units with the same decisions the same, smallest numbers. Neither may cost time.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from itertools import islice, permutations
+
+from protrain_plan.planning.judging import FULL_GRID, Judge, Judged
+from protrain_plan.planning.problem import Problem
+from protrain_plan.program import Program
+from protrain_plan.records.hardware import Hardware
+from protrain_plan.records.plan import Persistent, Schedule, Swap, SwapInput, UnitPlan
+from protrain_plan.records.profile import Profile
+from protrain_plan.simulation.memory import compile_units, device_bytes
+from protrain_plan.simulation.timeline import simulated_seconds
+
+TOLERANCE = 0.002
+"""The fraction of the step's time that a tidier schedule may cost."""
+
+SLOWER_LANES = 0.7
+"""Numbers must hold with lanes at this fraction of their speed, too: slack for noise. Replays of
+the planner's prototype were run at half and double bandwidth (design, section 4)."""
+
+VALUES = (1, 2, 3, 4, 6, 9, 14, 0)
+"""In order of preference: 0 makes compute wait for the whole transfer, and is for want of room."""
+
+MAX_ORDERS = 24
+MAX_SLOTS = 40_000
+"""Slots simulated in all, which bounds the time that tidying takes."""
+
+
+def in_runs(problem: Problem, judge: Judge, best: Judged) -> Judged:
+    """`best` with the decisions of alike units in runs, if that is as fast in some order."""
+    for members in problem.classes:
+        decisions = [best.choice[unit] for unit in members]
+        counts = Counter(decisions)
+        fastest = None
+        for order in islice(permutations(sorted(counts)), MAX_ORDERS):
+            choice = list(best.choice)
+            arranged = [decision for decision in order for _ in range(counts[decision])]
+            for unit, decision in zip(members, arranged, strict=True):
+                choice[unit] = decision
+            judged = judge.judge(tuple(choice), rules=FULL_GRID)
+            if judged and (fastest is None or judged.seconds < fastest.seconds):
+                fastest = judged
+        if fastest and fastest.seconds <= best.seconds * (1 + TOLERANCE):
+            best = fastest
+    return best
+
+
+def tidied(problem: Problem, plans: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
+    """`plans` with leads and drains made uniform and small, within the same budgets and time."""
+    slow = _with_slower_lanes(problem.profile)
+    acceptance = _Acceptance(problem, slow, plans)
+    for group in _groups(plans):
+        for field in fields(Schedule):
+            if not _applies(field.name, plans[group[0]]):
+                continue
+            for candidate in _candidates(plans, group, field.name):
+                if candidate == plans:
+                    break
+                if acceptance.spent():
+                    return plans
+                if acceptance.accepts(candidate):
+                    plans = candidate
+                    break
+    return plans
+
+
+class _Acceptance:
+    """Accepts what stays within the budget and takes no longer than the first plans."""
+
+    def __init__(self, problem: Problem, slow: Profile, plans: tuple[UnitPlan, ...]) -> None:
+        self._problem, self._profiles = problem, (problem.profile, slow)
+        self._num_slots = 0
+        self._limits = [seconds * (1 + TOLERANCE) for seconds in self._seconds(plans)]
+
+    def spent(self) -> bool:
+        return self._num_slots > MAX_SLOTS
+
+    def accepts(self, plans: tuple[UnitPlan, ...]) -> bool:
+        program = self._program(plans)
+        slots = device_bytes(program, plans, self._problem.profile)
+        if max(slot.total for slot in slots) > self._problem.device:
+            return False
+        pairs = zip(self._seconds(plans), self._limits, strict=True)
+        return all(seconds <= limit for seconds, limit in pairs)
+
+    def _program(self, plans: Sequence[UnitPlan]) -> Program:
+        return compile_units(plans, self._problem.profile, piece_bytes=self._problem.piece_bytes)
+
+    def _seconds(self, plans: tuple[UnitPlan, ...]) -> list[float]:
+        program = self._program(plans)
+        self._num_slots += 2 * len(program.slots)
+        return [simulated_seconds(program, plans, profile)[0] for profile in self._profiles]
+
+
+def _groups(plans: Sequence[UnitPlan]) -> Iterator[list[int]]:
+    """The units of every combination of decisions; a part stands alone."""
+    groups: dict[object, list[int]] = {}
+    for index, unit in enumerate(plans):
+        same = (unit.activations, unit.states) if unit.kind == "block" else index
+        groups.setdefault(same, []).append(index)
+    yield from groups.values()
+
+
+def _applies(field: str, unit: UnitPlan) -> bool:
+    if field.startswith("swap"):
+        return isinstance(unit.activations, Swap | SwapInput)
+    return not isinstance(unit.states, Persistent)
+
+
+def _candidates(
+    plans: tuple[UnitPlan, ...], group: Sequence[int], field: str
+) -> Iterator[tuple[UnitPlan, ...]]:
+    """Every value for all units, and where that has no room, for all that can have so much.
+
+    Before a slot that holds much, everything has left: the units next to it have less time.
+    """
+    for value in VALUES:
+        for cap in (False, True):
+            changed = list(plans)
+            for index in group:
+                schedule = plans[index].schedule
+                old: int | None = getattr(schedule, field)
+                new = min(value, old) if cap and old is not None else value
+                changed[index] = replace(plans[index], schedule=replace(schedule, **{field: new}))
+            yield tuple(changed)
+
+
+def _with_slower_lanes(profile: Profile) -> Profile:
+    hardware: Hardware = profile.hardware
+    tiers = tuple(
+        replace(
+            tier,
+            link=replace(
+                tier.link,
+                read_bytes_per_s=tier.link.read_bytes_per_s * SLOWER_LANES,
+                write_bytes_per_s=tier.link.write_bytes_per_s * SLOWER_LANES,
+            ),
+        )
+        for tier in hardware.tiers
+    )
+    optimizer = replace(
+        profile.optimizer,
+        host_parameters_per_s=profile.optimizer.host_parameters_per_s * SLOWER_LANES,
+    )
+    return replace(profile, hardware=replace(hardware, tiers=tiers), optimizer=optimizer)

@@ -1,0 +1,1 @@
+"""Model -> Profile: what every unit costs in bytes and seconds."""

@@ -1,0 +1,202 @@
+"""`discover`: the units of a model, found by running it. No list of names anywhere.
+
+A unit is a *block* (a module that repeats, such as a decoder layer) or a *part* (what runs
+before, between and after blocks). Units are in execution order. Every parameter belongs to
+exactly one, the one that reads it first, and every operator runs in exactly one.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from protrain_plan.models.batches import Batch
+from protrain_plan.profiling.execution import Call, Execution, Operation, record_execution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundUnit:
+    """A stretch of the forward.
+
+    `name` is unique: a block's path; for a part the path of the first module that runs in it,
+    else of the module that owns its first parameter, else "(input)", "(output)" or "(after ...)".
+    `parameters` are names as in `model.named_parameters()`, in order of first use;
+    `also_uses` are those of earlier units that this one reads too (a tied head).
+    """
+
+    kind: Literal["block", "part"]
+    name: str
+    module: nn.Module | None  # of a block
+    parameters: tuple[str, ...]
+    also_uses: tuple[str, ...]
+
+
+def discover(model: nn.Module, batch: Batch) -> tuple[FoundUnit, ...]:
+    """The units of `model`, from one forward of `batch` in train mode.
+
+    The first and the last unit are parts, empty of parameters or not: the loss is computed in
+    the last one. Between two blocks there is a part only where something is computed or a
+    parameter read. A parameter that nothing reads belongs to the block that it is in (an expert
+    that got no token), else to the last part. A model where nothing repeats has its children
+    as blocks; one without children that run once is a single part.
+
+    The model, its gradients, buffers and the random state stay as they are.
+    """
+    execution = record_execution(model, batch)
+    blocks = _blocks(model, execution)
+    return _units(model, _stretches(execution, blocks))
+
+
+# --- which modules are blocks ---------------------------------------------------------------------
+
+
+def _blocks(model: nn.Module, execution: Execution) -> tuple[Call, ...]:
+    """The calls of the blocks: disjoint, in order."""
+    once = _calls_of_modules_that_run_once(execution)
+    groups = [group for parent in model.modules() for group in _alike(parent, once)]
+    # Two norms or two embeddings side by side are alike too: single layers are blocks only in a
+    # model where nothing larger repeats.
+    composite = [g for g in groups if any(True for _ in g[0].module.children())]
+    found = _outermost(call for group in composite or groups for call in group)
+    return found or _children(model, once)
+
+
+def _calls_of_modules_that_run_once(execution: Execution) -> dict[nn.Module, Call]:
+    calls: dict[nn.Module, list[Call]] = defaultdict(list)
+    for call in execution.calls:
+        calls[call.module].append(call)
+    return {module: only[0] for module, only in calls.items() if len(only) == 1}
+
+
+def _alike(parent: nn.Module, once: dict[nn.Module, Call]) -> list[list[Call]]:
+    """The groups of two and more children with parameters that are alike and run once.
+
+    Alike is of equal structure; in a list of modules, where layers may differ in details (T5's
+    first layer owns the position bias of all), of the same class.
+    """
+    listed = isinstance(parent, nn.ModuleList)
+    groups: dict[object, list[Call]] = defaultdict(list)
+    for child in parent.children():
+        if child in once and any(True for _ in child.parameters()):
+            groups[type(child) if listed else _structure(child)].append(once[child])
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _structure(module: nn.Module) -> object:
+    parameters = tuple(
+        (name, tuple(p.shape), p.dtype, p.requires_grad)
+        for name, p in module.named_parameters(recurse=False)
+    )
+    children = tuple((name, _structure(child)) for name, child in module.named_children())
+    return type(module), parameters, children
+
+
+def _outermost(calls: Iterable[Call]) -> tuple[Call, ...]:
+    kept: list[Call] = []
+    for call in sorted(calls, key=lambda call: call.begin):
+        if not (kept and kept[-1].holds(call)):
+            kept.append(call)
+    return tuple(kept)
+
+
+def _children(model: nn.Module, once: dict[nn.Module, Call]) -> tuple[Call, ...]:
+    """The children with parameters that run once; a model in a wrapper is unwrapped first."""
+    having = [child for child in model.children() if any(True for _ in child.parameters())]
+    if len(having) == 1 and any(True for _ in having[0].children()):
+        return _children(having[0], once)
+    return _outermost(once[child] for child in having if child in once)
+
+
+# --- from blocks to units -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stretch:
+    """What will be a unit: a block's call, or what ran since the last one."""
+
+    name: str
+    block: Call | None
+    uses: tuple[str, ...]  # parameters, in order of first use in this stretch
+
+
+def _stretches(execution: Execution, blocks: tuple[Call, ...]) -> list[_Stretch]:
+    last = max((call.end for call in execution.calls), default=0) + 1
+    # The model itself has no path; containers that hold blocks lie across the parts' borders.
+    calls = [call for call in execution.calls if call.path]
+    stretches: list[_Stretch] = []
+    begin = 0
+    for index, block in enumerate((*blocks, None)):
+        end = block.begin if block else last
+        operations = _between(execution.operations, begin, end)
+        works = any(o.parameters or not o.trivial for o in operations)
+        if index == 0 or block is None or works:
+            uses = _uses(operations)
+            runs = next((c.path for c in calls if begin < c.begin and c.end < end), "")
+            owns = next((name.rpartition(".")[0] for name in uses), "")
+            name = runs or owns or _placed(blocks, index)
+            stretches.append(_Stretch(name=name, block=None, uses=uses))
+        if block is not None:
+            uses = _uses(_between(execution.operations, block.begin, block.end))
+            stretches.append(_Stretch(name=block.path, block=block, uses=uses))
+            begin = block.end
+    return stretches
+
+
+def _between(operations: Iterable[Operation], begin: int, end: int) -> list[Operation]:
+    return [o for o in operations if begin < o.at < end]
+
+
+def _uses(operations: Iterable[Operation]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for o in operations for name in o.parameters))
+
+
+def _placed(blocks: tuple[Call, ...], index: int) -> str:
+    """The name of a part where no module runs and no module below the root owns a parameter."""
+    if not blocks:
+        return "(model)"
+    if index == 0:
+        return "(input)"
+    return "(output)" if index == len(blocks) else f"(after {blocks[index - 1].path})"
+
+
+def _units(model: nn.Module, stretches: list[_Stretch]) -> tuple[FoundUnit, ...]:
+    owner: dict[str, int] = {}
+    for index, stretch in enumerate(stretches):
+        for name in stretch.uses:
+            owner.setdefault(name, index)
+    blocks = [(i, s.block) for i, s in enumerate(stretches) if s.block is not None]
+    # Parameters that this forward did not read.
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for index, block in blocks:
+        for parameter in block.module.parameters():
+            owner.setdefault(names[parameter], index)
+    for name in names.values():
+        owner.setdefault(name, len(stretches) - 1)
+
+    owned: list[list[str]] = [[] for _ in stretches]
+    for name, index in owner.items():
+        owned[index].append(name)
+    return tuple(
+        FoundUnit(
+            kind="part" if stretch.block is None else "block",
+            name=name,
+            module=None if stretch.block is None else stretch.block.module,
+            parameters=tuple(owned[index]),
+            also_uses=tuple(name for name in stretch.uses if owner[name] < index),
+        )
+        for index, (stretch, name) in enumerate(
+            zip(stretches, _unique([s.name for s in stretches]), strict=True)
+        )
+    )
+
+
+def _unique(names: list[str]) -> list[str]:
+    """The names, the second "x" as "x#2" (a module that runs in two parts)."""
+    counts: dict[str, int] = defaultdict(int)
+    unique = []
+    for name in names:
+        counts[name] += 1
+        unique.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
+    return unique

@@ -1,0 +1,174 @@
+"""One forward, written down: which modules ran when, and which parameters each operator read."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from protrain_plan.models.batches import Batch, call_model
+from protrain_runtime.boundaries import tensors_in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One run of a module's forward, from `begin` to `end` on the execution's clock."""
+
+    path: str
+    module: nn.Module
+    begin: int
+    end: int
+
+    def holds(self, other: "Call") -> bool:
+        """Whether `other` ran inside this call."""
+        return self.begin < other.begin and other.end < self.end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One operator: the parameters whose storage it was given, and whether it does any work."""
+
+    at: int
+    parameters: tuple[str, ...]
+    trivial: bool  # a view, or bookkeeping: computes nothing and saves nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """The calls in order of their beginnings, and the operations in order."""
+
+    calls: tuple[Call, ...]
+    operations: tuple[Operation, ...]
+
+
+def record_execution(model: nn.Module, batch: Batch) -> Execution:
+    """Run one forward in train mode with gradients enabled, and write down what happened.
+
+    Parameters, gradients, buffers, train flags, hooks and the random state are afterwards what
+    they were; the autograd graph is freed. Fake tensors work too.
+    """
+    recorder = _Recorder(model)
+    with ExitStack() as stack:
+        stack.enter_context(undisturbed(model))
+        stack.enter_context(recorder.hooks())
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(recorder)
+        call_model(model, batch)
+    return Execution(
+        calls=tuple(sorted(recorder.calls, key=lambda call: call.begin)),
+        operations=tuple(recorder.operations),
+    )
+
+
+# Operators that compute nothing although their schema names no alias.
+_BOOKKEEPING = frozenset(
+    ("aten::detach", "aten::lift_fresh", "aten::_local_scalar_dense", "aten::empty")
+)
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every operator below autograd, functional ones on bare parameters included."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Call] = []
+        self.operations: list[Operation] = []
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._clock = 0
+        self._begun: dict[nn.Module, list[int]] = defaultdict(list)
+        # Parameters by the storage they live in; several may share a flat one. An identity, not
+        # an address: fake tensors have none.
+        self._owners: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+        for name, parameter in model.named_parameters():
+            first, past = _extent(parameter)
+            self._owners[parameter.untyped_storage()._cdata].append((first, past, name))
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Watch every module of the model while inside."""
+        with ExitStack() as stack:
+            for module in self._paths:
+                before = module.register_forward_pre_hook(
+                    self._begin, prepend=True, with_kwargs=True
+                )
+                stack.callback(before.remove)
+                after = module.register_forward_hook(self._end, with_kwargs=True)
+                stack.callback(after.remove)
+            yield
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def _begin(self, module: nn.Module, *_: object) -> None:
+        self._begun[module].append(self._tick())
+
+    def _end(self, module: nn.Module, *_: object) -> None:
+        self.calls.append(
+            Call(
+                path=self._paths[module],
+                module=module,
+                begin=self._begun[module].pop(),
+                end=self._tick(),
+            )
+        )
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        used = dict.fromkeys(
+            name for tensor in tensors_in((args, kwargs)) for name in self._parameters_in(tensor)
+        )
+        trivial = func.is_view or func._schema.name in _BOOKKEEPING
+        self.operations.append(Operation(at=self._tick(), parameters=tuple(used), trivial=trivial))
+        return func(*args, **(kwargs or {}))
+
+    def _parameters_in(self, tensor: Tensor) -> Iterator[str]:
+        if tensor.layout is not torch.strided:
+            return
+        owners = self._owners.get(tensor.untyped_storage()._cdata, ())
+        first, past = _extent(tensor) if len(owners) > 1 else (0, 0)
+        for owner_first, owner_past, name in owners:
+            if len(owners) == 1 or (first < owner_past and owner_first < past):
+                yield name
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor spans: [first, past)."""
+    if tensor.numel() == 0:
+        return 0, 0
+    span = 1 + sum(int(n - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset()) * tensor.itemsize
+    return first, first + span * tensor.itemsize
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Train mode inside; train flags, buffers and random states as before afterwards."""
+    flags = [(module, module.training) for module in model.modules()]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    with torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]):
+        model.train()
+        try:
+            yield
+        finally:
+            for module, training in flags:
+                module.training = training
+            with torch.no_grad():
+                for module, name, buffer, content in buffers:
+                    buffer.copy_(content)
+                    module._buffers[name] = buffer

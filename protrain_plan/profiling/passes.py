@@ -1,0 +1,304 @@
+"""The passes of a measured profile: one for saved storages, one for bytes, one for seconds.
+
+Each runs whole training steps of the plain model (no optimizer) and looks at the boundaries of
+slots, through the same hooks that the runtime uses. Memory and time are measured in separate
+passes, because counting allocations slows the code.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.records.profile import Form
+from protrain_runtime.activations import MIN_SWAP_BYTES
+from protrain_runtime.boundaries import Boundaries, tensors_in
+from protrain_runtime.measure import MemoryMeter, Segment
+from protrain_runtime.preparation import wrap_forward
+
+OnSlot = Callable[[int, Sequence[torch.Tensor]], None]
+
+
+@dataclass
+class SlotWatch:
+    """A listener to boundaries that calls `on_slot` once per slot, in order, and no more."""
+
+    on_slot: OnSlot
+    on_leave: Callable[[Sequence[torch.Tensor]], None] = field(default=lambda _: None)
+    num_slots: int = 0
+    slot: int = -1
+
+    def begin(self, *, training: bool) -> None:  # noqa: ARG002 (the signature of every listener)
+        self.slot = -1
+        self.enter(0, ())
+
+    def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
+        while self.slot < slot:
+            self.slot += 1
+            self.on_slot(self.slot, inputs if self.slot == slot else ())
+
+    def leave(self, outputs: Sequence[torch.Tensor]) -> None:
+        self.on_leave(outputs)
+
+    def end_forward(self) -> None:
+        pass
+
+    def end_backward(self) -> None:
+        # A model whose first units are frozen never enters their backward slots by itself.
+        self.enter(self.num_slots - 1, ())
+
+    def abort(self) -> None:
+        pass
+
+
+@contextmanager
+def watched(
+    model: nn.Module, modules: Sequence[nn.Module | None], form: Form, watch: SlotWatch
+) -> Iterator[None]:
+    """The model with boundaries reported to `watch`, and every block's activations in `form`."""
+    watch.num_slots = 2 * len(modules)
+    undo = [wrap_forward(m) for m in modules if m is not None] if form == "full" else []
+    boundaries = Boundaries(model, modules, watch)
+    try:
+        yield
+    finally:
+        boundaries.remove()
+        for unwrap in reversed(undo):
+            unwrap()
+
+
+def training_step(model: nn.Module, batch: Batch) -> float:
+    """One forward and backward, as a training loop runs them; returns the loss."""
+    loss = loss_of(call_model(model, batch))
+    loss.backward()
+    return loss.item()
+
+
+def drop_gradients(model: nn.Module) -> None:
+    """What `zero_grad(set_to_none=True)` does."""
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedBytes:
+    """What a unit saves for backward that is its own: storages, and the inputs among them."""
+
+    swappable_bytes: int
+    own_inputs: tuple[int, ...]  # positions among the unit's input tensors
+
+
+def saved_bytes(
+    model: nn.Module,
+    modules: Sequence[nn.Module | None],
+    batch: Batch,
+    form: Form,
+    *,
+    own_inputs: Sequence[tuple[int, ...]] | None = None,
+) -> list[SavedBytes]:
+    """For each unit, what a swap could take away when activations have `form`.
+
+    `own_inputs`, if given, are the inputs that are the units' own in another form, and no others
+    are here: the unit before may take that form, and hold what it hands on.
+
+    A storage is a unit's own if no other unit saves it or has it among its inputs, the model's
+    code holds it no longer, it is no parameter or buffer, and it is not what the unit hands on.
+    Parts swap nothing.
+    """
+    count = len(modules)
+    shared = {
+        tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())
+    }
+    saved: list[dict[int, torch.UntypedStorage]] = [{} for _ in range(count)]
+    inputs: list[list[torch.UntypedStorage]] = [[] for _ in range(count)]
+    released = released_inputs(model, modules, batch)
+    outputs: list[set[int]] = [set() for _ in range(count)]
+    keep_alive: list[torch.Tensor] = []  # so that an address means one storage in this pass
+    current = 0
+
+    def on_slot(slot: int, tensors: Sequence[torch.Tensor]) -> None:
+        nonlocal current
+        current = min(slot, count - 1)
+        if slot < count:
+            keep_alive.extend(tensor.detach() for tensor in tensors)
+            inputs[slot].extend(tensor.untyped_storage() for tensor in tensors)
+
+    def on_leave(tensors: Sequence[torch.Tensor]) -> None:
+        outputs[current].update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[current].setdefault(storage.data_ptr(), storage)
+        return tensor.detach()  # the tensor itself would hold the graph that holds it
+
+    watch = SlotWatch(on_slot, on_leave)
+    with watched(model, modules, form, watch):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = loss_of(call_model(model, batch))
+        del loss
+    readers: dict[int, set[int]] = {}
+    for unit in range(count):
+        for pointer in {*saved[unit], *(storage.data_ptr() for storage in inputs[unit])}:
+            readers.setdefault(pointer, set()).add(unit)
+    found: list[SavedBytes] = []
+    for unit, module in enumerate(modules):
+        pointers = [storage.data_ptr() for storage in inputs[unit]]
+        own = tuple(
+            position
+            for position, pointer in enumerate(pointers)
+            if readers[pointer] == {unit} and pointer not in shared and released[unit][position]
+            if own_inputs is None or position in own_inputs[unit]
+        )
+        foreign = shared | (set(pointers) - {pointers[n] for n in own}) | outputs[unit]
+        swappable = [
+            storage.nbytes()
+            for pointer, storage in saved[unit].items()
+            if pointer not in foreign
+            and readers[pointer] == {unit}
+            and storage.nbytes() >= MIN_SWAP_BYTES
+        ]
+        found.append(
+            SavedBytes(swappable_bytes=sum(swappable) if module is not None else 0, own_inputs=own)
+        )
+    return found
+
+
+def released_inputs(
+    model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch
+) -> list[tuple[bool, ...]]:
+    """For each unit, which of its input tensors nobody holds two units later.
+
+    The first block's input often stays, because a frame of the model's forward has a name for it:
+    swapping it would free nothing before the forward returns. Found without a graph, so that only
+    the model's own code holds anything.
+    """
+    count = len(modules)
+    inputs: list[list[StorageWeakRef]] = [[] for _ in range(count)]
+    held: list[set[int]] = [set() for _ in range(count)]
+
+    def on_slot(slot: int, tensors: Sequence[torch.Tensor]) -> None:
+        if slot >= count:
+            return
+        inputs[slot] = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        for unit in range(slot - 1):
+            held[unit].update(n for n, weak in enumerate(inputs[unit]) if not weak.expired())
+
+    with watched(model, modules, "keep", SlotWatch(on_slot)), torch.no_grad():
+        call_model(model, batch)
+    return [tuple(n not in held[unit] for n in range(len(inputs[unit]))) for unit in range(count)]
+
+
+def shared_input_bytes(model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch) -> int:
+    """Bytes of the inputs that several blocks share and none saves, such as position ids.
+
+    They end with the model's forward, unless a block is recomputed: it holds them until then.
+    """
+    count = len(modules)
+    known = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
+    pointers = {tensor.untyped_storage().data_ptr() for tensor in known}
+    readers: dict[int, set[int]] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
+    saved: set[int] = set()
+
+    def on_slot(slot: int, tensors: Sequence[torch.Tensor]) -> None:
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            if slot < count and storage.data_ptr() not in pointers:
+                readers.setdefault(storage.data_ptr(), set()).add(slot)
+                storages[storage.data_ptr()] = storage
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.add(tensor.untyped_storage().data_ptr())
+        return tensor.detach()
+
+    with watched(model, modules, "keep", SlotWatch(on_slot)):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = loss_of(call_model(model, batch))
+        del loss
+    return sum(
+        storages[pointer].nbytes()
+        for pointer, units in readers.items()
+        if len(units) > 1 and pointer not in saved
+    )
+
+
+def memory_segments(
+    model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch, form: Form
+) -> tuple[Segment, ...]:
+    """Live bytes of one step, one segment per slot and one after the last, states excluded."""
+    gc.collect()
+    meter = MemoryMeter(next(model.parameters()).device)
+    watch = SlotWatch(lambda slot, _: meter.mark(str(slot)))
+    with watched(model, modules, form, watch), meter:
+        loss = loss_of(call_model(model, batch))
+        loss.backward()
+        meter.mark("end")
+    drop_gradients(model)
+    return meter.segments
+
+
+def slot_seconds(
+    model: nn.Module,
+    modules: Sequence[nn.Module | None],
+    batches: Iterator[Batch],
+    form: Form,
+    *,
+    num_steps: int,
+    tick: Callable[[], None],
+) -> list[list[float]]:
+    """Seconds of every slot in each of `num_steps` steps, after one that warms up.
+
+    # [step][slot]
+    """
+    device = next(model.parameters()).device
+    clock = _CudaClock() if device.type == "cuda" else _CpuClock()
+    steps: list[list[float]] = []
+    with watched(model, modules, form, SlotWatch(lambda *_: clock.stamp())):
+        for _ in range(num_steps + 1):
+            clock.restart()
+            training_step(model, next(batches))
+            clock.stamp()
+            steps.append(clock.seconds())
+            drop_gradients(model)
+            tick()
+    return steps[1:]
+
+
+class _CpuClock:
+    def __init__(self) -> None:
+        self._stamps: list[float] = []
+
+    def restart(self) -> None:
+        self._stamps = []
+
+    def stamp(self) -> None:
+        self._stamps.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        return [end - start for start, end in pairwise(self._stamps)]
+
+
+class _CudaClock:
+    """Events on the compute stream: nothing waits while the step runs."""
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+
+    def restart(self) -> None:
+        torch.cuda.synchronize()
+        self._events = []
+
+    def stamp(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
+
+    def seconds(self) -> list[float]:
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) / 1000 for start, end in pairwise(self._events)]

@@ -1,0 +1,94 @@
+"""A rehearsal of a planned run, to see what a process holds besides tensors.
+
+Lanes, their files, the optimizer and the engine take memory of their own. The rehearsal offloads
+and swaps everything, for two steps with a learning rate of zero, so that no parameter changes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.records.plan import (
+    Budgets,
+    Keep,
+    Offload,
+    Plan,
+    Prediction,
+    Schedule,
+    Swap,
+    TierBytes,
+    UnitPlan,
+)
+from protrain_plan.records.profile import Workload
+from protrain_runtime.engine import Observer
+from protrain_runtime.fingerprint import model_fingerprint
+from protrain_runtime.preparation import prepare, restore
+from protrain_runtime.recording import measure_step
+
+ALLOWANCE_BYTES = 2 * 2**20
+"""What a run's context may exceed the rehearsal's by: the Python heap is not the same twice. Runs
+of one plan exceeded it by up to 0.4 MiB (tests/test_peaks.py compares them)."""
+
+
+def context_bytes(
+    model: nn.Module,
+    batch: Batch,
+    units: Sequence[UnitPlan],
+    workload: Workload,
+    spill_directory: Path,
+) -> int:
+    """What the process holds besides tensors in a planned step, at most.
+
+    `units` say what the model's units are; their decisions are made here. Rehearse before bytes
+    are counted: what that leaves behind in the process would count, too. On CUDA: what the device
+    holds besides the caching allocator's memory.
+    """
+    if workload.device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        return total - free - torch.cuda.memory_reserved()
+    idle = partial(torch.optim.AdamW, lr=0.0, weight_decay=0.0, fused=True)
+    plan = _offload_all(model, units, workload)
+    model, optimizer = prepare(model, plan, optimizer=idle, spill_directory=spill_directory)
+
+    def step(observe: Observer) -> None:
+        loss = loss_of(call_model(model, batch))
+        loss.backward()
+        observe("update")
+        optimizer.step()
+        optimizer.zero_grad()
+
+    try:
+        step(lambda _: None)
+        return measure_step(model, step).context_bytes + ALLOWANCE_BYTES
+    finally:
+        restore(model)
+
+
+def _offload_all(model: nn.Module, units: Sequence[UnitPlan], workload: Workload) -> Plan:
+    nothing = TierBytes(device=0, context=0, host=0, disk=0)
+    schedule = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=0)
+    return Plan(
+        workload=workload,
+        hardware="",
+        optimizer="adamw",
+        profile_fingerprint="",
+        model_fingerprint=model_fingerprint(model),
+        exact=True,
+        budgets=Budgets(device=0, host=0, disk=0),
+        prediction=Prediction(step_seconds=1, lower_bound_seconds=1, peak_bytes=nothing),
+        piece_bytes=2**20,
+        units=tuple(
+            replace(
+                unit,
+                activations=Swap(tier="disk") if unit.kind == "block" else Keep(),
+                states=Offload(tier="disk"),
+                schedule=schedule,
+            )
+            for unit in units
+        ),
+    )

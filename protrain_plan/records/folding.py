@@ -1,0 +1,54 @@
+"""Runs of equal units as one entry: `model.layers.0-11` names twelve of them.
+
+What counts up is the last integer of the name, wherever it stands: `encoder.3.block` to
+`encoder.5.block` is `encoder.3-5.block`. A name and a run are written under different keys (`name`
+and `names`), so that a module that is itself called `layers.0-3` is not mistaken for a run.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+
+_LAST_INTEGER = re.compile(r"((?:.*[^0-9])?)(0|[1-9][0-9]{0,8})([^0-9]*)", re.DOTALL)
+_RUN = re.compile(r"((?:.*[^0-9])?)(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})([^0-9]*)", re.DOTALL)
+
+MAX_RUN = 100_000
+"""The longest run that is unfolded: a slip of the pen should not fill the memory."""
+
+
+def runs(names: Sequence[str], contents: Sequence[object]) -> Iterator[range]:
+    """The indices of the units in runs, each as long as possible, in order."""
+    start = 0
+    for i in range(1, len(names) + 1):
+        if (
+            i == len(names)
+            or contents[i] != contents[i - 1]
+            or names[i] != _successor(names[i - 1])
+            or i - start == MAX_RUN
+        ):
+            yield range(start, i)
+            start = i
+
+
+def fold(first: str, last: str) -> str:
+    """The text for the run from unit `first` to unit `last`."""
+    head, tail = _LAST_INTEGER.fullmatch(first), _LAST_INTEGER.fullmatch(last)
+    assert head is not None and tail is not None
+    return f"{head[1]}{head[2]}-{tail[2]}{head[3]}"
+
+
+def unfold(text: str) -> list[str] | None:
+    """The names in the run, or None where the text is no run of two or more that counts up."""
+    match = _RUN.fullmatch(text)
+    if match is None:
+        return None
+    before, first, last, after = match.groups()
+    if not 1 < int(last) - int(first) + 1 <= MAX_RUN:
+        return None
+    return [f"{before}{number}{after}" for number in range(int(first), int(last) + 1)]
+
+
+def _successor(name: str) -> str | None:
+    match = _LAST_INTEGER.fullmatch(name)
+    if match is None or match[2] == "999999999":  # the patterns stop at nine digits
+        return None
+    return f"{match[1]}{int(match[2]) + 1}{match[3]}"

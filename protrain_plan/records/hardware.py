@@ -1,0 +1,75 @@
+"""`Hardware`: what a machine offers to a training run: tiers of memory, links between, speeds."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+TierName = Literal["host", "disk"]
+DeviceKind = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The way between the device and a lower tier; reads go towards the device.
+
+    `duplex` is the fraction of its own speed that each direction keeps while the other one
+    runs too: 1 for two independent lanes, 0.5 for one lane that both share.
+    """
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    latency_s: float
+    duplex: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """A place below the device where bytes can live."""
+
+    name: TierName
+    capacity_bytes: int
+    link: Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """Where the model computes.
+
+    `context_bytes` is what a process holds of `memory_bytes` besides tensors: the CUDA context,
+    or on a CPU the interpreter, the libraries' data and their scratch memory.
+    """
+
+    kind: DeviceKind
+    name: str
+    memory_bytes: int
+    context_bytes: int
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contention:
+    """Fractions of their own speed that compute and a lane keep while both run (1: independent).
+
+    On a CPU machine every lane runs on the processors that also compute.
+    """
+
+    compute: float
+    lane: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One machine: a device, the tiers below it in order of distance, and how lanes interfere."""
+
+    name: str
+    device: Device
+    tiers: tuple[Tier, ...]
+    read_contention: Contention
+    write_contention: Contention
+    update_contention: Contention
+
+    def tier(self, name: TierName) -> Tier:
+        """The tier called `name`; KeyError where this machine has none."""
+        for tier in self.tiers:
+            if tier.name == name:
+                return tier
+        raise KeyError(name)

@@ -1,0 +1,138 @@
+"""`Plan`: the decisions, and what they are predicted to cost. Reviewed and committed like code."""
+
+from dataclasses import dataclass
+
+from protrain_plan.records.hardware import TierName
+from protrain_plan.records.profile import UnitKind, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """Everything that autograd saves stays on the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """Only the unit's input stays; the forward runs once more in backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swap:
+    """What autograd saves goes to `tier` after forward and returns for backward."""
+
+    tier: TierName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapInput:
+    """Only the unit's input is kept, on `tier`; the forward runs once more in backward."""
+
+    tier: TierName
+
+
+Activations = Keep | Recompute | Swap | SwapInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Persistent:
+    """P: parameters, gradients and optimizer states stay on the device, updated there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """O: states live on `tier`; parameters are fetched for forward and again for backward."""
+
+    tier: TierName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """B: states live on `tier`; parameters are fetched once and held until backward."""
+
+    tier: TierName
+
+
+Placement = Persistent | Offload | Buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """When a unit's transfers may run, in slots relative to the slot they serve.
+
+    A lead of n lets a fetch start when the n-th slot before its own starts (0: only when its own
+    slot is about to start). A drain of n lets n slots start after the one that produced the bytes
+    before compute waits until they have left the device; `None` is until the step's end.
+    """
+
+    forward_lead: int = 0  # parameters for forward
+    backward_lead: int = 0  # parameters for backward
+    swap_lead: int = 0  # swapped activations for backward
+    swap_drain: int | None = None  # swapped activations after forward
+    update_drain: int | None = None  # gradients, and states on their way down, after backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitPlan:
+    """The decisions for one unit and for the chunk of states first used in it.
+
+    The last four fields say what the unit is, as its profile found it; see `profile.Unit`.
+    `also_used_by` names the later units that read the chunk too (tied parameters).
+    """
+
+    name: str
+    activations: Activations
+    states: Placement
+    schedule: Schedule = Schedule()
+    kind: UnitKind = "block"
+    parameters: tuple[str, ...] = ()
+    also_used_by: tuple[str, ...] = ()
+    own_inputs: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierBytes:
+    """Bytes on one tier; `device` counts tensors, and `context` what the process holds besides."""
+
+    device: int
+    context: int
+    host: int
+    disk: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the planner promises: peaks are upper bounds, seconds are estimates."""
+
+    step_seconds: float
+    lower_bound_seconds: float  # no schedule within the budgets is faster
+    peak_bytes: TierBytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """The most that a run may take of each tier; `device` includes the context."""
+
+    device: int
+    host: int
+    disk: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A training step under budgets: one decision per unit, in execution order."""
+
+    workload: Workload
+    hardware: str  # the name of the machine planned for
+    optimizer: str  # the one whose states were counted
+    profile_fingerprint: str
+    model_fingerprint: str
+    exact: bool
+    budgets: Budgets
+    prediction: Prediction
+    piece_bytes: int  # optimizer states move and are updated in pieces of at most this size
+    units: tuple[UnitPlan, ...]
+
+    @property
+    def gap(self) -> float:
+        """How far the predicted step may be from the best one, as a fraction of the bound."""
+        return self.prediction.step_seconds / self.prediction.lower_bound_seconds - 1

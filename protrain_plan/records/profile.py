@@ -1,0 +1,110 @@
+"""`Profile`: what a model costs on a machine, unit by unit, in bytes and seconds.
+
+Live bytes are those of tensors on the device, model states (parameters, gradients, optimizer
+states) excluded. Unit u of U runs in slot u (forward) and in slot 2U - 1 - u (backward).
+A *level* is the number of live bytes between two slots.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from protrain_plan.records.hardware import DeviceKind, Hardware
+
+Form = Literal["keep", "full"]
+"""What is kept of a unit's activations: all that autograd saves, or the unit's input alone
+(the rest is recomputed in backward). Later forms: lite, mlp, attn."""
+
+UnitKind = Literal["block", "part"]
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What was profiled, in terms that build it again."""
+
+    model: str  # preset name, path of a config.json, or package.module:factory
+    model_config: str  # the resolved configuration as compact JSON ("" for a factory)
+    batch_size: int  # [sequences]
+    seq_len: int  # [tokens]
+    dtype: DType
+    device: DeviceKind
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormCost:
+    """What one form of a unit's activations costs when it stays on the device.
+
+    forward_peak_bytes   highest live bytes inside the forward slot, above the level before it
+    kept_bytes           level after the forward slot minus the level before it
+    backward_peak_bytes  highest live bytes inside the backward slot (the unit's own new gradients
+                         included), above the level after its forward slot
+    swappable_bytes      the part of kept_bytes that a swap can take away: storages that belong to
+                         this unit alone, rounded to what the transfer moves
+    """
+
+    form: Form
+    forward_peak_bytes: int
+    kept_bytes: int
+    backward_peak_bytes: int
+    swappable_bytes: int
+    forward_s: float
+    backward_s: float  # recomputation included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A part of the model that runs as a whole, and the chunk of states first used in it.
+
+    `name` is the module's path for a block and the path of its first module for a part between
+    blocks. `num_parameters` counts trainable parameters. `used_by` lists the units that read the
+    chunk: the unit itself, and later ones for tied parameters; empty where it has no parameters.
+    A block's chunk holds its module's parameters, `parameters` names those of a part (and what a
+    block uses besides its own). `own_inputs` are the tensors among a block's inputs, by position,
+    that no other unit reads, so that they can be swapped.
+    """
+
+    name: str
+    kind: UnitKind
+    num_parameters: int
+    parameter_bytes: int  # trainable and frozen
+    gradient_bytes: int
+    state_bytes: int  # optimizer states
+    used_by: tuple[int, ...]
+    forms: tuple[FormCost, ...]
+    parameters: tuple[str, ...] = ()
+    own_inputs: tuple[int, ...] = (0,)
+
+    def cost(self, form: Form) -> FormCost:
+        """The costs of `form`; KeyError where the unit cannot take it."""
+        for cost in self.forms:
+            if cost.form == form:
+                return cost
+        raise KeyError(form)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerCost:
+    """The optimizer that the profile assumes, and its speed on both sides.
+
+    `workspace_fraction` is what a step needs besides its operands, as a fraction of the bytes of
+    the largest parameter that it works on at once.
+    """
+
+    name: str
+    host_parameters_per_s: float
+    device_parameters_per_s: float
+    workspace_fraction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Everything that planning needs to know of a model on a machine."""
+
+    workload: Workload
+    hardware: Hardware
+    method: Literal["measured", "estimated"]
+    model_fingerprint: str  # of module structure, shapes and dtypes
+    optimizer: OptimizerCost
+    base_bytes: int  # live bytes before the first slot: the batch, buffers, last step's loss
+    units: tuple[Unit, ...]

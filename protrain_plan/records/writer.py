@@ -1,0 +1,168 @@
+"""Record -> YAML text: the same record always gives the same bytes, and every byte has a reason."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+from protrain_plan.records.folding import fold, runs
+from protrain_plan.records.hardware import Contention, Hardware, Link
+from protrain_plan.records.plan import Budgets, Plan, Schedule, TierBytes, UnitPlan
+from protrain_plan.records.profile import FormCost, Profile, Unit
+from protrain_plan.records.schema import (
+    KINDS,
+    STEP_END,
+    VERSION,
+    Record,
+    activations_text,
+    is_size,
+    states_text,
+)
+from protrain_plan.records.tree import number_text
+from protrain_plan.units import exact_bytes
+
+_COMMENTS: dict[type[Record], str] = {
+    Hardware: """\
+# What a machine offers to a training run: its device, the tiers below, their links and speeds.
+""",
+    Profile: """\
+# What a model costs on a machine, unit by unit in execution order, in bytes and seconds.
+#   names      a run of equal units (layers.0-2: layers.0, layers.1, layers.2)
+#   used_by    the units that read the parameters; absent: the unit alone; []: no parameters
+""",
+    Plan: """\
+# A training plan: what each unit keeps for backward, and where its model states live.
+#   names        a run of equal units (layers.0-2: layers.0, layers.1, layers.2)
+#   activations  keep | recompute | swap to TIER | swap-input to TIER (and recompute)
+#   states       persistent | offload to TIER (fetched twice) | buffer from TIER (fetched once)
+#   ..._lead     a fetch may start this many slots before the one it serves; absent: 0
+#   ..._drain    bytes have left the device this many slots later; absent: by the step's end
+""",
+}
+
+
+class _Line(dict[str, Any]):
+    """A mapping that is written on one line."""
+
+
+_ON_ONE_LINE = (Link, Contention, FormCost, Budgets, TierBytes, UnitPlan)
+
+
+def dumps(record: Record) -> str:
+    """The record as YAML text, with a header that explains it."""
+    return _COMMENTS[type(record)] + canonical(record)
+
+
+def canonical(record: Record) -> str:
+    """The record as YAML text without comments: what its fingerprint is taken of."""
+    header = {"protrain": KINDS[type(record)], "version": str(VERSION)}
+    return "".join(f"{line}\n" for line in _block(header | _mapping(record)))
+
+
+def _mapping(record: Any, skip: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The record's fields as text, lists and mappings of these."""
+    mapping = _Line() if isinstance(record, _ON_ONE_LINE) else {}
+    for f in fields(record):
+        value = getattr(record, f.name)
+        if isinstance(value, Schedule):
+            mapping |= _mapping(value)  # its fields stand in the unit itself
+        elif f.name not in skip and value != f.default:
+            mapping[f.name] = _field(record, f.name, value)
+    return mapping
+
+
+def _field(owner: Any, name: str, value: Any) -> Any:
+    match value:
+        case None:
+            return STEP_END
+        case bool():
+            return "true" if value else "false"
+        case int() if is_size(type(owner), name):
+            return exact_bytes(value)
+        case int() if get_type_hints(type(owner))[name] is float:
+            return number_text(value)
+        case int():
+            return str(value)
+        case float():
+            return number_text(value)
+        case str():
+            return _quoted(value)
+        case _ if isinstance(owner, UnitPlan) and name == "activations":
+            return activations_text(value)
+        case _ if isinstance(owner, UnitPlan) and name == "states":
+            return states_text(value)
+        case tuple() if isinstance(owner, Profile | Plan) and name == "units":
+            return _units(value)
+        case tuple():
+            return [_field(owner, name, item) for item in value]
+        case _:
+            return _mapping(value)
+
+
+def _units(units: Sequence[Unit | UnitPlan]) -> list[dict[str, Any]]:
+    """One entry for each run of units that are written alike."""
+    contents = [_unit(unit, i) for i, unit in enumerate(units)]
+    entries = []
+    for run in runs([unit.name for unit in units], contents):
+        first, last = units[run[0]].name, units[run[-1]].name
+        name = {"name": first} if len(run) == 1 else {"names": fold(first, last)}
+        content = contents[run[0]]
+        entries.append(type(content)({key: _quoted(text) for key, text in name.items()} | content))
+    return entries
+
+
+def _unit(unit: Unit | UnitPlan, own: int) -> dict[str, Any]:
+    """What is written of a unit besides its name."""
+    if isinstance(unit, Unit) and unit.used_by == (own,):
+        return _mapping(unit, skip=("name", "used_by"))
+    return _mapping(unit, skip=("name",))
+
+
+def _block(mapping: Mapping[str, Any]) -> list[str]:
+    """The lines of a mapping with one key on each."""
+    lines: list[str] = []
+    for key, value in mapping.items():
+        match value:
+            case [dict(), *_]:
+                lines.append(f"{key}:")
+                for item in value:
+                    block = [_flow(item)] if isinstance(item, _Line) else _block(item)
+                    lines += (f"  {'  ' if i else '- '}{line}" for i, line in enumerate(block))
+            case dict() if not isinstance(value, _Line):
+                lines.append(f"{key}:")
+                lines += (f"  {line}" for line in _block(value))
+            case _:
+                lines.append(f"{key}: {_flow(value)}")
+    return lines
+
+
+def _flow(value: Any) -> str:
+    """The value on one line."""
+    match value:
+        case dict():
+            return f"{{{', '.join(f'{key}: {_flow(item)}' for key, item in value.items())}}}"
+        case list():
+            return f"[{', '.join(_flow(item) for item in value)}]"
+        case _:
+            return str(value)
+
+
+# Words of these characters are texts in every version of YAML, in blocks as in lines...
+_PLAIN = re.compile(r"[A-Za-z_](?:[A-Za-z0-9_./@+-]|[ :](?=[A-Za-z0-9_./@+-]))*")
+# ... except for these, which stand for a boolean or for nothing.
+_RESERVED = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "null"))
+
+
+def _quoted(text: str) -> str:
+    """The text as YAML that reads back exactly: plain where that is safe."""
+    if _PLAIN.fullmatch(text) and text.lower() not in _RESERVED:
+        return text
+    if text.isprintable():
+        return "'" + text.replace("'", "''") + "'"
+    return '"' + "".join(map(_escaped, text)) + '"'
+
+
+def _escaped(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    return character if character.isprintable() else f"\\U{ord(character):08X}"

@@ -1,0 +1,169 @@
+"""`train`: run a profiled model on real text, plainly or under a plan, and measure the run.
+
+The optimizer is the one whose states a profile counts: fused AdamW.
+"""
+
+import hashlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.models.sources import load_source
+from protrain_plan.records.plan import Plan, TierBytes
+from protrain_runtime.engine import Observer
+from protrain_runtime.preparation import below_device, parameter_values, prepare
+from protrain_runtime.recording import measure_step
+from protrain_runtime.stores import memory_of
+
+LEARNING_RATE = 3e-4
+
+OnStep = Callable[[int, float], None]
+"""Told of every step: its number and its loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run's results. Peaks are None where the run was too short to measure them.
+
+    `measured_peak_bytes.device` counts tensors, in the last step; `.context` is the most that
+    the process held besides them (CPU), at the starts of slots in that step; `slot_bytes` are the
+    device's peaks in every slot of a planned run's last step, and in the update after them.
+    """
+
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]  # of every step that was not measured for memory
+    parameters_sha256: str
+    measured_peak_bytes: TierBytes | None
+    slot_bytes: tuple[int, ...]
+
+    @property
+    def step_seconds(self) -> float:
+        """The median of the steps after the first."""
+        return statistics.median(self.seconds[1:] or self.seconds)
+
+
+def train(
+    plan: Plan,
+    *,
+    num_steps: int,
+    plain: bool,
+    text: Path | None,
+    spill_directory: Path | None,
+    on_step: OnStep = lambda *_: None,
+) -> Run:
+    """Build the plan's model and train it for `num_steps`; `plain` runs ordinary PyTorch.
+
+    ProtrainError where the model cannot be built, the plan is not for it, or memory ran out.
+    """
+    workload = plan.workload
+    source = load_source(workload.model, model_config=workload.model_config)
+    try:
+        model = source.build(dtype=workload.dtype, device=workload.device, seed=workload.seed)
+        batches = source.batches(
+            batch_size=workload.batch_size,
+            seq_len=workload.seq_len,
+            device=workload.device,
+            text=text,
+            seed=workload.seed,
+        )
+        optimizer: torch.optim.Optimizer
+        factory = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
+        if plain:
+            optimizer = factory(model.parameters())
+        else:
+            model, optimizer = prepare(
+                model, plan, optimizer=factory, spill_directory=spill_directory
+            )
+        torch.manual_seed(workload.seed)  # of dropout
+        return _Trainer(model, optimizer).run(batches, num_steps, on_step)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"out of memory: {_first_line(error)}",
+            fix="plan this workload for the memory there is, and run the plan"
+            if plain
+            else "plan with a smaller --device-memory than the limit, and run that plan",
+        ) from error
+
+
+class OutOfMemoryError(ProtrainError):
+    """The run did not fit the memory that the machine, or a limit, gave it."""
+
+    exit_code = 4
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator of PyTorch or Python found no memory."""
+    seen = str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        "not enough memory" in seen or "can't allocate memory" in seen
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines() or [type(error).__name__]
+    line = next((line for line in lines if "memory" in line), lines[0])
+    return line.rpartition("] ")[2].strip()
+
+
+class _Trainer:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._losses: list[float] = []
+        self._seconds: list[float] = []
+        self._peak: TierBytes | None = None
+        self._slots: tuple[int, ...] = ()
+
+    def run(self, batches: Iterator[Batch], num_steps: int, on_step: OnStep) -> Run:
+        for step in range(num_steps):
+            batch = next(batches)
+            if 0 < step == num_steps - 1:
+                # The last one: what a memory meter leaves behind would count in steps after it.
+                self._measured_step(batch)
+            else:
+                start = time.perf_counter()
+                self._step(batch)
+                self._seconds.append(time.perf_counter() - start)
+            on_step(step, self._losses[-1])
+        return Run(
+            losses=tuple(self._losses),
+            seconds=tuple(self._seconds),
+            parameters_sha256=digest(self._model),
+            measured_peak_bytes=self._peak,
+            slot_bytes=self._slots,
+        )
+
+    def _step(self, batch: Batch, observe: Observer | None = None) -> None:
+        loss = loss_of(call_model(self._model, batch))
+        loss.backward()
+        if observe is not None:
+            observe("update")
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._losses.append(loss.item())
+
+    def _measured_step(self, batch: Batch) -> None:
+        memory = measure_step(self._model, lambda observe: self._step(batch, observe))
+        host, disk = below_device(self._model)
+        self._slots = memory.slot_bytes
+        self._peak = TierBytes(
+            device=memory.device_bytes, context=memory.context_bytes, host=host, disk=disk
+        )
+
+
+def digest(model: nn.Module) -> str:
+    """SHA-256 over all parameters' names and bytes, in the model's order."""
+    sha = hashlib.sha256()
+    for name, value in parameter_values(model):
+        sha.update(name.encode())
+        sha.update(memory_of(value.cpu().contiguous().view(-1).view(torch.uint8)))
+    return sha.hexdigest()

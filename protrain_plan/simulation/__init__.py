@@ -1,0 +1,1 @@
+"""Program x Profile -> bytes at every slot, and when each move starts and ends."""

@@ -1,0 +1,94 @@
+"""Sizes and seconds as people write and read them. Elsewhere there are only bytes and seconds."""
+
+import math
+import re
+from fractions import Fraction
+
+from protrain_plan.errors import ProtrainError
+
+_PREFIXES = "KMGTP"
+_SCALES: dict[str, int] = (
+    {"b": 1}
+    | {f"{prefix}b".lower(): 1000 ** (i + 1) for i, prefix in enumerate(_PREFIXES)}
+    | {f"{prefix}ib".lower(): 1024 ** (i + 1) for i, prefix in enumerate(_PREFIXES)}
+)
+_BINARY = [(f"{prefix}iB", 1024 ** (i + 1)) for i, prefix in enumerate(_PREFIXES)]
+
+_SIZE = re.compile(r"(?P<number>[0-9]{1,30}(?:\.[0-9]{1,30})?) ?(?P<unit>[A-Za-z]{0,3})")
+_QUARTERS = ("", ".25", ".5", ".75")
+
+MAX_BYTES = 2**63 - 1
+"""The largest size: what a signed 64-bit file offset can address."""
+
+
+def parse_bytes(text: str) -> int:
+    """The bytes that a text such as `24GiB`, `1.5 GB`, `512B` or `1024` names.
+
+    KB, MB, GB, TB and PB are powers of 1000, KiB to PiB powers of 1024; case does not matter. A
+    part of a byte is cut off (`0.3KiB` is 307). ProtrainError where the text names no size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        if text.strip().startswith("-"):
+            raise ProtrainError(f"expected a size that is not negative, got {text!r}")
+        raise _no_size(text)
+    number, unit = match["number"], match["unit"]
+    scale = _SCALES.get(unit.lower() or "b")
+    if scale is None:
+        if len(unit) == 1 and unit.upper() in _PREFIXES:
+            prefix = unit.upper()
+            binary, decimal = f"{number}{prefix}iB", f"{number}{prefix}B"
+            fix = f"write {binary} (powers of 1024) or {decimal} (powers of 1000)"
+            raise ProtrainError(f"expected a size with its unit, got {text!r}", fix=fix)
+        raise _no_size(text)
+    if scale == 1 and "." in number:
+        raise ProtrainError(f"expected whole bytes, got {text!r}", fix="add a unit, such as GiB")
+    size = math.floor(Fraction(number) * scale)
+    if size > MAX_BYTES:
+        raise ProtrainError(f"expected a size below 8192 PiB, got {text!r}")
+    return size
+
+
+def exact_bytes(size: int) -> str:
+    """The size as text that `parse_bytes` reads back exactly: `1.5GiB`, `108MiB`, `1000`.
+
+    The largest unit in which the size is a number of quarters; plain bytes where that is no
+    shorter to grasp (as 97656250KiB).
+    """
+    for unit, scale in reversed(_BINARY):
+        if scale <= size < 10_000 * scale and 4 * size % scale == 0:
+            whole, rest = divmod(size, scale)
+            return f"{whole}{_QUARTERS[4 * rest // scale]}{unit}"
+    return str(size)
+
+
+def format_bytes(size: int) -> str:
+    """The size for a reader, rounded: `1.50 GiB`, `512 B`."""
+    if abs(size) < 1024:
+        return f"{size} B"
+    for unit, scale in _BINARY:
+        # 1023.996 would print as 1024.00: such a size belongs to the next unit.
+        if round(abs(size) / scale, 2) < 1024 or unit == _BINARY[-1][0]:
+            return f"{size / scale:.2f} {unit}"
+    raise AssertionError("the last unit takes every size")
+
+
+def format_seconds(seconds: float) -> str:
+    """The time for a reader, three digits below a minute: `1.23 s`, `45.6 ms`, `2 min 05 s`."""
+    if abs(seconds) >= 59.95:
+        minutes, rest = divmod(round(abs(seconds)), 60)
+        hours, minutes = divmod(minutes, 60)
+        sign = "-" if seconds < 0 else ""
+        if hours:
+            return f"{sign}{hours} h {minutes:02d} min"
+        return f"{sign}{minutes} min {rest:02d} s"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        value = seconds / scale
+        if abs(value) >= 0.9995:
+            decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+            return f"{value:.{decimals}f} {unit}"
+    return f"{seconds * 1e9:.0f} ns" if seconds else "0 s"
+
+
+def _no_size(text: str) -> ProtrainError:
+    return ProtrainError(f"expected a size such as 1536MiB, 1.5GB or 4096 (bytes), got {text!r}")

@@ -1,0 +1,12 @@
+"""The runtime of protrain-plan: loads a plan and executes it in training.
+
+    model, optimizer = protrain_runtime.prepare(
+        model, "plan.yaml", optimizer=partial(torch.optim.AdamW, lr=3e-4)
+    )
+
+Everything else of a training loop stays as it is, and computes what plain PyTorch computes.
+"""
+
+from protrain_runtime.preparation import prepare, restore
+
+__all__ = ["prepare", "restore"]

@@ -1,0 +1,176 @@
+"""Saved tensors: what autograd keeps for backward, kept in another form.
+
+`SavedTensors` is the pair of hooks that is active while a unit's forward runs. What it is handed
+falls into three kinds:
+
+- a tensor that lies in a chunk's buffer is saved as a place in that chunk (`InChunk`) and rebuilt
+  when the chunk is back, so that the buffer can go in between;
+- where the unit swaps, a tensor that belongs to the unit alone is saved as a place in a swapped
+  storage (`InSwapped`), each storage once, however many tensors share it;
+- everything else is saved as it is.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from protrain_runtime.chunks import Chunk
+
+MIN_SWAP_BYTES = 16 * 1024
+"""Storages below this stay: a transfer's fixed cost outweighs them, and they add up to nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a tensor lies in its storage, in elements."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "Geometry":
+        offset = int(tensor.storage_offset())
+        return Geometry(tensor.dtype, tensor.shape, tensor.stride(), offset)
+
+    def view(self, storage: torch.Tensor) -> torch.Tensor:
+        """The tensor again, in a storage given as uint8 [bytes]."""
+        usable = storage.numel() // self.dtype.itemsize * self.dtype.itemsize
+        typed = storage[:usable].view(self.dtype)
+        return typed.as_strided(self.shape, self.stride, self.offset)
+
+
+class SwappedStorage:
+    """One storage that leaves the device and comes back.
+
+    `source` holds the bytes on the device until the way out has ended; `restored` holds them from
+    the start of the way back. The saved tensors own the record, so that `restored` is freed when
+    autograd has used the last of them, as it would free the storage itself.
+    """
+
+    __slots__ = ("__weakref__", "num_bytes", "offset", "restored", "source")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.source: torch.Tensor | None = as_bytes(storage)
+        self.num_bytes = storage.nbytes()
+        self.offset = -1  # in the tier's store
+        self.restored: torch.Tensor | None = None
+
+    def bytes(self) -> torch.Tensor:
+        """The bytes from where they are now: back already, or not gone yet."""
+        held = self.restored if self.restored is not None else self.source
+        if held is None:
+            raise RuntimeError("a swapped activation was asked for before it came back")
+        return held
+
+
+def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A tensor over a whole storage.  # uint8 [bytes]"""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+@dataclass(frozen=True, slots=True)
+class InChunk:
+    """A saved tensor that is a view of a chunk's parameters."""
+
+    chunk: Chunk
+    geometry: Geometry
+
+    def tensor(self) -> torch.Tensor:
+        assert self.chunk.buffer is not None, "the chunk is gathered before its backward slot"
+        return self.geometry.view(self.chunk.buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class InSwapped:
+    """A saved tensor that is a view of a swapped storage."""
+
+    storage: SwappedStorage
+    geometry: Geometry
+
+    def tensor(self) -> torch.Tensor:
+        return self.geometry.view(self.storage.bytes())
+
+
+Saved = torch.Tensor | InChunk | InSwapped
+
+
+class SavedTensors:
+    """The hooks for one unit's forward.
+
+    `chunks` are the offloaded chunks that the unit reads. If `swaps`, storages that belong to the
+    unit are collected in `swapped`; `foreign` are the storages that do not (data pointers of the
+    model's parameters and buffers, and of inputs that other units use as well).
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], *, swaps: bool, foreign: frozenset[int]) -> None:
+        self._chunks: dict[int, Chunk] = {}
+        for chunk in chunks:
+            if chunk.buffer is not None:
+                self._chunks[chunk.buffer.untyped_storage().data_ptr()] = chunk
+        self._swaps, self._foreign = swaps, foreign
+        self._by_pointer: dict[int, SwappedStorage] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def __enter__(self) -> None:
+        self._hooks.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.__exit__()
+
+    def swapped(self, *, outputs: frozenset[int]) -> list["weakref.ref[SwappedStorage]"]:
+        """The storages to take away. Those of the unit's `outputs` stay: the next unit has them."""
+        storages: list[weakref.ref[SwappedStorage]] = []
+        for pointer, storage in self._by_pointer.items():
+            if pointer in outputs:
+                # Served from where it is, as an unswapped saved tensor would be.
+                storage.restored, storage.source = storage.source, None
+            else:
+                storages.append(weakref.ref(storage))
+        self._by_pointer.clear()
+        return storages
+
+    def _pack(self, tensor: torch.Tensor) -> Saved:
+        storage = tensor.untyped_storage()
+        pointer = storage.data_ptr()
+        chunk = self._chunks.get(pointer)
+        if chunk is not None:
+            return InChunk(chunk, Geometry.of(tensor))
+        if not self._swaps or pointer in self._foreign or storage.nbytes() < MIN_SWAP_BYTES:
+            # The tensor itself would hold the graph that holds it.
+            return tensor.detach()
+        swapped = self._by_pointer.get(pointer)
+        if swapped is None:
+            swapped = self._by_pointer[pointer] = SwappedStorage(storage)
+        return InSwapped(swapped, Geometry.of(tensor))
+
+
+def _unpack(saved: Saved) -> torch.Tensor:
+    return saved if isinstance(saved, torch.Tensor) else saved.tensor()
+
+
+def recomputed(forward: Callable[..., object]) -> Callable[..., object]:
+    """`forward`, keeping its inputs alone for backward and running once more there.
+
+    The random state and autocast are those of the first run (torch.utils.checkpoint). Tensors in
+    keyword arguments are handed over like positional ones, so that every input is seen by the
+    saved-tensor hooks around it.
+    """
+
+    def run(*args: object, **kwargs: object) -> object:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        names = tuple(kwargs)
+
+        def call(*flat: object) -> object:
+            split = len(flat) - len(names)
+            return forward(*flat[:split], **dict(zip(names, flat[split:], strict=True)))
+
+        result: object = checkpoint(call, *args, *kwargs.values(), use_reentrant=False)
+        return result
+
+    return run

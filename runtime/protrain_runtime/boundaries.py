@@ -1,0 +1,164 @@
+"""Where one unit ends and the next begins, seen from hooks on the model.
+
+A model's units alternate between blocks (modules) and parts (what runs before, between and after
+blocks). `Boundaries` calls `Listener.enter(slot)` when a slot begins, in the order of the
+programme, forward and backward:
+
+- a block's forward slot begins when the block is called, a part's when the block before it returns
+  (or when the model is called);
+- a unit's backward slot begins when the gradient of what it handed on is complete: of a block's
+  outputs, of the inputs of the block after a part, and of the model's outputs for the last part.
+
+Nothing here knows what a slot does.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+
+class Listener(Protocol):
+    """What a runner of slots is told."""
+
+    def begin(self, *, training: bool) -> None:
+        """The model was called; slot 0 begins. `training`: a graph is being recorded."""
+        ...
+
+    def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
+        """Slot `slot` begins, and all before it have ended; `inputs` are a block's tensors."""
+        ...
+
+    def leave(self, outputs: Sequence[torch.Tensor]) -> None:
+        """The current forward slot's computation has ended with these tensors."""
+        ...
+
+    def end_forward(self) -> None:
+        """The model returned."""
+        ...
+
+    def end_backward(self) -> None:
+        """The backward pass is over."""
+        ...
+
+    def abort(self) -> None:
+        """The model raised."""
+        ...
+
+
+def tensors_in(tree: object) -> list[torch.Tensor]:
+    """All tensors in nested tuples, lists, dicts and model outputs."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Let calls of the module run `forward`; returns what undoes it.
+
+    An instance may have a forward of its own already, and has it again afterwards; where it has
+    none, the class's shows again.
+    """
+    own = module.__dict__.get("forward")
+    module.forward = forward
+
+    def undo() -> None:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+    return undo
+
+
+class Boundaries:
+    """Hooks on `model` and on its blocks; `units` gives each unit's module, None for a part."""
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[nn.Module | None], listener: Listener
+    ) -> None:
+        self._model, self._units, self._listener = model, tuple(units), listener
+        self._handles: list[RemovableHandle] = []
+        self._step = 0  # counts forwards, so that hooks of an abandoned graph are silent
+        self._backward_began = False
+        self._training = False
+        self._forward: Callable[..., Any] = model.forward
+        self._undo_forward = replace_forward(model, self._run)
+        for index, module in enumerate(self._units):
+            if module is not None:
+                self._handles.append(
+                    module.register_forward_pre_hook(self._before(index), with_kwargs=True)
+                )
+                self._handles.append(module.register_forward_hook(self._after(index)))
+
+    def remove(self) -> None:
+        """Take everything off the model again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._undo_forward()
+
+    def _run(self, *args: object, **kwargs: object) -> object:
+        self._step += 1
+        self._backward_began = False
+        self._training = torch.is_grad_enabled()
+        self._listener.begin(training=self._training)
+        try:
+            result: object = self._forward(*args, **kwargs)
+            last = len(self._units)
+            if self._training:
+                self._watch(_losses(result), last)
+            self._listener.leave(tensors_in(result))
+            self._listener.end_forward()
+        except BaseException:
+            self._listener.abort()
+            raise
+        return result
+
+    def _before(self, index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            inputs = tensors_in((args, kwargs))
+            before_is_part = index > 0 and self._units[index - 1] is None
+            if before_is_part:
+                if self._training:
+                    self._watch(inputs, 2 * len(self._units) - index)
+                self._listener.leave(inputs)
+            self._listener.enter(index, inputs)
+
+        return hook
+
+    def _after(self, index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, __: object, output: object) -> None:
+            outputs = tensors_in(output)
+            if self._training:
+                self._watch(outputs, 2 * len(self._units) - 1 - index)
+            self._listener.leave(outputs)
+            if index + 1 < len(self._units) and self._units[index + 1] is None:
+                self._listener.enter(index + 1, ())
+
+        return hook
+
+    def _watch(self, tensors: Sequence[torch.Tensor], slot: int) -> None:
+        """Enter `slot` when the first of these tensors' gradients is complete."""
+        step = self._step
+
+        def hook(_: torch.Tensor) -> None:
+            if step == self._step:
+                if not self._backward_began:
+                    self._backward_began = True
+                    torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+                self._listener.enter(slot, ())
+
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(hook)
+
+    def _end_backward(self) -> None:
+        self._listener.end_backward()
+
+
+def _losses(result: object) -> list[torch.Tensor]:
+    """Where backward starts: the output's loss, or else every tensor of the output."""
+    loss = getattr(result, "loss", None)
+    return [loss] if isinstance(loss, torch.Tensor) else tensors_in(result)

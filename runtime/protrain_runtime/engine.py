@@ -1,0 +1,237 @@
+"""The engine: walks the slots of a `Program` while the model computes.
+
+At every boundary that `Boundaries` reports it does what the programme says around a slot, in the
+programme's order: wait for what must have left, submit fetches, wait for what the slot reads, let
+it compute, release, submit what it produced.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+import torch
+
+from protrain_plan.program import Lane, Program
+from protrain_plan.records.plan import Swap, SwapInput, UnitPlan
+from protrain_runtime.activations import SavedTensors
+from protrain_runtime.chunks import Chunk
+from protrain_runtime.lanes import Backend, LaneError, ThreadLane, Ticket, WorkLane
+from protrain_runtime.moves import Moves
+
+Observer = Callable[[str], None]
+"""Told of every boundary: "begin", "slot 3" when what must leave before slot 3 has left, and
+"backward ended"."""
+
+
+class Engine:
+    """Executes a programme. `shared` are the storages of persistent parameters and of buffers."""
+
+    def __init__(
+        self,
+        program: Program,
+        plans: Sequence[UnitPlan],
+        chunks: Sequence[Chunk],
+        moves: Moves,
+        *,
+        backend: Backend,
+        shared: frozenset[int],
+    ) -> None:
+        self._program, self._plans, self._chunks = program, plans, chunks
+        self._moves, self._backend, self._shared = moves, backend, shared
+        self.observer: Observer | None = None
+        self.lanes: Mapping[Lane, WorkLane] = {
+            lane: backend.lane(str(lane), on_device=lane.tier == "host")
+            for lane in sorted({move.lane for move in program.moves}, key=str)
+        }
+        self._offloaded = [chunk for chunk in chunks if chunk.store is not None]
+        self._reads = [
+            [chunk for chunk in self._offloaded if unit in chunk.used_by]
+            for unit in range(program.num_units)
+        ]
+        self._reset()
+
+    def _reset(self) -> None:
+        self._slot = -1  # -1 between steps
+        self._training = False
+        self._tickets: dict[int, Ticket] = {}
+        self._running: set[int] = set()  # submitted, and not yet seen to end
+        self._saved: SavedTensors | None = None
+        self._outputs: frozenset[int] = frozenset()
+
+    # ---- what Boundaries reports ------------------------------------------------------------
+
+    def begin(self, *, training: bool) -> None:
+        if self._slot >= 0:
+            self.abort()  # the last forward had no backward, or was cut short
+        self.settle("a second forward began" if training else "the model was evaluated")
+        self._training = training
+        if training:
+            self._moves.make_staging()
+        self._observe("begin")
+        self._begin_slot(0, ())
+
+    def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
+        if not self._training:
+            self._enter_untracked(slot)
+            return
+        while self._slot < slot:
+            self._end_slot()
+            following = self._slot + 1
+            self._begin_slot(following, inputs if following == slot else ())
+
+    def leave(self, outputs: Sequence[torch.Tensor]) -> None:
+        self._outputs = frozenset(tensor.untyped_storage().data_ptr() for tensor in outputs)
+
+    def end_forward(self) -> None:
+        if self._training:
+            self._close_saved()  # the last unit's; its slot ends when backward begins
+        else:
+            self._release_all()
+            self._slot = -1
+
+    def end_backward(self) -> None:
+        self.enter(len(self._program.slots) - 1, ())
+        self._end_slot()
+        self._slot = -1
+        self._observe("backward ended")
+
+    def abort(self) -> None:
+        """Give the step up: nothing in flight, no buffers, no hooks."""
+        self._close_saved()
+        for ticket in self._tickets.values():
+            # What failed on a lane was raised where compute waited for it, or does not matter now.
+            with suppress(LaneError):
+                ticket.synchronize()
+        for number in sorted(self._running):
+            self._moves.end(number)
+        self._release_all()
+        for chunk in self._offloaded:
+            chunk.clear_gradients()
+        self._moves.clear()
+        self._reset()
+
+    # ---- the end of a step ------------------------------------------------------------------
+
+    def settle(self, what: str) -> None:
+        """Let the moves of a step without updates end; RuntimeError, saying `what`, with updates.
+
+        Between backward and `optimizer.step()` some parameters are updated and some are not.
+        """
+        if not self._tickets:
+            return
+        if any(move.kind == "update" for move in self._program.moves):
+            raise RuntimeError(
+                f"{what} between backward() and optimizer.step(): this plan updates offloaded"
+                " parameters during backward, so every backward needs its step"
+            )
+        self.finish_step()
+
+    def check_step(self) -> None:
+        """RuntimeError where `optimizer.step()` does not belong."""
+        if self._slot >= 0:
+            raise RuntimeError("optimizer.step() was called before backward() had ended")
+
+    def finish_step(self) -> None:
+        """Wait until every move has ended. Called by the optimizer's step."""
+        self.check_step()
+        for number in sorted(self._running):
+            self._tickets[number].synchronize()
+            self._moves.end(number)
+        for chunk in self._offloaded:
+            chunk.clear_gradients()
+        self._moves.clear()
+        self._reset()
+
+    def close(self) -> None:
+        """End the lanes."""
+        if self._slot >= 0 or self._tickets:
+            self.abort()
+        for lane in self.lanes.values():
+            lane.close()
+
+    # ---- slots ------------------------------------------------------------------------------
+
+    def _begin_slot(self, index: int, inputs: Sequence[torch.Tensor]) -> None:
+        self._slot = index
+        if not self._training:
+            self._enter_untracked(index)
+            return
+        slot = self._program.slots[index]
+        for number in [n for n in self._running if self._tickets[n].done()]:
+            self._end(number)
+        for number in slot.drained:
+            if number in self._running:
+                self._end(number)
+        self._observe(f"slot {index}")
+        for number in slot.submit:
+            self._submit(number)
+        for number in slot.ready:
+            self._tickets[number].wait()
+            self._moves.arrive(number)
+        if slot.forward:
+            self._open_saved(slot.unit, inputs)
+
+    def _end_slot(self) -> None:
+        slot = self._program.slots[self._slot]
+        self._close_saved()
+        chunk = self._chunks[slot.unit]
+        if not slot.forward and chunk.store is not None:
+            chunk.take_gradients()
+        for unit in slot.release:
+            self._moves.release(self._chunks[unit])
+        for number in slot.finish:
+            self._submit(number)
+
+    def _submit(self, number: int) -> None:
+        move = self._program.moves[number]
+        lane = self.lanes[move.lane]
+        after = [self._tickets[other] for other in move.after]
+        if isinstance(lane, ThreadLane):
+            after.extend(self._backend.fence())
+        self._tickets[number] = lane.submit(self._moves.start(number), after)
+        self._running.add(number)
+
+    def _end(self, number: int) -> None:
+        self._tickets[number].wait()  # on CUDA: orders compute behind a copy that has ended
+        self._running.discard(number)
+        self._moves.end(number)
+
+    def _open_saved(self, unit: int, inputs: Sequence[torch.Tensor]) -> None:
+        """Install saved-tensor hooks where the unit needs them."""
+        plan = self._plans[unit]
+        swaps = isinstance(plan.activations, Swap | SwapInput)
+        if not swaps and not self._reads[unit]:
+            return
+        pointers = [tensor.untyped_storage().data_ptr() for tensor in inputs]
+        own = {pointers[index] for index in plan.own_inputs if index < len(pointers)}
+        foreign = self._shared | (frozenset(pointers) - own)
+        self._saved = SavedTensors(self._reads[unit], swaps=swaps, foreign=foreign)
+        self._saved.__enter__()
+
+    def _close_saved(self) -> None:
+        if self._saved is None:
+            return
+        saved, self._saved = self._saved, None
+        saved.__exit__()
+        unit = self._program.slots[self._slot].unit
+        self._moves.swapped[unit] = saved.swapped(outputs=self._outputs)
+
+    def _enter_untracked(self, slot: int) -> None:
+        """Evaluation: bring what the unit reads, and take away what only the unit before read."""
+        self._slot = slot
+        for chunk in self._offloaded:
+            if slot in chunk.used_by:
+                if chunk.buffer is None:
+                    assert chunk.store is not None
+                    chunk.buffer = self._backend.empty(chunk.buffer_bytes)
+                    chunk.store.read(chunk.offset, chunk.buffer)
+                    chunk.bind()
+            elif chunk.buffer is not None:
+                self._moves.release(chunk)
+
+    def _release_all(self) -> None:
+        for chunk in self._offloaded:
+            self._moves.release(chunk)
+
+    def _observe(self, what: str) -> None:
+        if self.observer is not None:
+            self.observer(what)

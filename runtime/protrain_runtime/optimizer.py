@@ -1,0 +1,163 @@
+"""`PlannedOptimizer`: a real `torch.optim.Optimizer` over parameters that live in several places.
+
+Parameters of persistent chunks are updated by the user's optimizer itself, in `step()`. Those of
+offloaded chunks were updated piece by piece while backward ran; `step()` waits for the last of
+them. Every update is done by the user's own class with the options that its group holds.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from protrain_runtime.chunks import (
+    Chunk,
+    OptimizerFactory,
+    Slice,
+    StateLayout,
+    flat_storage_order,
+)
+from protrain_runtime.engine import Engine
+
+ParameterGroups = Sequence[Mapping[str, Any]]
+
+
+class PlannedOptimizer(torch.optim.Optimizer):
+    """What `prepare` returns. `param_groups` are the user's: schedulers and edits act on them."""
+
+    def __init__(self, inner: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
+        self._inner = inner
+        self._names = dict(names)
+        self._chunks: Sequence[Chunk] = ()
+        self._engine: Engine | None = None
+        self._used: list[dict[str, Any]] = []  # the groups' options when backward updated with them
+        # The groups are shared with the inner optimizer, not copied: one set of options.
+        super().__init__(inner.param_groups, inner.defaults)
+        self.state = inner.state
+
+    def attach(self, chunks: Sequence[Chunk], engine: Engine) -> None:
+        """Take charge of offloaded `chunks`; `engine` updates them."""
+        self._chunks = [chunk for chunk in chunks if chunk.store is not None]
+        self._engine = engine
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """RuntimeError once prepared: a plan is made for the parameters that there were."""
+        if self._engine is not None:
+            raise RuntimeError("add parameter groups before prepare(), with param_groups=")
+        super().add_param_group(param_group)
+
+    def options(self) -> dict[str, dict[str, Any]]:
+        """The options that hold now, by parameter name; called when backward updates a chunk."""
+        self._used = self._group_options()
+        options: dict[str, dict[str, Any]] = {}
+        for group, chosen in zip(self.param_groups, self._used, strict=True):
+            for parameter in group["params"]:
+                options[self._names[parameter]] = chosen
+        return options
+
+    def _group_options(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update the persistent parameters and wait for the update of all others."""
+        if closure is not None:
+            raise ValueError("a planned optimizer takes no closure: it updates during backward")
+        if self._engine is None:
+            self._inner.step()
+            return None
+        self._engine.check_step()
+        if self._used and self._used != self._group_options():
+            raise RuntimeError(
+                "a parameter group's options changed between backward() and step(): this plan has"
+                " updated offloaded parameters with the old ones; change them before backward()"
+            )
+        for chunk in self._chunks:
+            chunk.drop_taken()
+        self._inner.step()
+        self._engine.finish_step()
+        self._used = []
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """All states in the layout of the user's optimizer, in host memory where offloaded."""
+        self._settle("optimizer.state_dict() was called")
+        added: list[nn.Parameter] = []
+        for chunk in self._chunks:
+            for part in chunk.slices:
+                if part.name in chunk.updated:
+                    state = dict(chunk.scalars[part.name])
+                    for layout in chunk.states:
+                        state[layout.key] = read_state(chunk, layout, part)
+                    if state:  # plain SGD has none
+                        self._inner.state[part.parameter] = state
+                        added.append(part.parameter)
+        try:
+            return self._inner.state_dict()
+        finally:
+            for parameter in added:
+                del self._inner.state[parameter]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, here or in plain PyTorch, under any plan."""
+        self._settle("optimizer.load_state_dict() was called")
+        self._inner.load_state_dict(state_dict)
+        # Loading replaced the inner optimizer's groups and states by new objects.
+        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        for chunk in self._chunks:
+            store = chunk.store
+            assert store is not None
+            for part in chunk.slices:
+                state = self._inner.state.pop(part.parameter, None)
+                if state is None:
+                    continue
+                for layout in chunk.states:
+                    values = torch.empty_strided(part.shape, part.stride, dtype=layout.dtype)
+                    flat = flat_storage_order(values.copy_(state.pop(layout.key)))
+                    place = layout.offset + part.start * layout.dtype.itemsize
+                    store.write(place, flat.view(torch.uint8))
+                chunk.scalars[part.name] = dict(state)
+                chunk.updated.add(part.name)
+
+    def give_back(self) -> None:
+        """Bring every state home to the inner optimizer, and act as it from now on."""
+        for chunk in self._chunks:
+            for part in chunk.slices:
+                if part.name in chunk.updated:
+                    state = dict(chunk.scalars[part.name])
+                    for layout in chunk.states:
+                        value = read_state(chunk, layout, part)
+                        state[layout.key] = value.to(part.parameter.device)
+                    if state:
+                        self._inner.state[part.parameter] = state
+        self._chunks, self._engine = (), None
+
+    def _settle(self, what: str) -> None:
+        if self._engine is not None:
+            self._engine.settle(what)
+
+
+def read_state(chunk: Chunk, layout: StateLayout, part: Slice) -> torch.Tensor:
+    """One state of one parameter, from the store.  # layout.dtype [shape], on the host"""
+    assert chunk.store is not None
+    flat = torch.empty(part.numel * layout.dtype.itemsize, dtype=torch.uint8)
+    chunk.store.read(layout.offset + part.start * layout.dtype.itemsize, flat)
+    return flat.view(layout.dtype).as_strided(part.shape, part.stride)
+
+
+def make_inner(
+    factory: OptimizerFactory,
+    model: nn.Module,
+    groups: ParameterGroups | None,
+) -> torch.optim.Optimizer:
+    """The user's optimizer over the model's trainable parameters, in its groups."""
+    if groups is None:
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        return factory([{"params": trainable}])
+    return factory([dict(group) for group in groups])

@@ -1,0 +1,144 @@
+"""Pieces: ranges of an offloaded chunk on their way through the optimizer."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from protrain_runtime.chunks import Chunk, OptimizerFactory, Slice
+from protrain_runtime.stores import HostStore, Store
+
+
+@dataclass(slots=True)
+class Piece:
+    """A range of a chunk's trainable elements on its way through the optimizer.
+
+    `staging` holds one tensor per elementwise state, filled by "read states" and written back by
+    "write states"; before the first step there is nothing to read, and the optimizer makes them.
+    """
+
+    chunk: Chunk
+    start: int
+    stop: int
+    staging: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    made: list[tuple[Slice, int, int, dict[str, Any]]] = field(
+        default_factory=list[tuple[Slice, int, int, dict[str, Any]]]
+    )
+
+    def parts(self) -> Iterable[tuple[Slice, int, int]]:
+        """The parameters that the piece covers, with the element range within each."""
+        for part in self.chunk.slices:
+            if not part.trainable:
+                continue
+            low = max(self.start, part.start) - part.start
+            high = min(self.stop, part.start + part.numel) - part.start
+            if low < high:
+                yield part, low, high
+
+    def read(self, ring: torch.Tensor | None) -> None:
+        """Fill the staging tensors from the store; `ring` is this piece's staging buffer."""
+        if ring is None:
+            return
+        store = self.chunk.store
+        assert store is not None
+        offset, count = 0, self.stop - self.start
+        for layout in self.chunk.states:
+            size = count * layout.dtype.itemsize
+            target = ring[offset : offset + size]
+            store.read(layout.offset + self.start * layout.dtype.itemsize, target)
+            self.staging[layout.key] = target.view(layout.dtype)
+            offset += size
+
+    def view_states(self) -> None:
+        """Use the states in place, where the store is host memory."""
+        store = self.chunk.store
+        assert isinstance(store, HostStore)
+        for layout in self.chunk.states:
+            size = (self.stop - self.start) * layout.dtype.itemsize
+            place = store.view(layout.offset + self.start * layout.dtype.itemsize, size)
+            self.staging[layout.key] = place.view(layout.dtype)
+
+    def update(
+        self,
+        factory: OptimizerFactory,
+        options: Mapping[str, Mapping[str, Any]],
+        parameters: torch.Tensor,
+        gradients: Mapping[str, torch.Tensor],
+    ) -> None:
+        """The optimizer's own step on this range.
+
+        `options` are the hyperparameters by parameter name, `parameters` the chunk's bytes where
+        the optimizer runs, `gradients` flat in storage order. Elementwise optimizers compute every
+        element by itself, so a range of a parameter gets the bits that the whole would get.
+        """
+        for part, low, high in self.parts():
+            gradient = gradients.get(part.name)
+            if gradient is None:
+                continue
+            shadow = nn.Parameter(part.flat(parameters)[low:high])
+            shadow.grad = gradient[low:high]
+            worker = factory([{**options[part.name], "params": [shadow]}])
+            first = part.start + low - self.start
+            if part.name in self.chunk.updated:
+                state = {
+                    key: value.clone() if isinstance(value, torch.Tensor) else value
+                    for key, value in self.chunk.scalars[part.name].items()
+                }
+                for key, values in self.staging.items():
+                    state[key] = values[first : first + high - low]
+                worker.state[shadow] = state
+            worker.step()
+            self.made.append((part, low, high, dict(worker.state[shadow])))
+
+    def write(self, parameters: torch.Tensor, *, write_parameters: bool) -> None:
+        """Bring the new states, and the parameters where asked for, to the store.
+
+        The last piece of a parameter settles its scalars: until then, every piece of it starts
+        from the same ones.
+        """
+        store = self.chunk.store
+        assert store is not None
+        for part, low, high, state in self.made:
+            first = part.start + low
+            for layout in self.chunk.states:
+                values = state.pop(layout.key).view(torch.uint8)
+                place = layout.offset + first * layout.dtype.itemsize
+                if not _lies_in(store, place, values):  # else it was updated where it lives
+                    store.write(place, values)
+            if write_parameters:
+                size = part.dtype.itemsize
+                source = part.flat(parameters)[low:high].view(torch.uint8)
+                store.write(self.chunk.offset + part.offset + low * size, source)
+            if high == part.numel:
+                self.chunk.scalars[part.name] = state
+                self.chunk.updated.add(part.name)
+        self.made.clear()
+        self.staging.clear()
+
+
+def _lies_in(store: Store, offset: int, values: torch.Tensor) -> bool:
+    """Whether `values` (uint8) are the store's own bytes at `offset`."""
+    if not isinstance(store, HostStore):
+        return False
+    return store.view(offset, values.numel()).data_ptr() == values.data_ptr()
+
+
+def elementwise_states(
+    factory: OptimizerFactory, dtype: torch.dtype, options: Mapping[str, Any] | None = None
+) -> dict[str, torch.dtype]:
+    """The optimizer's elementwise states for parameters of `dtype`: those of a step on a dummy.
+
+    `options` are those of the parameters' group.
+    """
+    dummy = nn.Parameter(torch.zeros(2, dtype=dtype))
+    dummy.grad = torch.zeros(2, dtype=dtype)
+    optimizer = factory([{**(options or {}), "params": [dummy]}])
+    optimizer.step()
+    state: dict[str, Any] = optimizer.state[dummy]
+    return {
+        key: value.dtype
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.shape == dummy.shape
+    }

@@ -1,0 +1,274 @@
+"""`prepare`: make a model follow a plan, in place, and give it back."""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import gettempdir
+
+import torch
+from torch import nn
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.program import compile_plan
+from protrain_plan.records import read_plan
+from protrain_plan.records.plan import (
+    Keep,
+    Persistent,
+    Plan,
+    Recompute,
+    Swap,
+    SwapInput,
+)
+from protrain_runtime.activations import recomputed
+from protrain_runtime.boundaries import Boundaries, replace_forward
+from protrain_runtime.chunks import (
+    Chunk,
+    OptimizerFactory,
+    offload,
+)
+from protrain_runtime.engine import Engine
+from protrain_runtime.fingerprint import model_fingerprint
+from protrain_runtime.lanes import Backend, WorkLane
+from protrain_runtime.layout import make_chunks
+from protrain_runtime.moves import Moves
+from protrain_runtime.optimizer import ParameterGroups, PlannedOptimizer, make_inner
+from protrain_runtime.pieces import elementwise_states
+from protrain_runtime.state_dicts import (
+    Undo,
+    add_state_dict_hooks,
+    bring_back,
+    offloaded_parameters,
+    read_parameter,
+)
+from protrain_runtime.stores import Stores
+
+_ATTRIBUTE = "_protrain_prepared"
+"""Where a prepared model keeps its `Prepared`: on itself, so that both are freed together."""
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What `prepare` attached to a model."""
+
+    engine: Engine | None
+    chunks: Sequence[Chunk]
+    optimizer: PlannedOptimizer
+    undo: Undo
+    below: Callable[[], tuple[int, int]] = lambda: (0, 0)
+
+
+def prepare(
+    model: nn.Module,
+    plan: Plan | Path | str,
+    *,
+    optimizer: OptimizerFactory,
+    param_groups: ParameterGroups | None = None,
+    spill_directory: Path | str | None = None,
+    lane_delay: Callable[[], float] | None = None,
+) -> tuple[nn.Module, PlannedOptimizer]:
+    """Make `model` follow `plan` in place, and build its optimizer.
+
+    `optimizer` makes any elementwise `torch.optim` optimizer from parameter groups, for example
+    `partial(torch.optim.AdamW, lr=3e-4)`; `param_groups` are the groups (as `torch.optim` takes
+    them), by default one of all trainable parameters. `spill_directory` is where a disk tier keeps
+    its unnamed file, by default the system's directory for temporary files. `lane_delay` returns
+    seconds by which tests hold every transfer back.
+
+    The training loop stays as it is, with one forward, one backward and one `step()` per batch.
+    Raises ProtrainError, and leaves the model as it was, if the plan was made for another model or
+    cannot be carried out here.
+    """
+    if _ATTRIBUTE in model.__dict__:
+        raise ProtrainError("the model follows a plan already", fix="call restore(model) first")
+    if not isinstance(plan, Plan):
+        plan = read_plan(Path(plan))
+    modules = check_model(model, plan)
+    inner = make_inner(optimizer, model, param_groups)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    facade = PlannedOptimizer(inner, names)
+    undo: Undo = []
+    prepared = Prepared(None, (), facade, undo)
+    if keeps_everything(plan):
+        model.__dict__[_ATTRIBUTE] = prepared
+        return model, facade
+    try:
+        _attach(model, plan, modules, prepared, optimizer, spill_directory, lane_delay)
+    except BaseException:
+        while undo:
+            undo.pop()()
+        raise
+    model.__dict__[_ATTRIBUTE] = prepared
+    return model, facade
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Give the plain model back, with its current parameters; its optimizer goes on plainly."""
+    prepared: Prepared = model.__dict__[_ATTRIBUTE]
+    if prepared.engine is not None:
+        prepared.engine.settle("restore() was called")
+    del model.__dict__[_ATTRIBUTE]
+    prepared.optimizer.give_back()
+    while prepared.undo:
+        prepared.undo.pop()()
+    return model
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine that a model runs under; None without a plan, or where it keeps everything."""
+    prepared: Prepared | None = model.__dict__.get(_ATTRIBUTE)
+    return prepared.engine if prepared else None
+
+
+def below_device(model: nn.Module) -> tuple[int, int]:
+    """Bytes that a model holds in host memory and on disk because of its plan."""
+    prepared: Prepared | None = model.__dict__.get(_ATTRIBUTE)
+    return prepared.below() if prepared else (0, 0)
+
+
+def parameter_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's parameters by name with their values, an offloaded one at a time.
+
+    Works for models that follow no plan, too.
+    """
+    prepared: Prepared | None = model.__dict__.get(_ATTRIBUTE)
+    if prepared and prepared.engine:
+        prepared.engine.settle("parameters were read")
+    offloaded = offloaded_parameters(prepared.chunks if prepared else ())
+    for name, parameter in model.named_parameters():
+        if name in offloaded:
+            yield name, read_parameter(*offloaded[name])
+        else:
+            yield name, parameter.detach()
+
+
+def keeps_everything(plan: Plan) -> bool:
+    """Whether nothing is to be done: plain PyTorch is what the plan says."""
+    return all(
+        isinstance(unit.activations, Keep) and isinstance(unit.states, Persistent)
+        for unit in plan.units
+    )
+
+
+def check_model(model: nn.Module, plan: Plan) -> list[nn.Module | None]:
+    """Each unit's module, None for a part. ProtrainError if the plan is for another model."""
+    found = model_fingerprint(model)
+    modules: list[nn.Module | None] = []
+    for index, unit in enumerate(plan.units):
+        module = None
+        if unit.kind == "block":
+            try:
+                module = model.get_submodule(unit.name)
+            except AttributeError as error:
+                raise ProtrainError(
+                    f"the model has no module '{unit.name}'",
+                    key=f"units[{index}]",
+                    fix="profile and plan this model; the plan was made for another one",
+                ) from error
+        modules.append(module)
+    if found != plan.model_fingerprint:
+        raise ProtrainError(
+            f"the plan was made for another model: its fingerprint is"
+            f" {plan.model_fingerprint}, this model's is {found}",
+            key="model_fingerprint",
+            fix="profile and plan this model (layers, shapes, dtypes and what is trainable count)",
+        )
+    return modules
+
+
+def _attach(
+    model: nn.Module,
+    plan: Plan,
+    modules: Sequence[nn.Module | None],
+    prepared: Prepared,
+    factory: OptimizerFactory,
+    spill_directory: Path | str | None,
+    lane_delay: Callable[[], float] | None,
+) -> None:
+    undo = prepared.undo
+    device = next(model.parameters()).device
+    backend = Backend(device, delay=lane_delay)
+    directory = Path(spill_directory if spill_directory is not None else gettempdir())
+    chunks = make_chunks(model, plan.units)
+    stores = Stores(backend, directory)
+    undo.append(stores.close)
+    dtypes = {part.dtype for chunk in chunks for part in chunk.slices if part.trainable}
+    states = {dtype: _states(factory, dtype, prepared.optimizer) for dtype in dtypes}
+    for chunk, unit in zip(chunks, plan.units, strict=True):
+        if isinstance(unit.states, Persistent) or not chunk.slices:
+            continue
+        undo.append(lambda chunk=chunk: bring_back(chunk))  # type: ignore[misc]
+        offload(chunk, stores.get(unit.states.tier), states)
+        backend.synchronize()
+        chunk.unbind()
+    swap_stores = {
+        unit.activations.tier: stores.get(unit.activations.tier)
+        for unit in plan.units
+        if isinstance(unit.activations, Swap | SwapInput)
+    }
+    per_parameter = {
+        dtype: sum(state.itemsize for state in layout.values()) for dtype, layout in states.items()
+    }
+    program = compile_plan(
+        plan.units,
+        [chunk.size(per_parameter) for chunk in chunks],
+        device="cuda" if backend.is_cuda else "cpu",
+        piece_bytes=plan.piece_bytes,
+    )
+    moves = Moves(
+        program,
+        plan.units,
+        chunks,
+        backend=backend,
+        swap_stores=swap_stores,
+        factory=factory,
+        options=prepared.optimizer.options,
+    )
+    # Addresses that stay what they are. Those of offloaded parameters do not: what stands in for
+    # them is freed by the first gather, and an activation may come to lie there.
+    staying = [part.parameter for chunk in chunks if chunk.store is None for part in chunk.slices]
+    shared = frozenset(
+        tensor.untyped_storage().data_ptr() for tensor in (*staying, *model.buffers())
+    )
+    engine = Engine(program, plan.units, chunks, moves, backend=backend, shared=shared)
+    # A model that is dropped without `restore` frees its threads and files all the same.
+    last_resort = weakref.finalize(model, _shut, tuple(engine.lanes.values()), stores)
+    undo.append(last_resort.detach)
+    undo.append(engine.close)
+    for unit, module in zip(plan.units, modules, strict=True):
+        if isinstance(unit.activations, Recompute | SwapInput):
+            assert module is not None, "only blocks are recomputed"
+            undo.append(wrap_forward(module))
+    boundaries = Boundaries(model, modules, engine)
+    undo.append(boundaries.remove)
+    add_state_dict_hooks(model, chunks, engine, undo)
+    prepared.engine, prepared.chunks = engine, chunks
+    prepared.below = lambda: (stores.host_bytes + moves.host_bytes, stores.disk_bytes)
+    prepared.optimizer.attach(chunks, engine)
+
+
+def _states(
+    factory: OptimizerFactory, dtype: torch.dtype, optimizer: PlannedOptimizer
+) -> dict[str, torch.dtype]:
+    """The elementwise states that every group has. ProtrainError where groups differ."""
+    found = [
+        elementwise_states(factory, dtype, {k: v for k, v in group.items() if k != "params"})
+        for group in optimizer.param_groups
+    ]
+    if any(states != found[0] for states in found):
+        raise ProtrainError(
+            "the parameter groups' options give them different optimizer states",
+            fix="give all groups the same options of this kind, such as amsgrad",
+        )
+    return found[0]
+
+
+def _shut(lanes: Sequence[WorkLane], stores: Stores) -> None:
+    for lane in lanes:
+        lane.close()
+    stores.close()
+
+
+def wrap_forward(module: nn.Module) -> Callable[[], None]:
+    """Recompute the module's forward in backward; returns what undoes it."""
+    return replace_forward(module, recomputed(module.forward))

@@ -1,0 +1,40 @@
+"""What stands in `.grad` once a gradient has gone to its optimizer.
+
+A plan updates offloaded parameters while backward runs, so between `backward()` and `step()` their
+gradients are gone. Code that looks at them there, such as gradient clipping or a gradient scaler,
+would silently miss them; it gets an error instead.
+"""
+
+from typing import Any
+
+import torch
+
+
+class TakenGradient(torch.Tensor):
+    """A gradient that was used already: it has a shape, and no operation accepts it."""
+
+    @classmethod
+    def standing_for(cls, gradient: torch.Tensor) -> "TakenGradient":
+        """One of the gradient's shape, dtype and device that holds a single element."""
+        single = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
+        taken: TakenGradient = torch.Tensor._make_subclass(cls, single.expand(gradient.shape))
+        return taken
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        """RuntimeError, whatever `func` is."""
+        raise RuntimeError(
+            "the gradient of an offloaded parameter was used after backward(): this plan has"
+            " updated the parameter already. Clipping and scaling of gradients are not supported"
+            " under plans that offload states; leave them out, or use a plan whose states are all"
+            " persistent"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # as torch's
+        return "TakenGradient()"

@@ -1,0 +1,237 @@
+"""Model sources: presets, configuration files, factories; what they build and feed."""
+
+import itertools
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.models.presets import preset_config, preset_names
+from protrain_plan.models.sources import load_source
+
+NUM_PARAMETERS = {  # as published with the models (tied embeddings counted once)
+    "gpt2": 124_439_808,
+    "llama-3.2-1b": 1_235_814_400,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+}
+
+
+@pytest.mark.parametrize("name", sorted(NUM_PARAMETERS))
+def test_presets_have_the_published_number_of_parameters(name: str) -> None:
+    model = load_source(name).build(dtype="bfloat16", device="meta")
+    assert sum(p.numel() for p in model.parameters()) == NUM_PARAMETERS[name]
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_every_preset_says_where_it_comes_from() -> None:
+    assert {*NUM_PARAMETERS, "tiny-llama", "tiny-gpt2"} <= set(preset_names())
+    assert all(preset_config(name)["_source"] for name in preset_names())
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
+def test_building_is_deterministic_and_leaves_the_random_states(name: str) -> None:
+    torch.manual_seed(3)
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    first, again, other = (load_source(name).build(seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert random.getstate() == python_state
+
+    weights = first.state_dict()
+    assert all(torch.equal(w, weights[k]) for k, w in again.state_dict().items())
+    assert any(not torch.equal(w, weights[k]) for k, w in other.state_dict().items())
+    assert first.training
+    assert isinstance(first, PreTrainedModel)
+    assert first.config.use_cache is False
+    assert first.config._attn_implementation == "sdpa"
+
+
+def test_a_record_builds_the_same_model_without_the_file(tmp_path: Path) -> None:
+    config = preset_config("tiny-llama") | {"num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    from_folder = load_source(str(tmp_path))
+    from_file = load_source(str(tmp_path / "config.json"))
+    from_record = load_source("gone/config.json", model_config=from_file.model_config)
+    assert from_folder.model_config == from_file.model_config == from_record.model_config
+    assert "_source" not in from_file.model_config
+    weights = from_file.build().state_dict()
+    assert all(torch.equal(w, weights[k]) for k, w in from_record.build().state_dict().items())
+
+
+def test_batches_are_consecutive_bytes_of_the_text(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(24)))
+    batches = load_source("tiny-llama").batches(batch_size=2, seq_len=4, text=text, seed=0)
+    seen = []
+    for batch in itertools.islice(batches, 4):
+        assert isinstance(batch, dict)
+        assert torch.equal(batch["input_ids"], batch["labels"])
+        assert batch["input_ids"].shape == (2, 4)
+        assert batch["input_ids"].dtype == torch.int64
+        seen.append(batch["input_ids"].flatten().tolist())
+    assert sorted(seen[:3]) == [list(range(at, at + 8)) for at in (0, 8, 16)]
+    assert seen[3] == seen[0]
+
+
+def test_the_default_text_is_long_and_the_seed_chooses_where_to_start() -> None:
+    source = load_source("tiny-llama")
+    zero, again, one = (
+        next(iter(source.batches(batch_size=4, seq_len=64, seed=seed))) for seed in (0, 0, 1)
+    )
+    assert isinstance(zero, dict)
+    assert isinstance(again, dict)
+    assert isinstance(one, dict)
+    assert torch.equal(zero["input_ids"], again["input_ids"])
+    assert not torch.equal(zero["input_ids"], one["input_ids"])
+    assert len(zero["input_ids"].unique()) > 10
+
+
+T5 = {
+    "model_type": "t5",
+    "num_layers": 2,
+    "d_model": 32,
+    "d_ff": 64,
+    "num_heads": 2,
+    "d_kv": 16,
+    "vocab_size": 300,
+    "decoder_start_token_id": 0,
+}
+
+
+@pytest.mark.parametrize("model_config", ["", json.dumps(T5)], ids=["tiny-gpt2", "t5"])
+def test_a_forward_gives_a_loss_that_can_be_differentiated(model_config: str) -> None:
+    source = load_source("tiny-gpt2", model_config=model_config)
+    model = source.build()
+    loss = loss_of(call_model(model, next(source.batches(batch_size=2, seq_len=16))))
+    loss.backward()
+    assert loss.shape == ()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_loss_of_takes_what_forwards_return() -> None:
+    scalar = torch.tensor(2.0)
+    for output in (scalar, (scalar, torch.ones(3)), [scalar], {"loss": scalar}):
+        assert loss_of(output) is not None
+        assert loss_of(output).item() == 2.0
+    assert loss_of(torch.ones(1)).shape == ()
+    with pytest.raises(ProtrainError) as caught:
+        loss_of(torch.ones(2, 3))
+    assert str(caught.value) == (
+        "the model's output holds no scalar loss: a tensor of shape [2, 3]\n"
+        "  fix: return the loss from forward, or an output with `.loss`"
+    )
+
+
+FACTORY = """
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+def make():
+    return nn.Linear(3, 1), [(torch.ones(2, 3),), (torch.zeros(2, 3),)]
+
+def wrong():
+    return nn.Linear(3, 1)
+"""
+
+
+@pytest.fixture
+def factory_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my_factory.py").write_text(FACTORY, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_factory", raising=False)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("factory_folder")
+def test_a_factory_in_the_working_directory_brings_model_and_batches() -> None:
+    source = load_source("my_factory:make")
+    model = source.build(dtype="bfloat16", seed=4)
+    assert isinstance(model, nn.Linear)
+    assert model.weight.dtype == torch.bfloat16
+    assert torch.equal(model.weight, source.build(dtype="bfloat16", seed=4).weight)  # type: ignore[arg-type]
+    sums = []
+    for batch in itertools.islice(source.batches(batch_size=2, seq_len=1), 3):
+        assert isinstance(batch, tuple)
+        sums.append(batch[0].sum().item())
+    assert sums == [6, 0, 6]
+
+
+@pytest.mark.usefixtures("factory_folder")
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("my_factory:mak", "my_factory:mak: my_factory has no function 'mak'\n"
+         "  fix: did you mean make?"),
+        ("my_factory:wrong", "my_factory:wrong: the factory returned Linear, "
+         "not (nn.Module, batches)"),
+        ("no_such_one:make", "no_such_one:make: cannot import 'no_such_one': "
+         "No module named 'no_such_one'\n"
+         "  fix: package.module:factory, with the package installed or in the working directory"),
+        ("smollm-135m", "no such model: 'smollm-135m' is not a preset, a config.json or "
+         "package.module:factory\n  fix: did you mean smollm2-135m or smollm2-360m?"),
+    ],
+)  # fmt: skip
+def test_a_wrong_model_argument_is_one_clear_error(model: str, message: str) -> None:
+    with pytest.raises(ProtrainError) as caught:
+        load_source(model).build()
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "{path}: not JSON: Expecting property name enclosed in double quotes at line 1"),
+        ("[]", "{path}: expected a JSON object, got list"),
+        ("{}", "{path}: model_type: the configuration does not say which architecture it is of\n"
+         '  fix: a config.json as published with a model, such as {{"model_type": "llama", ...}}'),
+        ('{"model_type": "lama"}', "{path}: model_type: transformers {version} has no "
+         "architecture 'lama'\n  fix: did you mean 'llama'?"),
+    ],
+)  # fmt: skip
+def test_a_bad_config_is_one_clear_error(tmp_path: Path, text: str, message: str) -> None:
+    import transformers
+
+    path = tmp_path / "config.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ProtrainError) as caught:
+        load_source(str(path)).build()
+    assert str(caught.value) == message.format(path=path, version=transformers.__version__)
+
+
+def test_a_config_that_transformers_refuses_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "llama", "hidden_size": "x"}', encoding="utf-8")
+    with pytest.raises(ProtrainError, match=r"transformers refuses the configuration: .*hidden_si"):
+        load_source(str(path)).build()
+
+
+def test_batches_that_cannot_be_are_refused() -> None:
+    llama = preset_config("tiny-llama")
+    small = load_source("small", model_config=json.dumps(llama | {"vocab_size": 100}))
+    with pytest.raises(ProtrainError) as caught:
+        small.batches(batch_size=1, seq_len=8)
+    assert str(caught.value) == ("small: vocab_size: text needs 256 tokens (one per byte), got 100")
+    with pytest.raises(ProtrainError) as caught:
+        load_source("tiny-gpt2").batches(batch_size=1, seq_len=257)
+    assert str(caught.value) == (
+        "tiny-gpt2: max_position_embeddings: a sequence of 257 tokens does not fit the model's "
+        "256 positions\n  fix: at most 256 tokens per sequence"
+    )
+    vit = load_source("vit", model_config='{"model_type": "vit"}')
+    with pytest.raises(ProtrainError) as caught:
+        vit.batches(batch_size=1, seq_len=8)
+    assert str(caught.value) == (
+        "vit: no batches are known for the architecture 'vit'\n"
+        "  fix: use package.module:factory, which brings its own batches"
+    )

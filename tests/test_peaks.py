@@ -1,0 +1,296 @@
+"""Predicted bytes against measured ones, slot by slot, on real models under real plans.
+
+The prediction is an upper bound in every slot; how far above the truth it may stand is asserted
+too, so that it cannot become one by being generous.
+"""
+
+import gc
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.models.sources import load_source
+from protrain_plan.planning.outcome import Infeasible, Solved
+from protrain_plan.planning.planner import plan as solve
+from protrain_plan.profiling.measured import measure, measure_model
+from protrain_plan.records import read_profile, write_profile
+from protrain_plan.records.plan import (
+    Activations,
+    Budgets,
+    Keep,
+    Persistent,
+    Placement,
+    Plan,
+    UnitPlan,
+)
+from protrain_plan.records.profile import Profile, Workload
+from protrain_plan.running import Run, train
+from protrain_plan.simulation.memory import compile_units, device_bytes, tier_bytes
+from protrain_runtime.measure import storage_bytes
+from protrain_runtime.taken import TakenGradient
+from tests.runtime_cases import (
+    attached,
+    batch,
+    build,
+    copied,
+    decided,
+    decision_name,
+    decisions,
+    described_by,
+    differences,
+    made_once,
+    mixed,
+    plan_of,
+)
+
+SOURCES = {
+    "llama": "tiny-llama",
+    "gpt2": "tiny-gpt2",
+    "functional-relu": "tests.functional_model:relu_factory",
+}
+SLACK_BYTES = 4096
+"""What a bound may stand above the truth where the programme's waits leave no freedom: scalars of
+the optimizer and of the loss, and the alignment of pieces."""
+PIECE_BYTES = 1 << 16
+NUM_STEPS = 3  # the last one is measured
+
+
+@pytest.fixture(scope="module", params=list(SOURCES.values()), ids=list(SOURCES))
+def profile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    name: str = request.param
+
+    def make(path: Path) -> None:
+        record = measure(
+            load_source(name),
+            batch_size=4,
+            seq_len=64,
+            dtype="float32",
+            device="cpu",
+            seed=0,
+            num_steps=1,
+            spill_directory=path.parent,
+            text=None,
+            progress=lambda *_: None,
+        )
+        write_profile(record, path)
+
+    file_name = f"peaks-{name.rpartition(':')[2]}.yaml"
+    return read_profile(made_once(tmp_path_factory, file_name, make))
+
+
+@dataclass
+class Peaks:
+    """One plan's bytes per slot: what was promised and what came."""
+
+    predicted: list[int]
+    measured: list[int]
+    predicted_disk: int
+    measured_disk: int
+
+    @property
+    def excess(self) -> int:
+        """The most that the promise stood above the truth, in any slot."""
+        return max(
+            predicted - measured
+            for predicted, measured in zip(self.predicted, self.measured, strict=True)
+        )
+
+    @property
+    def overrun(self) -> list[tuple[int, int]]:
+        """Slots that took more than was promised, with how much more."""
+        return [
+            (slot, measured - predicted)
+            for slot, (predicted, measured) in enumerate(
+                zip(self.predicted, self.measured, strict=True)
+            )
+            if measured > predicted
+        ]
+
+
+def peaks(profile: Profile, units: tuple[UnitPlan, ...], spill: Path) -> Peaks:
+    plan = plan_of(
+        units,
+        fingerprint=profile.model_fingerprint,
+        workload=profile.workload,
+        piece_bytes=PIECE_BYTES,
+    )
+    program = compile_units(units, profile, piece_bytes=PIECE_BYTES)
+    run = trained(plan, spill)
+    assert run.measured_peak_bytes is not None
+    assert max(run.slot_bytes) == run.measured_peak_bytes.device
+    return Peaks(
+        predicted=[slot.total for slot in device_bytes(program, units, profile)],
+        measured=list(run.slot_bytes),
+        predicted_disk=tier_bytes("disk", program, units, profile),
+        measured_disk=run.measured_peak_bytes.disk,
+    )
+
+
+def trained(plan: Plan, spill: Path) -> Run:
+    """A run, with the bytes of tensors that other tests have left in this process taken off."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    others = storage_bytes(found for found in tensors if not isinstance(found, TakenGradient))
+    run = train(plan, num_steps=NUM_STEPS, plain=False, text=None, spill_directory=spill)
+    peak = run.measured_peak_bytes
+    assert peak is not None
+    return replace(
+        run,
+        measured_peak_bytes=replace(peak, device=peak.device - others),
+        slot_bytes=tuple(size - others for size in run.slot_bytes),
+    )
+
+
+def without_freedom(units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
+    """The units with every byte gone before the next slot: what stands depends on no clock."""
+    return tuple(
+        replace(unit, schedule=replace(unit.schedule, swap_drain=0, update_drain=0))
+        for unit in units
+    )
+
+
+def assert_within_the_promise(found: Peaks) -> None:
+    assert found.overrun == []
+    assert found.measured_disk == found.predicted_disk
+
+
+def assert_equal_to_the_promise(found: Peaks) -> None:
+    """In every slot, not only at the peak."""
+    assert_within_the_promise(found)
+    assert found.excess <= SLACK_BYTES
+
+
+# --- every decision -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decision", decisions("disk")[1:], ids=decision_name)
+def test_measured_bytes_match_predicted_in_every_slot(
+    profile: Profile, decision: tuple[Activations, Placement], tmp_path: Path
+) -> None:
+    units = without_freedom(decided(described_by(profile), *decision))
+    assert_equal_to_the_promise(peaks(profile, units, tmp_path))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_measured_bytes_of_mixed_plans_match_predicted_in_every_slot(
+    profile: Profile, seed: int, tmp_path: Path
+) -> None:
+    units = without_freedom(mixed(described_by(profile), random.Random(seed), "disk"))
+    assert_equal_to_the_promise(peaks(profile, units, tmp_path))
+
+
+@pytest.mark.parametrize("seed", range(100, 106))
+def test_measured_bytes_never_exceed_predicted_where_lanes_may_lag(
+    profile: Profile, seed: int, tmp_path: Path
+) -> None:
+    """Drains at random: the promise is for the slowest lanes, and these are faster."""
+    units = mixed(described_by(profile), random.Random(seed), "disk")
+    assert_within_the_promise(peaks(profile, units, tmp_path))
+
+
+def test_a_plan_that_keeps_everything_matches_its_predicted_peak(
+    profile: Profile, tmp_path: Path
+) -> None:
+    """Without an engine the slots cannot be told apart; the peak of the step can."""
+    units = decided(described_by(profile), Keep(), Persistent())
+    plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
+    program = compile_units(units, profile, piece_bytes=PIECE_BYTES)
+    predicted = max(slot.total for slot in device_bytes(program, units, profile))
+    run = trained(plan, tmp_path)
+    assert run.measured_peak_bytes is not None
+    assert run.measured_peak_bytes.device <= predicted
+    assert predicted - run.measured_peak_bytes.device <= SLACK_BYTES
+
+
+# --- plans of the planner -------------------------------------------------------------------------
+
+
+def smallest_budget(profile: Profile) -> int:
+    answer = solve(profile, Budgets(device=1, host=0, disk=1 << 34))
+    assert isinstance(answer, Infeasible)
+    return answer.smallest_budget_bytes
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.1, 1.4, 2.0, 3.0])
+def test_solved_plans_stay_within_their_promise_and_budget(
+    profile: Profile, factor: float, tmp_path: Path
+) -> None:
+    """At multiples of the smallest budget for tensors; the context is on top."""
+    context = profile.hardware.device.context_bytes
+    tensors = round((smallest_budget(profile) - context) * factor)
+    answer = solve(
+        profile, Budgets(device=context + tensors, host=0, disk=1 << 34), piece_bytes=PIECE_BYTES
+    )
+    assert isinstance(answer, Solved)
+    plan = answer.plan
+    program = compile_units(plan.units, profile, piece_bytes=plan.piece_bytes)
+    predicted = [slot.total for slot in device_bytes(program, plan.units, profile)]
+    promised = plan.prediction.peak_bytes
+    assert max(predicted) == promised.device <= tensors
+
+    run = trained(plan, tmp_path)
+    found = run.measured_peak_bytes
+    assert found is not None
+    assert found.device <= promised.device
+    assert found.disk == promised.disk
+    assert promised.device - found.device <= max(0.02 * found.device, SLACK_BYTES)
+    if len(run.slot_bytes) > 1:  # else the plan keeps everything, and no slots are told apart
+        slots = zip(run.slot_bytes, predicted, strict=True)
+        assert [slot for slot, (seen, most) in enumerate(slots) if seen > most] == []
+
+
+# --- what profiling leaves behind -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
+def test_profiling_leaves_the_model_its_gradients_and_the_random_state(
+    name: str, tmp_path: Path
+) -> None:
+    model = build(name)
+    loss_of(call_model(model, batch(name, 0))).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    def seen() -> tuple[object, object, object, object]:
+        parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
+        modes = {path: module.training for path, module in model.named_modules()}
+        return attached(model), parameters, modes, random.getstate()
+
+    before, values = seen(), copied(model.state_dict())
+    buffers, kept = copied(dict(model.named_buffers())), copied(gradients)
+    random_state = torch.get_rng_state()
+    profile = measure_model(
+        model,
+        batches(name),
+        workload=Workload(
+            model=name,
+            model_config="",
+            batch_size=4,
+            seq_len=64,
+            dtype="float32",
+            device="cpu",
+            seed=0,
+        ),
+        num_steps=1,
+        spill_directory=tmp_path,
+        progress=lambda *_: None,
+    )
+    assert len(profile.units) == 6
+    assert seen() == before
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert list(differences(model.state_dict(), values, "parameters")) == []
+    assert list(differences(dict(model.named_buffers()), buffers, "buffers")) == []
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is gradients[parameter_name]
+    assert list(differences(gradients, kept, "gradients")) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def batches(name: str) -> Iterator[Batch]:
+    for number in itertools.count():
+        yield batch(name, number)

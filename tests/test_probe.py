@@ -1,0 +1,81 @@
+"""This machine, measured: values that any machine's must satisfy, and nothing left behind."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.hardware.interference import in_worker, update_speeds
+from protrain_plan.hardware.probe import host_memory_bytes, probe
+
+
+def test_this_machine_is_measured_and_left_clean(tmp_path: Path) -> None:
+    num_threads = torch.get_num_threads()
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    hardware = probe("cpu", spill_directory=tmp_path, name="here", context_bytes=7)
+
+    assert hardware.name == "here"
+    assert hardware.device.kind == "cpu"
+    assert hardware.device.memory_bytes == host_memory_bytes()
+    assert hardware.device.context_bytes == 7
+    assert hardware.device.num_threads == num_threads == torch.get_num_threads()
+    assert [tier.name for tier in hardware.tiers] == ["disk"]
+    link = hardware.tier("disk").link
+    assert hardware.tier("disk").capacity_bytes > 2**26
+    assert 0 < link.read_bytes_per_s < 1e12
+    assert 0 < link.write_bytes_per_s < 1e12
+    assert link.latency_s > 0
+    assert 0.5 <= link.duplex <= 1
+    for both in (
+        hardware.read_contention,
+        hardware.write_contention,
+        hardware.update_contention,
+    ):
+        assert 0 < both.compute <= 1
+        assert 0 < both.lane <= 1
+    assert list(tmp_path.iterdir()) == []
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_update_speeds_are_those_of_a_machine(dtype: str) -> None:
+    assert dtype in ("float32", "bfloat16")
+    lane, device = update_speeds("float32" if dtype == "float32" else "bfloat16")
+    assert 0 < lane < 1e12
+    assert 0 < device < 1e12
+
+
+def test_a_lane_has_one_thread_and_later_threads_have_the_old_number() -> None:
+    num_threads = torch.get_num_threads()
+    assert in_worker(torch.get_num_threads) == 1
+    assert torch.get_num_threads() == num_threads
+
+
+def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    missing = tmp_path / "none"
+    with pytest.raises(ProtrainError) as caught:
+        probe("cpu", spill_directory=missing)
+    assert str(caught.value) == (
+        f"{missing}: cannot write spill files: No such file or directory\n"
+        "  fix: name a directory with spill_directory= (or --spill-directory)"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ProtrainError) as caught:
+        probe("cuda", spill_directory=tmp_path)
+    assert str(caught.value) == (
+        "this machine has no CUDA device that torch can use\n"
+        "  fix: --device cpu, or a CUDA build of torch on a machine with a GPU"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_has_pinned_host_memory_below_it(tmp_path: Path) -> None:
+    hardware = probe("cuda", spill_directory=tmp_path)
+    assert [tier.name for tier in hardware.tiers] == ["host", "disk"]
+    assert 1e9 < hardware.tier("host").link.read_bytes_per_s < 1e12
