@@ -142,9 +142,11 @@ PLAN_TEXT = """\
 # A training plan: what each unit keeps for backward, and where its model states live.
 #   names        a run of equal units (layers.0-2: layers.0, layers.1, layers.2)
 #   activations  keep | recompute | swap to TIER | swap-input to TIER (and recompute)
+#                recompute lite|mlp|attn, swap to TIER and recompute lite|mlp|attn: in part
 #   states       persistent | offload to TIER (fetched twice) | buffer from TIER (fetched once)
 #   ..._lead     a fetch may start this many slots before the one it serves; absent: 0
 #   ..._drain    bytes have left the device this many slots later; absent: by the step's end
+#                (1.3: two slots for 30 % of the bytes, one slot for the others)
 protrain: plan
 version: 1
 workload:

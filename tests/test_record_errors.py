@@ -234,12 +234,12 @@ PLAN_ERRORS = [
     (
         "swap_drain: 2",
         "swap_drain: never",
-        "a.yaml:30: units[1].swap_drain: expected an integer or end, got 'never'",
+        "a.yaml:30: units[1].swap_drain: expected a number or end, got 'never'",
     ),
     (
         "forward_lead: 1",
         "forward_lead: -1",
-        "a.yaml:30: units[1].forward_lead: expected an integer of at least 0, got -1",
+        "a.yaml:30: units[1].forward_lead: expected a number of at least 0, got -1",
     ),
     (
         "names: model.layers.12-31",

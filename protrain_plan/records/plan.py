@@ -1,9 +1,10 @@
 """`Plan`: the decisions, and what they are predicted to cost. Reviewed and committed like code."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from protrain_plan.records.hardware import TierName
-from protrain_plan.records.profile import UnitKind, Workload
+from protrain_plan.records.profile import RecomputedForm, UnitKind, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +14,9 @@ class Keep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:
-    """Only the unit's input stays; the forward runs once more in backward."""
+    """What `form` keeps stays, by default the unit's input; the rest is computed once more."""
+
+    form: RecomputedForm = "full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +28,10 @@ class Swap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapInput:
-    """Only the unit's input is kept, on `tier`; the forward runs once more in backward."""
+    """What `form` keeps, by default the unit's input, goes to `tier`; the rest is recomputed."""
 
     tier: TierName
+    form: RecomputedForm = "full"
 
 
 Activations = Keep | Recompute | Swap | SwapInput
@@ -61,14 +65,16 @@ class Schedule:
 
     A lead of n lets a fetch start when the n-th slot before its own starts (0: only when its own
     slot is about to start). A drain of n lets n slots start after the one that produced the bytes
-    before compute waits until they have left the device; `None` is until the step's end.
+    before compute waits until they have left the device; `None` is until the step's end. A lead or
+    drain of n + f, with 0 < f < 1, is n + 1 for the fraction f of the bytes and n for the others:
+    pieces are not cut, so f is rounded down to whole ones.
     """
 
-    forward_lead: int = 0  # parameters for forward
-    backward_lead: int = 0  # parameters for backward
-    swap_lead: int = 0  # swapped activations for backward
-    swap_drain: int | None = None  # swapped activations after forward
-    update_drain: int | None = None  # gradients, and states on their way down, after backward
+    forward_lead: float = 0  # parameters for forward
+    backward_lead: float = 0  # parameters for backward
+    swap_lead: float = 0  # swapped activations for backward
+    swap_drain: float | None = None  # swapped activations after forward
+    update_drain: float | None = None  # gradients, and states on their way down, after backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,21 @@ from typing import Literal
 
 from protrain_plan.records.hardware import DeviceKind, Hardware
 
-Form = Literal["keep", "full"]
-"""What is kept of a unit's activations: all that autograd saves, or the unit's input alone
-(the rest is recomputed in backward). Later forms: lite, mlp, attn."""
+RecomputedForm = Literal["lite", "mlp", "attn", "full"]
+Form = Literal["keep", "lite", "mlp", "attn", "full"]
+"""What is kept of a unit's activations; the rest is recomputed in backward.
+
+keep   all that autograd saves
+lite   all but what is cheap to compute again: norms, activation functions, element-wise operators
+mlp    what lite keeps, without the MLP
+attn   the input, q, k, v and the attention's output
+full   the unit's input alone
+"""
 
 UnitKind = Literal["block", "part"]
+Precision = Literal["pure", "master", "autocast"]
+"""pure: parameters, gradients and states of one dtype; master: states hold float32 parameters too;
+autocast: float32 parameters, computed with in the workload's dtype."""
 DType = Literal["float32", "bfloat16", "float16"]
 
 
@@ -29,6 +39,7 @@ class Workload:
     dtype: DType
     device: DeviceKind
     seed: int
+    precision: Precision = "pure"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +52,8 @@ class FormCost:
                          included), above the level after its forward slot
     swappable_bytes      the part of kept_bytes that a swap can take away: storages that belong to
                          this unit alone, rounded to what the transfer moves
+    swap_pieces          swappable_bytes in parts that can move one after the other, first saved
+                         first; empty: one part
     """
 
     form: Form
@@ -50,6 +63,7 @@ class FormCost:
     swappable_bytes: int
     forward_s: float
     backward_s: float  # recomputation included
+    swap_pieces: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +75,9 @@ class Unit:
     chunk: the unit itself, and later ones for tied parameters; empty where it has no parameters.
     A block's chunk holds its module's parameters, `parameters` names those of a part (and what a
     block uses besides its own). `own_inputs` are the tensors among a block's inputs, by position,
-    that no other unit reads, so that they can be swapped.
+    that no other unit reads, so that they can be swapped. `parameter_pieces` and `gradient_pieces`
+    are parameter_bytes and gradient_bytes in groups of whole parameters that can move one after the
+    other, as many of each; empty: one group.
     """
 
     name: str
@@ -74,6 +90,8 @@ class Unit:
     forms: tuple[FormCost, ...]
     parameters: tuple[str, ...] = ()
     own_inputs: tuple[int, ...] = (0,)
+    parameter_pieces: tuple[int, ...] = ()
+    gradient_pieces: tuple[int, ...] = ()
 
     def cost(self, form: Form) -> FormCost:
         """The costs of `form`; KeyError where the unit cannot take it."""

@@ -1,6 +1,6 @@
 """YAML text -> record, by the dataclasses' own annotations. The first error ends the reading."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from functools import cache, partial
 from types import MappingProxyType
@@ -13,6 +13,7 @@ from protrain_plan.records.plan import Activations, Placement, Plan, Schedule, U
 from protrain_plan.records.profile import FormCost, Profile, Unit
 from protrain_plan.records.schema import (
     ACTIVATIONS,
+    FORM_WORDS,
     KINDS,
     LIMITS,
     NOT_NEGATIVE,
@@ -68,7 +69,8 @@ def _reader(owner: Any, name: str, hint: Any) -> Reader:
     if (owner, name) in _LISTS:
         return _LISTS[owner, name]
     if hint == Activations:
-        return _choice(ACTIVATIONS)
+        plain = [text for text in ACTIVATIONS if not text.endswith(FORM_WORDS)]
+        return _choice(ACTIVATIONS, shown=plain)
     if hint == Placement:
         return _choice(STATES)
     if get_origin(hint) is Literal:
@@ -76,7 +78,7 @@ def _reader(owner: Any, name: str, hint: Any) -> Reader:
     if get_origin(hint) is tuple:
         item = _reader(owner, name, get_args(hint)[0])
         return lambda value: tuple(item(entry) for entry in value.sequence())
-    if hint == int | None:
+    if hint == float | None:
         return _drain
     if hint is int:
         return lambda value: (
@@ -107,8 +109,8 @@ def _read_fields(
     return {name: readers[name](values[name]) for name in readers if name in values}
 
 
-def _choice(choices: Mapping[str, Any]) -> Reader:
-    expected = listed(choices, "or")
+def _choice(choices: Mapping[str, Any], shown: Iterable[str] | None = None) -> Reader:
+    expected = listed(choices if shown is None else shown, "or")
 
     def read(value: Value) -> Any:
         if not value.is_text():
@@ -148,12 +150,12 @@ def _number(value: Value, limits: Limits) -> float:
     return number
 
 
-def _drain(value: Value) -> int | None:
+def _drain(value: Value) -> float | None:
     if value.is_text():
         if value.text() != STEP_END:
-            raise value.error(f"expected an integer or {STEP_END}, got {value.text()!r}")
+            raise value.error(f"expected a number or {STEP_END}, got {value.text()!r}")
         return None
-    return _integer(value, NOT_NEGATIVE)
+    return _number(value, NOT_NEGATIVE)
 
 
 def _tiers(value: Value) -> tuple[Tier, ...]:

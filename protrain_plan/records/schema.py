@@ -33,7 +33,14 @@ from protrain_plan.records.plan import (
     SwapInput,
     TierBytes,
 )
-from protrain_plan.records.profile import FormCost, OptimizerCost, Profile, Workload
+from protrain_plan.records.profile import (
+    FormCost,
+    OptimizerCost,
+    Profile,
+    RecomputedForm,
+    Unit,
+    Workload,
+)
 
 VERSION = 1
 
@@ -49,12 +56,16 @@ def activations_text(activations: Activations) -> str:
     match activations:
         case Keep():
             return "keep"
-        case Recompute():
+        case Recompute(form="full"):
             return "recompute"
+        case Recompute(form=form):
+            return f"recompute {form}"
         case Swap(tier=tier):
             return f"swap to {tier}"
-        case SwapInput(tier=tier):
+        case SwapInput(tier=tier, form="full"):
             return f"swap-input to {tier}"
+        case SwapInput(tier=tier, form=form):
+            return f"swap to {tier} and recompute {form}"
         case _:
             assert_never(activations)
 
@@ -73,11 +84,14 @@ def states_text(states: Placement) -> str:
 
 
 _TIERS: tuple[TierName, ...] = get_args(TierName)
+_FORMS: tuple[RecomputedForm, ...] = ("full", "lite", "mlp", "attn")
+FORM_WORDS = _FORMS[1:]
+"""How the phrases of decisions end that name a form of recomputation."""
 _ACTIVATIONS: tuple[Activations, ...] = (
     Keep(),
-    Recompute(),
+    *(Recompute(form=form) for form in _FORMS),
     *(Swap(tier=tier) for tier in _TIERS),
-    *(SwapInput(tier=tier) for tier in _TIERS),
+    *(SwapInput(tier=tier, form=form) for form in _FORMS for tier in _TIERS),
 )
 _STATES: tuple[Placement, ...] = (
     Persistent(),
@@ -90,7 +104,8 @@ STATES: dict[str, Placement] = {states_text(s): s for s in _STATES}
 
 def is_size(owner: type, name: str) -> bool:
     """Whether the integer field `name` of `owner` counts bytes."""
-    return name.endswith("_bytes") or owner in (Budgets, TierBytes)
+    is_pieces = owner in (Unit, FormCost) and name.endswith("_pieces")
+    return name.endswith("_bytes") or is_pieces or owner in (Budgets, TierBytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,9 +34,11 @@ _COMMENTS: dict[type[Record], str] = {
 # A training plan: what each unit keeps for backward, and where its model states live.
 #   names        a run of equal units (layers.0-2: layers.0, layers.1, layers.2)
 #   activations  keep | recompute | swap to TIER | swap-input to TIER (and recompute)
+#                recompute lite|mlp|attn, swap to TIER and recompute lite|mlp|attn: in part
 #   states       persistent | offload to TIER (fetched twice) | buffer from TIER (fetched once)
 #   ..._lead     a fetch may start this many slots before the one it serves; absent: 0
 #   ..._drain    bytes have left the device this many slots later; absent: by the step's end
+#                (1.3: two slots for 30 % of the bytes, one slot for the others)
 """,
 }
 
@@ -79,7 +81,11 @@ def _field(owner: Any, name: str, value: Any) -> Any:
             return "true" if value else "false"
         case int() if is_size(type(owner), name):
             return exact_bytes(value)
-        case int() if get_type_hints(type(owner))[name] is float:
+        case float() if isinstance(owner, Schedule) and value.is_integer():
+            return str(int(value))
+        case int() if get_type_hints(type(owner))[name] is float and not isinstance(
+            owner, Schedule
+        ):
             return number_text(value)
         case int():
             return str(value)
