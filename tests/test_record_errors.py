@@ -29,287 +29,287 @@ PLAN_ERRORS = [
     (
         "protrain: plan\n",
         "",
-        "a.yaml:7: missing key 'protrain'\n  fix: start the file with protrain: plan",
+        "a.yaml:9: missing key 'protrain'\n  fix: start the file with protrain: plan",
     ),
-    ("protrain: plan", "protrain: profile", "a.yaml:7: protrain: expected a plan, got 'profile'"),
+    ("protrain: plan", "protrain: profile", "a.yaml:9: protrain: expected a plan, got 'profile'"),
     (
         "protrain: plan",
         "protrain: plam",
-        "a.yaml:7: protrain: expected a plan, got 'plam'\n  fix: did you mean 'plan'?",
+        "a.yaml:9: protrain: expected a plan, got 'plam'\n  fix: did you mean 'plan'?",
     ),
-    ("version: 1\n", "", "a.yaml:7: missing key 'version'\n  fix: write version: 1"),
+    ("version: 1\n", "", "a.yaml:9: missing key 'version'\n  fix: write version: 1"),
     (
         "version: 1",
         "version: 2",
-        "a.yaml:8: version: version 2 is newer than this program, which reads version 1\n"
+        "a.yaml:10: version: version 2 is newer than this program, which reads version 1\n"
         "  fix: update protrain-plan",
     ),
-    ("version: 1", "version: 0", "a.yaml:8: version: expected version 1, got 0"),
+    ("version: 1", "version: 0", "a.yaml:10: version: expected version 1, got 0"),
     (
         "version: 1",
         "version: '1'",
-        "a.yaml:8: version: expected an integer, got the text '1'\n  fix: write 1",
+        "a.yaml:10: version: expected an integer, got the text '1'\n  fix: write 1",
     ),
     # keys
     (
         "hardware: laptop",
         "hardware: laptop\nhardware: desktop",
-        "a.yaml:18: the key 'hardware' stands here twice\n  fix: remove one of them",
+        "a.yaml:20: the key 'hardware' stands here twice\n  fix: remove one of them",
     ),
     (
         "seed: 0",
         "sead: 0",
-        "a.yaml:16: workload: unknown key 'sead'\n  fix: did you mean 'seed'?",
+        "a.yaml:18: workload: unknown key 'sead'\n  fix: did you mean 'seed'?",
     ),
     (
         "host: 0, disk: 100",
         "host: 0, zzz: 1, disk: 100",
-        "a.yaml:22: budgets: unknown key 'zzz'\n  fix: the keys are device, host and disk",
+        "a.yaml:24: budgets: unknown key 'zzz'\n  fix: the keys are device, host and disk",
     ),
-    ("  seed: 0\n", "", "a.yaml:10: workload: missing key 'seed'"),
+    ("  seed: 0\n", "", "a.yaml:12: workload: missing key 'seed'"),
     (
         "hardware: laptop",
         "? [a]\n: b",
-        "a.yaml:17: expected a text as the key, got a list",
+        "a.yaml:19: expected a text as the key, got a list",
     ),
     # numbers and what YAML makes of them
     (
         "step_seconds: 1.25",
         "step_seconds: 1e9",
-        "a.yaml:24: prediction.step_seconds: expected a number, got the text '1e9'\n"
+        "a.yaml:26: prediction.step_seconds: expected a number, got the text '1e9'\n"
         "  fix: write 1.0e+9",
     ),
     (
         "step_seconds: 1.25",
         "step_seconds: fast",
-        "a.yaml:24: prediction.step_seconds: expected a number, got the text 'fast'",
+        "a.yaml:26: prediction.step_seconds: expected a number, got the text 'fast'",
     ),
     (
         "step_seconds: 1.25",
         "step_seconds: .nan",
-        "a.yaml:24: prediction.step_seconds: expected a finite number, got .nan",
+        "a.yaml:26: prediction.step_seconds: expected a finite number, got .nan",
     ),
     (
         "step_seconds: 1.25",
         "step_seconds: -.inf",
-        "a.yaml:24: prediction.step_seconds: expected a finite number, got -.inf",
+        "a.yaml:26: prediction.step_seconds: expected a finite number, got -.inf",
     ),
     (
         "step_seconds: 1.25",
         "step_seconds: 1.0e+999",
-        "a.yaml:24: prediction.step_seconds: expected a finite number, got 1.0e+999",
+        "a.yaml:26: prediction.step_seconds: expected a finite number, got 1.0e+999",
     ),
     (
         "step_seconds: 1.25",
         "step_seconds: 0",
-        "a.yaml:24: prediction.step_seconds: expected a number above 0, got 0",
+        "a.yaml:26: prediction.step_seconds: expected a number above 0, got 0",
     ),
     (
         "step_seconds: 1.25",
         "step_seconds:",
-        "a.yaml:24: prediction.step_seconds: expected a number, got nothing",
+        "a.yaml:26: prediction.step_seconds: expected a number, got nothing",
     ),
     (
         "batch_size: 1",
         "batch_size: no",
-        "a.yaml:12: workload.batch_size: expected an integer, got the boolean no",
+        "a.yaml:14: workload.batch_size: expected an integer, got the boolean no",
     ),
     (
         "batch_size: 1",
         "batch_size: true",
-        "a.yaml:12: workload.batch_size: expected an integer, got the boolean true",
+        "a.yaml:14: workload.batch_size: expected an integer, got the boolean true",
     ),
     (
         "batch_size: 1",
         "batch_size: 12:30",
-        "a.yaml:12: workload.batch_size: expected an integer, got the text '12:30'",
+        "a.yaml:14: workload.batch_size: expected an integer, got the text '12:30'",
     ),
     (
         "batch_size: 1",
         "batch_size: 010",
-        "a.yaml:12: workload.batch_size: expected an integer, got 010",
+        "a.yaml:14: workload.batch_size: expected an integer, got 010",
     ),
     (
         "batch_size: 1",
         "batch_size: 4.0",
-        "a.yaml:12: workload.batch_size: expected an integer, got 4.0\n  fix: write 4",
+        "a.yaml:14: workload.batch_size: expected an integer, got 4.0\n  fix: write 4",
     ),
     (
         "batch_size: 1",
         "batch_size: 0",
-        "a.yaml:12: workload.batch_size: expected an integer of at least 1, got 0",
+        "a.yaml:14: workload.batch_size: expected an integer of at least 1, got 0",
     ),
     (
         "seed: 0",
         "seed: 9223372036854775808",
-        "a.yaml:16: workload.seed: expected an integer below 2**63, got 9223372036854775808",
+        "a.yaml:18: workload.seed: expected an integer below 2**63, got 9223372036854775808",
     ),
     (
         "seed: 0",
         "seed: [0]",
-        "a.yaml:16: workload.seed: expected an integer, got a list",
+        "a.yaml:18: workload.seed: expected an integer, got a list",
     ),
     # sizes
     (
         "piece_bytes: 256MiB",
         "piece_bytes: -256",
-        "a.yaml:27: piece_bytes: expected a size of at least 1, got -256",
+        "a.yaml:29: piece_bytes: expected a size of at least 1, got -256",
     ),
     (
         "piece_bytes: 256MiB",
         "piece_bytes: -256MiB",
-        "a.yaml:27: piece_bytes: expected a size that is not negative, got '-256MiB'",
+        "a.yaml:29: piece_bytes: expected a size that is not negative, got '-256MiB'",
     ),
     (
         "piece_bytes: 256MiB",
         "piece_bytes: 256M",
-        "a.yaml:27: piece_bytes: expected a size with its unit, got '256M'\n"
+        "a.yaml:29: piece_bytes: expected a size with its unit, got '256M'\n"
         "  fix: write 256MiB (powers of 1024) or 256MB (powers of 1000)",
     ),
     (
         "piece_bytes: 256MiB",
         "piece_bytes: 1e9",
-        f"a.yaml:27: piece_bytes: {SIZE_EXPECTED}, got '1e9'\n  fix: write 1000000000",
+        f"a.yaml:29: piece_bytes: {SIZE_EXPECTED}, got '1e9'\n  fix: write 1000000000",
     ),
     (
         "piece_bytes: 256MiB",
         "piece_bytes: 1.5",
-        f"a.yaml:27: piece_bytes: {ONE_SIZE}, got 1.5",
+        f"a.yaml:29: piece_bytes: {ONE_SIZE}, got 1.5",
     ),
     (
         "disk: 100000000000",
         "disk: off",
-        f"a.yaml:22: budgets.disk: {ONE_SIZE}, got the boolean off",
+        f"a.yaml:24: budgets.disk: {ONE_SIZE}, got the boolean off",
     ),
     # texts, booleans, mappings, lists
     (
         "hardware: laptop",
         "hardware: no",
-        "a.yaml:17: hardware: expected a text, got the boolean no\n  fix: put it in quotes: 'no'",
+        "a.yaml:19: hardware: expected a text, got the boolean no\n  fix: put it in quotes: 'no'",
     ),
     (
         "hardware: laptop",
         "hardware: 4090",
-        "a.yaml:17: hardware: expected a text, got 4090\n  fix: put it in quotes: '4090'",
+        "a.yaml:19: hardware: expected a text, got 4090\n  fix: put it in quotes: '4090'",
     ),
-    ("hardware: laptop", "hardware:", "a.yaml:17: hardware: expected a text, got nothing"),
-    ("exact: true", "exact: yes", "a.yaml:21: exact: expected true or false, got the boolean yes"),
-    ("exact: true", "exact: 1", "a.yaml:21: exact: expected true or false, got 1"),
+    ("hardware: laptop", "hardware:", "a.yaml:19: hardware: expected a text, got nothing"),
+    ("exact: true", "exact: yes", "a.yaml:23: exact: expected true or false, got the boolean yes"),
+    ("exact: true", "exact: 1", "a.yaml:23: exact: expected true or false, got 1"),
     (
         "budgets: {device: 4GiB, host: 0, disk: 100000000000}",
         "budgets: 4GiB",
-        "a.yaml:22: budgets: expected a mapping, got the text '4GiB'",
+        "a.yaml:24: budgets: expected a mapping, got the text '4GiB'",
     ),
     # words
     (
         "dtype: bfloat16",
         "dtype: bf16",
-        "a.yaml:14: workload.dtype: expected float32, bfloat16 or float16, got 'bf16'\n"
+        "a.yaml:16: workload.dtype: expected float32, bfloat16 or float16, got 'bf16'\n"
         "  fix: did you mean 'bfloat16'?",
     ),
     (
         "dtype: bfloat16",
         "dtype: 16",
-        "a.yaml:14: workload.dtype: expected float32, bfloat16 or float16, got 16",
+        "a.yaml:16: workload.dtype: expected float32, bfloat16 or float16, got 16",
     ),
     (
         "activations: recompute",
         "activations: swp",
-        f"a.yaml:31: units[2].activations: {ACTIVATIONS_EXPECTED}, got 'swp'\n"
+        f"a.yaml:33: units[2].activations: {ACTIVATIONS_EXPECTED}, got 'swp'\n"
         "  fix: did you mean 'swap to host'?",
     ),
     (
         "activations: recompute",
         "activations: swap to tape",
-        f"a.yaml:31: units[2].activations: {ACTIVATIONS_EXPECTED}, got 'swap to tape'\n"
+        f"a.yaml:33: units[2].activations: {ACTIVATIONS_EXPECTED}, got 'swap to tape'\n"
         "  fix: did you mean 'swap to host'?",
     ),
     (
         "states: persistent",
         "states: zzz",
-        "a.yaml:32: units[3].states: expected persistent, offload to host, offload to disk, "
+        "a.yaml:34: units[3].states: expected persistent, offload to host, offload to disk, "
         "buffer from host or buffer from disk, got 'zzz'",
     ),
     # units
     (
         "swap_drain: 2",
         "swap_drain: never",
-        "a.yaml:30: units[1].swap_drain: expected a number or end, got 'never'",
+        "a.yaml:32: units[1].swap_drain: expected a number or end, got 'never'",
     ),
     (
         "forward_lead: 1",
         "forward_lead: -1",
-        "a.yaml:30: units[1].forward_lead: expected a number of at least 0, got -1",
+        "a.yaml:32: units[1].forward_lead: expected a number of at least 0, got -1",
     ),
     (
         "names: model.layers.12-31",
         "names: model.layers.11-31",
-        "a.yaml:31: units[2]: the unit 'model.layers.11' stands here twice",
+        "a.yaml:33: units[2]: the unit 'model.layers.11' stands here twice",
     ),
     (
         "name: head",
         "names: head.3-3",
-        "a.yaml:32: units[3].names: expected a run of units such as layers.0-11, got 'head.3-3'\n"
+        "a.yaml:34: units[3].names: expected a run of units such as layers.0-11, got 'head.3-3'\n"
         "  fix: write a single unit as name: ...",
     ),
     (
         "names: model.layers.12-31",
         "names: model.layers.12-999999999",
-        "a.yaml:31: units[2].names: expected a run of units such as layers.0-11, "
+        "a.yaml:33: units[2].names: expected a run of units such as layers.0-11, "
         "got 'model.layers.12-999999999'\n  fix: write a single unit as name: ...",
     ),
-    ("{name: head, ", "{", "a.yaml:32: units[3]: missing key 'name'"),
+    ("{name: head, ", "{", "a.yaml:34: units[3]: missing key 'name'"),
     (
         "name: head",
         "name: head, names: head.0-1",
-        "a.yaml:32: units[3]: expected 'name' or 'names', got both",
+        "a.yaml:34: units[3]: expected 'name' or 'names', got both",
     ),
     (
         PLAN_TEXT[PLAN_TEXT.index("units:\n") :],
         "units: []\n",
-        "a.yaml:28: units: expected at least one unit, got none",
+        "a.yaml:30: units: expected at least one unit, got none",
     ),
     (
         "{name: head,",
         "{name: head, also_used_by: [embd],",
-        "a.yaml:32: units[3].also_used_by[0]: expected the name of a later unit, got 'embd'",
+        "a.yaml:34: units[3].also_used_by[0]: expected the name of a later unit, got 'embd'",
     ),
     (
         "{name: embed,",
         "{name: embed, also_used_by: [heed],",
-        "a.yaml:29: units[0].also_used_by[0]: expected the name of a later unit, got 'heed'\n"
+        "a.yaml:31: units[0].also_used_by[0]: expected the name of a later unit, got 'heed'\n"
         "  fix: did you mean 'head'?",
     ),
     (
         "{name: embed,",
         "{name: embed, kind: prt,",
-        "a.yaml:29: units[0].kind: expected block or part, got 'prt'\n  fix: did you mean 'part'?",
+        "a.yaml:31: units[0].kind: expected block or part, got 'prt'\n  fix: did you mean 'part'?",
     ),
     # YAML itself
     (
         "hardware: laptop",
         "hardware: [laptop",
-        "a.yaml:18: not readable as YAML: expected ',' or ']', but got ':'",
+        "a.yaml:20: not readable as YAML: expected ',' or ']', but got ':'",
     ),
     (
         "hardware: laptop",
         "hardware:\tlaptop\n\tx: 1",
-        "a.yaml:17: not readable as YAML: found character '\\t' that cannot start any token",
+        "a.yaml:19: not readable as YAML: found character '\\t' that cannot start any token",
     ),
     (
         "hardware: laptop",
         "hardware: lap\x07top",
-        "a.yaml:17: not readable as YAML: the character #x0007 is not allowed",
+        "a.yaml:19: not readable as YAML: the character #x0007 is not allowed",
     ),
     (
         "hardware: laptop",
         "hardware: &a laptop\nx: *a",
-        "a.yaml:18: not readable as YAML: aliases are not allowed",
+        "a.yaml:20: not readable as YAML: aliases are not allowed",
     ),
     (
         "hardware: laptop",
         "hardware: !!python/object:os.system laptop",
-        "a.yaml:17: not readable as YAML: tags are not allowed",
+        "a.yaml:19: not readable as YAML: tags are not allowed",
     ),
     (
         PLAN_TEXT,
