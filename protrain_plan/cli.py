@@ -6,12 +6,14 @@ memory, 130 interrupted.
 
 import json
 import os
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar, get_args
 
 # Before anything imports torch: a lane's waiting threads must not spin on the processors that
 # compute; the profiler warns of blocks that we know of, and transformers of published settings.
@@ -31,6 +33,9 @@ from protrain_plan.records.plan import Budgets
 from protrain_plan.records.profile import DType
 from protrain_plan.units import parse_bytes
 
+if TYPE_CHECKING:
+    from protrain_plan.planning.growth import Quantity
+
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -39,6 +44,7 @@ app = typer.Typer(
     help="Plan training under a memory limit: profile a model, plan it, run the plan.",
 )
 Name = TypeVar("Name", bound=str)
+QUANTITIES: "tuple[Quantity, ...]" = ("batch-size", "seq-len")
 
 # No emoji: `package.module:factory: ...` is a message, not a picture of a factory.
 out, err = Console(emoji=False), Console(stderr=True, emoji=False)
@@ -152,7 +158,10 @@ def profile(
 
 
 @app.command(
-    epilog="Example: protrain plan profile.yaml --device-memory 1.5GiB --disk 20GiB -o plan.yaml"
+    epilog="Examples: protrain plan profile.yaml --device-memory 1.5GiB --disk 20GiB -o plan.yaml"
+    " | protrain plan profile.yaml --pareto"
+    " | protrain plan profile.yaml --device-memory 24GiB --maximize batch-size"
+    " | protrain plan profile.yaml --pin 'layers.0-3: recompute' --explain"
 )
 def plan(
     profile: Annotated[Path, typer.Argument(help="A profile.", show_default=False)],
@@ -165,43 +174,124 @@ def plan(
     output: Annotated[Path, typer.Option("-o", "--output", help="The plan to write.")] = Path(
         "plan.yaml"
     ),
-    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds to search at most.")] = 20.0,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(help="Fix decisions: 'layers.0-3: recompute'. May be given several times."),
+    ] = None,
+    pins: Annotated[Path | None, typer.Option(help="A YAML file of such decisions.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Say why, in words.")] = False,
+    max_slowdown: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="Least device memory for a step this many times the fastest."),
+    ] = None,
+    maximize: Annotated[
+        str | None, typer.Option(help="batch-size or seq-len: the largest that fits.")
+    ] = None,
+    also: Annotated[
+        Path | None,
+        typer.Option(help="A second profile, of another size, from which to tell growth."),
+    ] = None,
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="The front of memory against time; writes no plan.")
+    ] = False,
+    points: Annotated[int, typer.Option(min=2, help="Budgets that --pareto plans for.")] = 8,
+    accumulate: Annotated[
+        int, typer.Option(min=1, help="Micro-batches per update. (Planned, not yet run.)")
+    ] = 1,
+    clip: Annotated[
+        bool,
+        typer.Option(
+            "--clip",
+            help="Update after backward, as clipping by the global norm needs; costs the overlap"
+            " of updates with backward. (Planned, not yet run.)",
+        ),
+    ] = False,
+    solver: Annotated[
+        str, typer.Option(help="milp, or to compare: four-parameter, recompute-all, offload-all.")
+    ] = "milp",
+    gap: Annotated[
+        float, typer.Option(min=0.0, help="A plan this close to the bound is good enough.")
+    ] = 0.005,
+    time_limit: Annotated[
+        float | None, typer.Option(min=0.1, help="Seconds to search at most; default: none.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the order in which local search tries.")] = 0,
+    lp: Annotated[
+        Path | None, typer.Option(help="Write the integer programme in the readable .lp format.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find the fastest step within the budgets, and write it as a plan.
 
-    Without an option, a tier's budget is all of it that the profile saw.
+    Without an option, a tier's budget is all of it that the profile saw. Ctrl-C ends the search
+    with the best plan so far.
     """
     _writable(output)
-    from protrain_plan.planning.outcome import Solved
-    from protrain_plan.planning.planner import plan as solve
+    from protrain_plan.planning.fluid import Fluid
+    from protrain_plan.planning.objectives import Objective, Question, ask
+    from protrain_plan.planning.pins import parse_pin, read_pins
+    from protrain_plan.planning.planner import SOLVERS, Solver
+    from protrain_plan.planning.search import Effort
 
+    solver_name: Solver = _choice("--solver", solver, SOLVERS)
+    objectives = [
+        word
+        for word, asked in (
+            ("--max-slowdown", max_slowdown is not None),
+            ("--maximize", maximize is not None),
+            ("--pareto", pareto),
+        )
+        if asked
+    ]
+    if len(objectives) > 1:
+        raise ProtrainError(f"{objectives[0]} and {objectives[1]} ask for different things")
+    if also is not None and maximize is None:
+        raise ProtrainError("is for --maximize", key="--also")
     record = read_profile(profile)
     tiers = {tier.name: tier.capacity_bytes for tier in record.hardware.tiers}
-    budgets = Budgets(
-        device=_size("--device-memory", device_memory, record.hardware.device.memory_bytes),
-        host=_size("--host-memory", host_memory, tiers.get("host", 0)),
-        disk=_size("--disk", disk, tiers.get("disk", 0)),
+    question = Question(
+        profile=record,
+        budgets=Budgets(
+            device=_size("--device-memory", device_memory, record.hardware.device.memory_bytes),
+            host=_size("--host-memory", host_memory, tiers.get("host", 0)),
+            disk=_size("--disk", disk, tiers.get("disk", 0)),
+        ),
+        updates="after backward" if clip else "in backward",
+        micro_batches=accumulate,
+        pins=(*(read_pins(pins) if pins else ()), *(parse_pin(text) for text in pin or ())),
     )
-    with _progress(quiet=as_json) as report:
+    objective = Objective(
+        max_slowdown=max_slowdown,
+        maximize=None if maximize is None else _choice("--maximize", maximize, QUANTITIES),
+        also=None if also is None else read_profile(also),
+        pareto_points=points if pareto else None,
+    )
+    if lp is not None:
+        _writable(lp)
+    with _progress(quiet=as_json) as report, _interruptible() as interrupted:
+        if lp is not None:
+            Fluid(question.problem()).write_lp(lp)
 
         def tell(stage: str, step_seconds: float | None, bound_seconds: float | None) -> None:
             report(rendering.search_text(stage, step_seconds, bound_seconds), 0.5)
 
-        outcome = solve(record, budgets, time_limit_s=time_limit, progress=tell)
-    if isinstance(outcome, Solved):
-        write_plan(outcome.plan, output)
-        _show(
-            as_json,
-            rendering.solved_json(outcome),
-            lambda: rendering.solved_text(outcome, record, output),
+        effort = Effort(
+            gap_target=gap, time_limit_s=time_limit, seed=seed, stopped=interrupted.is_set
         )
-    else:
-        _show(
-            as_json,
-            rendering.infeasible_json(outcome),
-            lambda: rendering.infeasible_text(outcome),
-        )
+        answer = ask(question, objective, effort=effort, solver=solver_name, progress=tell)
+    if answer.solved is not None and not pareto:
+        write_plan(answer.solved.plan, output)
+    explanation = None
+    if explain and answer.solved is not None:
+        from protrain_plan.planning.explaining import explain as explained
+
+        explanation = explained(answer.profile, answer.solved.plan)
+    _show(
+        as_json,
+        rendering.answer_json(answer, explanation),
+        lambda: rendering.answer_text(answer, explanation, output),
+    )
+    if answer.infeasible is not None:
         raise typer.Exit(3)
 
 
@@ -309,6 +399,23 @@ def _limit(num_bytes: int) -> None:
     except ImportError as error:
         raise ProtrainError("needs Linux", key="--memory-limit") from error
     resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
+
+
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """The first Ctrl-C sets the event instead of ending the program; the second one ends it."""
+    event = threading.Event()
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupt(*_: object) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

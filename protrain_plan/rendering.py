@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,12 @@ from rich.text import Text
 from protrain_plan.records import activations_text, states_text
 from protrain_plan.records.plan import Plan, TierBytes, UnitPlan
 from protrain_plan.records.profile import Profile, Unit
+from protrain_plan.simulation.report import in_words as report_in_words
 from protrain_plan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from protrain_plan.planning.explaining import Explanation
+    from protrain_plan.planning.objectives import Answer
     from protrain_plan.planning.outcome import Infeasible, Solved
     from protrain_plan.running import Run
 
@@ -165,6 +169,96 @@ def solved_text(solved: "Solved", profile: Profile, path: Path) -> Renderable:
     return Group(_decisions(plan.units), "", table, "", verdict, Text(f"wrote {path}"))
 
 
+def answer_json(answer: "Answer", explanation: "Explanation | None") -> dict[str, Any]:
+    """What `protrain plan --json` prints."""
+    data: dict[str, Any] = {}
+    if answer.infeasible is not None:
+        data |= infeasible_json(answer.infeasible)
+    if answer.solved is not None:
+        data |= solved_json(answer.solved)
+        data["lanes"] = {
+            lane.name: {"busy_seconds": lane.busy_s, "utilisation": lane.utilisation}
+            for lane in (answer.report.lanes if answer.report else ())
+        }
+    if answer.seconds_without_pins is not None:
+        data["seconds_without_pins"] = answer.seconds_without_pins
+    if answer.largest is not None:
+        data["batch_size"] = answer.profile.workload.batch_size
+        data["seq_len"] = answer.profile.workload.seq_len
+        data["growth"] = answer.largest.growth
+    if answer.least_memory is not None:
+        least = answer.least_memory
+        data["fastest_seconds"] = least.fastest_seconds
+        data["limit_seconds"] = least.limit_seconds
+        data["lower_bound_bytes"] = least.lower_bound_bytes
+    if answer.front:
+        data["front"] = [
+            {"device_bytes": point.device_bytes, **solved_json(point.solved)}
+            for point in answer.front
+        ]
+    if explanation is not None:
+        data["explanation"] = asdict(explanation)
+    return data
+
+
+def answer_text(answer: "Answer", explanation: "Explanation | None", path: Path) -> Renderable:
+    """What `protrain plan` prints."""
+    if answer.infeasible is not None:
+        return infeasible_text(answer.infeasible)
+    assert answer.solved is not None
+    if answer.front:
+        return _front_text(answer)
+    lines: list[Renderable] = []
+    workload, plan = answer.profile.workload, answer.solved.plan
+    if answer.largest is not None:
+        size = f"{workload.batch_size} sequences of {workload.seq_len} tokens"
+        lines.append(
+            Text(
+                f"the largest that fits: {size} (growth {answer.largest.growth};"
+                " profile this size before you rely on it)\n"
+            )
+        )
+    lines.append(solved_text(answer.solved, answer.profile, path))
+    if answer.report is not None:
+        lines += [Text(line) for line in report_in_words(answer.report)]
+    if answer.seconds_without_pins is not None:
+        cost = plan.prediction.step_seconds / answer.seconds_without_pins - 1
+        lines.append(Text(f"the pins cost {max(0.0, cost):.2%} of the step"))
+    if answer.least_memory is not None:
+        least = answer.least_memory
+        lines.append(
+            Text(
+                f"within {least.limit_seconds / least.fastest_seconds:g} times the fastest step"
+                f" ({format_seconds(least.fastest_seconds)}) no plan needs less device memory than"
+                f" {format_bytes(least.lower_bound_bytes)}"
+            )
+        )
+    if explanation is not None:
+        from protrain_plan.planning.explaining import in_words
+
+        lines += ["", *(Text(line) for line in in_words(explanation))]
+    return Group(*lines)
+
+
+_BAR_WIDTH = 30
+
+
+def _front_text(answer: "Answer") -> Renderable:
+    """Memory against time, the bars in proportion to the slowest step."""
+    table = _table("device memory", "step", "gap", "")
+    slowest = max(point.solved.plan.prediction.step_seconds for point in answer.front)
+    for point in answer.front:
+        seconds = point.solved.plan.prediction.step_seconds
+        table.add_row(
+            f"{-(-point.device_bytes // 2**20)}MiB",  # as one would type it, rounded up
+            format_seconds(seconds),
+            f"{point.solved.gap:.2%}",
+            Text("█" * max(1, round(_BAR_WIDTH * seconds / slowest)), justify="left"),
+        )
+    note = Text("each line is a plan; --device-memory with a line's memory writes it")
+    return Group(table, "", note)
+
+
 def infeasible_json(answer: "Infeasible") -> dict[str, Any]:
     """What `protrain plan --json` prints where no plan fits."""
     return {
@@ -175,6 +269,9 @@ def infeasible_json(answer: "Infeasible") -> dict[str, Any]:
         "budget_bytes": answer.budget_bytes,
         "shortfall_bytes": answer.shortfall_bytes,
         "smallest_budget_bytes": answer.smallest_budget_bytes,
+        "proven_budget_bytes": answer.proven_budget_bytes,
+        "largest_batch_size": answer.largest_batch_size,
+        "largest_seq_len": answer.largest_seq_len,
         "advice": list(answer.advice),
     }
 
@@ -188,8 +285,19 @@ def infeasible_text(answer: "Infeasible") -> Renderable:
     table = _table(answer.slot, "bytes")
     for kind, size in answer.occupants:
         table.add_row(kind, format_bytes(size))
-    advice = [Text(f"- {line}") for line in answer.advice]
+    advice = [Text(f"- {line}") for line in (*answer.advice, *_sizes_that_fit(answer))]
     return Group(head, "", table, "", *advice)
+
+
+def _sizes_that_fit(answer: "Infeasible") -> list[str]:
+    if answer.largest_batch_size is None and answer.largest_seq_len is None:
+        return ["no batch size and no sequence length fits"]
+    lines: list[str] = []
+    if answer.largest_batch_size is not None:
+        lines.append(f"the largest batch that fits is {answer.largest_batch_size}")
+    if answer.largest_seq_len is not None:
+        lines.append(f"the longest sequence that fits is {answer.largest_seq_len} tokens")
+    return [f"{line} (if bytes grow in proportion)" for line in lines]
 
 
 # --- run ------------------------------------------------------------------------------------------

@@ -74,6 +74,7 @@ def unit(
     parameter_width: int = 2,
     state_width: int = 12,
     workspace: int = 0,
+    pieces: int = 1,
 ) -> Unit:
     """A unit that keeps `kept` bytes, or `inputs` bytes in the form full (none: no such form)."""
     gradient = parameters * parameter_width
@@ -85,6 +86,7 @@ def unit(
         swappable_bytes=kept - kept // 16,
         forward_s=seconds,
         backward_s=2 * seconds,
+        swap_pieces=split(kept - kept // 16, pieces),
     )
     forms = [keep]
     if inputs:
@@ -96,6 +98,7 @@ def unit(
             swappable_bytes=inputs,
             forward_s=seconds,
             backward_s=3 * seconds,
+            swap_pieces=split(inputs, min(pieces, 2)),
         )
         forms.append(full)
     return Unit(
@@ -107,7 +110,18 @@ def unit(
         state_bytes=parameters * state_width,
         used_by=used_by,
         forms=tuple(forms),
+        parameter_pieces=split(parameters * parameter_width, pieces),
+        gradient_pieces=split(gradient, pieces),
     )
+
+
+def split(size: int, pieces: int) -> tuple[int, ...]:
+    """`size` bytes in pieces, the later ones larger."""
+    if pieces == 1 or size < 100:
+        return ()
+    weights = range(1, pieces + 1)
+    sizes = [size * weight // sum(weights) // 8 * 8 for weight in weights]
+    return (*sizes[:-1], size - sum(sizes[:-1]))
 
 
 def decoder(
@@ -123,6 +137,7 @@ def decoder(
     state_width: int = 12,
     host_speed: float = 1.5e9,
     device_speed: float = 40e9,
+    pieces: int = 1,
 ) -> Profile:
     """An embedding, `blocks` equal blocks and a head with its loss."""
     last = blocks + 1
@@ -146,6 +161,7 @@ def decoder(
             seconds=seconds,
             used_by=(n + 1,),
             workspace=kept // 10,
+            pieces=pieces,
             **widths,
         )
         for n in range(blocks)
@@ -207,6 +223,7 @@ def random_profile(rng: random.Random, *, max_blocks: int = 6) -> Profile:
         state_width=rng.choice([0, 8, 12]),
         host_speed=rng.choice([2e8, 2e9]),
         device_speed=rng.choice([4e8, 4e10]),
+        pieces=rng.choice([1, 2, 7]),
     )
     units = []
     for one in profile.units:
@@ -217,6 +234,8 @@ def random_profile(rng: random.Random, *, max_blocks: int = 6) -> Profile:
                 num_parameters=trainable,
                 gradient_bytes=one.gradient_bytes * trainable // one.num_parameters,
                 state_bytes=one.state_bytes * trainable // one.num_parameters,
+                parameter_pieces=(),
+                gradient_pieces=(),
             )
         units.append(one)
     return replace(profile, units=tuple(units))

@@ -196,13 +196,30 @@ def decided(
 
 
 def random_schedule(rng: random.Random) -> Schedule:
+    """Leads and drains of whole slots, and about as many between them."""
+
+    def slots(*choices: int) -> float:
+        return rng.choice(choices) + rng.choice([0, rng.random()])
+
+    def drain() -> float | None:
+        return rng.choice([None, slots(0, 1, 2), slots(0, 1, 2), slots(0, 1, 2)])
+
     return Schedule(
-        forward_lead=rng.choice([0, 1, 2, 3, LARGE]),
-        backward_lead=rng.choice([0, 1, 2, 3, LARGE]),
-        swap_lead=rng.choice([0, 1, 2, 3, LARGE]),
-        swap_drain=rng.choice([0, 1, 2, None]),
-        update_drain=rng.choice([0, 1, 2, None]),
+        forward_lead=slots(0, 1, 2, 3, LARGE),
+        backward_lead=slots(0, 1, 2, 3, LARGE),
+        swap_lead=slots(0, 1, 2, 3, LARGE),
+        swap_drain=drain(),
+        update_drain=drain(),
     )
+
+
+FRACTIONAL = (
+    Schedule(forward_lead=1.4, backward_lead=0.5, swap_lead=0.6, swap_drain=0.5, update_drain=0.3),
+    Schedule(
+        forward_lead=0.25, backward_lead=1.75, swap_lead=1.5, swap_drain=0.8, update_drain=0.75
+    ),
+)
+"""Schedules under which every transfer is cut in two."""
 
 
 def mixed(units: Sequence[UnitPlan], rng: random.Random, *tiers: TierName) -> tuple[UnitPlan, ...]:

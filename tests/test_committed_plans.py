@@ -27,7 +27,7 @@ def test_prediction_follows_from_profile_and_plan(folder: Path) -> None:
     predicted = plan.prediction
     slots = device_bytes(program, plan.units, profile)
     assert max(slot.total for slot in slots) == predicted.peak_bytes.device
-    assert tier_bytes("disk", program, plan.units, profile) == predicted.peak_bytes.disk
+    assert tier_bytes("disk", plan.units, profile, program.settings) == predicted.peak_bytes.disk
     assert simulate(program, plan.units, profile).step_seconds == predicted.step_seconds
     assert predicted.peak_bytes.device + predicted.peak_bytes.context <= plan.budgets.device
     assert predicted.lower_bound_seconds <= predicted.step_seconds

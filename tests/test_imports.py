@@ -29,7 +29,7 @@ ALLOWED = {
     "profiling": ABOVE_PROGRAM | {"hardware", "models", "runtime"},
     "simulation": ABOVE_PROGRAM,
     "planning": ABOVE_PROGRAM | {"simulation"},
-    "rendering": BASE | {"records", "planning"},
+    "rendering": BASE | {"records", "planning", "simulation"},
     "running": BASE | {"records", "models", "runtime"},
     "cli": ABOVE_PROGRAM
     | {"hardware", "models", "profiling", "simulation", "planning", "rendering", "running"}

@@ -7,6 +7,7 @@ too, so that it cannot become one by being generous.
 import gc
 import itertools
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,18 +24,29 @@ from protrain_plan.records import read_profile, write_profile
 from protrain_plan.records.plan import (
     Activations,
     Budgets,
+    Buffer,
     Keep,
+    Offload,
     Persistent,
     Placement,
     Plan,
+    Schedule,
+    Swap,
+    SwapInput,
     UnitPlan,
 )
 from protrain_plan.records.profile import Profile, Workload
 from protrain_plan.running import Run, train
 from protrain_plan.simulation.memory import compile_units, device_bytes, tier_bytes
+from protrain_runtime import prepare
+from protrain_runtime.engine import Observer
 from protrain_runtime.measure import storage_bytes
+from protrain_runtime.preparation import below_device
+from protrain_runtime.recording import measure_step
 from protrain_runtime.taken import TakenGradient
 from tests.runtime_cases import (
+    ADAMW,
+    FRACTIONAL,
     attached,
     batch,
     build,
@@ -58,6 +70,7 @@ SLACK_BYTES = 4096
 """What a bound may stand above the truth where the programme's waits leave no freedom: scalars of
 the optimizer and of the loss, and the alignment of pieces."""
 PIECE_BYTES = 1 << 16
+SMALL_PIECE_BYTES = 1 << 15  # several pieces in every chunk, and in most of their parameters
 NUM_STEPS = 3  # the last one is measured
 
 
@@ -127,16 +140,21 @@ def peaks(profile: Profile, units: tuple[UnitPlan, ...], spill: Path) -> Peaks:
     return Peaks(
         predicted=[slot.total for slot in device_bytes(program, units, profile)],
         measured=list(run.slot_bytes),
-        predicted_disk=tier_bytes("disk", program, units, profile),
+        predicted_disk=tier_bytes("disk", units, profile, program.settings),
         measured_disk=run.measured_peak_bytes.disk,
     )
 
 
-def trained(plan: Plan, spill: Path) -> Run:
-    """A run, with the bytes of tensors that other tests have left in this process taken off."""
+def bytes_of_others() -> int:
+    """Of tensors that other tests have left in this process."""
     gc.collect()
     tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
-    others = storage_bytes(found for found in tensors if not isinstance(found, TakenGradient))
+    return storage_bytes(found for found in tensors if not isinstance(found, TakenGradient))
+
+
+def trained(plan: Plan, spill: Path) -> Run:
+    """A run, with the bytes of tensors that other tests have left in this process taken off."""
+    others = bytes_of_others()
     run = train(plan, num_steps=NUM_STEPS, plain=False, text=None, spill_directory=spill)
     peak = run.measured_peak_bytes
     assert peak is not None
@@ -206,6 +224,103 @@ def test_a_plan_that_keeps_everything_matches_its_predicted_peak(
     assert run.measured_peak_bytes is not None
     assert run.measured_peak_bytes.device <= predicted
     assert predicted - run.measured_peak_bytes.device <= SLACK_BYTES
+
+
+# --- transfers in parts ---------------------------------------------------------------------------
+
+
+def slow_ways_out() -> float:
+    """Seconds before each item of a lane: nothing leaves the device before it has to."""
+    return 0.02 if threading.current_thread().name.startswith("protrain spill") else 0
+
+
+def slow_peaks(profile: Profile, units: tuple[UnitPlan, ...], spill: Path) -> Peaks:
+    """The bytes of a step in which the lanes off the device lag."""
+    plan = plan_of(
+        units,
+        fingerprint=profile.model_fingerprint,
+        workload=profile.workload,
+        piece_bytes=SMALL_PIECE_BYTES,
+    )
+    program = compile_units(units, profile, piece_bytes=SMALL_PIECE_BYTES)
+    others, workload = bytes_of_others(), profile.workload
+    source = load_source(workload.model, model_config=workload.model_config)
+    model = source.build(dtype="float32", device="cpu", seed=0)
+    batches = source.batches(batch_size=4, seq_len=64, device="cpu", text=None, seed=0)
+    measured = False
+    model, optimizer = prepare(
+        model,
+        plan,
+        optimizer=ADAMW,
+        spill_directory=spill,
+        lane_delay=lambda: slow_ways_out() if measured else 0,
+    )
+
+    def step(tokens: Batch, observe: Observer) -> None:
+        loss = loss_of(call_model(model, tokens))
+        loss.backward()
+        observe("update")
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(NUM_STEPS - 1):
+        step(next(batches), lambda _: None)
+    tokens, measured = next(batches), True
+    memory = measure_step(model, lambda observe: step(tokens, observe))
+    return Peaks(
+        predicted=[slot.total for slot in device_bytes(program, units, profile)],
+        measured=[size - others for size in memory.slot_bytes],
+        predicted_disk=tier_bytes("disk", units, profile, program.settings),
+        measured_disk=below_device(model)[1],
+    )
+
+
+def with_short_drains(units: tuple[UnitPlan, ...], rng: random.Random) -> tuple[UnitPlan, ...]:
+    """The units with some bytes gone before the next slot, and the rest before the one after."""
+    return tuple(
+        replace(
+            unit,
+            schedule=replace(unit.schedule, swap_drain=rng.random(), update_drain=rng.random()),
+        )
+        for unit in units
+    )
+
+
+@pytest.mark.parametrize("schedule", FRACTIONAL, ids=["0", "1"])
+@pytest.mark.parametrize(
+    "decision",
+    [
+        (Swap(tier="disk"), Offload(tier="disk")),
+        (SwapInput(tier="disk"), Buffer(tier="disk")),
+        (Keep(), Offload(tier="disk")),
+    ],
+    ids=decision_name,
+)
+def test_measured_bytes_of_transfers_in_parts_match_predicted_in_every_slot(
+    profile: Profile,
+    decision: tuple[Activations, Placement],
+    schedule: Schedule,
+    tmp_path: Path,
+) -> None:
+    """Updates in place too: a chunk's parameters and gradients leave piece by piece."""
+    units = decided(described_by(profile), *decision, schedule)
+    program = compile_units(units, profile, piece_bytes=SMALL_PIECE_BYTES)
+    writes = {
+        move.share
+        for move in program.moves
+        if (move.kind, move.unit) == ("write states", 1) and move.share[0] < move.share[1]
+    }
+    assert len(writes) >= 3
+    assert_equal_to_the_promise(slow_peaks(profile, units, tmp_path))
+
+
+@pytest.mark.parametrize("seed", range(200, 204))
+def test_measured_bytes_of_mixed_transfers_in_parts_match_predicted_in_every_slot(
+    profile: Profile, seed: int, tmp_path: Path
+) -> None:
+    rng = random.Random(seed)
+    units = with_short_drains(mixed(described_by(profile), rng, "disk"), rng)
+    assert_equal_to_the_promise(slow_peaks(profile, units, tmp_path))
 
 
 # --- plans of the planner -------------------------------------------------------------------------

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from protrain_plan.planning.fluid import Fluid
-from protrain_plan.planning.judging import FULL_GRID, Judge
+from protrain_plan.planning.judging import DEPTHS, WINDOWS, Judge
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.planner import plan
 from protrain_plan.planning.problem import Problem
+from protrain_plan.planning.schedule import Rule
+from protrain_plan.planning.search import Effort
 from protrain_plan.records.hardware import Contention, Hardware
 from protrain_plan.records.plan import Budgets, Keep, Persistent, Schedule
 from protrain_plan.records.profile import Profile
@@ -42,6 +44,7 @@ def budget(profile: Profile, device: int, below: int = 10**12) -> Budgets:
     return Budgets(device=device + context, host=below, disk=below)
 
 
+EVERY_RULE = tuple(Rule(depth, window) for depth in DEPTHS for window in WINDOWS)
 CASES = {
     "gpu": small(gpu(), blocks=1),
     "gpu, tied": small(gpu(), blocks=2, tied=True),
@@ -62,7 +65,7 @@ def test_planner_matches_exhaustive_search(name: str, device: int) -> None:
         list(itertools.product(range(len(options.activations)), range(len(options.states))))
         for options in problem.options
     ]
-    judged = [judge.judge(choice, rules=FULL_GRID) for choice in itertools.product(*open_to_units)]
+    judged = [judge.judge(choice, rules=EVERY_RULE) for choice in itertools.product(*open_to_units)]
     best = min((found.seconds for found in judged if found), default=None)
     answer = plan(profile, budgets, piece_bytes=64 << 20)
     if best is None:
@@ -79,7 +82,7 @@ def test_larger_budget_is_never_slower(name: str) -> None:
     profile = CASES[name]
     before = float("inf")
     for device in range(400, 2400, 250):
-        answer = plan(profile, budget(profile, device * MB), gap_target=0.001)
+        answer = plan(profile, budget(profile, device * MB), effort=Effort(gap_target=0.001))
         if isinstance(answer, Infeasible):
             assert before == float("inf")
             continue
@@ -115,7 +118,7 @@ def test_plan_keeps_its_promises(hardware: Hardware, device: int, below: int) ->
     assert peak.device == max(slot.total for slot in slots)
     assert peak.device + peak.context <= budgets.device
     for tier in hardware.tiers:
-        used = tier_bytes(tier.name, program, made.units, profile)
+        used = tier_bytes(tier.name, made.units, profile, program.settings)
         assert used == getattr(peak, tier.name)
         assert used <= getattr(budgets, tier.name)
     assert made.prediction.step_seconds == simulate(program, made.units, profile).step_seconds

@@ -1,22 +1,30 @@
 """The fluid model's bound against simulated plans, and the schedule against the peak function."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protrain_plan.planning.fluid import Fluid
-from protrain_plan.planning.judging import ALL
+from protrain_plan.planning.judging import ALL, step_seconds
 from protrain_plan.planning.leanest import leanest
 from protrain_plan.planning.problem import Choice, Problem
 from protrain_plan.planning.schedule import Rule, schedule
 from protrain_plan.planning.solver import solve
-from protrain_plan.records.plan import Budgets
-from protrain_plan.simulation.memory import compile_units, device_bytes, tier_bytes
-from protrain_plan.simulation.timeline import simulate
+from protrain_plan.records.plan import Budgets, Updates
+from protrain_plan.records.profile import Profile
+from protrain_plan.simulation.memory import device_bytes, tier_bytes
 from tests.planning_cases import random_profile
 
+STEPS: list[tuple[Updates, int]] = [
+    ("in backward", 1),
+    ("in backward", 1),
+    ("after backward", 1),
+    ("in backward", 3),
+    ("after backward", 2),
+]
 PLENTY = Budgets(device=10**14, host=10**14, disk=10**14)
 
 
@@ -27,8 +35,19 @@ def random_choice(problem: Problem, rng: random.Random) -> Choice:
     )
 
 
+def random_problem(profile: Profile, budgets: Budgets, rng: random.Random) -> Problem:
+    updates, micro_batches = rng.choice(STEPS)
+    return Problem.of(
+        profile,
+        budgets,
+        piece_bytes=rng.choice([16 << 20, 64 << 20, 1 << 40]),
+        updates=updates,
+        micro_batches=micro_batches,
+    )
+
+
 def random_rule(rng: random.Random) -> Rule:
-    return Rule(rng.choice([0, 1, 2, 3, 9, ALL]), rng.choice([0, 1, 2, 5, ALL]))
+    return Rule(rng.choice([0, 1, 2, 3, 9, ALL]), rng.choice([0, 0.3, 1, 1.6, 2, 5, ALL]))
 
 
 @settings(max_examples=300, deadline=None)
@@ -36,20 +55,19 @@ def random_rule(rng: random.Random) -> Rule:
 def test_schedule_holds_what_device_bytes_counts(seed: int) -> None:
     rng = random.Random(seed)
     profile = random_profile(rng)
-    piece_bytes = rng.choice([16 << 20, 64 << 20, 1 << 40])
-    problem = Problem.of(profile, PLENTY, piece_bytes=piece_bytes)
+    problem = random_problem(profile, PLENTY, rng)
     choice = random_choice(problem, rng)
     least = problem.static_bytes(choice)
     limit = max(least) + int(rng.random() ** 3 * max(least))
     assert schedule(problem, choice, limit=max(least) - 1, rule=Rule(0, 0)) is None
     plans = schedule(problem, choice, limit=limit, rule=random_rule(rng))
     assert plans is not None
-    program = compile_units(plans, profile, piece_bytes=piece_bytes)
+    program = problem.program(plans)
     slots = device_bytes(program, plans, profile)
     assert max(slot.total for slot in slots) <= limit
     assert all(slot.total >= low for slot, low in zip(slots, least, strict=True))
     for tier in problem.tiers:
-        assert problem.tier_use(tier, choice) == tier_bytes(tier, program, plans, profile)
+        assert problem.tier_use(tier, choice) == tier_bytes(tier, plans, profile, program.settings)
 
 
 @settings(max_examples=100, deadline=None)
@@ -57,12 +75,12 @@ def test_schedule_holds_what_device_bytes_counts(seed: int) -> None:
 def test_static_bytes_are_those_of_leads_and_drains_of_zero(seed: int) -> None:
     rng = random.Random(seed)
     profile = random_profile(rng)
-    problem = Problem.of(profile, PLENTY, piece_bytes=64 << 20)
+    problem = random_problem(profile, PLENTY, rng)
     choice = random_choice(problem, rng)
     least = problem.static_bytes(choice)
     plans = schedule(problem, choice, limit=max(least), rule=Rule(0, 0))
     assert plans is not None
-    program = compile_units(plans, profile, piece_bytes=64 << 20)
+    program = problem.program(plans)
     slots = [slot.total for slot in device_bytes(program, plans, profile)]
     assert max(slots) == max(least)
 
@@ -71,19 +89,18 @@ def test_static_bytes_are_those_of_leads_and_drains_of_zero(seed: int) -> None:
 def test_bound_is_below_every_random_plan_within_its_budget(seed: int) -> None:
     rng = random.Random(seed)
     profile = random_profile(rng)
-    problem = Problem.of(profile, PLENTY, piece_bytes=64 << 20)
+    problem = random_problem(profile, PLENTY, rng)
     lean = leanest(problem)
     assert lean
     largest = max(problem.static_bytes(tuple((0, 0) for _ in profile.units)))
     device = lean.bytes + int(rng.random() ** 2 * (largest - lean.bytes))
-    budgets = Budgets(
-        device=device + profile.hardware.device.context_bytes, host=10**14, disk=10**14
-    )
-    problem = Problem.of(profile, budgets, piece_bytes=64 << 20)
+    problem = replace(problem, device=device)
     fluid = Fluid(problem)
-    answer = solve(fluid.pulp, integer=False)
-    assert answer.status == "optimal"
-    bound = fluid.lower_bound_seconds(answer.bound)
+    relaxed = solve(fluid.pulp, integer=False)
+    counted = solve(fluid.pulp, integer=True, max_nodes=20)
+    assert relaxed.status == "optimal"
+    assert counted.bound >= relaxed.bound * (1 - 1e-6)
+    bound = fluid.lower_bound_seconds(counted.bound)
     judged = 0
     for attempt in range(400):
         choice = random_choice(problem, rng) if attempt else lean.choice
@@ -91,8 +108,7 @@ def test_bound_is_below_every_random_plan_within_its_budget(seed: int) -> None:
         if plans is None:
             continue
         judged += 1
-        program = compile_units(plans, profile, piece_bytes=64 << 20)
-        assert bound <= simulate(program, plans, profile).step_seconds
+        assert bound <= step_seconds(problem, plans)[0]
         if judged == 40:
             break
     assert judged

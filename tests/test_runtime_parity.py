@@ -18,6 +18,7 @@ from torch import nn
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.program import MAX_PIECES, Settings, compile_plan
 from protrain_plan.records import write_plan
 from protrain_plan.records.plan import (
     Activations,
@@ -32,9 +33,18 @@ from protrain_plan.records.plan import (
     SwapInput,
 )
 from protrain_runtime import prepare, restore
+from protrain_runtime.chunks import make_chunk, offload
 from protrain_runtime.fingerprint import model_fingerprint
+from protrain_runtime.lanes import Backend
+from protrain_runtime.layout import make_chunks
+from protrain_runtime.moves import Moves
+from protrain_runtime.optimizer import read_state
+from protrain_runtime.pieces import elementwise_states
+from protrain_runtime.state_dicts import read_parameter
+from protrain_runtime.stores import DiskStore
 from tests.runtime_cases import (
     ADAMW,
+    FRACTIONAL,
     LARGE,
     MODELS,
     PLAIN_ADAMW,
@@ -58,6 +68,8 @@ from tests.runtime_cases import (
     train,
     weight_decay_groups,
 )
+
+CPU = torch.device("cpu")
 
 
 def delays(seed: int) -> Callable[[], float]:
@@ -146,6 +158,48 @@ def test_all_chunks_at_once_on_the_device_match_plain_torch_bitwise(
     assert_trains_bitwise(name, units, tmp_path, lane_delay=delays(0))
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("schedule", FRACTIONAL, ids=["0", "1"])
+@pytest.mark.parametrize(
+    "states",
+    [Offload(tier="disk"), Buffer(tier="disk"), Offload(tier="host")],
+    ids=["Offload-disk", "Buffer-disk", "Offload-host"],
+)
+def test_transfers_cut_in_two_match_plain_torch_bitwise(
+    name: str, schedule: Schedule, states: Placement, tmp_path: Path
+) -> None:
+    """Under slow lanes, where half of a chunk is here and half is not for most of the step."""
+    assert not isinstance(states, Persistent)
+    units = decided(described(name), Swap(tier=states.tier), states, schedule)
+    assert_trains_bitwise(name, units, tmp_path, lane_delay=delays(1), piece_bytes=15_000)
+
+
+@pytest.mark.parametrize("schedule", FRACTIONAL, ids=["0", "1"])
+def test_fractional_schedules_cut_every_kind_of_transfer(schedule: Schedule) -> None:
+    """What the tests above run is what they say: otherwise they would test less."""
+    cut: set[str] = set()
+    whole = ((0.0, 0.0), (0.0, 1.0))
+    for tier in ("disk", "host"):
+        model = build("gpt2")
+        units = decided(described("gpt2"), Swap(tier=tier), Offload(tier=tier), schedule)
+        chunks = [chunk.size({torch.float32: 8}) for chunk in make_chunks(model, units)]
+        program = compile_plan(units, chunks, Settings(device="cpu", piece_bytes=15_000))
+        cut |= {move.kind for move in program.moves if move.share not in whole}
+        for unit in range(len(units)):
+            own = [m.share for m in program.moves if m.unit == unit and m.kind == "write states"]
+            assert tier == "host" or (own[0][0], own[-1][1]) == (0, 1)
+    assert cut == {"gather", "swap in", "swap out", "spill gradients", "write states"}
+
+
+def test_empty_parameters_lie_in_the_last_group() -> None:
+    """They take no bytes, so every group may be full before they come."""
+    sizes = [16] * MAX_PIECES + [0, 0]
+    parameters = [(str(n), nn.Parameter(torch.ones(size))) for n, size in enumerate(sizes)]
+    chunk = make_chunk(0, parameters, (0,))
+    assert [len(group.slices) for group in chunk.groups] == [1] * (MAX_PIECES - 1) + [3]
+    assert chunk.size({torch.float32: 8}).parameter_pieces == (64,) * MAX_PIECES
+
+
 # --- optimizers and schedules ---------------------------------------------------------------------
 
 
@@ -178,6 +232,66 @@ def test_five_steps_of_any_optimizer_match_plain_torch_bitwise(
         for index, unit in enumerate(units)
     )
     assert_trains_bitwise(name, units, tmp_path, trainer=trainer)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "functional"])
+@pytest.mark.parametrize("drain", [None, 0.5])
+def test_updates_from_disk_on_the_host_of_a_gpu_match_plain_torch_bitwise(
+    name: str, drain: float | None, tmp_path: Path
+) -> None:
+    """A GPU machine's moves on this one: states and parameters come from disk through staging.
+
+    Run one after the other, without lanes; frozen parameters lie between the others.
+    """
+    model, reference = build(name), build(name)
+    for each in (model, reference):
+        for number, parameter in enumerate(each.parameters()):
+            parameter.requires_grad_(number % 5 != 2)
+    schedule = Schedule(update_drain=drain)
+    units = decided(described(name), Keep(), Offload(tier="disk"), schedule)
+    chunks, store, backend = make_chunks(model, units), DiskStore(tmp_path), Backend(CPU)
+    states = {torch.float32: elementwise_states(ADAMW, torch.float32)}
+    for chunk in chunks:
+        offload(chunk, store, states)
+        chunk.unbind(chunk.every_group)
+    sizes = [chunk.size({torch.float32: 8}) for chunk in chunks]
+    program = compile_plan(units, sizes, Settings(device="cuda", piece_bytes=15_000))
+    moves = Moves(
+        program,
+        units,
+        chunks,
+        backend=backend,
+        swap_stores={},
+        factory=ADAMW,
+        options=lambda: {part.name: {} for chunk in chunks for part in chunk.slices},
+    )
+    plainly = ADAMW([p for p in reference.parameters() if p.requires_grad])
+    random_numbers = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+            if one.requires_grad:
+                other.grad = torch.randn(other.shape, generator=random_numbers)
+                one.grad = other.grad.clone()
+        moves.make_staging()
+        for slot in program.slots[len(units) :]:
+            chunks[slot.unit].take_gradients()
+            for number in slot.finish:
+                moves.start(number)()
+                moves.end(number)
+        for chunk in chunks:
+            chunk.clear_gradients()
+        moves.clear()
+        plainly.step()
+    reads = [move for move in program.moves if move.kind == "read states"]
+    assert len(reads) > 3 * len(units)
+    expected = dict(reference.named_parameters())
+    for chunk in chunks:
+        for part in chunk.slices:
+            assert torch.equal(read_parameter(chunk, part), expected[part.name]), part.name
+            for layout in chunk.states if part.trainable else ():
+                found = read_state(chunk, layout, part)
+                assert torch.equal(found, plainly.state[expected[part.name]][layout.key])
+    store.close()
 
 
 # --- what else a training loop does ---------------------------------------------------------------
@@ -363,8 +477,10 @@ def test_a_dropped_model_takes_its_lanes_with_it(tmp_path: Path) -> None:
     lanes = set(threading.enumerate()) - others
     assert {thread.name for thread in lanes} == {
         "protrain fetch disk",
+        "protrain read disk",
         "protrain spill disk",
-        "protrain update",
+        "protrain update disk",
+        "protrain write disk",
     }
     del model, optimizer
     gc.collect()
@@ -433,6 +549,54 @@ def test_a_second_plan_is_refused(tmp_path: Path) -> None:
         prepare(model, again, optimizer=ADAMW, spill_directory=tmp_path)
     assert str(caught.value) == (
         "the model follows a plan already\n  fix: call restore(model) first"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"updates": "after backward"},
+            "updates: expected 'in backward', got 'after backward': the runtime of this version"
+            " updates offloaded parameters during backward\n"
+            "  fix: plan without clipping of gradients",
+        ),
+        (
+            {"micro_batches": 4},
+            "micro_batches: expected 1, got 4: the runtime of this version runs one forward and"
+            " one backward per update\n"
+            "  fix: plan with one micro-batch per update",
+        ),
+    ],
+    ids=["updates after backward", "micro-batches"],
+)
+def test_a_plan_of_another_kind_of_step_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model = build("llama")
+    plan = replace(plan_for(model, busy("llama")), **changes)
+    with untouched(model), pytest.raises(ProtrainError) as caught:
+        prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "activations",
+    [Recompute(form="lite"), SwapInput(tier="disk", form="lite")],
+    ids=decision_name,
+)
+def test_a_plan_that_recomputes_parts_of_blocks_is_refused(
+    activations: Activations, tmp_path: Path
+) -> None:
+    model = build("llama")
+    units = list(busy("llama"))
+    units[2] = replace(units[2], activations=activations)
+    with untouched(model), pytest.raises(ProtrainError) as caught:
+        prepare(model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path)
+    assert str(caught.value) == (
+        "units[2].activations: expected the form full, got lite: the runtime of this version"
+        " recomputes whole blocks\n"
+        "  fix: plan from a profile that measured the forms keep and full alone"
     )
 
 

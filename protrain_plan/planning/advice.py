@@ -2,19 +2,26 @@
 
 from dataclasses import replace
 
+from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.leanest import Leanest, leanest
 from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.planning.problem import Problem
-from protrain_plan.planning.schedule import Rule, fill
+from protrain_plan.planning.schedule import Rule, schedule
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import Budgets
-from protrain_plan.simulation.memory import compile_units, device_bytes
+from protrain_plan.simulation.memory import device_bytes
 from protrain_plan.units import exact_bytes
 
 
 def infeasible(problem: Problem, budgets: Budgets, lean: Leanest | None) -> Infeasible:
     """The answer for a problem whose leanest choice, `lean`, exceeds the device's budget."""
-    assert lean, "everything kept and persistent needs nothing below the device"
+    if lean is None:
+        # Everything kept and persistent needs nothing below the device: it is the pins that do.
+        raise ProtrainError(
+            "the pinned decisions need more of the tiers below the device than there is",
+            key="--pin",
+            fix="pin fewer decisions, or raise --host-memory and --disk",
+        )
     for tier in ("host", "disk"):
         found = _below_device(problem, budgets, lean, tier)
         if found:
@@ -29,6 +36,7 @@ def infeasible(problem: Problem, budgets: Budgets, lean: Leanest | None) -> Infe
         budget_bytes=budgets.device,
         shortfall_bytes=needed - budgets.device,
         smallest_budget_bytes=needed,
+        proven_budget_bytes=lean.proven_bytes + context,
         advice=_advice(problem, lean, dict(occupants)),
     )
 
@@ -52,6 +60,7 @@ def _below_device(
         budget_bytes=budget,
         shortfall_bytes=needs.bytes - problem.tiers[tier],
         smallest_budget_bytes=needs.bytes,
+        proven_budget_bytes=needs.proven_bytes,
         advice=(
             f"raise the {tier} budget to {enough(needs.bytes)}",
             f"or the device budget to {enough(lean.bytes + context)}",
@@ -63,8 +72,9 @@ def _tightest(problem: Problem, lean: Leanest) -> tuple[str, tuple[tuple[str, in
     """The slot with the leanest choice's peak, in words, and what stands in it, largest first."""
     static = problem.static_bytes(lean.choice)
     peak = max(static)
-    plans = fill(problem, lean.choice, [peak - total for total in static], Rule(0, 0))
-    program = compile_units(plans, problem.profile, piece_bytes=problem.piece_bytes)
+    plans = schedule(problem, lean.choice, limit=peak, rule=Rule(0, 0))
+    assert plans, "the peak is enough for itself"
+    program = problem.program(plans)
     slots = device_bytes(program, plans, problem.profile)
     tightest = max(range(len(slots)), key=lambda t: (static[t], -t))
     count = problem.count
@@ -82,9 +92,12 @@ def _tightest(problem: Problem, lean: Leanest) -> tuple[str, tuple[tuple[str, in
 
 def _advice(problem: Problem, lean: Leanest, occupants: dict[str, int]) -> tuple[str, ...]:
     """What would bring the peak down, the largest occupant's remedies first."""
-    workload = problem.profile.workload
     context = problem.profile.hardware.device.context_bytes
     lines = [f"raise the device budget to {enough(lean.bytes + context)}"]
+    if problem.pins:
+        free = leanest(replace(problem, pins=()))
+        if free and free.bytes < lean.bytes:
+            lines.append(f"without the pins the device needs {enough(free.bytes + context)}")
     freed = replace(
         problem,
         tiers={tier.name: tier.capacity_bytes for tier in problem.profile.hardware.tiers},
@@ -99,14 +112,10 @@ def _advice(problem: Problem, lean: Leanest, occupants: dict[str, int]) -> tuple
     if not problem.tiers:
         lines.append("this machine has no tier below the device: add host memory or a disk to it")
     total = sum(size for kind, size in occupants.items() if kind != "besides tensors")
-    if occupants.get("activations", 0) * 4 >= total:
-        if workload.batch_size > 1:
-            lines.append(f"a smaller batch than {workload.batch_size}")
-        lines.append(f"a shorter sequence than {workload.seq_len} tokens")
     if any(len(unit.forms) < 2 and unit.kind == "block" for unit in problem.profile.units):
         lines.append("profile the blocks with recomputation")
     if occupants.get("staging", 0) * 4 >= total:
-        lines.append(f"smaller transfer pieces than {exact_bytes(problem.piece_bytes)}")
+        lines.append(f"smaller transfer pieces than {exact_bytes(problem.settings.piece_bytes)}")
     return tuple(lines)
 
 

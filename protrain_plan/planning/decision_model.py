@@ -10,7 +10,9 @@ from pathlib import Path
 import pulp
 
 from protrain_plan.planning.options import ActivationOption, StateOption, Stay
-from protrain_plan.planning.problem import Choice, Problem
+from protrain_plan.planning.problem import Problem
+from protrain_plan.program import PIECE_ALIGNMENT, STAGING_PIECES
+from protrain_plan.records import activations_text, states_text
 from protrain_plan.records.hardware import TierName
 
 Terms = list[tuple[pulp.LpVariable, float]]
@@ -57,13 +59,16 @@ class DecisionModel:
     def _add_decisions(self) -> None:
         for unit, options in enumerate(self.problem.options):
             for kind, decisions, into in (
-                ("act", [option.decision for option in options.activations], self.activations),
-                ("states", [option.decision for option in options.states], self.states),
+                (
+                    "act",
+                    [activations_text(o.decision) for o in options.activations],
+                    self.activations,
+                ),
+                ("states", [states_text(o.decision) for o in options.states], self.states),
             ):
                 chosen = []
-                for decision in decisions:
-                    tier = f"_{decision.tier}" if hasattr(decision, "tier") else ""
-                    name = f"{kind}_{unit}_{type(decision).__name__.lower()}{tier}"
+                for words in decisions:
+                    name = f"{kind}_{unit}_{words.replace(' ', '_').replace('-', '_')}"
                     chosen.append(self.pulp.add_variable(name, 0, 1, pulp.LpInteger))
                 into.append(chosen)
                 # Every unit takes exactly one option.
@@ -81,6 +86,28 @@ class DecisionModel:
             for option, y in zip(options.states, self.states[unit], strict=True):
                 yield unit, option, y
 
+    def count_units(self) -> None:
+        """Ask for whole numbers of units per option in a class, not for whole decisions.
+
+        For units that cost the same, what matters to the bound is how many take an option; which
+        ones is worth little. So this relaxation is nearly as tight as whole decisions, and has
+        hundreds of times fewer cases: a search over orders of equal units proves nothing.
+        """
+        for number, units in enumerate(self.problem.classes):
+            if len(units) < 3:
+                continue
+            for kind, variables in (("act", self.activations), ("states", self.states)):
+                for k, first in enumerate(variables[units[0]]):
+                    option = first.name.split("_", 2)[2]
+                    name = f"count_{number}_{kind}_{option}"
+                    count = self.pulp.add_variable(name, 0, len(units), pulp.LpInteger)
+                    terms: Terms = [(count, 1.0)]
+                    for unit in units:
+                        variables[unit][k].cat = pulp.LpContinuous
+                        terms.append((variables[unit][k], -1.0))
+                    # The number of the class's units that take the option.
+                    self.row(name, terms, pulp.LpConstraintEQ)
+
     # Memory
 
     def add_memory(self) -> list[pulp.LpVariable]:
@@ -89,11 +116,22 @@ class DecisionModel:
         Also the budgets of the other tiers, since staging buffers stand in one or the other.
         """
         problem, unit = self.problem, self.byte_unit
-        staging = self._maximum("staging", ((o.staging / unit, y) for _, o, y in self.each_state()))
-        # Staging and workspaces are rounded to whole bytes: one byte less is safe.
+        # Staging is made of maxima over chunks; sizes are rounded to whole bytes, so one byte less
+        # than the sum is safe.
+        fraction = problem.profile.optimizer.workspace_fraction
+        needs = [(state.staging, y) for _, state, y in self.each_state()]
+        pieces = self._maximum("piece", ((need.read_piece / unit, y) for need, y in needs))
+        widths = self._maximum("width", ((need.width / unit, y) for need, y in needs))
         workspace = self._maximum(
-            "workspace", (((o.workspace - 1) / unit, y) for _, o, y in self.each_state())
+            "workspace", (((need.workspace * fraction - 1) / unit, y) for need, y in needs)
         )
+        arriving = self._maximum("arriving", ((need.arriving / unit, y) for need, y in needs))
+        staging: Terms = [
+            (pieces, float(STAGING_PIECES)),
+            (widths, float(STAGING_PIECES * PIECE_ALIGNMENT)),
+            (workspace, 1.0),
+            (arriving, 2.0),
+        ]
         device_workspace = self._maximum(
             "device_workspace",
             (((o.device_workspace - 1) / unit, y) for _, o, y in self.each_state()),
@@ -109,8 +147,8 @@ class DecisionModel:
             stand(activation.stays, x)
         for _, state, y in self.each_state():
             stand(state.stays, y)
-        if problem.profile.hardware.device.kind == "cpu":
-            change[0] += [(staging, 1.0), (workspace, 1.0)]
+        if problem.settings.device == "cpu":
+            change[0] += staging
         change[self.end].append((device_workspace, 1.0))
         memory = self.per_slot("m")
         for t, m in enumerate(memory):
@@ -119,7 +157,7 @@ class DecisionModel:
             base = problem.profile.base_bytes / unit if t == 0 else 0.0
             terms = [(m, 1.0), *before, *((x, -size) for x, size in change[t])]
             self.row(f"static_{self.slot_name(t)}", terms, pulp.LpConstraintEQ, base)
-        self._add_tiers(staging, workspace)
+        self._add_tiers(staging)
         return memory
 
     def _maximum(
@@ -140,28 +178,19 @@ class DecisionModel:
                 )
         return largest
 
-    def _add_tiers(self, staging: pulp.LpVariable, workspace: pulp.LpVariable) -> None:
-        device, unit = self.problem.profile.hardware.device.kind, self.byte_unit
+    def _add_tiers(self, staging: Terms) -> None:
         for tier, limit in self.problem.tiers.items():
             # States, swapped activations and gradients in passing fit the tier's budget.
             terms = self.tier_terms(tier)
-            if tier == "host" and device != "cpu":
-                terms += [(staging, 1.0), (workspace, 1.0)]
-            self.row(f"budget_{tier}", terms, pulp.LpConstraintLE, limit / unit)
+            if tier == "host" and self.problem.settings.device != "cpu":
+                terms += staging
+            self.row(f"budget_{tier}", terms, pulp.LpConstraintLE, limit / self.byte_unit)
 
     def tier_terms(self, tier: TierName) -> Terms:
         """Bytes on a tier below the device, staging apart."""
-        device = self.problem.profile.hardware.device.kind
-        terms: Terms = []
-        for number, options in enumerate(self.problem.options):
-            # Option 0, keep and persistent, takes nothing below the device.
-            for k, x in enumerate(self.activations[number]):
-                size = options.tier_bytes(tier, activation=k, state=0, device=device)
-                terms.append((x, size / self.byte_unit))
-            for k, y in enumerate(self.states[number]):
-                size = options.tier_bytes(tier, activation=0, state=k, device=device)
-                terms.append((y, size / self.byte_unit))
-        return [(variable, size) for variable, size in terms if size]
+        sizes = [(x, o.tier_bytes.get(tier, 0)) for _, o, x in self.each_activation()]
+        sizes += [(y, o.tier_bytes.get(tier, 0)) for _, o, y in self.each_state()]
+        return [(variable, size / self.byte_unit) for variable, size in sizes if size]
 
     # Reading and writing
 
@@ -171,16 +200,6 @@ class DecisionModel:
             ([values[x.name] for x in xs], [values[y.name] for y in ys])
             for xs, ys in zip(self.activations, self.states, strict=True)
         ]
-
-    def start(self, choice: Choice) -> dict[str, float]:
-        """The binaries of a choice, to begin a search with."""
-        values: dict[str, float] = {}
-        for unit, (activation, state) in enumerate(choice):
-            for k, x in enumerate(self.activations[unit]):
-                values[x.name] = float(k == activation)
-            for k, y in enumerate(self.states[unit]):
-                values[y.name] = float(k == state)
-        return values
 
     def write_lp(self, path: Path) -> None:
         """The model in the readable `.lp` format."""

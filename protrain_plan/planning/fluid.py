@@ -19,7 +19,7 @@ bounds the seconds of every plan within the budgets (a test holds this).
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -55,10 +55,15 @@ class _Lane(NamedTuple):
     """A lane beside compute, the link that it shares, and what runs on it."""
 
     name: str
-    tier: TierName | None
+    tier: TierName | None  # None: the optimizer on the host
     duplex: float
     contention: Contention
     flows: list[_Flow]
+
+
+def _work(lane: _Lane, slot: int, factor: float) -> Terms:
+    """`factor` times the seconds that a lane works beside a slot's compute."""
+    return [(f.compute[slot], factor * f.rate / lane.contention.lane) for f in lane.flows]
 
 
 def _rates(running: Sequence[_Lane]) -> tuple[float, dict[str, float]]:
@@ -73,14 +78,73 @@ def _rates(running: Sequence[_Lane]) -> tuple[float, dict[str, float]]:
 
 
 class Fluid(DecisionModel):
-    """Decisions, memory, transfers and time of one problem; minimises the step's seconds."""
+    """Decisions, memory, transfers and time of one problem; minimises the step's seconds.
+
+    With micro-batches there are two phases with the same decisions: the last one, with the update,
+    and those before it.
+    """
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self.second_unit = sum(
-            options.activations[0].forward_s + options.activations[0].backward_s
+            min(o.forward_s + o.backward_s for o in options.activations)
             for options in problem.options
         )
+        static = self.add_memory()
+        before = problem.settings.micro_batches - 1
+        self.phases = [_Phase(self, static, "", updating=True)]
+        if before:
+            self.phases.append(_Phase(self, static, "micro_", updating=False))
+        self.weights = [1.0, float(before)][: len(self.phases)]
+        self.count_units()
+        self.minimise_seconds()
+
+    def minimise_seconds(self) -> None:
+        """The step's seconds alone: what bounds are made of."""
+        self.pulp.setObjective(pulp.LpAffineExpression(self._weighted(_Phase.seconds)))
+
+    def prefer_few_moves(self) -> None:
+        """Among equally fast solutions, those that stall and move least; for choices, no bounds."""
+        self.pulp.setObjective(pulp.LpAffineExpression(self._weighted(_Phase.seconds_and_moves)))
+
+    def _weighted(self, terms: Callable[["_Phase"], Terms]) -> Terms:
+        return [
+            (variable, factor * weight)
+            for phase, weight in zip(self.phases, self.weights, strict=True)
+            for variable, factor in terms(phase)
+        ]
+
+    def set_margin(self, margin: float) -> None:
+        """Leave a fraction of the device's budget free, for what the model does not see."""
+        for phase in self.phases:
+            for row in phase.memory_rows:
+                row.changeRHS(1.0 - margin)
+
+    def minimise_memory(self, limit_s: float) -> None:
+        """Ask for the least budget of the device, in the model's own bytes, within `limit_s`."""
+        budget = self.variable("budget")
+        for phase in self.phases:
+            for row in phase.memory_rows:
+                row.expr.addterm(budget, -1.0)
+                row.changeRHS(0.0)
+        # The step's seconds.
+        self.row("seconds", self._weighted(_Phase.seconds), LE, limit_s / self.second_unit)
+        self.pulp.setObjective(pulp.LpAffineExpression([(budget, 1.0)]))
+
+    def lower_bound_seconds(self, objective: float) -> float:
+        """The bound on every plan's seconds that a bound on the objective implies."""
+        return max(0.0, objective * self.second_unit * (1 - BOUND_TOLERANCE))
+
+
+class _Phase:
+    """One forward and backward: transfers and time of a model's decisions."""
+
+    def __init__(
+        self, model: Fluid, static: list[pulp.LpVariable], prefix: str, *, updating: bool
+    ) -> None:
+        self.model, self.problem, self.end = model, model.problem, model.end
+        self.prefix, self.updating = prefix, updating
+        self.byte_unit, self.second_unit = model.byte_unit, model.second_unit
         self.memory_rows: list[pulp.LpConstraint] = []
         self.stall, self.compute = self.per_slot("s"), self.per_slot("d")
         self.fetched: dict[TierName, _Flow] = {}  # by tier
@@ -89,13 +153,24 @@ class Fluid(DecisionModel):
         self.writes: _Flow | None = None  # to disk
         self.updates: _Flow | None = None
         self.held_per_written = 0.0
-        static = self.add_memory()
         self._add_flows()
         self._add_lanes()
         self._add_compute()
-        self._add_chains()
+        if updating:
+            self._add_chains()
         self._add_limits(static)
-        self.minimise_seconds()
+
+    def slot_name(self, slot: int) -> str:
+        return self.model.slot_name(slot)
+
+    def variable(self, name: str) -> pulp.LpVariable:
+        return self.model.variable(f"{self.prefix}{name}")
+
+    def per_slot(self, name: str) -> list[pulp.LpVariable]:
+        return self.model.per_slot(f"{self.prefix}{name}")
+
+    def row(self, name: str, terms: Terms, sense: int, right: float = 0.0) -> pulp.LpConstraint:
+        return self.model.row(f"{self.prefix}{name}", terms, sense, right)
 
     def _flow(self, names: str, rate: float) -> _Flow:
         stall, compute, waiting = names.split()
@@ -110,22 +185,29 @@ class Fluid(DecisionModel):
             up = unit / link.read_bytes_per_s / seconds
             self.fetched[name] = self._flow(f"hs_{name} hc_{name} J_{name}", up)
             self.leaving[name] = self._flow(f"os_{name} oc_{name} Q_{name}", down)
-            if name == "disk":
+            if name == "disk" and self.updating:
                 self.reads = self._flow("rs rc R", up)
                 self.writes = self._flow("ws wc W", down)
         if hardware.tiers:
             self.updates = self._flow("us uc P", 1.0)
-        for _, activation, x in self.each_activation():
+        adding = self.problem.settings.micro_batches > 1
+        for _, activation, x in self.model.each_activation():
             if activation.swap_in and activation.swap_out:
                 fetch, leaving = activation.swap_in, activation.swap_out
                 self.fetched[fetch.tier].amounts[fetch.slot].append((x, fetch.bytes / unit))
                 self._leave(self.leaving[leaving.tier], leaving, x)
         held_per_written: list[float] = []
-        for _, state, y in self.each_state():
+        for unit_index, state, y in self.model.each_state():
             for fetch in state.fetches:
                 self.fetched[fetch.tier].amounts[fetch.slot].append((y, fetch.bytes / unit))
             if state.gradients:
                 self._leave(self.leaving[state.gradients.tier], state.gradients, y)
+            if state.gradients and adding:
+                assert self.updates
+                slot = self.end - 1 - unit_index
+                self.updates.amounts[slot].append((y, state.update_s / seconds))
+            if not self.updating:
+                continue
             if state.update_s:
                 assert self.updates
                 self.updates.amounts[state.update_slot].append((y, state.update_s / seconds))
@@ -199,7 +281,7 @@ class Fluid(DecisionModel):
         return reads, writes
 
     def _add_compute(self) -> None:
-        """Compute's time is divided among the sets of lanes that run beside it.
+        """Compute's time is divided among the sets of lanes that slow it down and run beside it.
 
         While a set S runs, compute progresses at the product of its lanes' contention factors, and
         a lane at its own factor, times `duplex` where both directions of its link are in S. With
@@ -208,15 +290,18 @@ class Fluid(DecisionModel):
 
             d_t = sum over S of r_St,   compute_t <= sum of rate_S · r_St,
             work of lane l in t <= sum over S with l of rate_Sl · r_St
+
+        Lanes that leave compute alone take up no time of it; their links' rows are those of stalls.
         """
         seconds: list[Terms] = [[] for _ in range(self.end + 1)]
-        for unit, activation, x in self.each_activation():
+        for unit, activation, x in self.model.each_activation():
             seconds[unit].append((x, activation.forward_s / self.second_unit))
             seconds[self.end - 1 - unit].append((x, activation.backward_s / self.second_unit))
-        for _, state, y in self.each_state():
-            if state.device_s:
+        for _, state, y in self.model.each_state():
+            if state.device_s and self.updating:
                 seconds[self.end].append((y, state.device_s / self.second_unit))
-        lanes = self._lanes()
+        all_lanes = self._lanes()
+        lanes = [lane for lane in all_lanes if lane.contention.compute < 1]
         sets = [
             tuple(lane for lane in lanes if number >> lanes.index(lane) & 1)
             for number in range(1 << len(lanes))
@@ -236,6 +321,25 @@ class Fluid(DecisionModel):
                     if lane.name in by_lane
                 ]
                 self.row(f"beside_{lane.name}_{slot}", terms, LE)
+        self._add_links_beside_compute([lane for lane in all_lanes if lane not in lanes], lanes)
+
+    def _add_links_beside_compute(self, quiet: list[_Lane], slowing: list[_Lane]) -> None:
+        """What `quiet` lanes do during compute, and whichever lane shares a link with them."""
+        for lane in quiet:
+            others = [o for o in (*quiet, *slowing) if o is not lane and o.tier == lane.tier]
+            k = min(1.0, 1 / lane.duplex - 1)
+            pairs = [(lane, other) for other in others] if lane.tier else [(lane, None)]
+            for one, other in pairs:
+                for t in range(self.end + 1):
+                    for first, second, word in ((1.0, k, ""), (k, 1.0, "_shared")):
+                        terms = _work(one, t, first)
+                        if other:
+                            terms += _work(other, t, second)
+                        elif word:
+                            continue
+                        # Work during compute takes no longer than compute.
+                        name = f"beside_{one.name}{word}_{self.slot_name(t)}"
+                        self.row(name, [*terms, (self.compute[t], -1.0)], LE)
 
     def _lanes(self) -> list[_Lane]:
         hardware, lanes = self.problem.profile.hardware, []
@@ -267,12 +371,12 @@ class Fluid(DecisionModel):
             terms = [(after[t], 1.0), (after[following], -1.0)]
             terms += [(y, -size) for y, size in updates.amounts[t]]
             self.row(f"updates_from_{name}", terms, EQ)
-        for _, state, y in self.each_state():
+        for _, state, y in self.model.each_state():
             if not state.update_s:
                 continue
             # The update of a slot, and all updates behind it in the lane, wait for its gradients.
             t, waits = state.update_slot, 0.0
-            if state.gradients:
+            if state.gradients and self.problem.settings.updates == "in backward":
                 flow = self.leaving[state.gradients.tier]
                 waits = state.gradients.bytes / self.byte_unit * flow.rate
             name = f"tail_{y.name}"
@@ -316,13 +420,12 @@ class Fluid(DecisionModel):
                     terms.append((flow.stall[t], -held))
             self.memory_rows.append(self.row(f"memory_{self.slot_name(t)}", terms, LE, 1.0))
 
-    def minimise_seconds(self) -> None:
-        """The step's seconds alone: what bounds are made of."""
-        total = [(v, 1.0) for v in (*self.stall, *self.compute)]
-        self.pulp.setObjective(pulp.LpAffineExpression(total))
+    def seconds(self) -> Terms:
+        """The seconds of the phase."""
+        return [(variable, 1.0) for variable in (*self.stall, *self.compute)]
 
-    def prefer_few_moves(self) -> None:
-        """Among equally fast solutions, those that stall and move least; for choices, no bounds."""
+    def seconds_and_moves(self) -> Terms:
+        """The same, and a little of all that moves."""
         flows = [*self.fetched.values(), *self.leaving.values(), self.updates]
         few = [
             (variable, 1e-3 * flow.rate)
@@ -330,14 +433,5 @@ class Fluid(DecisionModel):
             if flow
             for variable in (*flow.stall, *flow.compute)
         ]
-        total = [(v, 1.0) for v in self.compute] + [(v, 1.0 + 1e-3) for v in self.stall]
-        self.pulp.setObjective(pulp.LpAffineExpression(total + few))
-
-    def set_margin(self, margin: float) -> None:
-        """Leave a fraction of the device's budget free, for what the model does not see."""
-        for row in self.memory_rows:
-            row.changeRHS(1.0 - margin)
-
-    def lower_bound_seconds(self, objective: float) -> float:
-        """The bound on every plan's seconds that a bound on the objective implies."""
-        return max(0.0, objective * self.second_unit * (1 - BOUND_TOLERANCE))
+        compute = [(variable, 1.0) for variable in self.compute]
+        return [*compute, *((variable, 1.0 + 1e-3) for variable in self.stall), *few]

@@ -4,29 +4,27 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from protrain_plan.planning.problem import Choice, Problem
-from protrain_plan.planning.schedule import Rule, fill
-from protrain_plan.records.plan import Persistent, UnitPlan
-from protrain_plan.simulation.memory import compile_units
+from protrain_plan.planning.schedule import Rule, fill, plans_of
+from protrain_plan.records.plan import Persistent, Schedule, UnitPlan
 from protrain_plan.simulation.timeline import simulated_seconds
 
 ALL = 1 << 20
 """A depth that no lead reaches."""
 
-FULL_GRID = tuple(
-    Rule(depth, window) for depth in (1, 0, 2, 3, 4, 6, 9, 14, ALL) for window in (0, 1, 2, 4, ALL)
-)
-"""Every rule that the best decisions are tried with."""
+DEPTHS = (0, 1, 2, 3, 4, 6, 9, 14, ALL)
+WINDOWS = (0, 0.25, 0.5, 1, 2, 4, ALL)
 
 QUICK_GRID = (Rule(3, 1), Rule(ALL, 1))
 """The rules that decisions are compared with during local search."""
 
 
 class Judged(NamedTuple):
-    """Decisions with their best schedule."""
+    """Decisions with their best schedule, and the rule that made it."""
 
     seconds: float
     stall_s: float
     choice: Choice
+    rule: Rule
     plans: tuple[UnitPlan, ...]
 
 
@@ -35,8 +33,8 @@ class Judge:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.num_moves = 0
-        self._seen: dict[Choice, dict[tuple[UnitPlan, ...], Judged]] = {}
+        self.num_simulations = 0
+        self._seen: dict[Choice, dict[tuple[Schedule, ...], Judged]] = {}
 
     def judge(
         self,
@@ -45,7 +43,7 @@ class Judge:
         rules: Sequence[Rule] = QUICK_GRID,
         faster_than_s: float = float("inf"),
     ) -> Judged | None:
-        """The fastest schedule of `choice` under `rules`, the first of equals.
+        """The fastest schedule of `choice` under `rules`, and under those it was tried with before.
 
         None where the choice exceeds a budget, or can at best reach `faster_than_s`.
         """
@@ -59,17 +57,43 @@ class Judge:
             return None
         seen = self._seen.setdefault(choice, {})
         for rule in rules if moves_anything(problem, choice) else rules[:1]:
-            plans = tuple(fill(problem, choice, list(free), rule))
-            if plans not in seen:
-                seen[plans] = self._simulated(choice, plans)
+            schedules = fill(problem, choice, list(free), rule)
+            if schedules not in seen:
+                seen[schedules] = self._simulated(choice, rule, schedules)
         return min(seen.values(), key=lambda judged: judged.seconds)
 
-    def _simulated(self, choice: Choice, plans: tuple[UnitPlan, ...]) -> Judged:
-        problem = self.problem
-        program = compile_units(plans, problem.profile, piece_bytes=problem.piece_bytes)
-        self.num_moves += len(program.moves) + len(program.slots)
-        seconds, stall = simulated_seconds(program, plans, problem.profile)
-        return Judged(seconds, stall, choice, plans)
+    def judge_well(self, choice: Choice, *, rule: Rule = QUICK_GRID[0]) -> Judged | None:
+        """The fastest schedule of `choice` under a search over rules that starts at `rule`.
+
+        Depths and windows in turn, until neither gives a faster one.
+        """
+        best = self.judge(choice, rules=(rule,))
+        if best is None or not moves_anything(self.problem, choice):
+            return best
+        before = None
+        while before is None or best.seconds < before:
+            before = best.seconds
+            windows = [Rule(best.rule.depth, window) for window in WINDOWS]
+            best = self.judge(choice, rules=windows) or best
+            depths = [Rule(depth, best.rule.window) for depth in DEPTHS]
+            best = self.judge(choice, rules=depths) or best
+        return best
+
+    def _simulated(self, choice: Choice, rule: Rule, schedules: tuple[Schedule, ...]) -> Judged:
+        plans = plans_of(self.problem, choice, schedules)
+        seconds, stall = step_seconds(self.problem, plans)
+        self.num_simulations += 1
+        return Judged(seconds, stall, choice, rule, plans)
+
+
+def step_seconds(problem: Problem, plans: Sequence[UnitPlan]) -> tuple[float, float]:
+    """A step's simulated seconds and those of its stalls, over all its micro-batches."""
+    seconds, stall = simulated_seconds(problem.program(plans), plans, problem.profile)
+    if before := problem.settings.micro_batches - 1:
+        program = problem.program(plans, updating=False)
+        more, more_stall = simulated_seconds(program, plans, problem.profile)
+        seconds, stall = seconds + before * more, stall + before * more_stall
+    return seconds, stall
 
 
 def least_seconds(problem: Problem, choice: Choice) -> float:
@@ -78,30 +102,37 @@ def least_seconds(problem: Problem, choice: Choice) -> float:
     Updates and what comes with them start after the first backward slot.
     """
     activations, states = problem.chosen(choice)
-    forward = sum(option.forward_s for option in activations) + activations[-1].backward_s
-    compute = sum(option.forward_s + option.backward_s for option in activations)
-    bounds = [compute + sum(state.device_s for state in states)]
-    bounds.append(forward + sum(state.update_s for state in states))
+    forward = compute = 0.0
+    read = dict.fromkeys(problem.tiers, 0)
+    written = dict.fromkeys(problem.tiers, 0)
+    for option in activations:
+        forward += option.forward_s
+        compute += option.forward_s + option.backward_s
+        if option.swap_in and option.swap_out:
+            read[option.swap_in.tier] += option.swap_in.bytes
+            written[option.swap_out.tier] += option.swap_out.bytes
+    forward += activations[-1].backward_s
+    device_s = update_s = 0.0
+    states_read = states_written = 0
+    for state in states:
+        device_s += state.device_s
+        update_s += state.update_s
+        states_read += state.read_bytes
+        states_written += state.write_bytes
+        for fetch in state.fetches:
+            read[fetch.tier] += fetch.bytes
+        if state.gradients:
+            written[state.gradients.tier] += state.gradients.bytes
+    micro_batches = problem.settings.micro_batches
+    before = compute * (micro_batches - 1)  # seconds of the micro-batches before the last
+    bounds = [before + compute + device_s, before + forward + update_s]
     for tier in problem.profile.hardware.tiers:
-        read = sum(f.bytes for state in states for f in state.fetches if f.tier == tier.name)
-        read += sum(
-            a.swap_in.bytes for a in activations if a.swap_in and a.swap_in.tier == tier.name
-        )
-        written = 0
-        for activation in activations:
-            if activation.swap_out and activation.swap_out.tier == tier.name:
-                written += activation.swap_out.bytes
-        for state in states:
-            if state.gradients and state.gradients.tier == tier.name:
-                written += state.gradients.bytes
+        down, up = tier.link.write_bytes_per_s, tier.link.read_bytes_per_s
         if tier.name == "disk":
-            states_read = sum(state.read_bytes for state in states)
-            states_written = sum(state.write_bytes for state in states)
-            read, written = read + states_read, written + states_written
-            bounds.append(forward + states_written / tier.link.write_bytes_per_s)
-            bounds.append(forward + states_read / tier.link.read_bytes_per_s)
-        bounds.append(read / tier.link.read_bytes_per_s)
-        bounds.append(written / tier.link.write_bytes_per_s)
+            bounds.append(before + forward + states_written / down)
+            bounds.append(before + forward + states_read / up)
+        bounds.append(micro_batches * read[tier.name] / up)
+        bounds.append(micro_batches * written[tier.name] / down)
     return max(bounds)
 
 

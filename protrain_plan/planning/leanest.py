@@ -12,20 +12,31 @@ import pulp
 from protrain_plan.planning.candidates import plain_choices
 from protrain_plan.planning.decision_model import DecisionModel, Terms
 from protrain_plan.planning.problem import Choice, Problem
+from protrain_plan.planning.rounding import roundings
 from protrain_plan.planning.solver import solve
 from protrain_plan.records.hardware import TierName
 
 MAX_NODES = 300
+COUNTED = 3
+"""Equal units from which on their numbers are worth a model of their own."""
+
+CERTAIN = 1e-4
+"""The part of the least bytes that may be left unproven..."""
+
+MANY, NEARLY = 60, 1e-2
+"""... and the same for so many units, where the search for more takes a minute."""
+
 TIE_BREAK = 1e-9
 """What a plain decision is worth, in fractions of about the peak: less than it can matter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leanest:
-    """Decisions, and the bytes that they need of the tier."""
+    """Decisions, and the bytes that they need of the tier; none need less than `proven_bytes`."""
 
     choice: Choice
     bytes: int
+    proven_bytes: int
 
 
 def leanest(
@@ -34,22 +45,27 @@ def leanest(
     of: Literal["device"] | TierName = "device",
 ) -> Leanest | None:
     """The decisions that need least of a tier while all others' budgets are met; None: none do."""
+    # Whole numbers of units decide, unless their orders matter.
+    if any(len(units) >= COUNTED for units in problem.classes):
+        found = _leanest(problem, of, 1.0, counted=True)
+        certain = CERTAIN if problem.count < MANY else NEARLY
+        if found and found.bytes <= found.proven_bytes * (1 + certain):
+            return found
     # The solver may overstep a limit by its tolerance: then a little less is asked for.
     for slack in (0.0, 3e-7, 3e-6):
-        found = _leanest(problem, of, 1.0 - slack)
-        if found is None:
-            return None
-        others = {tier: limit for tier, limit in problem.tiers.items() if tier != of}
-        within = all(
-            problem.tier_use(tier, found.choice) <= limit for tier, limit in others.items()
-        )
-        if within and (of == "device" or max(problem.static_bytes(found.choice)) <= problem.device):
+        found = _leanest(problem, of, 1.0 - slack, counted=False)
+        if found:
             return found
     return None
 
 
-def _leanest(problem: Problem, of: Literal["device"] | TierName, part: float) -> Leanest | None:
-    """The same, within `part` of every limit."""
+def _leanest(
+    problem: Problem, of: Literal["device"] | TierName, part: float, *, counted: bool
+) -> Leanest | None:
+    """The same, within `part` of every limit.
+
+    With whole decisions, or (`counted`) with whole numbers of units per option.
+    """
     limit = problem.device * part
     # The answer does not depend on the budget of the tier asked for: neither may the model's scale.
     scale = min(max(problem.static_bytes(choice)) for choice in plain_choices(problem))
@@ -76,15 +92,28 @@ def _leanest(problem: Problem, of: Literal["device"] | TierName, part: float) ->
     # Among equally lean decisions, those that keep and persist most, and move least.
     plain = [(xs[0], -TIE_BREAK) for xs in (*model.activations, *model.states)]
     model.pulp.setObjective(pulp.LpAffineExpression([(peak, 1.0), *plain]))
+    if counted:
+        model.count_units()
     answer = solve(model.pulp, integer=True, max_nodes=MAX_NODES, gap=1e-9)
     if not answer.values:
         return None
-    choice = tuple(
-        (
-            max(range(len(activations)), key=lambda k: activations[k]),
-            max(range(len(states)), key=lambda k: states[k]),
-        )
-        for activations, states in model.choice_values(answer.values)
-    )
-    needed = max(problem.static_bytes(choice)) if of == "device" else problem.tier_use(of, choice)
-    return Leanest(choice=choice, bytes=needed)
+    # What the solver proved, less its tolerance and what the tie-break may have taken off.
+    proven = 0.0
+    if answer.bound > 0:
+        proven = (answer.bound - 1e-8 * problem.count) * model.byte_unit * (1 - 1e-6)
+    found: list[Leanest] = []
+    for choice in roundings(problem, model.choice_values(answer.values)):
+        if not _meets(problem, choice, of):
+            continue
+        static = max(problem.static_bytes(choice))
+        needed = static if of == "device" else problem.tier_use(of, choice)
+        bound = max(0, min(int(proven), needed))
+        found.append(Leanest(choice=choice, bytes=needed, proven_bytes=bound))
+    return min(found, key=lambda lean: lean.bytes, default=None)
+
+
+def _meets(problem: Problem, choice: Choice, of: Literal["device"] | TierName) -> bool:
+    """Whether a choice is within all budgets but the one asked for."""
+    others = {tier: limit for tier, limit in problem.tiers.items() if tier != of}
+    within = all(problem.tier_use(tier, choice) <= limit for tier, limit in others.items())
+    return within and (of == "device" or max(problem.static_bytes(choice)) <= problem.device)

@@ -4,15 +4,12 @@ Every number comes from the functions that the simulator uses; nothing is modell
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import NamedTuple, assert_never
 
-from protrain_plan.program import (
-    num_pieces,
-    residencies,
-    updated_in_place,
-)
-from protrain_plan.records.hardware import DeviceKind, Hardware, TierName
+from protrain_plan.program import Settings, gradient_home, residencies
+from protrain_plan.records.hardware import Hardware, TierName
 from protrain_plan.records.plan import (
     Activations,
     Buffer,
@@ -24,16 +21,19 @@ from protrain_plan.records.plan import (
     Swap,
     SwapInput,
 )
-from protrain_plan.records.profile import Form, Profile, Unit
+from protrain_plan.records.profile import Profile, Unit
 from protrain_plan.simulation.memory import (
+    Staging,
     activation_bytes,
     activation_holdings,
     activation_tier_bytes,
     chunk_holdings,
-    chunk_size,
+    chunk_staging,
     chunk_tier_bytes,
-    staging_buffer_bytes,
+    in_place_bytes,
 )
+
+NO_STAGING = Staging()
 
 
 class Stay(NamedTuple):
@@ -45,21 +45,37 @@ class Stay(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """Bytes that a slot needs from a tier; they cannot be fetched before slot `earliest`."""
+    """Bytes that a slot needs from a tier; they cannot be fetched before slot `earliest`.
+
+    `pieces` are the same bytes in parts that may come one slot apart.
+    """
 
     tier: TierName
     slot: int
     earliest: int
-    bytes: int
+    pieces: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.pieces)
 
 
 class Leaving(NamedTuple):
-    """Bytes that a slot leaves to be moved to a tier; `held` stand on the device until then."""
+    """Bytes that a slot leaves to be moved to a tier.
+
+    Its parts may leave one slot apart: `pieces` are the sizes by which a plan's fractions name
+    them, and `held_pieces` the bytes of each that stand on the device until then.
+    """
 
     tier: TierName
     slot: int
     bytes: int
-    held: int
+    pieces: tuple[int, ...]
+    held_pieces: tuple[int, ...]
+
+    @property
+    def held(self) -> int:
+        return sum(self.held_pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +91,7 @@ class ActivationOption:
     stays: tuple[Stay, ...]
     swap_in: Fetch | None
     swap_out: Leaving | None
+    tier_bytes: dict[TierName, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +105,9 @@ class StateOption:
     write_bytes    what the update writes back to disk
     update_s       seconds of the optimizer on the host
     device_s       seconds of the optimizer on the device, after the last slot
-    read_piece     bytes of its largest piece of states that is read from disk
-    state_width    bytes of optimizer states per parameter, where they are read from disk
-    workspace      bytes of the host step's workspace for its largest piece
-    device_workspace   the same for the device's step
+    staging        what the host's step asks of the memory that it runs in
+    device_workspace   bytes of the workspace of the device's step
+    tier_bytes     what it takes of the tiers below the device, staging apart
     """
 
     decision: Placement
@@ -104,33 +120,21 @@ class StateOption:
     write_bytes: int = 0
     update_s: float = 0.0
     device_s: float = 0.0
-    read_piece: int = 0
-    state_width: int = 0
-    workspace: float = 0.0
+    staging: Staging = NO_STAGING
     device_workspace: float = 0.0
-
-    @property
-    def staging(self) -> int:
-        """Bytes of the staging buffers that this option needs."""
-        return staging_buffer_bytes(read_piece=self.read_piece, state_width=self.state_width)
+    tier_bytes: dict[TierName, int] = field(default_factory=dict[TierName, int])
 
 
 @dataclass(frozen=True, slots=True)
 class UnitOptions:
-    """Everything that a unit may do. The first of each is the plain one: keep, persistent."""
+    """Everything that a unit may do; without pins, keep and persistent come first."""
 
     unit: Unit
     activations: tuple[ActivationOption, ...]
     states: tuple[StateOption, ...]
 
-    def tier_bytes(self, tier: TierName, *, activation: int, state: int, device: DeviceKind) -> int:
-        """What the options with these numbers take of a tier, staging apart."""
-        return activation_tier_bytes(
-            tier, self.activations[activation].decision, self.unit
-        ) + chunk_tier_bytes(tier, self.states[state].decision, self.unit, device)
 
-
-def unit_options(profile: Profile, *, piece_bytes: int) -> tuple[UnitOptions, ...]:
+def unit_options(profile: Profile, settings: Settings) -> tuple[UnitOptions, ...]:
     """The options of every unit, in execution order."""
     count = len(profile.units)
     return tuple(
@@ -141,8 +145,8 @@ def unit_options(profile: Profile, *, piece_bytes: int) -> tuple[UnitOptions, ..
                 for decision in _activations(unit, profile.hardware)
             ),
             states=tuple(
-                _state_option(index, decision, profile, piece_bytes)
-                for decision in _placements(unit, profile.hardware, count)
+                _state_option(index, decision, profile, settings)
+                for decision in _placements(unit, profile.hardware, count, settings)
             ),
         )
         for index, unit in enumerate(profile.units)
@@ -150,26 +154,31 @@ def unit_options(profile: Profile, *, piece_bytes: int) -> tuple[UnitOptions, ..
 
 
 def _activations(unit: Unit, hardware: Hardware) -> Iterator[Activations]:
-    forms: dict[Form, int] = {cost.form: cost.swappable_bytes for cost in unit.forms}
-    yield Keep()
-    if "full" in forms:
-        yield Recompute()
-    for tier in hardware.tiers:
-        if forms["keep"] > 0:
-            yield Swap(tier=tier.name)
-        if forms.get("full", 0) > 0:
-            yield SwapInput(tier=tier.name)
+    for cost in unit.forms:
+        if cost.form == "keep":
+            yield Keep()
+        else:
+            yield Recompute(form=cost.form)
+        for tier in hardware.tiers:
+            if cost.swappable_bytes <= 0:
+                continue
+            if cost.form == "keep":
+                yield Swap(tier=tier.name)
+            else:
+                yield SwapInput(tier=tier.name, form=cost.form)
 
 
-def _placements(unit: Unit, hardware: Hardware, count: int) -> Iterator[Placement]:
+def _placements(
+    unit: Unit, hardware: Hardware, count: int, settings: Settings
+) -> Iterator[Placement]:
     yield Persistent()
     if not unit.used_by:
         return
     names = [tier.name for tier in hardware.tiers]
     for name in names:
-        if "host" not in names and not updated_in_place(Offload(tier=name), hardware.device.kind):
-            continue  # the optimizer of this chunk would run in host memory
         offload, buffer = Offload(tier=name), Buffer(tier=name)
+        if gradient_home(offload, settings) == "host" and "host" not in names:
+            continue  # the optimizer of this chunk would run in host memory
         yield offload
         if residencies(offload, unit.used_by, count) != residencies(buffer, unit.used_by, count):
             yield buffer
@@ -179,6 +188,7 @@ def _activation_option(
     index: int, decision: Activations, unit: Unit, count: int
 ) -> ActivationOption:
     cost, swapped, tier = activation_bytes(decision, unit)
+    pieces = cost.swap_pieces or (swapped,)
     served = 2 * count - 1 - index
     return ActivationOption(
         decision=decision,
@@ -188,19 +198,20 @@ def _activation_option(
             Stay(held.first, held.last, held.bytes)
             for held in activation_holdings(index, decision, unit, count)
         ),
-        swap_in=Fetch(tier, served, index + 1, swapped) if tier else None,
-        swap_out=Leaving(tier, index, swapped, swapped) if tier else None,
+        swap_in=Fetch(tier, served, index + 1, pieces) if tier else None,
+        swap_out=Leaving(tier, index, swapped, pieces, pieces) if tier else None,
+        tier_bytes={tier: activation_tier_bytes(tier, decision, unit)} if tier else {},
     )
 
 
 def _state_option(
-    index: int, decision: Placement, profile: Profile, piece_bytes: int
+    index: int, decision: Placement, profile: Profile, settings: Settings
 ) -> StateOption:
     unit, count = profile.units[index], len(profile.units)
-    optimizer, device = profile.optimizer, profile.hardware.device.kind
+    optimizer = profile.optimizer
     stays = tuple(
         Stay(held.first, held.last, held.bytes)
-        for held in chunk_holdings(index, decision, unit, count)
+        for held in chunk_holdings(index, decision, unit, count, settings)
         if held.first <= held.last
     )
     match decision:
@@ -219,37 +230,41 @@ def _state_option(
             assert_never(decision)
     fetches: list[Fetch] = []
     earliest = 0
+    pieces = unit.parameter_pieces or (unit.parameter_bytes,)
     for stay in residencies(decision, unit.used_by, count):
-        fetches.append(Fetch(decision.tier, stay.first, earliest, unit.parameter_bytes))
+        fetches.append(Fetch(decision.tier, stay.first, earliest, pieces))
         earliest = stay.last + 1
+    tier_bytes: dict[TierName, int] = {}
+    for tier in profile.hardware.tiers:
+        if size := chunk_tier_bytes(tier.name, decision, unit, settings):
+            tier_bytes[tier.name] = size
+    plain = StateOption(
+        decision=decision, stays=stays, fetches=tuple(fetches), tier_bytes=tier_bytes
+    )
     if not unit.num_parameters:
-        return StateOption(decision=decision, stays=stays, fetches=tuple(fetches))
-    on_disk, in_place = decision.tier == "disk", updated_in_place(decision, device)
-    slot = 2 * count - 1 - index
-    read = unit.state_bytes if in_place else unit.state_bytes + unit.gradient_bytes
-    written = unit.state_bytes + unit.gradient_bytes
-    pieces = num_pieces(chunk_size(unit), piece_bytes) if on_disk else 1
-    largest = -(-unit.num_parameters // pieces)
-    fraction = largest / unit.num_parameters
-    read_piece = round(unit.state_bytes * fraction)
-    if not in_place:
-        read_piece += round(unit.gradient_bytes * fraction)
-    return StateOption(
-        decision=decision,
-        stays=stays,
-        fetches=tuple(fetches),
-        gradients=None
-        if in_place
-        else Leaving("host", slot, unit.gradient_bytes, unit.gradient_bytes),
-        in_place=Leaving(decision.tier, slot, written, unit.parameter_bytes + unit.gradient_bytes)
-        if in_place
-        else None,
-        update_slot=slot,
-        read_bytes=read if on_disk else 0,
-        write_bytes=written if on_disk else 0,
+        return plain
+    slot, last_slot = 2 * count - 1 - index, 2 * count - 1
+    home = gradient_home(decision, settings)
+    gradients = in_place = None
+    if home in ("host", "disk"):
+        sizes = unit.gradient_pieces or (unit.gradient_bytes,)
+        gradients = Leaving(home, slot, unit.gradient_bytes, sizes, sizes)
+    read = write = 0
+    if decision.tier == "disk":
+        write = unit.state_bytes + unit.gradient_bytes
+        read = unit.state_bytes + {"in place": 0, "disk": 2}.get(home, 1) * unit.gradient_bytes
+    if home == "in place":
+        parts = len(pieces)
+        cuts = [sum(pieces[:n]) / unit.parameter_bytes for n in range(parts)] + [1.0]
+        held = tuple(in_place_bytes(unit, share, settings) for share in pairwise(cuts))
+        in_place = Leaving(decision.tier, slot, write, pieces, held)
+    return replace(
+        plain,
+        gradients=gradients,
+        in_place=in_place,
+        update_slot=slot if settings.updates == "in backward" else last_slot,
+        read_bytes=read,
+        write_bytes=write,
         update_s=unit.num_parameters / optimizer.host_parameters_per_s,
-        read_piece=read_piece if on_disk else 0,
-        state_width=-(-unit.state_bytes // unit.num_parameters) if on_disk else 0,
-        workspace=(largest * unit.gradient_bytes // unit.num_parameters)
-        * optimizer.workspace_fraction,
+        staging=chunk_staging(decision, unit, settings),
     )

@@ -30,7 +30,9 @@ class Infeasible:
 
     The leanest plan within the other tiers' budgets needs `smallest_budget_bytes` of `tier`,
     counted like the budget itself (for the device: the context included). On the device that plan
-    is tightest in `slot`, where `occupants` stand: bytes by kind, the context among them.
+    is tightest in `slot`, where `occupants` stand: bytes by kind, the context among them. No plan
+    at all works below `proven_budget_bytes`. The largest batch and the largest sequence that fit
+    are for the profile grown in proportion; `None` where none fits, or where nobody asked.
     """
 
     tier: Literal["device"] | TierName
@@ -39,4 +41,7 @@ class Infeasible:
     budget_bytes: int
     shortfall_bytes: int
     smallest_budget_bytes: int
+    proven_budget_bytes: int
     advice: tuple[str, ...]
+    largest_batch_size: int | None = None
+    largest_seq_len: int | None = None

@@ -10,13 +10,45 @@ from protrain_plan.planning.options import (
     UnitOptions,
     unit_options,
 )
+from protrain_plan.planning.pins import Pin, pinned_options
+from protrain_plan.program import ChunkSize, Program, Settings, compile_plan
 from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import Budgets
+from protrain_plan.records.plan import (
+    Activations,
+    Budgets,
+    Keep,
+    Persistent,
+    Placement,
+    Schedule,
+    UnitPlan,
+    Updates,
+)
 from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import staging_buffer_bytes
+from protrain_plan.simulation.memory import chunk_size, total_staging
+
+MIN_PIECE_BYTES = 8 * 2**20
+"""Smaller pieces spend their time on starting."""
+
+MAX_PIECES_ON_DISK = 8
+"""More pieces per chunk overlap reading, updating and writing no better."""
 
 Choice = tuple[tuple[int, int], ...]
 """Per unit: the number of its activation option and of its state option."""
+
+
+def default_piece_bytes(profile: Profile) -> int:
+    """The piece in which optimizer states move, unless the user says otherwise.
+
+    On a CPU machine the staging buffers stand on the device: the smallest that is worth it. With
+    a device beside it, the largest chunk's states make up to `MAX_PIECES_ON_DISK` pieces.
+    """
+    if profile.hardware.device.kind == "cpu":
+        return MIN_PIECE_BYTES
+    largest = max(unit.state_bytes for unit in profile.units)
+    piece = MIN_PIECE_BYTES
+    while piece * MAX_PIECES_ON_DISK < largest:
+        piece *= 2
+    return piece
 
 
 @dataclass(frozen=True)
@@ -24,17 +56,32 @@ class Problem:
     """Bytes in `device` are for tensors: the context is taken off already."""
 
     profile: Profile
-    piece_bytes: int
+    settings: Settings
     device: int
     tiers: dict[TierName, int]
+    pins: tuple[Pin, ...] = ()
 
     @staticmethod
-    def of(profile: Profile, budgets: Budgets, *, piece_bytes: int) -> "Problem":
-        """What the budgets leave, and no more than the machine has."""
+    def of(
+        profile: Profile,
+        budgets: Budgets,
+        *,
+        piece_bytes: int | None = None,
+        updates: Updates = "in backward",
+        micro_batches: int = 1,
+        pins: Sequence[Pin] = (),
+    ) -> "Problem":
+        """What the budgets leave, and no more than the machine has below the device."""
         limits: dict[TierName, int] = {"host": budgets.host, "disk": budgets.disk}
         return Problem(
             profile=profile,
-            piece_bytes=piece_bytes,
+            settings=Settings(
+                device=profile.hardware.device.kind,
+                piece_bytes=piece_bytes or default_piece_bytes(profile),
+                updates=updates,
+                micro_batches=micro_batches,
+            ),
+            pins=tuple(pins),
             device=budgets.device - profile.hardware.device.context_bytes,
             tiers={
                 tier.name: min(tier.capacity_bytes, limits[tier.name])
@@ -44,7 +91,48 @@ class Problem:
 
     @cached_property
     def options(self) -> tuple[UnitOptions, ...]:
-        return unit_options(self.profile, piece_bytes=self.piece_bytes)
+        return pinned_options(unit_options(self.profile, self.settings), self.pins)
+
+    @cached_property
+    def _chunks(self) -> tuple[ChunkSize, ...]:
+        return tuple(chunk_size(unit) for unit in self.profile.units)
+
+    def program(self, plans: Sequence[UnitPlan], *, updating: bool = True) -> Program:
+        """The programme of `plans`; without `updating`, of a micro-batch before the last."""
+        return compile_plan(plans, self._chunks, self.settings, updating=updating)
+
+    @cached_property
+    def _described(self) -> tuple[UnitPlan, ...]:
+        """What the units are, as a plan says it, with nothing decided."""
+        units = self.profile.units
+        return tuple(
+            UnitPlan(
+                name=unit.name,
+                kind=unit.kind,
+                parameters=unit.parameters,
+                also_used_by=tuple(units[user].name for user in unit.used_by if user != index),
+                own_inputs=unit.own_inputs,
+                activations=Keep(),
+                states=Persistent(),
+            )
+            for index, unit in enumerate(units)
+        )
+
+    def unit_plan(
+        self, unit: int, activations: Activations, states: Placement, schedule: Schedule
+    ) -> UnitPlan:
+        """The plan of one unit with these decisions."""
+        described = self._described[unit]
+        return UnitPlan(
+            name=described.name,
+            activations=activations,
+            states=states,
+            schedule=schedule,
+            kind=described.kind,
+            parameters=described.parameters,
+            also_used_by=described.also_used_by,
+            own_inputs=described.own_inputs,
+        )
 
     @property
     def count(self) -> int:
@@ -64,7 +152,11 @@ class Problem:
                     unit.state_bytes,
                     bool(unit.used_by),
                     unit.forms,
+                    unit.parameter_pieces,
+                    len(self.options[index].activations),
                     len(self.options[index].states),
+                    self.options[index].activations[0].decision,
+                    self.options[index].states[0].decision,
                 )
                 if plain
                 else index
@@ -87,21 +179,14 @@ class Problem:
 
     def staging(self, states: Sequence[StateOption]) -> int:
         """Bytes of the staging buffers and of the host step's workspace."""
-        buffers = staging_buffer_bytes(
-            read_piece=max(state.read_piece for state in states),
-            state_width=max(state.state_width for state in states),
-        )
-        return buffers + round(max(state.workspace for state in states))
+        return total_staging([state.staging for state in states], self.profile)
 
     def tier_use(self, tier: TierName, choice: Choice) -> int:
         """What a choice takes of a tier below the device."""
-        device = self.profile.hardware.device.kind
-        total = sum(
-            options.tier_bytes(tier, activation=activation, state=state, device=device)
-            for options, (activation, state) in zip(self.options, choice, strict=True)
-        )
-        if tier == "host" and device != "cpu":
-            total += self.staging(self.chosen(choice)[1])
+        activations, states = self.chosen(choice)
+        total = sum(o.tier_bytes.get(tier, 0) for options in (activations, states) for o in options)
+        if tier == "host" and self.settings.device != "cpu":
+            total += self.staging(states)
         return total
 
     def within_tiers(self, choice: Choice) -> bool:
@@ -117,11 +202,11 @@ class Problem:
         activations, states = self.chosen(choice)
         change = [0] * (end + 2)
         change[0] = self.profile.base_bytes
-        for stays in (option.stays for options in (activations, states) for option in options):
+        for stays in (o.stays for options in (activations, states) for o in options):
             for first, last, size in stays:
                 change[first] += size
                 change[last + 1] -= size
-        if self.profile.hardware.device.kind == "cpu":
+        if self.settings.device == "cpu":
             change[0] += self.staging(states)
         change[end] += round(max(state.device_workspace for state in states))
         for state in states:

@@ -2,8 +2,8 @@
 
 import random
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from protrain_plan.planning.judging import Judge, Judged
 from protrain_plan.planning.problem import Choice, Problem
@@ -12,36 +12,57 @@ IMPROVEMENT = 1e-7
 """A step must be faster by this fraction to count: less is rounding in the simulator."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Effort:
-    """How much a search may do, in simulated moves and slots: the same on machines of all speeds.
+    """How long a search goes on, and when it is good enough.
 
-    The deadline only stops a search that would keep its user waiting.
+    gap_target    a plan this close to the bound is good enough (0.005: half a per cent)
+    enough_s      and so is one of as many seconds; a search that cannot get there is given up
+    time_limit_s  for people in a hurry: with a limit that strikes, the plan depends on the machine
+    seed          of the order in which changes are tried
+    stopped       asked often; true ends the search with the best plan so far
     """
 
-    moves: int
-    deadline: float  # of time.monotonic()
+    gap_target: float = 0.005
+    enough_s: float | None = None
+    time_limit_s: float | None = None
+    seed: int = 0
+    stopped: Callable[[], bool] = lambda: False
+    started: float = field(default_factory=time.monotonic)
 
-    def spent(self, judge: Judge, started: int) -> bool:
-        """Whether no further choice should be judged."""
-        return judge.num_moves - started >= self.moves or time.monotonic() > self.deadline
+    def spent(self) -> bool:
+        """Whether the search has to end now."""
+        return self.stopped() or self.left_s() <= 0
+
+    def left_s(self) -> float:
+        """Seconds until the time limit."""
+        if self.time_limit_s is None:
+            return float("inf")
+        return self.time_limit_s - (time.monotonic() - self.started)
 
 
 def improved(
-    problem: Problem, judge: Judge, best: Judged, *, effort: Effort, enough_s: float
+    problem: Problem,
+    judge: Judge,
+    best: Judged,
+    *,
+    effort: Effort,
+    max_simulations: int,
+    enough_s: float,
 ) -> Judged:
     """`best`, or what changes of few decisions make of it, until it takes `enough_s` or less."""
-    started = judge.num_moves
-    order = random.Random(0)
+    started = judge.num_simulations
+    order = random.Random(effort.seed)
     while True:
         before = best
         neighbours = list(_neighbours(problem, best.choice))
         order.shuffle(neighbours)  # so that limited effort reaches all parts of the model
         for choice in neighbours:
-            if effort.spent(judge, started) or best.seconds <= enough_s:
+            tried = judge.num_simulations - started
+            if tried >= max_simulations or effort.spent() or best.seconds <= enough_s:
                 return best
             enough = best.seconds * (1 - IMPROVEMENT)
-            judged = judge.judge(choice, faster_than_s=enough)
+            judged = judge.judge(choice, rules=(best.rule,), faster_than_s=enough)
             if judged and judged.seconds < enough:
                 best = judged
                 break

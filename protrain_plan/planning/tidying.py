@@ -11,14 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import islice, permutations
 
-from protrain_plan.planning.judging import FULL_GRID, Judge, Judged
+from protrain_plan.planning.judging import Judge, Judged, step_seconds
 from protrain_plan.planning.problem import Problem
-from protrain_plan.program import Program
 from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import Persistent, Schedule, Swap, SwapInput, UnitPlan
 from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import compile_units, device_bytes
-from protrain_plan.simulation.timeline import simulated_seconds
+from protrain_plan.simulation.memory import device_bytes
 
 TOLERANCE = 0.002
 """The fraction of the step's time that a tidier schedule may cost."""
@@ -35,8 +33,8 @@ MAX_SLOTS = 40_000
 """Slots simulated in all, which bounds the time that tidying takes."""
 
 
-def in_runs(problem: Problem, judge: Judge, best: Judged) -> Judged:
-    """`best` with the decisions of alike units in runs, if that is as fast in some order."""
+def in_runs(problem: Problem, judge: Judge, best: Judged, *, slowest_s: float) -> Judged:
+    """`best` with the decisions of alike units in runs, if some order takes up to `slowest_s`."""
     for members in problem.classes:
         decisions = [best.choice[unit] for unit in members]
         counts = Counter(decisions)
@@ -46,18 +44,28 @@ def in_runs(problem: Problem, judge: Judge, best: Judged) -> Judged:
             arranged = [decision for decision in order for _ in range(counts[decision])]
             for unit, decision in zip(members, arranged, strict=True):
                 choice[unit] = decision
-            judged = judge.judge(tuple(choice), rules=FULL_GRID)
+            judged = judge.judge(tuple(choice), rules=(best.rule,))
             if judged and (fastest is None or judged.seconds < fastest.seconds):
                 fastest = judged
-        if fastest and fastest.seconds <= best.seconds * (1 + TOLERANCE):
+        if fastest and fastest.seconds > slowest_s:
+            fastest = judge.judge_well(fastest.choice, rule=fastest.rule)
+        if fastest and fastest.seconds <= slowest_s:
             best = fastest
     return best
 
 
-def tidied(problem: Problem, plans: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
-    """`plans` with leads and drains made uniform and small, within the same budgets and time."""
+def tidied(problem: Problem, best: Judged, *, slowest_s: float) -> Judged:
+    """`best` with leads and drains made uniform and small, within the budgets and `slowest_s`."""
+    plans = _tidied(problem, best.plans, slowest_s)
+    seconds, stall_s = step_seconds(problem, plans)
+    return best._replace(seconds=seconds, stall_s=stall_s, plans=plans)
+
+
+def _tidied(
+    problem: Problem, plans: tuple[UnitPlan, ...], slowest_s: float
+) -> tuple[UnitPlan, ...]:
     slow = _with_slower_lanes(problem.profile)
-    acceptance = _Acceptance(problem, slow, plans)
+    acceptance = _Acceptance(problem, slow, plans, slowest_s)
     for group in _groups(plans):
         for field in fields(Schedule):
             if not _applies(field.name, plans[group[0]]):
@@ -76,29 +84,28 @@ def tidied(problem: Problem, plans: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...
 class _Acceptance:
     """Accepts what stays within the budget and takes no longer than the first plans."""
 
-    def __init__(self, problem: Problem, slow: Profile, plans: tuple[UnitPlan, ...]) -> None:
-        self._problem, self._profiles = problem, (problem.profile, slow)
+    def __init__(
+        self, problem: Problem, slow: Profile, plans: tuple[UnitPlan, ...], slowest_s: float
+    ) -> None:
+        self._problem, self._problems = problem, (problem, replace(problem, profile=slow))
         self._num_slots = 0
-        self._limits = [seconds * (1 + TOLERANCE) for seconds in self._seconds(plans)]
+        _, slow_s = self._seconds(plans)
+        self._limits = [slowest_s, slow_s * (1 + TOLERANCE)]
 
     def spent(self) -> bool:
         return self._num_slots > MAX_SLOTS
 
     def accepts(self, plans: tuple[UnitPlan, ...]) -> bool:
-        program = self._program(plans)
+        program = self._problem.program(plans)
         slots = device_bytes(program, plans, self._problem.profile)
         if max(slot.total for slot in slots) > self._problem.device:
             return False
         pairs = zip(self._seconds(plans), self._limits, strict=True)
         return all(seconds <= limit for seconds, limit in pairs)
 
-    def _program(self, plans: Sequence[UnitPlan]) -> Program:
-        return compile_units(plans, self._problem.profile, piece_bytes=self._problem.piece_bytes)
-
     def _seconds(self, plans: tuple[UnitPlan, ...]) -> list[float]:
-        program = self._program(plans)
-        self._num_slots += 2 * len(program.slots)
-        return [simulated_seconds(program, plans, profile)[0] for profile in self._profiles]
+        self._num_slots += 4 * len(plans)
+        return [step_seconds(problem, plans)[0] for problem in self._problems]
 
 
 def _groups(plans: Sequence[UnitPlan]) -> Iterator[list[int]]:

@@ -224,6 +224,7 @@ def _units(
                 for chunk in chunks
                 if chunk.used_by and max(chunk.used_by) > index
             )
+            pieces = saved[form][index].pieces
             forms.append(
                 FormCost(
                     form=form,
@@ -231,6 +232,7 @@ def _units(
                     kept_bytes=level - before,
                     backward_peak_bytes=backward.peak_bytes - level - gradients,
                     swappable_bytes=saved[form][index].swappable_bytes,
+                    swap_pieces=pieces if len(pieces) > 1 else (),
                     forward_s=0.0,
                     backward_s=0.0,
                 )
@@ -246,6 +248,8 @@ def _units(
                 gradient_bytes=size.gradient_bytes,
                 state_bytes=size.state_bytes,
                 used_by=size.used_by,
+                parameter_pieces=size.parameter_pieces,
+                gradient_pieces=size.gradient_pieces,
                 forms=tuple(forms),
                 parameters=_listed(unit),
                 own_inputs=saved["keep"][index].own_inputs if unit.kind == "block" else (0,),

@@ -17,6 +17,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.program import grouped
 from protrain_plan.records.profile import Form
 from protrain_runtime.activations import MIN_SWAP_BYTES
 from protrain_runtime.boundaries import Boundaries, tensors_in
@@ -91,8 +92,12 @@ def drop_gradients(model: nn.Module) -> None:
 class SavedBytes:
     """What a unit saves for backward that is its own: storages, and the inputs among them."""
 
-    swappable_bytes: int
+    pieces: tuple[int, ...]  # bytes that move together, in groups as the runtime makes them
     own_inputs: tuple[int, ...]  # positions among the unit's input tensors
+
+    @property
+    def swappable_bytes(self) -> int:
+        return sum(self.pieces)
 
 
 def saved_bytes(
@@ -164,9 +169,11 @@ def saved_bytes(
             and readers[pointer] == {unit}
             and storage.nbytes() >= MIN_SWAP_BYTES
         ]
-        found.append(
-            SavedBytes(swappable_bytes=sum(swappable) if module is not None else 0, own_inputs=own)
+        pieces = tuple(
+            sum(swappable[place] for place in group)
+            for group in (grouped(swappable) if module is not None else ())
         )
+        found.append(SavedBytes(pieces=pieces, own_inputs=own))
     return found
 
 

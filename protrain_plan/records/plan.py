@@ -58,6 +58,9 @@ class Buffer:
 
 Placement = Persistent | Offload | Buffer
 
+Updates = Literal["in backward", "after backward"]
+"""When the optimizer works on offloaded chunks; clipping by a global norm needs all gradients."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
@@ -137,6 +140,8 @@ class Plan:
     prediction: Prediction
     piece_bytes: int  # optimizer states move and are updated in pieces of at most this size
     units: tuple[UnitPlan, ...]
+    updates: Updates = "in backward"
+    micro_batches: int = 1  # forwards and backwards per update
 
     @property
     def gap(self) -> float:

@@ -150,5 +150,6 @@ LIMITS: dict[tuple[type, str], Limits] = {
     (Prediction, "step_seconds"): _POSITIVE,
     (Prediction, "lower_bound_seconds"): _POSITIVE,
     (Plan, "piece_bytes"): _COUNT,
+    (Plan, "micro_batches"): _COUNT,
 }
 """Where a field takes less than all numbers that are not negative."""

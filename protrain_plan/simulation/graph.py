@@ -34,6 +34,16 @@ def dependency_graph(program: Program) -> "nx.DiGraph[str]":
         graph.add_edges_from((names[number], compute) for number in slot.ready)
         for number in slot.finish:
             submit(number, compute)
+    if program.last:
+        end = f"slot {len(program.slots) - 1}"
+        graph.add_edge(end, "update on the device")
+        graph.add_edges_from(
+            (name, "update on the device")
+            for number, name in enumerate(names)
+            if number not in program.last
+        )
+        for number in program.last:
+            submit(number, "update on the device")
     return graph
 
 

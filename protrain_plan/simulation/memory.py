@@ -19,16 +19,21 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, assert_never
 
 from protrain_plan.program import (
+    PAGE_BYTES,
     PIECE_ALIGNMENT,
     STAGING_PIECES,
     ChunkSize,
     Move,
     Program,
+    Settings,
     compile_plan,
+    gradient_home,
+    num_pieces,
+    pieces_in,
+    pinned_bytes,
     residencies,
-    updated_in_place,
 )
-from protrain_plan.records.hardware import DeviceKind, TierName
+from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     Activations,
     Keep,
@@ -38,6 +43,7 @@ from protrain_plan.records.plan import (
     Swap,
     SwapInput,
     UnitPlan,
+    Updates,
 )
 from protrain_plan.records.profile import FormCost, Profile, Unit
 
@@ -80,13 +86,13 @@ def activation_bytes(activations: Activations, unit: Unit) -> ActivationBytes:
     match activations:
         case Keep():
             return ActivationBytes(unit.cost("keep"), 0, None)
-        case Recompute():
-            return ActivationBytes(unit.cost("full"), 0, None)
+        case Recompute(form=form):
+            return ActivationBytes(unit.cost(form), 0, None)
         case Swap(tier=tier):
             cost = unit.cost("keep")
             return ActivationBytes(cost, cost.swappable_bytes, tier)
-        case SwapInput(tier=tier):
-            cost = unit.cost("full")
+        case SwapInput(tier=tier, form=form):
+            cost = unit.cost(form)
             return ActivationBytes(cost, cost.swappable_bytes, tier)
         case _:
             assert_never(activations)
@@ -100,17 +106,29 @@ def chunk_size(unit: Unit) -> ChunkSize:
         state_bytes=unit.state_bytes,
         num_parameters=unit.num_parameters,
         used_by=unit.used_by,
+        parameter_pieces=unit.parameter_pieces,
+        gradient_pieces=unit.gradient_pieces,
     )
 
 
-def compile_units(units: Sequence[UnitPlan], profile: Profile, *, piece_bytes: int) -> Program:
+def compile_units(
+    units: Sequence[UnitPlan],
+    profile: Profile,
+    *,
+    piece_bytes: int,
+    updates: Updates = "in backward",
+    micro_batches: int = 1,
+    updating: bool = True,
+) -> Program:
     """The programme of `units` for the model and machine of `profile`."""
-    return compile_plan(
-        units,
-        [chunk_size(unit) for unit in profile.units],
+    settings = Settings(
         device=profile.hardware.device.kind,
         piece_bytes=piece_bytes,
+        updates=updates,
+        micro_batches=micro_batches,
     )
+    chunks = [chunk_size(unit) for unit in profile.units]
+    return compile_plan(units, chunks, settings, updating=updating)
 
 
 def holdings(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> Iterator[Holding]:
@@ -119,14 +137,14 @@ def holdings(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> I
     Slot 2U, after the last one, is the update of the persistent chunks.
     """
     count, end = program.num_units, 2 * program.num_units
-    device = profile.hardware.device.kind
+    settings = program.settings
     yield Holding("base", 0, 0, end, profile.base_bytes)
     for index, (plan, unit) in enumerate(zip(plans, profile.units, strict=True)):
         yield from activation_holdings(index, plan.activations, unit, count)
-        yield from chunk_holdings(index, plan.states, unit, count)
+        yield from chunk_holdings(index, plan.states, unit, count, settings)
     yield from _transfer_holdings(program, plans, profile)
-    staging = staging_bytes(program, profile)
-    if device == "cpu" and staging:
+    staging = staging_bytes(plans, profile, settings)
+    if settings.device == "cpu" and staging:
         yield Holding("staging", 0, 0, end, staging)
     largest = max(
         (
@@ -153,21 +171,31 @@ def activation_holdings(
     yield Holding("activations", index, end - 1 - index, end - 1 - index, backward)
 
 
-def chunk_holdings(index: int, states: Placement, unit: Unit, count: int) -> Iterator[Holding]:
-    """A chunk's states or buffers, and the gradients that wait between slots."""
+def chunk_holdings(
+    index: int, states: Placement, unit: Unit, count: int, settings: Settings
+) -> Iterator[Holding]:
+    """A chunk's states or buffers, and the gradients that wait between slots.
+
+    Gradients to which micro-batches add up on the device stand there all the time.
+    """
     if not unit.used_by:
         return
     end = 2 * count
     first_gradient = end - 1 - max(unit.used_by)
     last_gradient = end - 1 - min(unit.used_by)
+    add_up = settings.micro_batches > 1
     if isinstance(states, Persistent):
+        first = 0 if add_up else first_gradient + 1
         yield Holding("states", index, 0, end, unit.parameter_bytes + unit.state_bytes)
-        yield Holding("gradients", index, first_gradient + 1, end, unit.gradient_bytes)
+        yield Holding("gradients", index, first, end, unit.gradient_bytes)
         return
     for stay in residencies(states, unit.used_by, count):
         yield Holding("buffers", index, stay.first, stay.last, unit.parameter_bytes)
-    # The gradient of a tied parameter grows from its last use to its first.
-    yield Holding("gradients", index, first_gradient + 1, last_gradient, unit.gradient_bytes)
+    if add_up and gradient_home(states, settings) in ("in place", "device"):
+        yield Holding("gradients", index, 0, end, unit.gradient_bytes)
+    else:
+        # The gradient of a tied parameter grows from its last use to its first.
+        yield Holding("gradients", index, first_gradient + 1, last_gradient, unit.gradient_bytes)
 
 
 def _transfer_holdings(
@@ -177,31 +205,48 @@ def _transfer_holdings(
     for slot_index, slot in enumerate(program.slots):
         for number in slot.submit:
             move = program.moves[number]
-            size = _moved_bytes(move, plans, profile)
+            size = moved_bytes(move, plans, profile)
             if slot_index < move.slot:
                 yield Holding("fetched ahead", move.unit, slot_index, move.slot - 1, size)
     end = len(program.slots)
-    drained_by = _drained_by(program)
+    gone_at = _gone_at(program)
     for number, move in enumerate(program.moves):
         size = _held_until_moved(number, program, plans, profile)
-        gone = drained_by.get(number, end + 1)
+        gone = gone_at.get(number, end + 1)
         if size and gone > move.slot + 1:
             yield Holding("leaving", move.unit, move.slot + 1, gone - 1, size)
 
 
-def _drained_by(program: Program) -> dict[int, int]:
-    """For each move that a slot waits for before it starts: the first such slot."""
+def _gone_at(program: Program) -> dict[int, int]:
+    """For each move that a slot waits for before it starts: the first such slot.
+
+    The pieces of one chunk are written in order: whoever waits for one, waits for those before.
+    """
     slots: dict[int, int] = {}
     for index, slot in enumerate(program.slots):
         for number in slot.drained:
             slots.setdefault(number, index)
+    later: dict[int, int] = {}  # unit -> the slot before which its later writes have ended
+    for number in reversed(range(len(program.moves))):
+        move = program.moves[number]
+        known = slots.get(number, later.get(move.unit))
+        if move.kind == "write states" and known is not None:
+            slots[number] = later[move.unit] = min(known, later.get(move.unit, known))
     return slots
 
 
-def _moved_bytes(move: Move, plans: Sequence[UnitPlan], profile: Profile) -> int:
+def moved_bytes(move: Move, plans: Sequence[UnitPlan], profile: Profile) -> int:
+    """What a move moves: its share of a unit's swapped activations where it does not say."""
     if move.bytes is not None:
         return move.bytes
-    return activation_bytes(plans[move.unit].activations, profile.units[move.unit]).swapped
+    cost, swapped, _ = activation_bytes(plans[move.unit].activations, profile.units[move.unit])
+    return share_bytes(cost.swap_pieces or (swapped,), move.share)
+
+
+def share_bytes(sizes: Sequence[int], share: tuple[float, float]) -> int:
+    """The bytes of the pieces in a share."""
+    held = pieces_in(sizes, share)
+    return sum(sizes[held.start : held.stop])
 
 
 def _held_until_moved(
@@ -211,45 +256,79 @@ def _held_until_moved(
     move, unit = program.moves[number], profile.units[program.moves[number].unit]
     match move.kind:
         case "swap out" | "spill gradients":
-            return _moved_bytes(move, plans, profile)
+            return moved_bytes(move, plans, profile)
         case "write states":
-            # Updated in place, parameters and gradients stay until the last piece is written.
-            is_last = move.stop == unit.num_parameters
-            in_place = profile.hardware.device.kind == "cpu"
-            return unit.parameter_bytes + unit.gradient_bytes if in_place and is_last else 0
-        case "gather" | "swap in" | "read states" | "update":
+            return in_place_bytes(unit, move.share, program.settings)
+        case "gather" | "swap in" | "add gradients" | "read states" | "update":
             return 0
         case _:
             assert_never(move.kind)
 
 
-def staging_bytes(program: Program, profile: Profile) -> int:
-    """Bytes of the buffers that optimizer states pass through, with the step's workspace."""
-    read = [move.bytes or 0 for move in program.moves if move.kind == "read states"]
-    pieces = [
-        (move.stop - move.start)
-        * profile.units[move.unit].gradient_bytes
-        // max(1, profile.units[move.unit].num_parameters)
-        for move in program.moves
-        if move.kind == "update"
-    ]
-    workspace = round(max(pieces, default=0) * profile.optimizer.workspace_fraction)
-    widths = [
-        -(-profile.units[move.unit].state_bytes // max(1, profile.units[move.unit].num_parameters))
-        for move in program.moves
-        if move.kind == "read states"
-    ]
-    return workspace + staging_buffer_bytes(
-        read_piece=max(read, default=0), state_width=max(widths, default=0)
-    )
+def in_place_bytes(unit: Unit, share: tuple[float, float], settings: Settings) -> int:
+    """What a share of a chunk holds on the device until it is updated in place and written."""
+    parameters = unit.parameter_pieces or (unit.parameter_bytes,)
+    held = pieces_in(parameters, share)
+    total = sum(parameters[held.start : held.stop])
+    if settings.micro_batches == 1:  # else the gradients' room stays
+        gradients = unit.gradient_pieces or (unit.gradient_bytes,)
+        total += sum(gradients[held.start : held.stop])
+    return total
 
 
-def staging_buffer_bytes(*, read_piece: int, state_width: int) -> int:
-    """Bytes of the buffers for the largest piece and the widest states per parameter.
+class Staging(NamedTuple):
+    """What one chunk's update asks of the memory in which the optimizer runs, in bytes.
 
-    A piece may be cut up to PIECE_ALIGNMENT elements later than its even share.
+    read_piece   of its largest piece that is read from disk
+    width        that a piece may be larger per PIECE_ALIGNMENT elements, per element
+    workspace    of the optimizer's step on its largest piece
+    arriving     of gradients that arrive there to be added to those of earlier micro-batches
     """
-    return STAGING_PIECES * (read_piece + PIECE_ALIGNMENT * state_width)
+
+    read_piece: int = 0
+    width: int = 0
+    workspace: float = 0.0
+    arriving: int = 0
+
+
+def chunk_staging(states: Placement, unit: Unit, settings: Settings) -> Staging:
+    """The staging of one chunk; nothing for what the device updates."""
+    if isinstance(states, Persistent) or not unit.num_parameters:
+        return Staging()
+    pieces = num_pieces(chunk_size(unit), settings.piece_bytes) if states.tier == "disk" else 1
+    largest = -(-unit.num_parameters // pieces)
+    gradient_width = -(-unit.gradient_bytes // unit.num_parameters)
+    workspace = largest * gradient_width * 1.0
+    home = gradient_home(states, settings)
+    arriving = unit.gradient_bytes if home == "host" and settings.micro_batches > 1 else 0
+    if states.tier != "disk":
+        return Staging(workspace=workspace, arriving=arriving)
+    width = -(-unit.state_bytes // unit.num_parameters)
+    # Parameters come with the states, and gradients where they were on disk too.
+    width += {"in place": 0, "device": 1, "host": 1, "disk": 2}[home] * gradient_width
+    return Staging(largest * width, width, workspace, arriving)
+
+
+def staging_bytes(plans: Sequence[UnitPlan], profile: Profile, settings: Settings) -> int:
+    """Bytes of the buffers that optimizer states pass through, with the step's workspace."""
+    chunks = [
+        chunk_staging(plan.states, unit, settings)
+        for plan, unit in zip(plans, profile.units, strict=True)
+    ]
+    return total_staging(chunks, profile)
+
+
+def total_staging(chunks: Sequence[Staging], profile: Profile) -> int:
+    """The same of chunks' own needs.
+
+    The largest piece and the widest states count; a piece may be cut up to PIECE_ALIGNMENT
+    elements later than its even share. Two chunks' gradients may be arriving.
+    """
+    workspace = max(chunk.workspace for chunk in chunks) * profile.optimizer.workspace_fraction
+    pieces = max(chunk.read_piece for chunk in chunks) + PIECE_ALIGNMENT * max(
+        chunk.width for chunk in chunks
+    )
+    return round(workspace) + STAGING_PIECES * pieces + 2 * max(c.arriving for c in chunks)
 
 
 def device_bytes(
@@ -265,18 +344,21 @@ def device_bytes(
     return tuple(SlotBytes(by_kind) for by_kind in kinds)
 
 
+STATE_REGIONS = 3
+"""Optimizer states that a chunk keeps apart, at most: float32 parameters and AdamW's two."""
+
+
 def tier_bytes(
-    tier: TierName, program: Program, plans: Sequence[UnitPlan], profile: Profile
+    tier: TierName, plans: Sequence[UnitPlan], profile: Profile, settings: Settings
 ) -> int:
     """The most that a tier below the device holds: states, and swapped activations."""
-    device = profile.hardware.device.kind
     total = sum(
         activation_tier_bytes(tier, plan.activations, unit)
-        + chunk_tier_bytes(tier, plan.states, unit, device)
+        + chunk_tier_bytes(tier, plan.states, unit, settings)
         for plan, unit in zip(plans, profile.units, strict=True)
     )
-    if tier == "host" and device != "cpu":
-        total += staging_bytes(program, profile)
+    if tier == "host" and settings.device != "cpu":
+        total += staging_bytes(plans, profile, settings)
     return total
 
 
@@ -286,12 +368,17 @@ def activation_tier_bytes(tier: TierName, activations: Activations, unit: Unit) 
     return swapped if swap_tier == tier else 0
 
 
-def chunk_tier_bytes(tier: TierName, states: Placement, unit: Unit, device: DeviceKind) -> int:
+def chunk_tier_bytes(tier: TierName, states: Placement, unit: Unit, settings: Settings) -> int:
     """What an offloaded chunk takes of `tier`: its states, and gradients on their way."""
     if isinstance(states, Persistent) or not unit.used_by:
         return 0
-    total = unit.parameter_bytes + unit.state_bytes if states.tier == tier else 0
-    # Gradients wait in host memory for an optimizer that runs there.
-    if tier == "host" and not updated_in_place(states, device):
-        total += unit.gradient_bytes
-    return total
+    regions: list[int] = []
+    if states.tier == tier:
+        regions += [unit.parameter_bytes, unit.state_bytes]
+    if gradient_home(states, settings) == tier:
+        regions.append(unit.gradient_bytes)
+    if tier == "host" and settings.device == "cuda":
+        # Each region is pinned by itself, each of up to STATE_REGIONS optimizer states too.
+        parts = STATE_REGIONS if states.tier == tier else 0
+        return sum(pinned_bytes(size) for size in regions) + parts * PAGE_BYTES
+    return sum(regions)

@@ -1,7 +1,8 @@
 """When each move of a programme starts and ends, with a profile's durations.
 
 An event-driven run: compute and every lane progress at a rate that depends on what else runs.
-A link's two directions keep `duplex` of their speed while both run; compute and a lane keep their
+Lanes in one direction of a link share its speed; its two directions keep `duplex` of theirs while
+both run; compute and a link's direction, or the update lane, keep their
 `Contention` fractions while both run (factors multiply). Between events all rates are constant, so
 the result is exact for this model.
 """
@@ -9,12 +10,13 @@ the result is exact for this model.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, assert_never
+from typing import Literal, NamedTuple, assert_never
 
-from protrain_plan.program import Move, Program
+from protrain_plan.program import Lane, Move, Program
+from protrain_plan.records.hardware import Contention, TierName
 from protrain_plan.records.plan import Persistent, UnitPlan
 from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import activation_bytes
+from protrain_plan.simulation.memory import activation_bytes, moved_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,42 +29,68 @@ class Span:
     end_s: float
 
 
+Reason = Literal[
+    "fetch",  # for what the slot reads to arrive
+    "drain",  # for bytes to leave the device before the slot starts
+    "end",  # after the last compute, for the moves that still run
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A time in which compute waited before a slot.
+
+    Slot 2U is the device's update, and 2U + 1 stands for the end of the step. `waited_for` names
+    the move whose end ended the wait: of those awaited, the last to end.
+    """
+
+    slot: int
+    seconds: float
+    waited_for: str
+    lane: str
+    reason: Reason
+
+
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A simulated step. `stall_s` is the time in which compute waited."""
+    """A simulated step. `stall_s` is the time in which compute waited, the sum of `stalls`.
+
+    `compute` has the start and the end of each slot's compute and, last, of the device's update:
+    a span only where it takes time.
+    """
 
     spans: tuple[Span, ...]
     step_seconds: float
     stall_s: float
+    stalls: tuple[Stall, ...]
+    compute: tuple[tuple[float, float], ...]
 
 
 def move_seconds(move: Move, plans: Sequence[UnitPlan], profile: Profile) -> float:
     """How long a move takes when nothing interferes: latency + bytes / bandwidth."""
-    if move.lane.tier is None:
+    if move.lane.direction == "update":
         return (move.stop - move.start) / profile.optimizer.host_parameters_per_s
     link = profile.hardware.tier(move.lane.tier).link
-    size = move.bytes
-    if size is None:
-        size = activation_bytes(plans[move.unit].activations, profile.units[move.unit]).swapped
+    size = moved_bytes(move, plans, profile)
     match move.lane.direction:
-        case "fetch":
+        case "fetch" | "read":
             return link.latency_s + size / link.read_bytes_per_s
-        case "spill":
+        case "spill" | "write":
             return link.latency_s + size / link.write_bytes_per_s
-        case "update":
-            raise AssertionError("an update has no tier")
         case _:
             assert_never(move.lane.direction)
 
 
 def slot_seconds(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> list[float]:
     """Compute seconds of every slot, recomputation included."""
-    seconds: list[float] = []
-    for slot in program.slots:
-        unit = profile.units[slot.unit]
-        cost = activation_bytes(plans[slot.unit].activations, unit).cost
-        seconds.append(cost.forward_s if slot.forward else cost.backward_s)
-    return seconds
+    costs = [
+        activation_bytes(plan.activations, unit).cost
+        for plan, unit in zip(plans, profile.units, strict=True)
+    ]
+    return [
+        costs[slot.unit].forward_s if slot.forward else costs[slot.unit].backward_s
+        for slot in program.slots
+    ]
 
 
 def device_update_seconds(plans: Sequence[UnitPlan], profile: Profile) -> float:
@@ -79,7 +107,7 @@ def simulate(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> T
     """Run the programme once."""
     run = _Simulation(program, plans, profile)
     run.run()
-    return Timeline(run.spans(), run.now, run.stall)
+    return Timeline(run.spans(), run.now, run.stall, run.stalls(), tuple(run.computed))
 
 
 def simulated_seconds(
@@ -91,6 +119,21 @@ def simulated_seconds(
     return run.now, run.stall
 
 
+_NEVER = float("inf")
+_CRUMB = 1e-12
+"""Seconds of work that count as none."""
+
+
+def _way(lane: Lane) -> tuple[TierName | None, bool]:
+    """What a lane shares with others: a link's tier and whether it goes inwards, or the optimizer.
+
+    States go inwards to the host's optimizer; its own lanes have no link.
+    """
+    if lane.direction == "update":
+        return None, False
+    return lane.tier, lane.direction in ("fetch", "read")
+
+
 class _Rates(NamedTuple):
     """The rates of compute and of each running lane, by its number, until the next event."""
 
@@ -99,7 +142,11 @@ class _Rates(NamedTuple):
 
 
 class _Simulation:
-    """The state of a run; lanes go by numbers, and a set of running lanes by the sum of bits."""
+    """The state of a run; lanes go by numbers, and a set of running lanes by the sum of bits.
+
+    The planner's search spends its time here: an event touches the lanes that run, and the move
+    that ends says which lanes it lets go on.
+    """
 
     def __init__(self, program: Program, plans: Sequence[UnitPlan], profile: Profile) -> None:
         self.program, self.profile = program, profile
@@ -108,31 +155,44 @@ class _Simulation:
         self.work = [move_seconds(move, plans, profile) for move in moves]
         self.compute_work = [
             *slot_seconds(program, plans, profile),
-            device_update_seconds(plans, profile),
+            device_update_seconds(plans, profile) if program.updating else 0.0,
         ]
         self.lanes = sorted({move.lane for move in moves}, key=str)
         numbers = {lane: number for number, lane in enumerate(self.lanes)}
         self.lane_of = [numbers[move.lane] for move in moves]
         self.queues: list[deque[int]] = [deque() for _ in self.lanes]
-        self.idle = set(range(len(self.lanes)))  # lanes that run nothing
+        self.held: dict[int, list[int]] = {}  # move -> lanes whose next move waits for it
         self.running = [-1] * len(self.lanes)
         self.left = [0.0] * len(self.lanes)
         self.bits = 0
         self.started = [0.0] * len(moves)
         self.ended: list[float | None] = [None] * len(moves)
         self.computed: list[tuple[float, float]] = []
-        self.rates: dict[tuple[int, bool], _Rates] = {}
+        self.waited: list[tuple[int, Reason, Sequence[int], float]] = []  # for moves, seconds
+        # By the running lanes, beside compute and while it waits.
+        self.computing_rates: dict[int, _Rates] = {}
+        self.waiting_rates: dict[int, _Rates] = {}
 
     def run(self) -> None:
         """From the first slot to the end of the last move."""
         for index, slot in enumerate(self.program.slots):
-            self._wait(slot.drained)
-            self._submit(slot.submit)
-            self._wait(slot.ready)
+            if slot.drained:
+                self._wait(slot.drained, index, "drain")
+            if slot.submit:
+                self._submit(slot.submit)
+            if slot.ready:
+                self._wait(slot.ready, index, "fetch")
             self._compute(self.compute_work[index])
-            self._submit(slot.finish)
+            if slot.finish:
+                self._submit(slot.finish)
+        if self.program.last:
+            # Clipping: no update before the norm of all gradients is known.
+            last = set(self.program.last)
+            before = [number for number in range(len(self.work)) if number not in last]
+            self._wait(before, len(self.program.slots), "drain")
+            self._submit(self.program.last)
         self._compute(self.compute_work[-1])
-        self._wait(range(len(self.program.moves)))
+        self._wait(range(len(self.program.moves)), len(self.program.slots) + 1, "end")
 
     def spans(self) -> tuple[Span, ...]:
         """What ran when: compute first, then the moves in the order of submission."""
@@ -152,17 +212,33 @@ class _Simulation:
             spans.append(Span(self.program.move_name(number), lane, self.started[number], end))
         return tuple(sorted(spans, key=lambda span: (span.end_s, span.start_s)))
 
-    def _submit(self, moves: Sequence[int]) -> None:
-        for number in moves:
-            self.queues[self.lane_of[number]].append(number)
+    def stalls(self) -> tuple[Stall, ...]:
+        """Every wait in which time passed, with the move that ended it."""
+        found: list[Stall] = []
+        for slot, reason, awaited, seconds in self.waited:
+            last = max(awaited, key=lambda number: self.ended[number] or 0.0)
+            name, lane = self.program.move_name(last), str(self.lanes[self.lane_of[last]])
+            found.append(Stall(slot, seconds, name, lane, reason))
+        return tuple(found)
 
-    def _wait(self, moves: Sequence[int]) -> None:
-        """Let the lanes run until all of `moves` have ended."""
-        before = self.now
+    def _submit(self, moves: Sequence[int]) -> None:
+        lane_of, queues, running = self.lane_of, self.queues, self.running
         for number in moves:
-            while self.ended[number] is None:
+            lane = lane_of[number]
+            queue = queues[lane]
+            queue.append(number)
+            if running[lane] < 0 and len(queue) == 1:
+                self._start_next(lane)
+
+    def _wait(self, moves: Sequence[int], slot: int, reason: Reason) -> None:
+        """Let the lanes run until all of `moves` have ended."""
+        before, ended = self.now, self.ended
+        for number in moves:
+            while ended[number] is None:
                 self._advance(None)
-        self.stall += self.now - before
+        if self.now > before:
+            self.stall += self.now - before
+            self.waited.append((slot, reason, moves, self.now - before))
 
     def _compute(self, seconds: float) -> None:
         start, left = self.now, seconds
@@ -172,67 +248,74 @@ class _Simulation:
 
     def _advance(self, compute_left: float | None) -> float:
         """To the next event; returns the compute work that is left then."""
-        if self.idle:
-            self._start_moves()
-        key = (self.bits, compute_left is not None)
-        rates = self.rates.get(key)
+        known = self.waiting_rates if compute_left is None else self.computing_rates
+        rates = known.get(self.bits)
         if rates is None:
-            rates = self.rates[key] = self._rates(computing=compute_left is not None)
+            rates = known[self.bits] = self._rates(computing=compute_left is not None)
+        compute, lanes = rates
         left = self.left
-        step = min(
-            [left[lane] / rate for lane, rate in rates.lanes],
-            default=float("inf"),
-        )
-        if compute_left is not None:
-            step = min(step, compute_left / rates.compute)
-        assert step < float("inf"), "a wait that no running move can end"
+        step = _NEVER if compute_left is None else compute_left / compute
+        for lane, rate in lanes:
+            until_end = left[lane] / rate
+            if until_end < step:
+                step = until_end
+        assert step < _NEVER, "a wait that no running move can end"
         self.now += step
-        for lane, rate in rates.lanes:
-            left[lane] -= step * rate
+        for lane, rate in lanes:
+            rest = left[lane] - step * rate
             # Rounding may leave a crumb of the work that this step was chosen to finish.
-            if left[lane] <= 1e-12:
-                self.ended[self.running[lane]] = self.now
-                self.idle.add(lane)
-                self.bits -= 1 << lane
+            if rest > _CRUMB:
+                left[lane] = rest
+            else:
+                self._end(lane)
         if compute_left is None:
             return 0.0
-        remaining = compute_left - step * rates.compute
-        return remaining if remaining > 1e-12 else 0.0
+        compute_left -= step * compute
+        return compute_left if compute_left > _CRUMB else 0.0
 
     def _rates(self, *, computing: bool) -> _Rates:
         hardware = self.profile.hardware
         running = [n for n in range(len(self.lanes)) if self.bits >> n & 1]
-        links = [self.lanes[n].tier for n in running]
+        ways = {n: _way(self.lanes[n]) for n in running}
         compute, lanes = 1.0, []
+        slowing: dict[object, Contention] = {}
         for number in running:
-            lane, rate = self.lanes[number], 1.0
-            match lane.direction:
-                case "fetch":
-                    contention = hardware.read_contention
-                case "spill":
-                    contention = hardware.write_contention
-                case "update":
-                    contention = hardware.update_contention
-                case _:
-                    assert_never(lane.direction)
-            if computing:
-                rate *= contention.lane
+            tier, inwards = way = ways[number]
+            # Lanes in one direction of a link share it.
+            rate = 1.0 / list(ways.values()).count(way)
+            if tier is None:
+                contention = hardware.update_contention
+            else:
+                contention = hardware.read_contention if inwards else hardware.write_contention
+                if (tier, not inwards) in ways.values():
+                    rate *= hardware.tier(tier).link.duplex
+            slowing[way] = contention
+            lanes.append((number, rate * contention.lane if computing else rate))
+        if computing:
+            for contention in slowing.values():
                 compute *= contention.compute
-            if lane.tier is not None and links.count(lane.tier) == 2:
-                rate *= hardware.tier(lane.tier).link.duplex
-            lanes.append((number, rate))
         return _Rates(compute, tuple(lanes))
 
-    def _start_moves(self) -> None:
-        for lane in sorted(self.idle):
-            queue = self.queues[lane]
-            if not queue:
-                continue
-            number = queue[0]
-            if all(self.ended[other] is not None for other in self.program.moves[number].after):
-                queue.popleft()
-                self.running[lane] = number
-                self.left[lane] = self.work[number]
-                self.started[number] = self.now
-                self.idle.discard(lane)
-                self.bits += 1 << lane
+    def _end(self, lane: int) -> None:
+        """The lane's move has ended: what waited for it may start."""
+        number = self.running[lane]
+        self.ended[number] = self.now
+        self.running[lane] = -1
+        self.bits -= 1 << lane
+        if self.queues[lane]:
+            self._start_next(lane)
+        for waiting in self.held.pop(number, ()):
+            self._start_next(waiting)
+
+    def _start_next(self, lane: int) -> None:
+        """Start the lane's next move, or note which move it waits for."""
+        number = self.queues[lane][0]
+        for other in self.program.moves[number].after:
+            if self.ended[other] is None:
+                self.held.setdefault(other, []).append(lane)
+                return
+        self.queues[lane].popleft()
+        self.running[lane] = number
+        self.left[lane] = self.work[number]
+        self.started[number] = self.now
+        self.bits += 1 << lane

@@ -3,14 +3,13 @@
 `SavedTensors` is the pair of hooks that is active while a unit's forward runs. What it is handed
 falls into three kinds:
 
-- a tensor that lies in a chunk's buffer is saved as a place in that chunk (`InChunk`) and rebuilt
-  when the chunk is back, so that the buffer can go in between;
+- a tensor that lies in a chunk's buffers is saved as a place in that chunk (`InChunk`) and rebuilt
+  when the chunk is back, so that the buffers can go in between;
 - where the unit swaps, a tensor that belongs to the unit alone is saved as a place in a swapped
   storage (`InSwapped`), each storage once, however many tensors share it;
 - everything else is saved as it is.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -75,14 +74,15 @@ def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class InChunk:
-    """A saved tensor that is a view of a chunk's parameters."""
+    """A saved tensor that is a view of a chunk's parameters, in the buffer of one group."""
 
     chunk: Chunk
+    group: int
     geometry: Geometry
 
     def tensor(self) -> torch.Tensor:
-        assert self.chunk.buffer is not None, "the chunk is gathered before its backward slot"
-        return self.geometry.view(self.chunk.buffer)
+        assert self.group in self.chunk.buffers, "a chunk is gathered before its backward slot"
+        return self.geometry.view(self.chunk.buffers[self.group])
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +108,11 @@ class SavedTensors:
     """
 
     def __init__(self, chunks: Sequence[Chunk], *, swaps: bool, foreign: frozenset[int]) -> None:
-        self._chunks: dict[int, Chunk] = {}
-        for chunk in chunks:
-            if chunk.buffer is not None:
-                self._chunks[chunk.buffer.untyped_storage().data_ptr()] = chunk
+        self._buffers = {
+            buffer.untyped_storage().data_ptr(): (chunk, group)
+            for chunk in chunks
+            for group, buffer in chunk.buffers.items()
+        }
         self._swaps, self._foreign = swaps, foreign
         self._by_pointer: dict[int, SwappedStorage] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
@@ -122,24 +123,27 @@ class SavedTensors:
     def __exit__(self, *_: object) -> None:
         self._hooks.__exit__()
 
-    def swapped(self, *, outputs: frozenset[int]) -> list["weakref.ref[SwappedStorage]"]:
-        """The storages to take away. Those of the unit's `outputs` stay: the next unit has them."""
-        storages: list[weakref.ref[SwappedStorage]] = []
+    def swapped(self, *, outputs: frozenset[int]) -> list[SwappedStorage]:
+        """The storages to take away, first saved first; the caller gives them up again.
+
+        Those of the unit's `outputs` stay: the next unit has them.
+        """
+        storages: list[SwappedStorage] = []
         for pointer, storage in self._by_pointer.items():
             if pointer in outputs:
                 # Served from where it is, as an unswapped saved tensor would be.
                 storage.restored, storage.source = storage.source, None
             else:
-                storages.append(weakref.ref(storage))
+                storages.append(storage)
         self._by_pointer.clear()
         return storages
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
         storage = tensor.untyped_storage()
         pointer = storage.data_ptr()
-        chunk = self._chunks.get(pointer)
-        if chunk is not None:
-            return InChunk(chunk, Geometry.of(tensor))
+        place = self._buffers.get(pointer)
+        if place is not None:
+            return InChunk(*place, Geometry.of(tensor))
         if not self._swaps or pointer in self._foreign or storage.nbytes() < MIN_SWAP_BYTES:
             # The tensor itself would hold the graph that holds it.
             return tensor.detach()

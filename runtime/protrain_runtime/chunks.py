@@ -1,7 +1,8 @@
 """Chunks: the model states of a unit that move together.
 
-A chunk's parameters lie one after the other in a buffer while they are on the device, and in the
-same order in the chunk's store; its optimizer states follow there, one region per state.
+A chunk's parameters lie one after the other in the chunk's store; its optimizer states follow
+there, one region per state. On the device each group of parameters (see `program.grouped`) has a
+buffer of its own, in the same layout, so that groups can come and go one after the other.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain_plan.program import PIECE_ALIGNMENT, ChunkSize
+from protrain_plan.program import PIECE_ALIGNMENT, ChunkSize, grouped, pieces_in
 from protrain_runtime.stores import Store
 from protrain_runtime.taken import TakenGradient
 
@@ -28,7 +29,9 @@ class Slice:
 
     name: str
     parameter: nn.Parameter
-    offset: int  # bytes from the start of the chunk's buffer
+    offset: int  # bytes from the start of the chunk's parameters in the store
+    group: int
+    inside: int  # bytes from the start of the group's buffer
     start: int  # index of its first element among the chunk's trainable elements
     shape: torch.Size
     stride: tuple[int, ...]
@@ -44,12 +47,25 @@ class Slice:
         return self.numel * self.dtype.itemsize
 
     def flat(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The parameter's elements in storage order.  # dtype [numel]"""
-        return buffer[self.offset : self.offset + self.num_bytes].view(self.dtype)
+        """The parameter's elements in storage order, in its group's buffer.  # dtype [numel]"""
+        return buffer[self.inside : self.inside + self.num_bytes].view(self.dtype)
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The parameter as the model knows it.  # dtype [shape]"""
+        """The parameter as the model knows it, in its group's buffer.  # dtype [shape]"""
         return self.flat(buffer).as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Whole parameters that come to the device and leave it together."""
+
+    offset: int  # bytes from the start of the chunk's parameters in the store
+    num_bytes: int
+    slices: tuple[Slice, ...]
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.slices if part.trainable)
 
 
 def flat_storage_order(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,13 +99,15 @@ class Chunk:
 
     unit: int
     slices: tuple[Slice, ...]
+    groups: tuple[Group, ...]  # the same slices
     used_by: tuple[int, ...]
-    buffer_bytes: int
     store: Store | None = None
     offset: int = 0  # of the parameters in the store
     states: tuple[StateLayout, ...] = ()
-    buffer: torch.Tensor | None = None  # uint8 [buffer_bytes] while on the device
-    hollow: bool = False  # the parameters have their shapes and hold nothing
+    # The groups on the device, or on their way there, by number.  # uint8 [group's bytes]
+    buffers: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    # The groups whose parameters have their shapes and hold nothing.
+    hollow: set[int] = field(default_factory=set[int])
     gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     # What the optimizer keeps per parameter that is not elementwise (AdamW's step), by name.
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
@@ -100,13 +118,23 @@ class Chunk:
         return sum(part.numel for part in self.slices if part.trainable)
 
     @property
+    def parameter_bytes(self) -> int:
+        """With the padding between parameters."""
+        return sum(group.num_bytes for group in self.groups)
+
+    @property
     def gradient_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.slices if part.trainable)
+        return sum(group.gradient_bytes for group in self.groups)
+
+    @property
+    def every_group(self) -> range:
+        return range(len(self.groups))
 
     def size(self, state_bytes_per_parameter: Mapping[torch.dtype, int]) -> ChunkSize:
         """The sizes from which a programme is compiled."""
+        several = len(self.groups) > 1
         return ChunkSize(
-            parameter_bytes=self.buffer_bytes,
+            parameter_bytes=self.parameter_bytes,
             gradient_bytes=self.gradient_bytes,
             state_bytes=sum(
                 part.numel * state_bytes_per_parameter[part.dtype]
@@ -115,7 +143,25 @@ class Chunk:
             ),
             num_parameters=self.num_trainable,
             used_by=self.used_by,
+            parameter_pieces=self._parameter_pieces if several else (),
+            gradient_pieces=self._gradient_pieces if several else (),
         )
+
+    @property
+    def _parameter_pieces(self) -> tuple[int, ...]:
+        return tuple(group.num_bytes for group in self.groups)
+
+    @property
+    def _gradient_pieces(self) -> tuple[int, ...]:
+        return tuple(group.gradient_bytes for group in self.groups)
+
+    def groups_in(self, share: tuple[float, float]) -> range:
+        """The groups in a share of the parameters' bytes."""
+        return pieces_in(self._parameter_pieces, share)
+
+    def gradient_groups_in(self, share: tuple[float, float]) -> range:
+        """The groups in a share of the gradients' bytes."""
+        return pieces_in(self._gradient_pieces, share)
 
     def cut(self, element: int) -> int:
         """Where a piece that should end before `element` ends, within its parameter."""
@@ -125,23 +171,30 @@ class Chunk:
                 return part.start + inside
         return element
 
-    def bind(self) -> None:
-        """Let the parameters be views of the buffer."""
-        assert self.buffer is not None
-        for part in self.slices:
-            part.parameter.data = part.view(self.buffer)
-        self.hollow = False
+    def bind(self, groups: Iterable[int]) -> None:
+        """Let the parameters of these groups be views of their buffers."""
+        for number in groups:
+            for part in self.groups[number].slices:
+                part.parameter.data = part.view(self.buffers[number])
+            self.hollow.discard(number)
 
-    def unbind(self) -> None:
+    def unbind(self, groups: Iterable[int]) -> None:
         """Leave parameters of the right shape that hold nothing.
 
         An expanded single element keeps shape, dtype and device, which autograd checks gradients
         against, at no memory.
         """
-        for part in self.slices:
-            hollow = torch.empty((), dtype=part.dtype, device=part.parameter.device)
-            part.parameter.data = hollow.expand(part.shape)
-        self.hollow = True
+        for number in groups:
+            for part in self.groups[number].slices:
+                hollow = torch.empty((), dtype=part.dtype, device=part.parameter.device)
+                part.parameter.data = hollow.expand(part.shape)
+            self.hollow.add(number)
+
+    def release(self, groups: Iterable[int]) -> None:
+        """Take the buffers of these groups off the device."""
+        for number in groups:
+            self.unbind((number,))
+            self.buffers.pop(number, None)
 
     def take_gradients(self) -> None:
         """Move the gradients from the parameters to the chunk."""
@@ -168,22 +221,34 @@ def make_chunk(
 ) -> Chunk:
     """Lay `parameters` out one after the other."""
     slices: list[Slice] = []
+    groups: list[Group] = []
     offset = start = 0
-    for name, parameter in parameters:
-        part = Slice(
-            name=name,
-            parameter=parameter,
-            offset=offset,
-            start=start,
-            shape=parameter.shape,
-            stride=dense_strides(parameter),
-            dtype=parameter.dtype,
-            trainable=parameter.requires_grad,
-        )
-        slices.append(part)
-        offset += -(-part.num_bytes // ALIGNMENT) * ALIGNMENT
-        start += part.numel if part.trainable else 0
-    return Chunk(unit, tuple(slices), used_by, offset)
+    for members in grouped([aligned_bytes(parameter) for _, parameter in parameters]):
+        begin = offset
+        for name, parameter in parameters[members.start : members.stop]:
+            part = Slice(
+                name=name,
+                parameter=parameter,
+                offset=offset,
+                group=len(groups),
+                inside=offset - begin,
+                start=start,
+                shape=parameter.shape,
+                stride=dense_strides(parameter),
+                dtype=parameter.dtype,
+                trainable=parameter.requires_grad,
+            )
+            slices.append(part)
+            offset += aligned_bytes(parameter)
+            start += part.numel if part.trainable else 0
+        own = tuple(slices[members.start :])
+        groups.append(Group(offset=begin, num_bytes=offset - begin, slices=own))
+    return Chunk(unit, tuple(slices), tuple(groups), used_by)
+
+
+def aligned_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from a parameter's start to the next one's."""
+    return -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
 
 
 def offload(
@@ -196,7 +261,7 @@ def offload(
     `state_dtypes` gives, for each dtype of parameters, the elementwise states and their dtypes.
     The parameters themselves stay as they are until `unbind`.
     """
-    offset = store.reserve(chunk.buffer_bytes)
+    offset = store.reserve(chunk.parameter_bytes)
     layouts: list[StateLayout] = []
     dtypes = {part.dtype for part in chunk.slices if part.trainable}
     assert len(dtypes) <= 1, "a chunk's trainable parameters share one dtype"

@@ -39,7 +39,9 @@ class Engine:
         self._moves, self._backend, self._shared = moves, backend, shared
         self.observer: Observer | None = None
         self.lanes: Mapping[Lane, WorkLane] = {
-            lane: backend.lane(str(lane), on_device=lane.tier == "host")
+            lane: backend.lane(
+                str(lane), on_device=lane.tier == "host" and lane.direction != "update"
+            )
             for lane in sorted({move.lane for move in program.moves}, key=str)
         }
         self._offloaded = [chunk for chunk in chunks if chunk.store is not None]
@@ -159,8 +161,12 @@ class Engine:
         for number in [n for n in self._running if self._tickets[n].done()]:
             self._end(number)
         for number in slot.drained:
-            if number in self._running:
-                self._end(number)
+            # What entered the lane before it has ended too: the pieces of a chunk are written in
+            # order, and only the last of them that has to have left is named.
+            lane = self._program.moves[number].lane
+            for earlier in sorted(n for n in self._running if n <= number):
+                if self._program.moves[earlier].lane == lane:
+                    self._end(earlier)
         self._observe(f"slot {index}")
         for number in slot.submit:
             self._submit(number)
@@ -177,7 +183,7 @@ class Engine:
         if not slot.forward and chunk.store is not None:
             chunk.take_gradients()
         for unit in slot.release:
-            self._moves.release(self._chunks[unit])
+            self._chunks[unit].release(self._chunks[unit].every_group)
         for number in slot.finish:
             self._submit(number)
 
@@ -213,24 +219,22 @@ class Engine:
         saved, self._saved = self._saved, None
         saved.__exit__()
         unit = self._program.slots[self._slot].unit
-        self._moves.swapped[unit] = saved.swapped(outputs=self._outputs)
+        self._moves.take_swapped(unit, saved.swapped(outputs=self._outputs))
 
     def _enter_untracked(self, slot: int) -> None:
         """Evaluation: bring what the unit reads, and take away what only the unit before read."""
         self._slot = slot
         for chunk in self._offloaded:
             if slot in chunk.used_by:
-                if chunk.buffer is None:
-                    assert chunk.store is not None
-                    chunk.buffer = self._backend.empty(chunk.buffer_bytes)
-                    chunk.store.read(chunk.offset, chunk.buffer)
-                    chunk.bind()
-            elif chunk.buffer is not None:
-                self._moves.release(chunk)
+                if not chunk.buffers:
+                    self._moves.gather(chunk, chunk.every_group)()
+                    chunk.bind(chunk.every_group)
+            elif chunk.buffers:
+                chunk.release(chunk.every_group)
 
     def _release_all(self) -> None:
         for chunk in self._offloaded:
-            self._moves.release(chunk)
+            chunk.release(chunk.every_group)
 
     def _observe(self, what: str) -> None:
         if self.observer is not None:

@@ -10,12 +10,15 @@ import mmap
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from queue import SimpleQueue
 from typing import Protocol
 
 import torch
+
+from protrain_plan.program import pinned_bytes
 
 WAIT_LIMIT_S = 600.0
 """No transfer of one chunk takes ten minutes; a wait that does is a fault, not a slow disk."""
@@ -218,8 +221,19 @@ class Backend:
         return buffer
 
     def empty_host(self, num_bytes: int) -> torch.Tensor:
-        """A new buffer in host memory, pinned where there is a device.  # uint8 [num_bytes]"""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_cuda)
+        """A new buffer in host memory, pinned where there is a device.  # uint8 [num_bytes]
+
+        Whole pages and no more: PyTorch's own pinned allocator rounds up to powers of two.
+        """
+        if not self.is_cuda or not num_bytes:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        pages = mmap.mmap(-1, pinned_bytes(num_bytes))
+        buffer = torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes)
+        address, cuda = buffer.data_ptr(), torch.cuda.cudart()
+        torch.cuda.check_error(cuda.cudaHostRegister(address, len(pages), 0))
+        # The pages live as long as a view of them; they stay pinned while the buffer itself lives.
+        weakref.finalize(buffer, cuda.cudaHostUnregister, address)
+        return buffer
 
     def lane(self, name: str, *, on_device: bool) -> WorkLane:
         """A lane; `on_device` where the device's copy engines can do its work."""

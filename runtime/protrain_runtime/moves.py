@@ -7,15 +7,24 @@ borrows the tensors that it reads or fills: `start` is called when the move ente
 the caching allocator safe: a buffer is freed after compute was ordered behind the copy out of it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, assert_never
 from weakref import ref
 
 import torch
 
-from protrain_plan.program import STAGING_PIECES, Move, Program, updated_in_place
+from protrain_plan.program import (
+    STAGING_PIECES,
+    GradientHome,
+    Move,
+    Program,
+    gradient_home,
+    grouped,
+    pieces_in,
+)
 from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import Buffer, Offload, UnitPlan
+from protrain_plan.records.plan import Persistent, UnitPlan
 from protrain_runtime.activations import SwappedStorage
 from protrain_runtime.chunks import Chunk, OptimizerFactory, flat_storage_order
 from protrain_runtime.lanes import Backend
@@ -26,6 +35,36 @@ Options = Mapping[str, Mapping[str, Any]]
 """Hyperparameters by parameter name."""
 
 Work = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedUnit:
+    """What a unit's forward saved and a swap takes away, first saved first, in groups.
+
+    The saved tensors own the storages, and may be dropped at any time: the groups are of all that
+    there were, so that the way out and the way back mean the same ones.
+    """
+
+    storages: tuple[ref[SwappedStorage], ...]
+    groups: tuple[range, ...]
+    group_bytes: tuple[int, ...]
+
+    @staticmethod
+    def of(storages: Sequence[SwappedStorage]) -> "SwappedUnit":
+        groups = tuple(grouped([storage.num_bytes for storage in storages]))
+        return SwappedUnit(
+            tuple(ref(storage) for storage in storages),
+            groups,
+            tuple(sum(storages[place].num_bytes for place in group) for group in groups),
+        )
+
+    def in_share(self, share: tuple[float, float]) -> Iterator[tuple[int, SwappedStorage]]:
+        """The storages in a share of the bytes that are still there, with their places."""
+        for group in pieces_in(self.group_bytes, share):
+            for place in self.groups[group]:
+                storage = self.storages[place]()
+                if storage is not None:
+                    yield place, storage
 
 
 class Moves:
@@ -53,45 +92,56 @@ class Moves:
         self._ring: list[torch.Tensor] = []
         self._swap_offsets: dict[tuple[int, int], tuple[int, int]] = {}
         self._host_gradients: dict[int, torch.Tensor] = {}  # unit -> uint8 [gradient bytes]
-        self._host_parameters: dict[int, torch.Tensor] = {}  # unit -> uint8 [buffer bytes]
         self.clear()
 
     def clear(self) -> None:
         """Forget the current step."""
-        self.swapped: dict[int, list[ref[SwappedStorage]]] = {}  # what a unit's forward left
+        self._swapped: dict[int, SwappedUnit] = {}  # what a unit's forward left
+        # By move: what stands until it has ended.
         self._held: dict[int, list[torch.Tensor]] = {}
         self._leaving: dict[int, list[SwappedStorage]] = {}
         self._arriving: dict[int, list[SwappedStorage]] = {}
         self._pieces: dict[tuple[int, int], Piece] = {}
 
     def make_staging(self) -> None:
-        """Allocate the staging buffers, once there are optimizer states to read.
+        """Allocate the staging buffers, once there is something to read.
 
-        Called between steps: a step reads all states or none.
+        Called between steps: a step reads all states or none. Parameters are read from the first.
         """
-        if self._ring or not any(chunk.updated for chunk in self._chunks):
+        if self._ring:
+            return
+        reads = [self._program.moves[number] for number in self._ring_place]
+        chunks = [self._chunks[move.unit] for move in reads]
+        if not any(chunk.updated or self._reads_parameters(chunk) for chunk in chunks):
             return
         largest = 0
-        for number in self._ring_place:
-            move = self._program.moves[number]
-            chunk = self._chunks[move.unit]
+        for move, chunk in zip(reads, chunks, strict=True):
             count = chunk.cut(move.stop) - chunk.cut(move.start)
-            largest = max(largest, count * sum(s.dtype.itemsize for s in chunk.states))
+            width = sum(state.dtype.itemsize for state in chunk.states)
+            if self._reads_parameters(chunk):
+                width += chunk.gradient_bytes // chunk.num_trainable
+            largest = max(largest, count * width)
         for _ in range(min(STAGING_PIECES, len(self._ring_place))):
             self._ring.append(self._backend.empty_host(largest))
 
     @property
     def host_bytes(self) -> int:
-        """Host memory for what an optimizer there works on: gradients, and parameters from disk."""
-        arenas = (*self._host_gradients.values(), *self._host_parameters.values())
-        return sum(arena.numel() for arena in arenas)
+        """Host memory for what an optimizer there works on: gradients, and what it has from disk.
 
-    def in_place(self, chunk: Chunk) -> bool:
-        """Whether the chunk's buffer waits on the device for its update."""
+        On a CPU the staging buffers count as the device's.
+        """
+        staging = self._ring if self._backend.is_cuda else ()
+        return sum(arena.numel() for arena in (*self._host_gradients.values(), *staging))
+
+    def _home(self, chunk: Chunk) -> GradientHome:
+        """Where an offloaded chunk's gradients wait for its update."""
         states = self._plans[chunk.unit].states
-        return isinstance(states, Offload | Buffer) and updated_in_place(
-            states, "cuda" if self._backend.is_cuda else "cpu"
-        )
+        assert not isinstance(states, Persistent)
+        return gradient_home(states, self._program.settings)
+
+    def _reads_parameters(self, chunk: Chunk) -> bool:
+        """Whether a chunk on disk is updated elsewhere than on the device."""
+        return self._home(chunk) != "in place"
 
     def start(self, number: int) -> Work:
         """The move's work; what it needs is allocated now."""
@@ -99,19 +149,21 @@ class Moves:
         chunk = self._chunks[move.unit]
         match move.kind:
             case "gather":
-                return self._gather(chunk)
+                return self.gather(chunk, chunk.groups_in(move.share))
             case "swap out":
                 return self._swap_out(number, move)
             case "swap in":
-                return self._swap_in(move)
+                return self._swap_in(number, move)
             case "spill gradients":
-                return self._spill_gradients(number, chunk)
+                return self._spill_gradients(number, move, chunk)
+            case "add gradients":
+                raise AssertionError("prepare refuses plans of several micro-batches")
             case "read states":
                 return self._read_states(number, move, chunk)
             case "update":
                 return self._update(move, chunk)
             case "write states":
-                return self._write_states(move, chunk)
+                return self._write_states(move)
             case _:
                 assert_never(move.kind)
 
@@ -119,10 +171,11 @@ class Moves:
         """A fetch has ended and its slot begins: give what it brought to the model."""
         move = self._program.moves[number]
         if move.kind == "gather":
-            self._chunks[move.unit].bind()
+            chunk = self._chunks[move.unit]
+            chunk.bind(chunk.groups_in(move.share))
         else:
             # From here on the saved tensors alone own what came back.
-            self._arriving.pop(move.unit, None)
+            self._arriving.pop(number, None)
 
     def end(self, number: int) -> None:
         """The move has ended: free what stood for it."""
@@ -130,30 +183,41 @@ class Moves:
         for storage in self._leaving.pop(number, ()):
             storage.source = None
         move = self._program.moves[number]
-        chunk = self._chunks[move.unit]
-        if move.kind == "write states" and move.stop == chunk.num_trainable:
-            chunk.gradients.clear()
-            self._host_parameters.pop(move.unit, None)
-            if self.in_place(chunk):
-                self.release(chunk)
+        if move.kind == "write states":
+            # Updated in place, and no later piece needs them: these groups' last bytes are written.
+            chunk = self._chunks[move.unit]
+            gone = chunk.groups_in(move.share)
+            chunk.release(gone)
+            for part in chunk.slices:
+                if part.group in gone:
+                    chunk.gradients.pop(part.name, None)
 
-    def release(self, chunk: Chunk) -> None:
-        """Take the chunk's buffer off the device."""
-        chunk.unbind()
-        chunk.buffer = None
-
-    def _gather(self, chunk: Chunk) -> Work:
+    def gather(self, chunk: Chunk, groups: Iterable[int]) -> Work:
+        """Bring groups of a chunk to the device, one read per group."""
         store = chunk.store
         assert store is not None
-        buffer = chunk.buffer = self._backend.empty(chunk.buffer_bytes)
-        return lambda: store.read(chunk.offset, buffer)
+        pairs: list[tuple[int, torch.Tensor]] = []
+        for number in groups:
+            group = chunk.groups[number]
+            buffer = chunk.buffers[number] = self._backend.empty(group.num_bytes)
+            pairs.append((chunk.offset + group.offset, buffer))
+
+        def work() -> None:
+            for offset, buffer in pairs:
+                store.read(offset, buffer)
+
+        return work
+
+    def take_swapped(self, unit: int, storages: Sequence[SwappedStorage]) -> None:
+        """What a unit's forward saved for a swap to take away."""
+        self._swapped[unit] = SwappedUnit.of(storages)
 
     def _swap_out(self, number: int, move: Move) -> Work:
-        storages = [storage for weak in self.swapped.get(move.unit, ()) if (storage := weak())]
-        self._leaving[number] = storages
         store = self._swap_store(move)
-        for place, storage in enumerate(storages):
+        storages = self._leaving[number] = []
+        for place, storage in self._swapped[move.unit].in_share(move.share):
             storage.offset = self._swap_offset(move.unit, place, storage.num_bytes, store)
+            storages.append(storage)
 
         def work() -> None:
             for storage in storages:
@@ -162,11 +226,11 @@ class Moves:
 
         return work
 
-    def _swap_in(self, move: Move) -> Work:
-        storages = [storage for weak in self.swapped.pop(move.unit, ()) if (storage := weak())]
+    def _swap_in(self, number: int, move: Move) -> Work:
+        storages = [storage for _, storage in self._swapped[move.unit].in_share(move.share)]
         for storage in storages:
             storage.restored = self._backend.empty(storage.num_bytes)
-        self._arriving[move.unit] = storages
+        self._arriving[number] = storages
         store = self._swap_store(move)
         pairs = [(storage.offset, storage.restored) for storage in storages]
 
@@ -189,19 +253,19 @@ class Moves:
             self._swap_offsets[unit, place] = known
         return known[0]
 
-    def _spill_gradients(self, number: int, chunk: Chunk) -> Work:
+    def _spill_gradients(self, number: int, move: Move, chunk: Chunk) -> Work:
         if chunk.unit not in self._host_gradients:
             self._host_gradients[chunk.unit] = self._backend.empty_host(chunk.gradient_bytes)
         arena = self._host_gradients[chunk.unit]
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        offset = 0
+        leaving = chunk.gradient_groups_in(move.share)
         for part in chunk.slices:
-            if part.trainable and part.name in chunk.gradients:
+            if part.group in leaving and part.name in chunk.gradients:
+                offset = part.start * part.dtype.itemsize
                 target = arena[offset : offset + part.num_bytes].view(part.dtype)
                 gradient = dense(chunk.gradients[part.name], part.stride)
                 pairs.append((target, flat_storage_order(gradient)))
                 chunk.gradients[part.name] = target
-            offset += part.num_bytes if part.trainable else 0
         self._held[number] = [source for _, source in pairs]
 
         def work() -> None:
@@ -211,23 +275,15 @@ class Moves:
         return work
 
     def _read_states(self, number: int, move: Move, chunk: Chunk) -> Work:
-        piece = self._pieces[move.unit, move.start] = Piece(
-            chunk, chunk.cut(move.start), chunk.cut(move.stop)
-        )
-        ring = self._ring[self._ring_place[number]] if self._ring else None
-        if self.in_place(chunk) or move.start > 0:
-            return lambda: piece.read(ring)
-        # The optimizer runs on the host, and the chunk's parameters are fetched with its states.
-        store = chunk.store
-        assert store is not None
-        parameters = self._backend.empty_host(chunk.buffer_bytes)
-        self._host_parameters[chunk.unit] = parameters
-
-        def work() -> None:
-            store.read(chunk.offset, parameters)
-            piece.read(ring)
-
-        return work
+        piece = Piece(chunk, chunk.cut(move.start), chunk.cut(move.stop))
+        self._pieces[move.unit, move.start] = piece
+        reads_parameters = self._reads_parameters(chunk)
+        if not reads_parameters:
+            piece.view_device()
+        if not self._ring:
+            return lambda: None  # before the first step there is nothing to read
+        ring = self._ring[self._ring_place[number]]
+        return lambda: piece.read(ring, parameters=reads_parameters)
 
     def _update(self, move: Move, chunk: Chunk) -> Work:
         on_host = isinstance(chunk.store, HostStore)
@@ -235,36 +291,27 @@ class Moves:
             piece = Piece(chunk, move.start, move.stop)
         else:
             piece = self._pieces[move.unit, move.start]
-        parameters, options = self._parameters(chunk), self._options()
-        gradients = {
-            part.name: flat_storage_order(dense(gradient, part.stride))
-            for part in chunk.slices
-            if (gradient := chunk.gradients.get(part.name)) is not None
-        }
+        options = self._options()
+        gradients: dict[str, torch.Tensor] = {}
+        for part, low, high in piece.parts():
+            gradient = chunk.gradients.get(part.name)
+            if gradient is not None:
+                # Kept, so that a parameter in several pieces is copied once at most.
+                gradient = chunk.gradients[part.name] = dense(gradient, part.stride)
+                gradients[part.name] = flat_storage_order(gradient)[low:high]
 
         def work() -> None:
-            if on_host and chunk.updated:
-                piece.view_states()
-            piece.update(self._factory, options, parameters, gradients)
             if on_host:
-                piece.write(parameters, write_parameters=False)
-                chunk.gradients.clear()
+                piece.view_store()
+            piece.update(self._factory, options, gradients)
+            if on_host:
+                piece.write(parameters=False)
 
         return work
 
-    def _write_states(self, move: Move, chunk: Chunk) -> Work:
+    def _write_states(self, move: Move) -> Work:
         piece = self._pieces.pop((move.unit, move.start))
-        parameters = self._parameters(chunk)
-        return lambda: piece.write(parameters, write_parameters=True)
-
-    def _parameters(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk's bytes where its optimizer runs.  # uint8 [buffer_bytes]"""
-        if isinstance(chunk.store, HostStore):
-            return chunk.store.view(chunk.offset, chunk.buffer_bytes)
-        if self.in_place(chunk):
-            assert chunk.buffer is not None
-            return chunk.buffer
-        return self._host_parameters[chunk.unit]
+        return lambda: piece.write(parameters=True)
 
 
 def dense(gradient: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

@@ -10,6 +10,9 @@ from torch import nn
 from protrain_runtime.chunks import Chunk, OptimizerFactory, Slice
 from protrain_runtime.stores import HostStore, Store
 
+_PARAMETERS = ""
+"""Stands for the parameters among the elementwise states, whose keys are names."""
+
 
 @dataclass(slots=True)
 class Piece:
@@ -17,12 +20,15 @@ class Piece:
 
     `staging` holds one tensor per elementwise state, filled by "read states" and written back by
     "write states"; before the first step there is nothing to read, and the optimizer makes them.
+    `parameters` are, by name, the elements that the piece covers, where the optimizer runs. A piece
+    refers to nothing outside its range: what other pieces need may leave the device before it.
     """
 
     chunk: Chunk
     start: int
     stop: int
     staging: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     made: list[tuple[Slice, int, int, dict[str, Any]]] = field(
         default_factory=list[tuple[Slice, int, int, dict[str, Any]]]
     )
@@ -37,25 +43,54 @@ class Piece:
             if low < high:
                 yield part, low, high
 
-    def read(self, ring: torch.Tensor | None) -> None:
-        """Fill the staging tensors from the store; `ring` is this piece's staging buffer."""
-        if ring is None:
-            return
+    def read(self, ring: torch.Tensor, *, parameters: bool) -> None:
+        """Fill the staging tensors from the store; `ring` is this piece's staging buffer.
+
+        `parameters` where the optimizer has them from there too.
+        """
         store = self.chunk.store
         assert store is not None
-        offset, count = 0, self.stop - self.start
-        for layout in self.chunk.states:
-            size = count * layout.dtype.itemsize
-            target = ring[offset : offset + size]
-            store.read(layout.offset + self.start * layout.dtype.itemsize, target)
-            self.staging[layout.key] = target.view(layout.dtype)
-            offset += size
+        regions = self._regions(ring, parameters=parameters)
+        for layout in self.chunk.states if self.chunk.updated else ():
+            target = self.staging[layout.key] = regions[layout.key]
+            place = layout.offset + self.start * layout.dtype.itemsize
+            store.read(place, target.view(torch.uint8))
+        if not parameters:
+            return
+        for part, low, high in self.parts():
+            first = part.start + low - self.start
+            target = self.parameters[part.name] = regions[_PARAMETERS][first : first + high - low]
+            place = self.chunk.offset + part.offset + low * part.dtype.itemsize
+            store.read(place, target.view(torch.uint8))
 
-    def view_states(self) -> None:
-        """Use the states in place, where the store is host memory."""
+    def _regions(self, ring: torch.Tensor, *, parameters: bool) -> dict[str, torch.Tensor]:
+        """One region of the ring per state, and one for the parameters where asked for."""
+        wanted = [(layout.key, layout.dtype) for layout in self.chunk.states]
+        if parameters:
+            wanted += [(_PARAMETERS, part.dtype) for part, _, _ in self.parts()][:1]
+        regions: dict[str, torch.Tensor] = {}
+        offset, count = 0, self.stop - self.start
+        # Wide elements first: what follows is aligned to its own.
+        for key, dtype in sorted(wanted, key=lambda region: -region[1].itemsize):
+            size = count * dtype.itemsize
+            regions[key] = ring[offset : offset + size].view(dtype)
+            offset += size
+        return regions
+
+    def view_device(self) -> None:
+        """Use the parameters in place, on the device."""
+        for part, low, high in self.parts():
+            self.parameters[part.name] = part.flat(self.chunk.buffers[part.group])[low:high]
+
+    def view_store(self) -> None:
+        """Use the parameters and their states in place, where the store is host memory."""
         store = self.chunk.store
         assert isinstance(store, HostStore)
-        for layout in self.chunk.states:
+        for part, low, high in self.parts():
+            size = part.dtype.itemsize
+            place = store.view(self.chunk.offset + part.offset + low * size, (high - low) * size)
+            self.parameters[part.name] = place.view(part.dtype)
+        for layout in self.chunk.states if self.chunk.updated else ():
             size = (self.stop - self.start) * layout.dtype.itemsize
             place = store.view(layout.offset + self.start * layout.dtype.itemsize, size)
             self.staging[layout.key] = place.view(layout.dtype)
@@ -64,21 +99,20 @@ class Piece:
         self,
         factory: OptimizerFactory,
         options: Mapping[str, Mapping[str, Any]],
-        parameters: torch.Tensor,
         gradients: Mapping[str, torch.Tensor],
     ) -> None:
         """The optimizer's own step on this range.
 
-        `options` are the hyperparameters by parameter name, `parameters` the chunk's bytes where
-        the optimizer runs, `gradients` flat in storage order. Elementwise optimizers compute every
-        element by itself, so a range of a parameter gets the bits that the whole would get.
+        `options` are the hyperparameters by parameter name, `gradients` those of the elements that
+        the piece covers, flat in storage order. Elementwise optimizers compute every element by
+        itself, so a range of a parameter gets the bits that the whole would get.
         """
         for part, low, high in self.parts():
             gradient = gradients.get(part.name)
             if gradient is None:
                 continue
-            shadow = nn.Parameter(part.flat(parameters)[low:high])
-            shadow.grad = gradient[low:high]
+            shadow = nn.Parameter(self.parameters[part.name])
+            shadow.grad = gradient
             worker = factory([{**options[part.name], "params": [shadow]}])
             first = part.start + low - self.start
             if part.name in self.chunk.updated:
@@ -92,7 +126,7 @@ class Piece:
             worker.step()
             self.made.append((part, low, high, dict(worker.state[shadow])))
 
-    def write(self, parameters: torch.Tensor, *, write_parameters: bool) -> None:
+    def write(self, *, parameters: bool) -> None:
         """Bring the new states, and the parameters where asked for, to the store.
 
         The last piece of a parameter settles its scalars: until then, every piece of it starts
@@ -107,15 +141,15 @@ class Piece:
                 place = layout.offset + first * layout.dtype.itemsize
                 if not _lies_in(store, place, values):  # else it was updated where it lives
                     store.write(place, values)
-            if write_parameters:
-                size = part.dtype.itemsize
-                source = part.flat(parameters)[low:high].view(torch.uint8)
-                store.write(self.chunk.offset + part.offset + low * size, source)
+            if parameters:
+                place = self.chunk.offset + part.offset + low * part.dtype.itemsize
+                store.write(place, self.parameters[part.name].view(torch.uint8))
             if high == part.numel:
                 self.chunk.scalars[part.name] = state
                 self.chunk.updated.add(part.name)
         self.made.clear()
         self.staging.clear()
+        self.parameters.clear()
 
 
 def _lies_in(store: Store, offset: int, values: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.program import compile_plan
+from protrain_plan.program import Settings, compile_plan
 from protrain_plan.records import read_plan
 from protrain_plan.records.plan import (
     Keep,
@@ -77,12 +77,13 @@ def prepare(
 
     The training loop stays as it is, with one forward, one backward and one `step()` per batch.
     Raises ProtrainError, and leaves the model as it was, if the plan was made for another model or
-    cannot be carried out here.
+    cannot be carried out here or by this version.
     """
     if _ATTRIBUTE in model.__dict__:
         raise ProtrainError("the model follows a plan already", fix="call restore(model) first")
     if not isinstance(plan, Plan):
         plan = read_plan(Path(plan))
+    check_supported(plan)
     modules = check_model(model, plan)
     inner = make_inner(optimizer, model, param_groups)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -150,6 +151,32 @@ def keeps_everything(plan: Plan) -> bool:
     )
 
 
+def check_supported(plan: Plan) -> None:
+    """ProtrainError if the plan asks for what the engine cannot execute."""
+    if plan.updates != "in backward":
+        raise ProtrainError(
+            f"expected 'in backward', got '{plan.updates}': the runtime of this version updates"
+            " offloaded parameters during backward",
+            key="updates",
+            fix="plan without clipping of gradients",
+        )
+    if plan.micro_batches != 1:
+        raise ProtrainError(
+            f"expected 1, got {plan.micro_batches}: the runtime of this version runs one forward"
+            " and one backward per update",
+            key="micro_batches",
+            fix="plan with one micro-batch per update",
+        )
+    for index, unit in enumerate(plan.units):
+        if isinstance(unit.activations, Recompute | SwapInput) and unit.activations.form != "full":
+            raise ProtrainError(
+                f"expected the form full, got {unit.activations.form}: the runtime of this version"
+                " recomputes whole blocks",
+                key=f"units[{index}].activations",
+                fix="plan from a profile that measured the forms keep and full alone",
+            )
+
+
 def check_model(model: nn.Module, plan: Plan) -> list[nn.Module | None]:
     """Each unit's module, None for a part. ProtrainError if the plan is for another model."""
     found = model_fingerprint(model)
@@ -200,7 +227,7 @@ def _attach(
         undo.append(lambda chunk=chunk: bring_back(chunk))  # type: ignore[misc]
         offload(chunk, stores.get(unit.states.tier), states)
         backend.synchronize()
-        chunk.unbind()
+        chunk.unbind(chunk.every_group)
     swap_stores = {
         unit.activations.tier: stores.get(unit.activations.tier)
         for unit in plan.units
@@ -212,8 +239,7 @@ def _attach(
     program = compile_plan(
         plan.units,
         [chunk.size(per_parameter) for chunk in chunks],
-        device="cuda" if backend.is_cuda else "cpu",
-        piece_bytes=plan.piece_bytes,
+        Settings(device="cuda" if backend.is_cuda else "cpu", piece_bytes=plan.piece_bytes),
     )
     moves = Moves(
         program,

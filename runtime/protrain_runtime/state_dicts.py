@@ -37,10 +37,12 @@ def bring_back(chunk: Chunk) -> None:
         return
     assert chunk.store is not None
     for part in chunk.slices:
+        if part.group not in chunk.hollow:
+            continue
         whole = torch.empty(part.num_bytes, dtype=torch.uint8, device=part.parameter.device)
         chunk.store.read(chunk.offset + part.offset, whole)
         part.parameter.data = whole.view(part.dtype).as_strided(part.shape, part.stride)
-    chunk.hollow = False
+    chunk.hollow.clear()
 
 
 def add_state_dict_hooks(
@@ -77,7 +79,7 @@ def add_state_dict_hooks(
             values = flat_storage_order(part.parameter.detach())
             chunk.store.write(chunk.offset + part.offset, values.view(torch.uint8))
         for chunk in below:
-            chunk.unbind()
+            chunk.unbind(chunk.every_group)
 
     handles = (
         model.register_state_dict_post_hook(after_state_dict),

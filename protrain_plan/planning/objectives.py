@@ -1,0 +1,306 @@
+"""What users ask: the fastest step, the least memory for a speed, the largest batch, a front."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from protrain_plan.planning.fluid import Fluid
+from protrain_plan.planning.growth import Quantity, grower
+from protrain_plan.planning.largest import Largest, largest
+from protrain_plan.planning.leanest import leanest
+from protrain_plan.planning.outcome import Infeasible, Solved
+from protrain_plan.planning.pins import Pin
+from protrain_plan.planning.planner import Progress, Solver, solve_problem
+from protrain_plan.planning.problem import Choice, Problem
+from protrain_plan.planning.search import Effort
+from protrain_plan.planning.solver import solve
+from protrain_plan.records.plan import Budgets, Updates
+from protrain_plan.records.profile import Profile
+from protrain_plan.simulation.report import StepReport, report
+
+FIRST_STEP = 0.002
+"""By how much of the budget the search for the least memory goes up at first."""
+
+BISECTIONS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is to be planned, within which budgets, with which decisions fixed."""
+
+    profile: Profile
+    budgets: Budgets
+    piece_bytes: int | None = None
+    updates: Updates = "in backward"
+    micro_batches: int = 1
+    pins: tuple[Pin, ...] = ()
+
+    def problem(self) -> Problem:
+        """The planning problem; ProtrainError where a pin cannot be met."""
+        return Problem.of(
+            self.profile,
+            self.budgets,
+            piece_bytes=self.piece_bytes,
+            updates=self.updates,
+            micro_batches=self.micro_batches,
+            pins=self.pins,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """What is best; at most one of these, and none for the fastest step.
+
+    max_slowdown    least device memory for a step of this many times the fastest
+    maximize        the largest batch or sequence that fits (`also`: a second profile)
+    pareto_points   the front of memory against time, over so many budgets
+    """
+
+    max_slowdown: float | None = None
+    maximize: Quantity | None = None
+    also: Profile | None = None
+    pareto_points: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A plan, a front of plans (`solved` is the fastest), or why there is none.
+
+    `profile` is the one that was planned for: with `maximize`, grown to `largest`.
+    """
+
+    profile: Profile
+    solved: Solved | None = None
+    infeasible: Infeasible | None = None
+    least_memory: "LeastMemory | None" = None
+    largest: Largest | None = None
+    front: "tuple[Point, ...]" = ()
+    seconds_without_pins: float | None = None
+    report: StepReport | None = None  # of the plan, for one micro-batch with its update
+
+
+def ask(
+    question: Question,
+    objective: Objective,
+    *,
+    effort: Effort,
+    solver: Solver = "milp",
+    progress: Progress | None = None,
+) -> Answer:
+    """The answer to a question; ProtrainError where a pin or a second profile does not fit it."""
+    found_largest = None
+    if objective.maximize:
+        found_largest = largest(
+            grower(question.profile, objective.maximize, objective.also),
+            question.budgets,
+            piece_bytes=question.piece_bytes,
+            updates=question.updates,
+            micro_batches=question.micro_batches,
+            pins=question.pins,
+        )
+        if found_largest:
+            question = replace(question, profile=found_largest.profile)
+    problem, budgets = question.problem(), question.budgets
+    answer = Answer(profile=question.profile, largest=found_largest)
+    outcome: Solved | Infeasible
+    if objective.max_slowdown is not None:
+        least = least_memory(
+            problem,
+            budgets,
+            max_slowdown=objective.max_slowdown,
+            effort=effort,
+            progress=progress,
+        )
+        if isinstance(least, Infeasible):
+            outcome = least
+        else:
+            outcome, answer = least.solved, replace(answer, least_memory=least)
+    elif objective.pareto_points is not None:
+        front = pareto(
+            problem,
+            budgets,
+            num_points=objective.pareto_points,
+            effort=effort,
+            progress=progress,
+        )
+        if isinstance(front, Infeasible):
+            outcome = front
+        else:
+            outcome, answer = front[-1].solved, replace(answer, front=front)
+    else:
+        outcome = solve_problem(problem, budgets, effort=effort, solver=solver, progress=progress)
+    if isinstance(outcome, Infeasible):
+        return replace(answer, infeasible=_with_largest(question, outcome))
+    if question.pins and objective == Objective():
+        free = solve_problem(
+            replace(question, pins=()).problem(), budgets, effort=effort, progress=progress
+        )
+        assert isinstance(free, Solved), "a plan with pins fits, so one without them does"
+        answer = replace(answer, seconds_without_pins=free.plan.prediction.step_seconds)
+    program, plans = problem.program(outcome.plan.units), outcome.plan.units
+    return replace(answer, solved=outcome, report=report(program, plans, question.profile))
+
+
+def _with_largest(question: Question, infeasible: Infeasible) -> Infeasible:
+    """The same answer, with the largest batch and sequence that would fit."""
+    fits: dict[Quantity, int] = {}
+    for quantity in ("batch-size", "seq-len"):
+        found = largest(
+            grower(question.profile, quantity),
+            question.budgets,
+            piece_bytes=question.piece_bytes,
+            updates=question.updates,
+            micro_batches=question.micro_batches,
+            pins=question.pins,
+        )
+        if found:
+            fits[quantity] = found.value
+    return replace(
+        infeasible, largest_batch_size=fits.get("batch-size"), largest_seq_len=fits.get("seq-len")
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastMemory:
+    """The plan of least device memory found among those that take up to `limit_seconds`.
+
+    No plan that fast fits a device budget below `lower_bound_bytes` (the context included).
+    """
+
+    solved: Solved
+    limit_seconds: float
+    fastest_seconds: float
+    lower_bound_bytes: int
+
+
+def least_memory(
+    problem: Problem,
+    budgets: Budgets,
+    *,
+    max_slowdown: float,
+    effort: Effort,
+    progress: Progress | None = None,
+) -> LeastMemory | Infeasible:
+    """The least device memory for a step of `max_slowdown` times the fastest within `budgets`.
+
+    The fluid model, asked for the least budget at that speed, gives the bound and the place to
+    start; plans for budgets from there on show how much whole moves need more.
+    """
+    fastest = solve_problem(problem, budgets, effort=effort, progress=progress)
+    if isinstance(fastest, Infeasible):
+        return fastest
+    step = fastest.plan.prediction.step_seconds
+    limit_s = step * max_slowdown
+    context = problem.profile.hardware.device.context_bytes
+    least = _least_bytes(problem, limit_s)
+    best, best_bytes = fastest, _needed(fastest)
+    hints = [choice_of(problem, fastest)]
+    inner = replace(effort, enough_s=limit_s)
+
+    def planned(device: int) -> bool:
+        nonlocal best, best_bytes
+        smaller = replace(budgets, device=device + context)
+        found = solve_problem(
+            replace(problem, device=device), smaller, effort=inner, progress=progress, hints=hints
+        )
+        if isinstance(found, Solved):
+            hints.append(choice_of(problem, found))
+        if isinstance(found, Infeasible) or found.plan.prediction.step_seconds > limit_s:
+            return False
+        if _needed(found) < best_bytes:
+            best, best_bytes = found, _needed(found)
+        return True
+
+    low = max(least, getattr(leanest(problem), "bytes", 0))
+    grow, high = FIRST_STEP, low
+    while high < best_bytes and not planned(high) and not effort.spent():
+        low, high = high, int(high * (1 + grow))
+        grow *= 2
+    for _ in range(BISECTIONS):
+        middle = (low + min(high, best_bytes)) // 2
+        if middle <= low * (1 + FIRST_STEP) or effort.spent():
+            break
+        if planned(middle):
+            high = middle
+        else:
+            low = middle
+    return LeastMemory(
+        solved=best,
+        limit_seconds=limit_s,
+        fastest_seconds=step,
+        lower_bound_bytes=min(least, best_bytes) + context,
+    )
+
+
+def _needed(solved: Solved) -> int:
+    return solved.plan.prediction.peak_bytes.device
+
+
+def _least_bytes(problem: Problem, limit_s: float) -> int:
+    """A bound on the bytes of the device, context excluded, at a step of `limit_s` or less."""
+    fluid = Fluid(problem)
+    fluid.minimise_memory(limit_s)
+    answer = solve(fluid.pulp, integer=True, max_nodes=50, gap=1e-3)
+    return max(0, int(answer.bound * fluid.byte_unit * (1 - 1e-6)))
+
+
+def choice_of(problem: Problem, solved: Solved) -> Choice:
+    """A plan's decisions as a choice among a problem's options."""
+    return tuple(
+        (
+            [option.decision for option in options.activations].index(unit.activations),
+            [option.decision for option in options.states].index(unit.states),
+        )
+        for options, unit in zip(problem.options, solved.plan.units, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One point of the Pareto front: its plan needs `device_bytes`, context included."""
+
+    device_bytes: int
+    solved: Solved
+
+
+def pareto(
+    problem: Problem,
+    budgets: Budgets,
+    *,
+    num_points: int,
+    effort: Effort,
+    progress: Progress | None = None,
+) -> tuple[Point, ...] | Infeasible:
+    """Plans from the least memory to what `budgets` allow, each faster than those of less.
+
+    Budgets stand in equal ratios between the least and the largest that helps; a plan that a
+    smaller one beats is left out.
+    """
+    lean = leanest(problem)
+    if lean is None or lean.bytes > problem.device:
+        found = solve_problem(problem, budgets, effort=effort)
+        assert isinstance(found, Infeasible)
+        return found
+    context = problem.profile.hardware.device.context_bytes
+    plain: Choice = tuple((0, 0) for _ in problem.options)
+    largest = max(lean.bytes, min(problem.device, max(problem.static_bytes(plain))))
+    points: list[Point] = []
+    hints: Sequence[Choice] = ()
+    for number in range(num_points):
+        share = number / max(1, num_points - 1)
+        device = round(lean.bytes * (largest / lean.bytes) ** share)
+        if effort.spent() and points:
+            break
+        found = solve_problem(
+            replace(problem, device=device),
+            replace(budgets, device=device + context),
+            effort=effort,
+            progress=progress,
+            hints=hints,
+        )
+        if isinstance(found, Infeasible):
+            continue  # rounding of the least budget
+        hints = (choice_of(problem, found),)
+        step = found.plan.prediction.step_seconds
+        if not points or step < points[-1].solved.plan.prediction.step_seconds:
+            points.append(Point(device_bytes=_needed(found) + context, solved=found))
+    return tuple(points)

@@ -1,0 +1,207 @@
+"""What a step spends its time and its memory on: a record for programs, sentences for people."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+from protrain_plan.program import Move, MoveKind, Program
+from protrain_plan.records.plan import TierBytes, UnitPlan
+from protrain_plan.records.profile import Profile
+from protrain_plan.simulation.memory import SlotBytes, device_bytes, moved_bytes, tier_bytes
+from protrain_plan.simulation.timeline import Stall, Timeline, simulate
+from protrain_plan.units import format_bytes, format_seconds
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneReport:
+    """What a lane does in a step.
+
+    busy_s       seconds in which it runs something
+    utilisation  busy_s as a fraction of the step
+    bytes        what it transfers; 0 for compute and the optimizer
+    num_moves    moves that it runs; for compute, slots that take time
+    """
+
+    name: str
+    busy_s: float
+    utilisation: float
+    bytes: int
+    num_moves: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotReport:
+    """When a slot computes, and the most that the device can hold in it."""
+
+    name: str  # "forward of layers.3"
+    start_s: float
+    end_s: float
+    device: SlotBytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakSlot:
+    """The first slot in which the device is fullest."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """A simulated step. The last of `slots`, after 2U of them, is the device's update.
+
+    Stalls are summed by the lane of the move that ended them and by cause, most seconds first.
+    """
+
+    step_seconds: float
+    stall_seconds: float
+    lanes: tuple[LaneReport, ...]  # compute first
+    stall_by_lane: dict[str, float]
+    stall_by_cause: dict[str, float]  # "parameters from host" -> seconds
+    slots: tuple[SlotReport, ...]
+    peak_slot: PeakSlot
+    tier_peaks: TierBytes
+
+
+def report(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> StepReport:
+    """Simulate the programme once and tell what happened."""
+    timeline = simulate(program, plans, profile)
+    slots = _slots(program, timeline, device_bytes(program, plans, profile), profile)
+    peak = max(range(len(slots)), key=lambda index: slots[index].device.total)
+    moves = {program.move_name(number): move for number, move in enumerate(program.moves)}
+    below = {
+        tier.name: tier_bytes(tier.name, plans, profile, program.settings)
+        for tier in profile.hardware.tiers
+    }
+    return StepReport(
+        step_seconds=timeline.step_seconds,
+        stall_seconds=timeline.stall_s,
+        lanes=_lanes(program, timeline, plans, profile),
+        stall_by_lane=_summed((stall.lane, stall.seconds) for stall in timeline.stalls),
+        stall_by_cause=_summed(
+            (_cause(stall, moves[stall.waited_for]), stall.seconds) for stall in timeline.stalls
+        ),
+        slots=slots,
+        peak_slot=PeakSlot(index=peak, name=slots[peak].name),
+        tier_peaks=TierBytes(
+            device=slots[peak].device.total,
+            context=profile.hardware.device.context_bytes,
+            host=below.get("host", 0),
+            disk=below.get("disk", 0),
+        ),
+    )
+
+
+def in_words(report: StepReport) -> list[str]:
+    """What limits the step's time and its memory, in two to four sentences."""
+    sentences = [_waits_in_words(report)]
+    transfers = [lane for lane in report.lanes if lane.name != COMPUTE]
+    if transfers:
+        busiest = max(transfers, key=lambda lane: lane.busy_s)
+        sentences.append(
+            f"the busiest lane beside compute is {busiest.name}, "
+            f"{100 * busiest.utilisation:.0f} % of the step"
+            + (f", with {format_bytes(busiest.bytes)}" if busiest.bytes else "")
+        )
+    fullest = report.slots[report.peak_slot.index].device
+    by_kind = sorted(fullest.by_kind.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in by_kind if size)
+    sentences.append(
+        f"the device is fullest ({format_bytes(fullest.total)}) in the {report.peak_slot.name}: "
+        f"{parts or 'nothing'}"
+    )
+    below = [("host", report.tier_peaks.host), ("disk", report.tier_peaks.disk)]
+    held = " and ".join(f"{name} holds {format_bytes(size)}" for name, size in below if size)
+    if held:
+        sentences.append(f"below the device, {held}")
+    return sentences
+
+
+def _waits_in_words(report: StepReport) -> str:
+    step = format_seconds(report.step_seconds)
+    if not report.stall_by_cause:
+        return f"compute never waits in the step of {step}"
+    causes = ", ".join(
+        f"{format_seconds(seconds)} for {cause}" for cause, seconds in report.stall_by_cause.items()
+    )
+    return f"compute waits {format_seconds(report.stall_seconds)} of {step}: {causes}"
+
+
+def _slots(
+    program: Program, timeline: Timeline, device: Sequence[SlotBytes], profile: Profile
+) -> tuple[SlotReport, ...]:
+    names = [
+        f"{'forward' if slot.forward else 'backward'} of {profile.units[slot.unit].name}"
+        for slot in program.slots
+    ]
+    names.append("update on the device")
+    return tuple(
+        SlotReport(name=name, start_s=start, end_s=end, device=held)
+        for name, (start, end), held in zip(names, timeline.compute, device, strict=True)
+    )
+
+
+def _lanes(
+    program: Program, timeline: Timeline, plans: Sequence[UnitPlan], profile: Profile
+) -> tuple[LaneReport, ...]:
+    moved: dict[str, int] = {COMPUTE: 0}
+    for move in sorted(program.moves, key=lambda move: str(move.lane)):
+        lane = str(move.lane)
+        moved[lane] = moved.get(lane, 0) + moved_bytes(move, plans, profile)
+    lanes: list[LaneReport] = []
+    for lane, size in moved.items():
+        spans = [span for span in timeline.spans if span.lane == lane]
+        busy = sum(span.end_s - span.start_s for span in spans)
+        # A lane runs one thing at a time: only rounding can exceed the step.
+        busy = min(busy, timeline.step_seconds)
+        lanes.append(
+            LaneReport(
+                name=lane,
+                busy_s=busy,
+                utilisation=busy / timeline.step_seconds if busy else 0.0,
+                bytes=size,
+                num_moves=len(spans),
+            )
+        )
+    return tuple(lanes)
+
+
+def _cause(stall: Stall, move: Move) -> str:
+    """What compute waited for, to follow "for"."""
+    carried = _carried(move.kind)
+    match stall.reason:
+        case "fetch":
+            return f"{carried} from {move.lane.tier}"
+        case "drain":
+            return f"{carried} to leave"
+        case "end":
+            if move.kind == "update":
+                return "the last updates"
+            return f"the last {carried}" + (" to leave" if move.lane.direction == "spill" else "")
+        case _:
+            assert_never(stall.reason)
+
+
+def _carried(kind: MoveKind) -> str:
+    match kind:
+        case "gather":
+            return "parameters"
+        case "swap in" | "swap out":
+            return "activations"
+        case "spill gradients" | "add gradients":
+            return "gradients"
+        case "read states" | "update" | "write states":
+            return "optimizer states"
+        case _:
+            assert_never(kind)
+
+
+def _summed(seconds: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The seconds of each name, the largest first."""
+    totals: dict[str, float] = {}
+    for name, value in seconds:
+        totals[name] = totals.get(name, 0.0) + value
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))

@@ -1,0 +1,189 @@
+"""`protrain plan` with its options, as people call it, on profiles that need no model."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from protrain_plan.records import read_plan, write_profile
+from protrain_plan.records.plan import Recompute, Swap, SwapInput
+from tests.planning_cases import cpu, decoder, gpu
+from tests.test_cli import PROTRAIN, printed, protrain
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.yaml"
+    write_profile(decoder(gpu(), blocks=6, pieces=4), path)
+    return path
+
+
+def test_pins_are_kept_and_their_cost_is_told(profile: Path, tmp_path: Path) -> None:
+    pins = tmp_path / "pins.yaml"
+    pins.write_text("protrain: pins\nversion: 1\npins:\n  layers.0-1: recompute\n")
+    arguments = ("plan", profile, "--device-memory", "12GiB", "--pins", pins)
+    pinned = (*arguments, "--pin", "layers.5: swap to host, offload to host")
+    answer = printed(protrain(*pinned, "--json", folder=tmp_path))
+    units = {unit.name: unit for unit in read_plan(tmp_path / "plan.yaml").units}
+    assert units["layers.0"].activations == units["layers.1"].activations == Recompute()
+    assert units["layers.5"].activations == Swap(tier="host")
+    assert answer["seconds_without_pins"] <= answer["step_seconds"] * 1.005
+    text = protrain(*pinned, folder=tmp_path)
+    assert re.search(r"the pins cost \d+\.\d\d% of the step", text.stdout)
+
+
+def test_a_pin_for_no_unit_is_one_message(profile: Path, tmp_path: Path) -> None:
+    result = protrain("plan", profile, "--pin", "layer.0: recompute", folder=tmp_path)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: --pin: layer.0: ")
+    assert not (tmp_path / "plan.yaml").exists()
+
+
+def test_the_front_is_a_table_and_no_plan(profile: Path, tmp_path: Path) -> None:
+    answer = printed(
+        protrain("plan", profile, "--pareto", "--points", 4, "--json", folder=tmp_path)
+    )
+    sizes = [point["device_bytes"] for point in answer["front"]]
+    seconds = [point["step_seconds"] for point in answer["front"]]
+    assert sizes == sorted(sizes)
+    assert seconds == sorted(seconds, reverse=True)
+    assert not (tmp_path / "plan.yaml").exists()
+    text = protrain("plan", profile, "--pareto", "--points", 3, folder=tmp_path).stdout
+    assert text.splitlines()[0].split() == ["device", "memory", "step", "gap"]
+    assert "█" in text
+
+
+def test_least_memory_for_a_speed(profile: Path, tmp_path: Path) -> None:
+    answer = printed(protrain("plan", profile, "--max-slowdown", 1.3, "--json", folder=tmp_path))
+    assert answer["step_seconds"] <= answer["limit_seconds"]
+    assert answer["limit_seconds"] == pytest.approx(1.3 * answer["fastest_seconds"])
+    peak = answer["peak_bytes"]
+    assert answer["lower_bound_bytes"] <= peak["device"] + peak["context"]
+
+
+def test_the_largest_batch_says_how_it_is_known(profile: Path, tmp_path: Path) -> None:
+    arguments = ("plan", profile, "--device-memory", "12GiB", "--maximize", "batch-size")
+    answer = printed(protrain(*arguments, "--json", folder=tmp_path))
+    assert answer["growth"] == "in proportion"
+    assert answer["batch_size"] == read_plan(tmp_path / "plan.yaml").workload.batch_size > 1
+    text = protrain(*arguments, folder=tmp_path).stdout
+    assert text.startswith(f"the largest that fits: {answer['batch_size']} sequences of 1024")
+
+
+def test_an_explanation_is_in_words(profile: Path, tmp_path: Path) -> None:
+    arguments = ("plan", profile, "--device-memory", "8GiB", "--explain")
+    text = " ".join(protrain(*arguments, folder=tmp_path).stdout.split())
+    assert "What makes up the step, about:" in text
+    assert re.search(r"layers\.\S+ (keep|swap|recompute)", text)
+    answer = printed(protrain(*arguments, "--json", folder=tmp_path))
+    assert answer["explanation"]["groups"]
+
+
+@pytest.mark.parametrize("solver", ["four-parameter", "recompute-all", "offload-all"])
+def test_baselines_can_be_asked_for(solver: str, profile: Path, tmp_path: Path) -> None:
+    arguments = ("plan", profile, "--device-memory", "8GiB", "--solver", solver, "--json")
+    answer = printed(protrain(*arguments, folder=tmp_path))
+    assert answer["solver"] == solver
+    decided = {unit.activations for unit in read_plan(tmp_path / "plan.yaml").units[1:-1]}
+    match solver:
+        case "recompute-all":
+            assert decided == {Recompute()}
+        case "offload-all":
+            assert decided <= {Swap(tier="host"), SwapInput(tier="host")}
+        case _:
+            assert all(not isinstance(one, SwapInput) for one in decided)
+
+
+def test_clipping_and_micro_batches_stand_in_the_plan(profile: Path, tmp_path: Path) -> None:
+    arguments = ("--device-memory", "8GiB", "--clip", "--accumulate", 4, "--json")
+    printed(protrain("plan", profile, *arguments, folder=tmp_path))
+    plan = read_plan(tmp_path / "plan.yaml")
+    assert (plan.updates, plan.micro_batches) == ("after backward", 4)
+    assert "updates: after backward\nmicro_batches: 4\n" in (tmp_path / "plan.yaml").read_text()
+
+
+def test_the_programme_can_be_read(profile: Path, tmp_path: Path) -> None:
+    protrain("plan", profile, "--device-memory", "8GiB", "--lp", "model.lp", folder=tmp_path)
+    text = (tmp_path / "model.lp").read_text()
+    for row in ("one_states_1", "arrive_host_f1", "memory_b2", "budget_host", "tail_states_2"):
+        assert re.search(rf"^{row}", text, re.MULTILINE)
+    assert "act_1_swap_to_host" in text
+    assert "count_1_act_recompute" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--pareto", "--maximize", "batch-size"),
+            "error: --maximize and --pareto ask for different things\n",
+        ),
+        (
+            ("--maximize", "layers"),
+            "error: --maximize: expected batch-size or seq-len, got 'layers'\n",
+        ),
+        (
+            ("--solver", "cplex"),
+            "error: --solver: expected milp, four-parameter, recompute-all or offload-all,"
+            " got 'cplex'\n",
+        ),
+        (("--also", "profile.yaml"), "error: --also: is for --maximize\n"),
+    ],
+)
+def test_mistakes_are_one_message(
+    arguments: tuple[str, ...], message: str, profile: Path, tmp_path: Path
+) -> None:
+    result = protrain("plan", profile, *arguments, folder=tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", message)
+
+
+def test_ctrl_c_writes_the_best_plan_so_far(tmp_path: Path) -> None:
+    path = tmp_path / "profile.yaml"
+    write_profile(decoder(cpu(), blocks=60, pieces=7), path)
+    process = subprocess.Popen(
+        [
+            PROTRAIN,
+            "plan",
+            path,
+            "--device-memory",
+            "24GiB",
+            "--gap",
+            "0",
+            "--lp",
+            "model.lp",
+            "--json",
+        ],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        # A background job of a shell ignores Ctrl-C; a person's does not.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        text=True,
+    )
+    # The search begins by writing the programme; before it, Ctrl-C ends the command.
+    deadline = time.monotonic() + 60
+    while process.poll() is None and not (tmp_path / "model.lp").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == 0
+    answer = json.loads(output)
+    assert answer["gap"] >= 0
+    assert read_plan(tmp_path / "plan.yaml").prediction.step_seconds == answer["step_seconds"]
+
+
+def test_no_colours_and_no_bar_where_nobody_looks(profile: Path, tmp_path: Path) -> None:
+    environment = {"TERM": "xterm-256color", "COLUMNS": "80"}
+    assert os.environ.get("FORCE_COLOR") is None
+    result = protrain(
+        "plan", profile, "--device-memory", "8GiB", "--explain", folder=tmp_path, **environment
+    )
+    assert result.stderr == ""
+    assert "\x1b" not in result.stdout
+    assert max(len(line) for line in result.stdout.splitlines()) <= 80
