@@ -14,7 +14,7 @@ from tests.planning_cases import MB, cpu, decoder
 
 ROOT = Path(__file__).parent.parent
 BASE = {"errors", "units"}
-ABOVE_PROGRAM = BASE | {"records", "program"}
+ABOVE_PROGRAM = BASE | {"records", "program", "compiling"}
 # What each room of protrain_plan may import besides itself; cli is at the top.
 ALLOWED = {
     "__init__": set[str](),
@@ -22,6 +22,7 @@ ALLOWED = {
     "units": {"errors"},
     "records": BASE,
     "program": BASE | {"records"},
+    "compiling": BASE | {"records", "program"},
     "models": BASE | {"records"},
     "hardware": BASE | {"records", "models", "runtime"},
     # Decided: a measured profile looks through the runtime's own boundaries and meters, so that

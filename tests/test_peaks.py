@@ -8,7 +8,7 @@ import gc
 import itertools
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -230,8 +230,25 @@ def test_a_plan_that_keeps_everything_matches_its_predicted_peak(
 
 
 def slow_ways_out() -> float:
-    """Seconds before each item of a lane: nothing leaves the device before it has to."""
-    return 0.02 if threading.current_thread().name.startswith("protrain spill") else 0
+    """Seconds before each item of a lane: little leaves the device before it has to."""
+    out = ("protrain spill", "protrain write")
+    return 0.02 if threading.current_thread().name.startswith(out) else 0
+
+
+def assert_reached_in_every_slot(measure: Callable[[], Peaks]) -> None:
+    """No run takes more than was promised, and some run takes as much: slot by slot.
+
+    On a busy machine a lane may get ahead of compute for once, however slow it is.
+    """
+    found = measure()
+    assert_within_the_promise(found)
+    for _ in range(3):
+        if found.excess <= SLACK_BYTES:
+            break
+        again = measure()
+        assert_within_the_promise(again)
+        found.measured = list(map(max, found.measured, again.measured))
+    assert_equal_to_the_promise(found)
 
 
 def slow_peaks(profile: Profile, units: tuple[UnitPlan, ...], spill: Path) -> Peaks:
@@ -311,7 +328,7 @@ def test_measured_bytes_of_transfers_in_parts_match_predicted_in_every_slot(
         if (move.kind, move.unit) == ("write states", 1) and move.share[0] < move.share[1]
     }
     assert len(writes) >= 3
-    assert_equal_to_the_promise(slow_peaks(profile, units, tmp_path))
+    assert_reached_in_every_slot(lambda: slow_peaks(profile, units, tmp_path))
 
 
 @pytest.mark.parametrize("seed", range(200, 204))
@@ -320,7 +337,7 @@ def test_measured_bytes_of_mixed_transfers_in_parts_match_predicted_in_every_slo
 ) -> None:
     rng = random.Random(seed)
     units = with_short_drains(mixed(described_by(profile), rng, "disk"), rng)
-    assert_equal_to_the_promise(slow_peaks(profile, units, tmp_path))
+    assert_reached_in_every_slot(lambda: slow_peaks(profile, units, tmp_path))
 
 
 # --- plans of the planner -------------------------------------------------------------------------

@@ -16,9 +16,13 @@ import pytest
 import torch
 from torch import nn
 
+from protrain_plan.compiling import compile_plan
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.program import MAX_PIECES, Settings, compile_plan
+from protrain_plan.program import (
+    MAX_PIECES,
+    Settings,
+)
 from protrain_plan.records import write_plan
 from protrain_plan.records.plan import (
     Activations,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from protrain_plan.compiling import compile_plan
 from protrain_plan.planning.options import (
     ActivationOption,
     StateOption,
@@ -11,7 +12,11 @@ from protrain_plan.planning.options import (
     unit_options,
 )
 from protrain_plan.planning.pins import Pin, pinned_options
-from protrain_plan.program import ChunkSize, Program, Settings, compile_plan
+from protrain_plan.program import (
+    ChunkSize,
+    Program,
+    Settings,
+)
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     Activations,

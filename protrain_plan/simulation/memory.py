@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, assert_never
 
+from protrain_plan.compiling import compile_plan
 from protrain_plan.program import (
     PAGE_BYTES,
     PIECE_ALIGNMENT,
@@ -26,7 +27,6 @@ from protrain_plan.program import (
     Move,
     Program,
     Settings,
-    compile_plan,
     gradient_home,
     num_pieces,
     pieces_in,

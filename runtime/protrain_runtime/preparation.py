@@ -9,8 +9,11 @@ from tempfile import gettempdir
 import torch
 from torch import nn
 
+from protrain_plan.compiling import compile_plan
 from protrain_plan.errors import ProtrainError
-from protrain_plan.program import Settings, compile_plan
+from protrain_plan.program import (
+    Settings,
+)
 from protrain_plan.records import read_plan
 from protrain_plan.records.plan import (
     Keep,
