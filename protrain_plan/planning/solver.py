@@ -15,6 +15,8 @@ HAS_HIGHS = find_spec("highspy") is not None
 if HAS_HIGHS:
     import highspy
 
+CBC_LIMIT_S = 20.0
+
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
 
@@ -41,12 +43,11 @@ def solve(
     time_limit_s: float | None = None,
     max_nodes: int | None = None,
     gap: float = 0.0,
-    start: Mapping[str, float] | None = None,
 ) -> Answer:
     """Minimise `model`; without `integer`, its linear relaxation.
 
-    `start` gives values of some variables of a solution to begin with; `max_nodes` limits the
-    search in a way that does not depend on the machine's speed (HiGHS only).
+    `max_nodes` limits the search in a way that does not depend on the machine's speed (HiGHS only;
+    CBC stops after `CBC_LIMIT_S`).
     """
     if not HAS_HIGHS:
         return _solve_with_cbc(model, integer=integer, time_limit_s=time_limit_s, gap=gap)
@@ -54,7 +55,6 @@ def solve(
     if max_nodes is not None:
         options["mip_max_nodes"] = max_nodes
     highs = _Highs(
-        start,
         mip=integer,
         msg=False,
         threads=1,
@@ -90,7 +90,7 @@ def _solve_with_cbc(
         mip=integer,
         msg=False,
         threads=1,
-        timeLimit=time_limit_s,
+        timeLimit=min(CBC_LIMIT_S, time_limit_s or CBC_LIMIT_S),
         gapRel=gap,
         options=["randomS 1"],
     )
@@ -121,25 +121,11 @@ def _values(model: pulp.LpProblem) -> dict[str, float]:
 if HAS_HIGHS:
 
     class _Highs(pulp.HiGHS):
-        """PuLP's HiGHS with a start: PuLP's own ignores the variables' initial values."""
-
-        def __init__(self, start: Mapping[str, float] | None, **options: Any) -> None:
-            super().__init__(**options)
-            self.start = start
+        """PuLP's HiGHS, whose table of statuses lacks that of a node limit."""
 
         def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:  # noqa: N802
-            """The values alone; `solve` reads the status (PuLP's table lacks the node limit)."""
+            """The values alone; `solve` reads the status."""
             values = list(lp.solverModel.getSolution().col_value)
             for variable in lp.variables():
                 variable.varValue = values[variable.index] if values else None
             return pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound
-
-        def callSolver(self, lp: pulp.LpProblem) -> None:  # noqa: N802 - PuLP's name
-            if self.start:
-                chosen = [v for v in lp.variables() if v.name in self.start]
-                lp.solverModel.setSolution(
-                    len(chosen),
-                    [v.index for v in chosen],
-                    [self.start[v.name] for v in chosen],
-                )
-            lp.solverModel.run()

@@ -1,0 +1,25 @@
+"""The benchmarks run: one case each here, whole grids when somebody asks for them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_one_case_of_the_planners_grid(tmp_path: Path) -> None:
+    out = tmp_path / "planner.json"
+    case = ("--shapes", "llama-2-7b", "--machines", "rtx4090", "--budgets", "1", "--jobs", "1")
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.planner", *case, "--out", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(out.read_text())
+    assert len(found["cases"]) == 1
+    assert 0 <= found["cases"][0]["gap"] <= 0.01
+    assert "| llama-2-7b | rtx4090 |" in out.with_suffix(".md").read_text()
