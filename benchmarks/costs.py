@@ -25,7 +25,7 @@ UTILISATION = 0.5
 EARLY_STOP = 0.8
 """Recomputation with early stop, as a fraction of the forward of a gated block; 1 for others.
 
-Measured: 78 % for a Llama layer, 100 % for one of GPT-2 (shared/field.md, section 5).
+Measured: 78 % for a Llama layer, 100 % for one of GPT-2 (docs/decisions.md).
 """
 
 
@@ -139,7 +139,7 @@ class Block:
         Attention: input h, normed h, queries q, keys kv, values kv, output q, and the fp32
         logsumexp per head. MLP: residual h, and per active expert its input h and 4f (gate, up,
         act(gate), product) or 2f (up, act(up)). With q = kv = h: N(8h + 4f) beta, or 16 N h beta
-        for a GPT block with f = 4h (shared/field.md, section 2). Post-norms keep their inputs, h
+        for a GPT block with f = 4h (docs/decisions.md). Post-norms keep their inputs, h
         each; cross attention normed h, q, k, v, its output and a residual.
         """
         width = 3 * self.hidden + 2 * self.q + 2 * self.kv
@@ -311,7 +311,7 @@ def head_unit(
     """Final norm, head and cross entropy; holds N V (beta + 8) at its highest.
 
     After forward: logits in bf16 and fp32, and the norm's input and output. Backward adds the fp32
-    gradient of the logits (shared/field.md, section 2).
+    gradient of the logits (docs/decisions.md).
     """
     logits = tokens * vocabulary
     parameters = hidden + (0 if tied else hidden * vocabulary)

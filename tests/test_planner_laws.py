@@ -124,6 +124,21 @@ def _faster(link: Link, factor: float) -> Link:
     )
 
 
+def test_more_host_memory_is_never_slower() -> None:
+    profile = model(gpu(disk_gb=1000), blocks=4)
+    problem = Problem.of(profile, within(profile, 700 * MB))
+    lean = leanest(problem, of="host")
+    assert lean
+    before = float("inf")
+    for factor in (1.0, 1.5, 3.0, 100.0):
+        budgets = replace(within(profile, 700 * MB), host=int(lean.bytes * factor))
+        answer = plan(profile, budgets, effort=CLOSE)
+        assert isinstance(answer, Solved)
+        step = answer.plan.prediction.step_seconds
+        assert step <= before * 1.001
+        before = step
+
+
 def test_exchanging_equal_blocks_changes_nothing() -> None:
     profile = model(gpu())
     units = list(profile.units)

@@ -23,7 +23,7 @@ from protrain_plan.planning.judging import Judge, Judged
 from protrain_plan.planning.leanest import Leanest, leanest
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.problem import Choice, Problem
-from protrain_plan.planning.rounding import repaired, roundings
+from protrain_plan.planning.rounding import moved_down, repaired, roundings
 from protrain_plan.planning.search import Effort, improved
 from protrain_plan.planning.solver import Answer, solve, solver_name
 from protrain_plan.planning.tidying import TOLERANCE, in_runs, tidied
@@ -34,7 +34,7 @@ from protrain_plan.simulation.graph import waits_in_a_circle
 from protrain_plan.simulation.memory import device_bytes, tier_bytes
 
 MARGINS = (0.0, 0.01, 0.02, 0.04, 0.07, 0.12)
-"""Fractions of the budget that the relaxation leaves free for whole moves (design, section 4)."""
+"""Fractions of the budget that the relaxation leaves free for whole moves (docs/decisions.md)."""
 
 LARGE = 8000
 """Variables of a fluid model from which on a search tree takes more than ten seconds
@@ -188,7 +188,8 @@ class _Planning:
     def _try_near(self, values: dict[str, float]) -> None:
         """Judge the roundings of a solution of the fluid model."""
         for choice in roundings(self.problem, self.fluid.choice_values(values)):
-            self._try(repaired(self.problem, choice, self.lean.choice))
+            below = moved_down(self.problem, choice)
+            self._try(repaired(self.problem, below, self.lean.choice))
 
     def _round(self) -> None:
         self.fluid.prefer_few_moves()

@@ -1,8 +1,11 @@
 """From the fluid model's fractions to decisions, by error diffusion within classes of units."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from protrain_plan.planning.problem import Choice, Problem
+from protrain_plan.records.hardware import TierName
+from protrain_plan.records.plan import Persistent, Placement
 
 Fractions = Sequence[tuple[Sequence[float], Sequence[float]]]
 """Per unit: how much of each activation option and of each state option the model takes."""
@@ -42,6 +45,36 @@ def _take(owed: list[float], fractions: Sequence[float]) -> int:
     best = max(range(len(owed)), key=lambda k: round(owed[k], 6))
     owed[best] -= 1.0
     return best
+
+
+def moved_down(problem: Problem, choice: Choice) -> Choice:
+    """`choice`, with as many decisions moved to a lower tier as it takes to meet tiers' budgets.
+
+    The last units go first: their updates come first in backward, and a slow tier has the rest of
+    it to carry their states.
+    """
+    current = list(choice)
+    tiers = [tier.name for tier in problem.profile.hardware.tiers]
+    for tier, lower in pairwise(tiers):
+        excess = problem.tier_use(tier, tuple(current)) - problem.tiers[tier]
+        for unit in reversed(range(problem.count)):
+            if excess <= 0:
+                break
+            options, (activation, state) = problem.options[unit], current[unit]
+            for k, option in enumerate(options.states):
+                here = options.states[state]
+                if _same_below(here.decision, option.decision, tier, lower):
+                    excess -= here.tier_bytes.get(tier, 0) - option.tier_bytes.get(tier, 0)
+                    current[unit] = (activation, k)
+                    break
+    return tuple(current)
+
+
+def _same_below(here: Placement, there: Placement, tier: TierName, lower: TierName) -> bool:
+    """Whether `there` is `here` with `lower` in the place of `tier`."""
+    if isinstance(here, Persistent) or isinstance(there, Persistent):
+        return False
+    return type(here) is type(there) and here.tier == tier and there.tier == lower
 
 
 def repaired(problem: Problem, choice: Choice, leanest: Choice) -> Choice:

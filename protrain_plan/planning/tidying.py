@@ -23,7 +23,7 @@ TOLERANCE = 0.002
 
 SLOWER_LANES = 0.7
 """Numbers must hold with lanes at this fraction of their speed, too: slack for noise. Replays of
-the planner's prototype were run at half and double bandwidth (design, section 4)."""
+the planner's prototype were run at half and double bandwidth (docs/decisions.md)."""
 
 VALUES = (1, 2, 3, 4, 6, 9, 14, 0)
 """In order of preference: 0 makes compute wait for the whole transfer, and is for want of room."""
