@@ -6,3 +6,9 @@ import os
 # warnings are about blocks that we know of.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+from hypothesis import settings
+
+# The same examples in every run, and none that fails for being slow on a busy machine.
+settings.register_profile("steady", deadline=None, derandomize=True)
+settings.load_profile("steady")

@@ -145,7 +145,7 @@ def test_mistakes_are_one_message(
 
 def test_ctrl_c_writes_the_best_plan_so_far(tmp_path: Path) -> None:
     path = tmp_path / "profile.yaml"
-    write_profile(decoder(cpu(), blocks=60, pieces=7), path)
+    write_profile(decoder(cpu(), blocks=24, pieces=7), path)
     process = subprocess.Popen(
         [
             PROTRAIN,
