@@ -32,9 +32,10 @@ ALLOWED = {
     "planning": ABOVE_PROGRAM | {"simulation"},
     "rendering": BASE | {"records", "planning", "simulation"},
     "running": BASE | {"records", "models", "runtime"},
-    "cli": ABOVE_PROGRAM
+    "commands": ABOVE_PROGRAM
     | {"hardware", "models", "profiling", "simulation", "planning", "rendering", "running"}
     | {"runtime"},
+    "cli": BASE | {"commands", "rendering"},
     "runtime": ABOVE_PROGRAM,  # runtime/protrain_runtime, which stands beside
 }
 # What a room may name in annotations only (under `if TYPE_CHECKING:`), besides.

@@ -1,0 +1,54 @@
+"""Options that commands share, and how their texts are read."""
+
+import os
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.units import parse_bytes
+
+Name = TypeVar("Name", bound=str)
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+SpillOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--spill-directory",
+        help="Where a disk tier keeps its unnamed file; default: the system's temporary files.",
+    ),
+]
+
+
+def size(option: str, text: str | None, default: int) -> int:
+    """The bytes that an option's text says; ProtrainError, naming it, for another text."""
+    if text is None:
+        return default
+    try:
+        return parse_bytes(text)
+    except ProtrainError as error:
+        raise ProtrainError(error.message, key=option, fix=error.fix) from None
+
+
+def choice(option: str, text: str, known: tuple[Name, ...]) -> Name:
+    """The text where it is one of those known; ProtrainError, naming the option, otherwise."""
+    for value in known:
+        if text == value:
+            return value
+    raise ProtrainError(
+        f"expected {', '.join(known[:-1])} or {known[-1]}, got {text!r}", key=option
+    )
+
+
+def writable(path: Path) -> None:
+    """Refuse at once what could not be written after minutes of work."""
+    directory = path.parent
+    if path.is_dir():
+        raise ProtrainError("is a directory", source=str(path), fix="name a file with -o")
+    if not directory.is_dir() or not os.access(directory, os.W_OK):
+        raise ProtrainError(
+            "the directory is missing or cannot be written",
+            source=str(directory),
+            fix="name a file in another directory with -o",
+        )

@@ -1,0 +1,58 @@
+"""What commands print, and where: results, progress bars, the first Ctrl-C."""
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from protrain_plan import rendering
+
+# No emoji: `package.module:factory: ...` is a message, not a picture of a factory.
+out, err = Console(emoji=False), Console(stderr=True, emoji=False)
+
+
+def show(as_json: bool, data: object, text: Callable[[], rendering.Renderable]) -> None:
+    """Print a result: as one JSON object, or for people."""
+    if as_json:
+        sys.stdout.write(json.dumps(data, indent=2) + "\n")
+    else:
+        out.print(text())
+
+
+@contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """The first Ctrl-C sets the event instead of ending the program; the second one ends it."""
+    event = threading.Event()
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupt(*_: object) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
+    """A bar on standard error, shown on a terminal only and gone when the work is done."""
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=err,
+        transient=True,
+        disable=quiet or not err.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda what, fraction: bar.update(task, description=what, completed=fraction)

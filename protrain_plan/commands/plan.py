@@ -1,0 +1,156 @@
+"""`protrain plan`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from protrain_plan import rendering
+from protrain_plan.commands.options import JsonOption, choice, size, writable
+from protrain_plan.commands.output import interruptible, progress, show
+from protrain_plan.errors import ProtrainError
+from protrain_plan.records import read_profile, write_plan
+from protrain_plan.records.plan import Budgets
+
+if TYPE_CHECKING:
+    from protrain_plan.planning.growth import Quantity
+
+QUANTITIES: "tuple[Quantity, ...]" = ("batch-size", "seq-len")
+EXAMPLES = (
+    "Examples: protrain plan profile.yaml --device-memory 1.5GiB --disk 20GiB -o plan.yaml"
+    " | protrain plan profile.yaml --pareto"
+    " | protrain plan profile.yaml --device-memory 24GiB --maximize batch-size"
+    " | protrain plan profile.yaml --pin 'layers.0-3: recompute' --explain"
+)
+
+
+def plan(
+    profile: Annotated[Path, typer.Argument(help="A profile.", show_default=False)],
+    device_memory: Annotated[
+        str | None,
+        typer.Option(help="The most that the process may take of the device, such as 1.5GiB."),
+    ] = None,
+    host_memory: Annotated[str | None, typer.Option(help="The most pinned host memory.")] = None,
+    disk: Annotated[str | None, typer.Option(help="The most disk space.")] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The plan to write.")] = Path(
+        "plan.yaml"
+    ),
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(help="Fix decisions: 'layers.0-3: recompute'. May be given several times."),
+    ] = None,
+    pins: Annotated[Path | None, typer.Option(help="A YAML file of such decisions.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Say why, in words.")] = False,
+    max_slowdown: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="Least device memory for a step this many times the fastest."),
+    ] = None,
+    maximize: Annotated[
+        str | None, typer.Option(help="batch-size or seq-len: the largest that fits.")
+    ] = None,
+    also: Annotated[
+        Path | None,
+        typer.Option(help="A second profile, of another size, from which to tell growth."),
+    ] = None,
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="The front of memory against time; writes no plan.")
+    ] = False,
+    points: Annotated[int, typer.Option(min=2, help="Budgets that --pareto plans for.")] = 8,
+    accumulate: Annotated[
+        int, typer.Option(min=1, help="Micro-batches per update. (Planned, not yet run.)")
+    ] = 1,
+    clip: Annotated[
+        bool,
+        typer.Option(
+            "--clip",
+            help="Update after backward, as clipping by the global norm needs; costs the overlap"
+            " of updates with backward. (Planned, not yet run.)",
+        ),
+    ] = False,
+    solver: Annotated[
+        str, typer.Option(help="milp, or to compare: four-parameter, recompute-all, offload-all.")
+    ] = "milp",
+    gap: Annotated[
+        float, typer.Option(min=0.0, help="A plan this close to the bound is good enough.")
+    ] = 0.005,
+    time_limit: Annotated[
+        float | None, typer.Option(min=0.1, help="Seconds to search at most; default: none.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the order in which local search tries.")] = 0,
+    lp: Annotated[
+        Path | None, typer.Option(help="Write the integer programme in the readable .lp format.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the fastest step within the budgets, and write it as a plan.
+
+    Without an option, a tier's budget is all of it that the profile saw. Ctrl-C ends the search
+    with the best plan so far.
+    """
+    writable(output)
+    from protrain_plan.planning.fluid import Fluid
+    from protrain_plan.planning.objectives import Objective, Question, ask
+    from protrain_plan.planning.pins import parse_pin, read_pins
+    from protrain_plan.planning.planner import SOLVERS, Solver
+    from protrain_plan.planning.search import Effort
+
+    solver_name: Solver = choice("--solver", solver, SOLVERS)
+    objectives = [
+        word
+        for word, asked in (
+            ("--max-slowdown", max_slowdown is not None),
+            ("--maximize", maximize is not None),
+            ("--pareto", pareto),
+        )
+        if asked
+    ]
+    if len(objectives) > 1:
+        raise ProtrainError(f"{objectives[0]} and {objectives[1]} ask for different things")
+    if also is not None and maximize is None:
+        raise ProtrainError("is for --maximize", key="--also")
+    record = read_profile(profile)
+    tiers = {tier.name: tier.capacity_bytes for tier in record.hardware.tiers}
+    question = Question(
+        profile=record,
+        budgets=Budgets(
+            device=size("--device-memory", device_memory, record.hardware.device.memory_bytes),
+            host=size("--host-memory", host_memory, tiers.get("host", 0)),
+            disk=size("--disk", disk, tiers.get("disk", 0)),
+        ),
+        updates="after backward" if clip else "in backward",
+        micro_batches=accumulate,
+        pins=(*(read_pins(pins) if pins else ()), *(parse_pin(text) for text in pin or ())),
+    )
+    objective = Objective(
+        max_slowdown=max_slowdown,
+        maximize=None if maximize is None else choice("--maximize", maximize, QUANTITIES),
+        also=None if also is None else read_profile(also),
+        pareto_points=points if pareto else None,
+    )
+    if lp is not None:
+        writable(lp)
+    with progress(quiet=as_json) as report, interruptible() as interrupted:
+        if lp is not None:
+            Fluid(question.problem()).write_lp(lp)
+
+        def tell(stage: str, step_seconds: float | None, bound_seconds: float | None) -> None:
+            report(rendering.search_text(stage, step_seconds, bound_seconds), 0.5)
+
+        effort = Effort(
+            gap_target=gap, time_limit_s=time_limit, seed=seed, stopped=interrupted.is_set
+        )
+        answer = ask(question, objective, effort=effort, solver=solver_name, progress=tell)
+    if answer.solved is not None and not pareto:
+        write_plan(answer.solved.plan, output)
+    explanation = None
+    if explain and answer.solved is not None:
+        from protrain_plan.planning.explaining import explain as explained
+
+        explanation = explained(answer.profile, answer.solved.plan)
+    show(
+        as_json,
+        rendering.answer_json(answer, explanation),
+        lambda: rendering.answer_text(answer, explanation, output),
+    )
+    if answer.infeasible is not None:
+        raise typer.Exit(3)

@@ -1,0 +1,82 @@
+"""`protrain run`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from protrain_plan import rendering
+from protrain_plan.commands.options import JsonOption, SpillOption, size
+from protrain_plan.commands.output import progress, show
+from protrain_plan.errors import ProtrainError
+from protrain_plan.records import read_plan
+
+EXAMPLES = "Example: protrain run plan.yaml --steps 10 --verify"
+
+
+def run(
+    plan: Annotated[Path, typer.Argument(help="A plan.", show_default=False)],
+    steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 5,
+    text: Annotated[Path | None, typer.Option(help="A text file to train on.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Ordinary PyTorch, no plan.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Run both, compare losses and parameters bitwise.")
+    ] = False,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(
+            help="Let the operating system refuse this process more memory (Linux, RLIMIT_DATA)."
+        ),
+    ] = None,
+    spill_directory: SpillOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train the planned model on real text, and show measured beside predicted memory."""
+    record = read_plan(plan)
+    if plain and verify:
+        raise ProtrainError("--verify runs plain PyTorch too", fix="leave --plain out")
+    if memory_limit is not None:
+        _limit(size("--memory-limit", memory_limit, 0))
+    from protrain_plan.running import Run, train
+    from protrain_runtime.measure import return_freed_memory
+
+    if record.workload.device == "cpu":
+        return_freed_memory()
+
+    def trained(label: str, report: Callable[[str, float], None], *, plain: bool) -> Run:
+        def on_step(step: int, loss: float) -> None:
+            report(f"{label}: step {step + 1} of {steps}, loss {loss:.4f}", (step + 1) / steps)
+
+        report(f"{label}: preparing", 0.0)
+        return train(
+            record,
+            num_steps=steps,
+            plain=plain,
+            text=text,
+            spill_directory=spill_directory,
+            on_step=on_step,
+        )
+
+    with progress(quiet=as_json) as report:
+        result = trained("plain" if plain else "planned", report, plain=plain)
+        reference = trained("plain", report, plain=True) if verify else None
+    verified = None
+    if reference is not None:
+        same = reference.losses == result.losses
+        verified = same and reference.parameters_sha256 == result.parameters_sha256
+    show(
+        as_json,
+        rendering.run_json(record, result, plain=plain, verified=verified),
+        lambda: rendering.run_text(record, result, plain=plain, verified=verified),
+    )
+    if verified is False:
+        raise typer.Exit(1)
+
+
+def _limit(num_bytes: int) -> None:
+    try:
+        import resource
+    except ImportError as error:
+        raise ProtrainError("needs Linux", key="--memory-limit") from error
+    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
