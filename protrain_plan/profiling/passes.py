@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,10 +22,25 @@ from protrain_plan.program import grouped
 from protrain_plan.records.profile import Form
 from protrain_runtime.activations import MIN_SWAP_BYTES
 from protrain_runtime.boundaries import Boundaries, tensors_in
-from protrain_runtime.measure import MemoryMeter, Segment
+from protrain_runtime.measure import Segment
 from protrain_runtime.preparation import wrap_forward
 
 OnSlot = Callable[[int, Sequence[torch.Tensor]], None]
+FORMS: tuple[Form, ...] = ("keep", "full")
+"""The forms of activations that profiles measure."""
+
+
+class Meter(Protocol):
+    """What counts live bytes between marks; `segments` is there after the exit."""
+
+    def __enter__(self) -> object: ...
+    def __exit__(self, *error: Any) -> object: ...
+    def mark(self, label: str) -> None: ...
+    @property
+    def segments(self) -> tuple[Segment, ...]: ...
+
+
+MeterFactory = Callable[[], Meter]
 
 
 @dataclass
@@ -75,6 +91,11 @@ def watched(
             unwrap()
 
 
+def identity(tensor: torch.Tensor) -> int:
+    """What tells a live storage from others; fake tensors have no address."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def training_step(model: nn.Module, batch: Batch) -> float:
     """One forward and backward, as a training loop runs them; returns the loss."""
     loss = loss_of(call_model(model, batch))
@@ -118,14 +139,12 @@ def saved_bytes(
     Parts swap nothing.
     """
     count = len(modules)
-    shared = {
-        tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())
-    }
+    shared = {identity(tensor) for tensor in (*model.parameters(), *model.buffers())}
     saved: list[dict[int, torch.UntypedStorage]] = [{} for _ in range(count)]
     inputs: list[list[torch.UntypedStorage]] = [[] for _ in range(count)]
     released = released_inputs(model, modules, batch)
     outputs: list[set[int]] = [set() for _ in range(count)]
-    keep_alive: list[torch.Tensor] = []  # so that an address means one storage in this pass
+    keep_alive: list[torch.Tensor] = []  # so that an identity means one storage in this pass
     current = 0
 
     def on_slot(slot: int, tensors: Sequence[torch.Tensor]) -> None:
@@ -136,11 +155,11 @@ def saved_bytes(
             inputs[slot].extend(tensor.untyped_storage() for tensor in tensors)
 
     def on_leave(tensors: Sequence[torch.Tensor]) -> None:
-        outputs[current].update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        outputs[current].update(identity(tensor) for tensor in tensors)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        saved[current].setdefault(storage.data_ptr(), storage)
+        saved[current].setdefault(storage._cdata, storage)
         return tensor.detach()  # the tensor itself would hold the graph that holds it
 
     watch = SlotWatch(on_slot, on_leave)
@@ -150,11 +169,11 @@ def saved_bytes(
         del loss
     readers: dict[int, set[int]] = {}
     for unit in range(count):
-        for pointer in {*saved[unit], *(storage.data_ptr() for storage in inputs[unit])}:
+        for pointer in {*saved[unit], *(storage._cdata for storage in inputs[unit])}:
             readers.setdefault(pointer, set()).add(unit)
     found: list[SavedBytes] = []
     for unit, module in enumerate(modules):
-        pointers = [storage.data_ptr() for storage in inputs[unit]]
+        pointers = [storage._cdata for storage in inputs[unit]]
         own = tuple(
             position
             for position, pointer in enumerate(pointers)
@@ -209,19 +228,19 @@ def shared_input_bytes(model: nn.Module, modules: Sequence[nn.Module | None], ba
     """
     count = len(modules)
     known = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
-    pointers = {tensor.untyped_storage().data_ptr() for tensor in known}
+    pointers = {identity(tensor) for tensor in known}
     readers: dict[int, set[int]] = {}
     storages: dict[int, torch.UntypedStorage] = {}
     saved: set[int] = set()
 
     def on_slot(slot: int, tensors: Sequence[torch.Tensor]) -> None:
         for storage in (tensor.untyped_storage() for tensor in tensors):
-            if slot < count and storage.data_ptr() not in pointers:
-                readers.setdefault(storage.data_ptr(), set()).add(slot)
-                storages[storage.data_ptr()] = storage
+            if slot < count and storage._cdata not in pointers:
+                readers.setdefault(storage._cdata, set()).add(slot)
+                storages[storage._cdata] = storage
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.add(tensor.untyped_storage().data_ptr())
+        saved.add(identity(tensor))
         return tensor.detach()
 
     with watched(model, modules, "keep", SlotWatch(on_slot)):
@@ -236,18 +255,23 @@ def shared_input_bytes(model: nn.Module, modules: Sequence[nn.Module | None], ba
 
 
 def memory_segments(
-    model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch, form: Form
+    model: nn.Module,
+    modules: Sequence[nn.Module | None],
+    batch: Batch,
+    form: Form,
+    *,
+    meter: MeterFactory,
 ) -> tuple[Segment, ...]:
     """Live bytes of one step, one segment per slot and one after the last, states excluded."""
     gc.collect()
-    meter = MemoryMeter(next(model.parameters()).device)
-    watch = SlotWatch(lambda slot, _: meter.mark(str(slot)))
-    with watched(model, modules, form, watch), meter:
+    counting = meter()
+    watch = SlotWatch(lambda slot, _: counting.mark(str(slot)))
+    with watched(model, modules, form, watch), counting:
         loss = loss_of(call_model(model, batch))
         loss.backward()
-        meter.mark("end")
+        counting.mark("end")
     drop_gradients(model)
-    return meter.segments
+    return counting.segments
 
 
 def slot_seconds(

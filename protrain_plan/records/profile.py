@@ -40,6 +40,7 @@ class Workload:
     device: DeviceKind
     seed: int
     precision: Precision = "pure"
+    adapter: str = ""  # "lora r=16": what was added to the model, and trained instead of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.folding import unfold
-from protrain_plan.records.hardware import Hardware, Tier
+from protrain_plan.records.hardware import Hardware, Rates, Tier
 from protrain_plan.records.plan import Activations, Placement, Plan, Schedule, UnitPlan
 from protrain_plan.records.profile import FormCost, Profile, Unit
 from protrain_plan.records.schema import (
@@ -80,6 +80,8 @@ def _reader(owner: Any, name: str, hint: Any) -> Reader:
         return lambda value: tuple(item(entry) for entry in value.sequence())
     if hint == float | None:
         return _drain
+    if hint == Rates | None:  # absent where there are none
+        return partial(_read_record, Rates)
     if hint is int:
         return lambda value: (
             _size(value, limits) if is_size(owner, name) else _integer(value, limits)

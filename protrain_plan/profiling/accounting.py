@@ -1,0 +1,201 @@
+"""What a model's units hold, in bytes: found by running it, on real tensors or on fake ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from protrain_plan.hardware.interference import fused_adamw
+from protrain_plan.models.batches import Batch
+from protrain_plan.profiling import passes
+from protrain_plan.profiling.discovery import FoundUnit
+from protrain_plan.records.plan import Keep, Persistent, UnitPlan
+from protrain_plan.records.profile import Form, FormCost, Unit
+from protrain_runtime.boundaries import tensors_in
+from protrain_runtime.chunks import Chunk, make_chunk
+from protrain_runtime.layout import unit_parameters
+from protrain_runtime.measure import Segment, storage_bytes
+from protrain_runtime.pieces import elementwise_states
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anatomy:
+    """A model's units, their parameters, and what each saves that is its own.
+
+    `base_bytes` are live before the first slot. `plans` say what the units are, as a plan does,
+    with nothing decided.
+    """
+
+    found: tuple[FoundUnit, ...]
+    chunks: Sequence[Chunk]
+    saved: dict[Form, list[passes.SavedBytes]]
+    base_bytes: int
+    plans: list[UnitPlan]
+
+    @property
+    def modules(self) -> list[nn.Module | None]:
+        return [unit.module for unit in self.found]
+
+
+def dissect(
+    model: nn.Module,
+    batch: Batch,
+    found: tuple[FoundUnit, ...],
+    *,
+    forms: Sequence[Form] = passes.FORMS,
+) -> Anatomy:
+    """Run forwards of the model, and look at what its units save in each of the forms."""
+    modules = [unit.module for unit in found]
+    held_inputs = passes.shared_input_bytes(model, modules, batch)
+    keep = passes.saved_bytes(model, modules, batch, "keep")
+    own_inputs = [unit.own_inputs for unit in keep]
+    saved: dict[Form, list[passes.SavedBytes]] = {"keep": keep}
+    for form in forms:
+        if form != "keep":
+            saved[form] = passes.saved_bytes(model, modules, batch, form, own_inputs=own_inputs)
+    chunks = _chunks(model, found)
+    # AdamW counts steps in one fp32 scalar per parameter, cloned while its update is in flight;
+    # losses and their gradients are a few scalars more.
+    scalars = 8 * sum(len(chunk.slices) for chunk in chunks) + 256
+    return Anatomy(
+        found=found,
+        chunks=chunks,
+        saved=saved,
+        base_bytes=storage_bytes([*model.buffers(), *tensors_in(batch)]) + scalars + held_inputs,
+        plans=_described(found, chunks, keep),
+    )
+
+
+def weigh(
+    model: nn.Module, batch: Batch, anatomy: Anatomy, meter: passes.MeterFactory
+) -> list[Unit]:
+    """The units with their bytes, from one training step per form; seconds are zero.
+
+    `meter` makes what counts live bytes: of real tensors or of fake ones.
+    """
+    memory = {
+        form: passes.memory_segments(model, anatomy.modules, batch, form, meter=meter)
+        for form in anatomy.saved
+    }
+    return _units(anatomy.found, anatomy.chunks, anatomy.saved, memory)
+
+
+def _listed(unit: FoundUnit) -> tuple[str, ...]:
+    """The parameters to name in the record: all of a part's, and a block's from elsewhere."""
+    if unit.kind == "part":
+        return tuple(sorted(unit.parameters))
+    inside = tuple(name for name in unit.parameters if not name.startswith(f"{unit.name}."))
+    return tuple(sorted(inside))
+
+
+def _chunks(model: nn.Module, found: Sequence[FoundUnit]) -> list[Chunk]:
+    shape = [(unit.kind, unit.name, _listed(unit)) for unit in found]
+    parameters = unit_parameters(model, shape)
+    owner = {name: index for index, unit in enumerate(parameters) for name, _ in unit}
+    users: list[list[int]] = [[index] for index in range(len(found))]
+    for index, unit in enumerate(found):
+        for name in unit.also_uses:
+            if index not in users[owner[name]]:
+                users[owner[name]].append(index)
+    return [
+        make_chunk(index, unit, tuple(users[index]) if unit else ())
+        for index, unit in enumerate(parameters)
+    ]
+
+
+def _described(
+    found: Sequence[FoundUnit], chunks: Sequence[Chunk], saved: Sequence[passes.SavedBytes]
+) -> list[UnitPlan]:
+    """What the units are, as a plan says it, with nothing decided."""
+    return [
+        UnitPlan(
+            name=unit.name,
+            kind=unit.kind,
+            parameters=_listed(unit),
+            also_used_by=tuple(found[user].name for user in chunk.used_by if user != index),
+            own_inputs=own.own_inputs,
+            activations=Keep(),
+            states=Persistent(),
+        )
+        for index, (unit, chunk, own) in enumerate(zip(found, chunks, saved, strict=True))
+    ]
+
+
+def _units(
+    found: Sequence[FoundUnit],
+    chunks: Sequence[Chunk],
+    saved: dict[Form, list[passes.SavedBytes]],
+    memory: dict[Form, tuple[Segment, ...]],
+) -> list[Unit]:
+    count = len(found)
+    units: list[Unit] = []
+    per_parameter = _state_bytes(chunks)
+    for index, unit in enumerate(found):
+        size = chunks[index].size(per_parameter)
+        forms: list[FormCost] = []
+        for form, cuts in memory.items():
+            before = cuts[index].start_bytes
+            level = cuts[index + 1].start_bytes
+            backward = cuts[2 * count - 1 - index]
+            # Gradients of units that ran before in backward stand in this pass; a plan says
+            # what becomes of them. A tied one stands from its last use on.
+            gradients = sum(
+                chunk.gradient_bytes
+                for chunk in chunks
+                if chunk.used_by and max(chunk.used_by) > index
+            )
+            pieces = saved[form][index].pieces
+            forms.append(
+                FormCost(
+                    form=form,
+                    forward_peak_bytes=cuts[index].peak_bytes - before,
+                    kept_bytes=level - before,
+                    backward_peak_bytes=backward.peak_bytes - level - gradients,
+                    swappable_bytes=saved[form][index].swappable_bytes,
+                    swap_pieces=pieces if len(pieces) > 1 else (),
+                    forward_s=0.0,
+                    backward_s=0.0,
+                )
+            )
+        if unit.kind == "part":
+            forms = [_either(forms)]
+        units.append(
+            Unit(
+                name=unit.name,
+                kind=unit.kind,
+                num_parameters=size.num_parameters,
+                parameter_bytes=size.parameter_bytes,
+                gradient_bytes=size.gradient_bytes,
+                state_bytes=size.state_bytes,
+                used_by=size.used_by,
+                parameter_pieces=size.parameter_pieces,
+                gradient_pieces=size.gradient_pieces,
+                forms=tuple(forms),
+                parameters=_listed(unit),
+                own_inputs=saved["keep"][index].own_inputs if unit.kind == "block" else (0,),
+            )
+        )
+    return units
+
+
+def _either(forms: Sequence[FormCost]) -> FormCost:
+    """A part's costs whatever forms the blocks have.
+
+    A block that is recomputed may hold inputs that several units share, which otherwise end with
+    the model's forward.
+    """
+    return replace(
+        forms[0],
+        forward_peak_bytes=max(form.forward_peak_bytes for form in forms),
+        kept_bytes=max(form.kept_bytes for form in forms),
+        backward_peak_bytes=max(form.backward_peak_bytes for form in forms),
+    )
+
+
+def _state_bytes(chunks: Sequence[Chunk]) -> dict[torch.dtype, int]:
+    dtypes = {part.dtype for chunk in chunks for part in chunk.slices}
+    return {
+        dtype: sum(state.itemsize for state in elementwise_states(fused_adamw, dtype).values())
+        for dtype in dtypes
+    }
