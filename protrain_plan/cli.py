@@ -17,7 +17,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import typer
 
 from protrain_plan import __version__, rendering
-from protrain_plan.commands import plan, profile, run
+from protrain_plan.commands import fit, hardware, models, plan, profile, run
 from protrain_plan.commands.output import err, out
 from protrain_plan.errors import ProtrainError
 
@@ -29,8 +29,11 @@ app = typer.Typer(
     help="Plan training under a memory limit: profile a model, plan it, run the plan.",
 )
 app.command(epilog=profile.EXAMPLES)(profile.profile)
+app.command(epilog=fit.EXAMPLES)(fit.fit)
 app.command(epilog=plan.EXAMPLES)(plan.plan)
 app.command(epilog=run.EXAMPLES)(run.run)
+app.command(epilog=models.EXAMPLES)(models.models)
+app.add_typer(hardware.app, name="hardware", help=hardware.HELP, epilog=hardware.EXAMPLES)
 
 
 def main() -> None:

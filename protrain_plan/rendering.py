@@ -1,7 +1,7 @@
 """What the commands print: tables for people, plain data for `--json`."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from protrain_plan.records import activations_text, states_text
+from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import Plan, TierBytes, UnitPlan
 from protrain_plan.records.profile import Profile, Unit
 from protrain_plan.simulation.report import in_words as report_in_words
 from protrain_plan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from protrain_plan.fitting import Fit
+    from protrain_plan.models.presets import Preset
     from protrain_plan.planning.explaining import Explanation
     from protrain_plan.planning.objectives import Answer
     from protrain_plan.planning.outcome import Infeasible, Solved
@@ -41,6 +44,31 @@ def _table(*columns: str) -> Table:
 def run_name(first: str, last: str) -> str:
     """`model.layers.0` to `model.layers.11` as `model.layers.0-11`."""
     return first if first == last else f"{first}-{last.rpartition('.')[2]}"
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def presets_json(presets: Sequence["Preset"]) -> list[dict[str, Any]]:
+    """What `protrain models --json` prints."""
+    return [asdict(preset) for preset in presets]
+
+
+def presets_text(presets: Sequence["Preset"]) -> Renderable:
+    """What `protrain models` prints."""
+    table = _table("name", "parameters", "layers", "hidden", "source")
+    table.columns[-1].justify = "left"
+    for preset in presets:
+        # Hugging Face's repository says enough; other sources are sentences.
+        repository = preset.source.removeprefix("https://huggingface.co/").partition("/blob/")[0]
+        table.add_row(
+            preset.name,
+            f"{preset.num_parameters / 1e6:,.1f} M",
+            str(preset.num_layers),
+            str(preset.hidden_size),
+            Text(repository),
+        )
+    return table
 
 
 # --- profile --------------------------------------------------------------------------------------
@@ -356,3 +384,184 @@ def run_text(plan: Plan, run: "Run", *, plain: bool, verified: bool | None) -> R
             else Text("NOT verified: losses or parameters differ from plain PyTorch's", style="red")
         )
     return Group(*lines)
+
+
+# --- fit ------------------------------------------------------------------------------------------
+
+
+def fits_json(fits: Sequence["Fit"]) -> list[dict[str, Any]]:
+    """What `protrain fit --json` prints: one object per cell."""
+    return [_fit_json(fit) for fit in fits]
+
+
+def _fit_json(fit: "Fit") -> dict[str, Any]:
+    workload, rates = fit.profile.workload, fit.profile.hardware.rates
+    data: dict[str, Any] = {
+        "hardware": fit.profile.hardware.name,
+        "batch_size": workload.batch_size,
+        "seq_len": workload.seq_len,
+        "verdict": fit.verdict,
+        "plain_device_bytes": fit.plain_bytes,
+        "binds": fit.binds,
+        "tokens_per_second": fit.tokens_per_s,
+        "measured_over_estimated": (
+            [rates.error_low, rates.error_high] if rates and rates.error_high else None
+        ),
+    }
+    if fit.solved is not None:
+        data |= solved_json(fit.solved)
+    if fit.infeasible is not None:
+        data |= infeasible_json(fit.infeasible)
+    return data
+
+
+def fits_text(fits: Sequence["Fit"]) -> Renderable:
+    """What `protrain fit` prints."""
+    table = _table("machine", "batch", "", "tokens/s", "device", "host", "disk")
+    table.columns[2].justify = "left"
+    for column in table.columns:
+        column.no_wrap = True
+    for fit in fits:
+        cells = ["-"] * 4
+        if fit.solved is not None:
+            peak = fit.solved.plan.prediction.peak_bytes
+            cells = [
+                f"{fit.tokens_per_s:,.0f}",
+                format_bytes(peak.device + peak.context),
+                *(format_bytes(size) if size else "-" for size in (peak.host, peak.disk)),
+            ]
+        style = {"fits": "green", "fits with a plan": "yellow"}.get(fit.verdict, "red")
+        machine = fit.profile.hardware.name
+        table.add_row(machine, _fit_size(fit), Text(fit.verdict, style=style), *cells)
+    return Group(table, "", *(Text(line) for line in _fit_notes(fits)))
+
+
+def _fit_size(fit: "Fit") -> str:
+    return f"{fit.profile.workload.batch_size} x {fit.profile.workload.seq_len}"
+
+
+def _fit_notes(fits: Sequence["Fit"]) -> list[str]:
+    """What binds in each cell, and how far to trust the seconds on each machine."""
+    lines = ["what makes up the step, or what is missing:"]
+    lines += [f"  {fit.profile.hardware.name} {_fit_size(fit)}: {fit.binds}" for fit in fits]
+    for hardware in dict.fromkeys(fit.profile.hardware for fit in fits):
+        rates = hardware.rates
+        if rates is not None and rates.error_high:
+            band = (
+                f"measured steps took {rates.error_low:.2f} to {rates.error_high:.2f} times as long"
+            )
+        else:
+            band = "estimates of seconds were never compared with this machine"
+        lines.append(f"{hardware.name}: {band}")
+    return lines
+
+
+# --- hardware -------------------------------------------------------------------------------------
+
+
+def machines_json(machines: Sequence[Hardware]) -> dict[str, Any]:
+    """What `protrain hardware list --json` prints."""
+    return {"machines": [machine_json(machine) for machine in machines]}
+
+
+def machine_json(machine: Hardware) -> dict[str, Any]:
+    """What `protrain hardware show --json` prints: the record as it is."""
+    return asdict(machine)
+
+
+def machines_text(machines: Sequence[Hardware]) -> Renderable:
+    """What `protrain hardware list` prints."""
+    table = _table("machine", "memory", "bf16", "fp32", "bandwidth", "link", "host", "disk")
+    for machine in machines:
+        rates = machine.rates
+        tiers = {tier.name: tier for tier in machine.tiers}
+        table.add_row(
+            machine.name,
+            format_bytes(machine.device.memory_bytes),
+            f"{rates.bfloat16_flops_per_s / 1e12:.4g}" if rates else "-",
+            f"{rates.float32_flops_per_s / 1e12:.4g}" if rates else "-",
+            _rate(rates.memory_bytes_per_s, "B/s") if rates else "-",
+            _rate(tiers["host"].link.read_bytes_per_s, "B/s") if "host" in tiers else "-",
+            f"{tiers['host'].capacity_bytes / 2**30:.0f} GiB" if "host" in tiers else "-",
+            f"{tiers['disk'].capacity_bytes / 1e12:.2g} TB" if "disk" in tiers else "-",
+        )
+    notes = (
+        "bf16, fp32: TFLOP/s of dense matrix products, at the peak",
+        "host, disk: typical ones; --host-memory and --disk say what there is",
+        "protrain hardware show NAME has a machine's every number, and its source",
+    )
+    return Group(table, "", *(Text(note) for note in notes))
+
+
+def _rate(per_s: float, unit: str) -> str:
+    """The rate for a reader, in powers of 1000: `24 GB/s`, `1.01 TB/s`, `989 TFLOP/s`."""
+    scale, prefix = (1e9, "G") if per_s < 1e12 else (1e12, "T")
+    return f"{per_s / scale:.4g} {prefix}{unit}"
+
+
+def machine_text(machine: Hardware) -> Renderable:
+    """What `protrain hardware show` prints."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for what, value in _facts(machine):
+        table.add_row(what, Text(value))
+    head = Text(f"{machine.name}: {machine.device.name} ({machine.device.kind})", style="bold")
+    if not machine.sources:
+        return Group(head, table)
+    # A table, so that the further lines of a long source are indented.
+    sources = Table(box=None, padding=(0, 1, 0, 0), show_header=False)
+    sources.add_column()
+    sources.add_column(overflow="fold")
+    for source in machine.sources:
+        sources.add_row("-", Text(source))
+    return Group(head, table, "", Text("sources", style="bold"), sources)
+
+
+def _facts(machine: Hardware) -> Iterator[tuple[str, str]]:
+    """What a machine offers: a word and a sentence for each."""
+    device, rates = machine.device, machine.rates
+    size, context = format_bytes(device.memory_bytes), format_bytes(device.context_bytes)
+    yield "memory", f"{size}, of which a process holds {context} besides tensors"
+    yield "threads", str(device.num_threads)
+    if rates is not None:
+        yield (
+            "compute",
+            f"{_rate(rates.bfloat16_flops_per_s, 'FLOP/s')} in bf16,"
+            f" {_rate(rates.float32_flops_per_s, 'FLOP/s')} in fp32;"
+            f" large matrix products reach {rates.compute_efficiency:.0%}",
+        )
+        yield (
+            "bandwidth",
+            f"{_rate(rates.memory_bytes_per_s, 'B/s')}; large operators reach"
+            f" {rates.memory_efficiency:.0%}",
+        )
+        yield "operator", f"at least {format_seconds(rates.operator_s)}"
+        yield "AdamW", f"{rates.host_parameters_per_s / 1e9:.3g} G parameters/s in host memory"
+    for tier in machine.tiers:
+        link = tier.link
+        yield (
+            tier.name,
+            f"{format_bytes(tier.capacity_bytes)}, {_rate(link.read_bytes_per_s, 'B/s')} to the"
+            f" device, {_rate(link.write_bytes_per_s, 'B/s')} from it,"
+            f" {link.duplex:.0%} of each both ways at once, latency"
+            f" {format_seconds(link.latency_s)}",
+        )
+    yield (
+        "contention",
+        f"compute keeps {machine.read_contention.compute:.0%} of its speed beside reads,"
+        f" {machine.write_contention.compute:.0%} beside writes,"
+        f" {machine.update_contention.compute:.0%} beside updates",
+    )
+    if rates is not None and rates.error_high:
+        yield (
+            "estimates",
+            f"measured steps took {rates.error_low:.2f} to {rates.error_high:.2f} times as long",
+        )
+    elif rates is not None:
+        yield "estimates", "of seconds were never compared with this machine"
+
+
+def probed_text(machine: Hardware, path: Path) -> Renderable:
+    """What `protrain hardware probe` prints."""
+    return Group(machine_text(machine), "", Text(f"wrote {path}"))

@@ -1,6 +1,6 @@
 """`train`: run a profiled model on real text, plainly or under a plan, and measure the run.
 
-The optimizer is the one whose states a profile counts: fused AdamW.
+The optimizer is the one whose states the profile counted.
 """
 
 import hashlib
@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,14 +15,18 @@ from torch import nn
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.records.plan import Plan, TierBytes
 from protrain_runtime.engine import Observer
-from protrain_runtime.preparation import below_device, parameter_values, prepare
+from protrain_runtime.preparation import (
+    below_device,
+    check_precision,
+    parameter_values,
+    prepare,
+)
 from protrain_runtime.recording import measure_step
 from protrain_runtime.stores import memory_of
-
-LEARNING_RATE = 3e-4
 
 OnStep = Callable[[int, float], None]
 """Told of every step: its number and its loss."""
@@ -64,20 +67,29 @@ def train(
     ProtrainError where the model cannot be built, the plan is not for it, or memory ran out.
     """
     workload = plan.workload
+    check_precision(workload)
     source = load_source(workload.model, model_config=workload.model_config)
+    factory = optimizer_factory(plan.optimizer)
     try:
-        model = source.build(dtype=workload.dtype, device=workload.device, seed=workload.seed)
+        model = source.build(
+            dtype=workload.dtype,
+            precision=workload.precision,
+            adapter=workload.adapter,
+            device=workload.device,
+            seed=workload.seed,
+        )
         batches = source.batches(
             batch_size=workload.batch_size,
             seq_len=workload.seq_len,
+            dtype=workload.dtype,
+            precision=workload.precision,
             device=workload.device,
             text=text,
             seed=workload.seed,
         )
         optimizer: torch.optim.Optimizer
-        factory = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
         if plain:
-            optimizer = factory(model.parameters())
+            optimizer = factory(p for p in model.parameters() if p.requires_grad)
         else:
             model, optimizer = prepare(
                 model, plan, optimizer=factory, spill_directory=spill_directory

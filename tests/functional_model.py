@@ -42,14 +42,41 @@ class FunctionalBlock(nn.Module):
         return F.relu(hidden) if self.ends_in_relu else hidden
 
 
+class FeedForwardBlock(nn.Module):
+    """No attention, and products that are written to in place: the last is what the block gives."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.gate = weight(2 * width, width)
+        self.up = weight(2 * width, width)
+        self.down = weight(width, 2 * width)
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [batch, sequence, width], twice
+        normed = F.rms_norm(hidden, (hidden.shape[-1],), self.scale)
+        gate = F.linear(normed, self.gate).mul_(0.5)
+        inner = F.gelu(gate) * F.linear(normed, self.up)
+        return F.linear(inner, self.down).add_(hidden).relu_()
+
+
 class FunctionalStack(nn.Module):
     """An embedding, blocks and a head; returns the loss."""
 
-    def __init__(self, *, width: int = 64, num_blocks: int = 4, ends_in_relu: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        width: int = 64,
+        num_blocks: int = 4,
+        ends_in_relu: bool = False,
+        attends: bool = True,
+    ) -> None:
         super().__init__()
         self.embedding = weight(VOCABULARY, width)
         self.blocks = nn.ModuleList(
-            FunctionalBlock(width, ends_in_relu=ends_in_relu) for _ in range(num_blocks)
+            FunctionalBlock(width, ends_in_relu=ends_in_relu)
+            if attends
+            else FeedForwardBlock(width)
+            for _ in range(num_blocks)
         )
         self.head = weight(VOCABULARY, width)
 

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.building import seeded
@@ -37,7 +44,7 @@ from protrain_plan.records.plan import (
     TierBytes,
     UnitPlan,
 )
-from protrain_plan.records.profile import Profile, Workload
+from protrain_plan.records.profile import Profile, RecomputedForm, Workload
 from protrain_runtime.fingerprint import model_fingerprint
 from tests.functional_model import FunctionalStack
 
@@ -87,12 +94,31 @@ def gpt2() -> nn.Module:
     return model
 
 
+def t5() -> nn.Module:
+    """Encoder and decoder, with cross attention and dropout."""
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
+    assert config.dropout_rate == 0.1
+    model: nn.Module = T5ForConditionalGeneration(config)
+    return model
+
+
 _MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": partial(llama, tied=False),
     "llama-tied": partial(llama, tied=True),
     "gpt2": gpt2,
+    "t5": t5,
     "functional": FunctionalStack,
     "functional-relu": partial(FunctionalStack, ends_in_relu=True),
+    "functional-no-attention": partial(FunctionalStack, attends=False),
 }
 MODELS = tuple(_MODELS)
 
@@ -157,8 +183,16 @@ def described_by(profile: Profile) -> tuple[UnitPlan, ...]:
     )
 
 
+RECOMPUTED: tuple[RecomputedForm, ...] = ("lite", "mlp", "attn", "full")
+
+
 def activation_decisions(tier: TierName) -> tuple[Activations, ...]:
-    return (Keep(), Recompute(), Swap(tier=tier), SwapInput(tier=tier))
+    return (
+        Keep(),
+        Swap(tier=tier),
+        *(Recompute(form=form) for form in RECOMPUTED),
+        *(SwapInput(tier=tier, form=form) for form in RECOMPUTED),
+    )
 
 
 def placements(tier: TierName) -> tuple[Placement, ...]:
@@ -173,8 +207,10 @@ def decisions(tier: TierName) -> list[tuple[Activations, Placement]]:
 def decision_name(value: object) -> str:
     """A readable id for pytest."""
     if isinstance(value, tuple):
-        return "-".join(type(part).__name__ for part in value)
-    return str(value)
+        return "-".join(decision_name(part) for part in value)
+    if isinstance(value, Recompute | SwapInput):
+        return f"{type(value).__name__}_{value.form}"
+    return type(value).__name__
 
 
 def decided(

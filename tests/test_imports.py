@@ -30,20 +30,22 @@ ALLOWED = {
     "profiling": ABOVE_PROGRAM | {"hardware", "models", "runtime"},
     "simulation": ABOVE_PROGRAM,
     "planning": ABOVE_PROGRAM | {"simulation"},
+    "fitting": BASE | {"records", "planning"},
     "rendering": BASE | {"records", "planning", "simulation"},
     "running": BASE | {"records", "models", "runtime"},
     "commands": ABOVE_PROGRAM
-    | {"hardware", "models", "profiling", "simulation", "planning", "rendering", "running"}
-    | {"runtime"},
+    | {"fitting", "hardware", "models", "profiling", "simulation", "planning", "rendering"}
+    | {"running", "runtime"},
     "cli": BASE | {"commands", "rendering"},
     "runtime": ABOVE_PROGRAM,  # runtime/protrain_runtime, which stands beside
 }
 # What a room may name in annotations only (under `if TYPE_CHECKING:`), besides.
-NAMED = {"rendering": {"running"}}
+NAMED = {"rendering": {"fitting", "models", "running"}}
 TORCH = {"torch", "transformers", "peft", "accelerate"}  # all of them import torch
 WITH_TORCH = (
     "protrain_plan.hardware.interference",
     "protrain_plan.hardware.probe",
+    "protrain_plan.hardware.rates",
     "protrain_plan.models",
     "protrain_plan.profiling",
     "protrain_plan.running",
@@ -167,6 +169,11 @@ except SystemExit as stop:
 @pytest.mark.parametrize("args", [("--help",), ("plan", "--help"), ("run", "--help")], ids=" ".join)
 def test_help_does_not_wait_for_torch(args: tuple[str, ...]) -> None:
     assert run_without_torch(CLI, *args) == (0, "")
+
+
+@pytest.mark.parametrize("args", [("list",), ("show", "h100-sxm")], ids=" ".join)
+def test_the_catalogue_of_machines_does_not_wait_for_torch(args: tuple[str, ...]) -> None:
+    assert run_without_torch(CLI, "hardware", *args) == (0, "")
 
 
 def test_planning_does_not_wait_for_torch(tmp_path: Path) -> None:

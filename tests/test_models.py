@@ -5,37 +5,100 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from benchmarks.zoo import ZOO
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.models.presets import preset_config, preset_names
+from protrain_plan.models.presets import Preset, preset_config, preset_names, presets
 from protrain_plan.models.sources import load_source
+from protrain_plan.records.profile import DType
 
-NUM_PARAMETERS = {  # as published with the models (tied embeddings counted once)
-    "gpt2": 124_439_808,
-    "llama-3.2-1b": 1_235_814_400,
-    "mistral-7b": 7_241_732_096,
-    "qwen2.5-0.5b": 494_032_768,
-    "smollm2-135m": 134_515_008,
-    "smollm2-360m": 361_821_120,
+PUBLISHED = {  # millions, as model cards and papers say, which round
+    "bert-base": 110,
+    "bert-large": 340,
+    "clip-vit-base": 151,
+    "gemma-2-27b": 27_200,
+    "gemma-2-2b": 2_610,
+    "gemma-2-9b": 9_240,
+    "gemma-2b": 2_510,
+    "gemma-3-1b": 1_000,
+    "gemma-7b": 8_540,
+    "gpt2": 124,
+    "gpt2-large": 774,
+    "gpt2-medium": 355,
+    "gpt2-xl": 1_558,
+    "llama-2-13b": 13_000,
+    "llama-2-70b": 69_000,
+    "llama-2-7b": 6_740,
+    "llama-3.1-405b": 405_000,
+    "llama-3.1-70b": 70_600,
+    "llama-3.1-8b": 8_030,
+    "llama-3.2-1b": 1_240,
+    "llama-3.2-3b": 3_210,
+    "mistral-7b": 7_240,
+    "mixtral-8x7b": 46_700,
+    "opt-1.3b": 1_300,
+    "opt-13b": 13_000,
+    "opt-30b": 30_000,
+    "phi-2": 2_780,
+    "phi-3-mini": 3_820,
+    "phi-4": 14_700,
+    "pythia-1.4b": 1_414.6,
+    "pythia-12b": 11_846,
+    "qwen2.5-0.5b": 490,
+    "qwen2.5-1.5b": 1_540,
+    "qwen2.5-14b": 14_700,
+    "qwen2.5-32b": 32_500,
+    "qwen2.5-72b": 72_700,
+    "qwen2.5-7b": 7_610,
+    "qwen3-0.6b": 600,
+    "qwen3-14b": 14_800,
+    "qwen3-30b-a3b": 30_500,
+    "qwen3-32b": 32_800,
+    "qwen3-4b": 4_000,
+    "qwen3-8b": 8_200,
+    "smollm2-1.7b": 1_710,
+    "smollm2-135m": 135,
+    "smollm2-360m": 362,
+    "t5-11b": 11_300,
+    "t5-3b": 2_850,
+    "t5-base": 223,
+    "t5-small": 60.5,
+    "vit-base": 86,
+    "vit-huge": 632,
+    "vit-large": 307,
+    "whisper-large-v3": 1_550,
+    "whisper-small": 244,
 }
+OURS = {"tiny-gpt2", "tiny-llama"}
 
 
-@pytest.mark.parametrize("name", sorted(NUM_PARAMETERS))
-def test_presets_have_the_published_number_of_parameters(name: str) -> None:
-    model = load_source(name).build(dtype="bfloat16", device="meta")
-    assert sum(p.numel() for p in model.parameters()) == NUM_PARAMETERS[name]
+@pytest.mark.parametrize("preset", presets(), ids=lambda preset: preset.name)
+def test_presets_have_the_published_number_of_parameters(preset: Preset) -> None:
+    model = load_source(preset.name).build(dtype="bfloat16", device="meta")
+    assert sum(p.numel() for p in model.parameters()) == preset.num_parameters
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    if preset.name not in OURS:
+        assert preset.num_parameters / 1e6 == pytest.approx(PUBLISHED[preset.name], rel=0.02)
 
 
 def test_every_preset_says_where_it_comes_from() -> None:
-    assert {*NUM_PARAMETERS, "tiny-llama", "tiny-gpt2"} <= set(preset_names())
-    assert all(preset_config(name)["_source"] for name in preset_names())
+    assert {*PUBLISHED, *OURS} == set(preset_names())
+    assert all(preset.source for preset in presets())
+    llama = next(preset for preset in presets() if preset.name == "llama-3.1-8b")
+    assert (llama.num_layers, llama.hidden_size) == (32, 4096)
+    assert llama.source == (
+        "https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json"
+        " (sizes only; no weights)"
+    )
+    clip = next(preset for preset in presets() if preset.name == "clip-vit-base")
+    assert (clip.num_layers, clip.hidden_size) == (12, 512)
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
@@ -179,7 +242,10 @@ def test_a_factory_in_the_working_directory_brings_model_and_batches() -> None:
          "No module named 'no_such_one'\n"
          "  fix: package.module:factory, with the package installed or in the working directory"),
         ("smollm-135m", "no such model: 'smollm-135m' is not a preset, a config.json or "
-         "package.module:factory\n  fix: did you mean smollm2-135m or smollm2-360m?"),
+         "package.module:factory\n"
+         "  fix: did you mean smollm2-135m or smollm2-360m or smollm2-1.7b?"),
+        ("!", "no such model: '!' is not a preset, a config.json or package.module:factory\n"
+         "  fix: protrain models lists the presets"),
     ],
 )  # fmt: skip
 def test_a_wrong_model_argument_is_one_clear_error(model: str, message: str) -> None:
@@ -228,10 +294,74 @@ def test_batches_that_cannot_be_are_refused() -> None:
         "tiny-gpt2: max_position_embeddings: a sequence of 257 tokens does not fit the model's "
         "256 positions\n  fix: at most 256 tokens per sequence"
     )
-    vit = load_source("vit", model_config='{"model_type": "vit"}')
+    speech = {"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"]}
+    wav2vec = load_source("sound", model_config=json.dumps(speech))
     with pytest.raises(ProtrainError) as caught:
-        vit.batches(batch_size=1, seq_len=8)
+        wav2vec.batches(batch_size=1, seq_len=8)
     assert str(caught.value) == (
-        "vit: no batches are known for the architecture 'vit'\n"
+        "sound: no batches are known for the architecture 'wav2vec2'\n"
         "  fix: use package.module:factory, which brings its own batches"
     )
+    with pytest.raises(ProtrainError) as caught:
+        ZOO["clip"].source.batches(batch_size=1, seq_len=8)
+    assert str(caught.value) == (
+        "clip: a contrastive loss compares the pairs of a batch, got a batch of 1\n"
+        "  fix: --batch-size 2 or more"
+    )
+    with pytest.raises(ProtrainError) as caught:
+        ZOO["whisper"].source.batches(batch_size=1, seq_len=65)
+    assert str(caught.value) == (
+        "whisper: max_target_positions: a sequence of 65 tokens does not fit the model's "
+        "64 positions\n  fix: at most 64 tokens per sequence"
+    )
+
+
+def first_batch(name: str, *, dtype: DType = "float32", seed: int = 0) -> dict[str, Any]:
+    batch = next(ZOO[name].source.batches(batch_size=2, seq_len=24, dtype=dtype, seed=seed))
+    assert isinstance(batch, dict)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("bert", {"input_ids": [2, 24], "labels": [2, 24]}),
+        ("vit", {"pixel_values": [2, 3, 32, 32], "labels": [2]}),
+        ("whisper", {"input_features": [2, 20, 80], "labels": [2, 24]}),
+        ("clip", {"input_ids": [2, 24], "pixel_values": [2, 3, 32, 32], "return_loss": True}),
+        (
+            "llava",  # 16 patches of an image before the text
+            {"input_ids": [2, 40], "pixel_values": [2, 3, 32, 32], "labels": [2, 40]},
+        ),
+    ],
+)
+def test_architectures_get_what_they_take(name: str, shapes: dict[str, Any]) -> None:
+    batch = first_batch(name, dtype="bfloat16")
+    found = {k: list(v.shape) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    assert found == shapes
+    tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor)}
+    features = {k for k in tensors if k.startswith(("pixel", "input_features"))}
+    assert all(
+        v.dtype == (torch.bfloat16 if k in features else torch.int64) for k, v in tensors.items()
+    )
+    again, other = first_batch(name, dtype="bfloat16"), first_batch(name, dtype="bfloat16", seed=1)
+    assert all(torch.equal(value, again[key]) for key, value in tensors.items())
+    assert any(not torch.equal(value, other[key]) for key, value in tensors.items())
+
+
+def test_masked_tokens_are_the_ones_to_find() -> None:
+    batch, text = first_batch("bert"), first_batch("llama")["input_ids"]
+    masked = batch["input_ids"] == 319
+    assert masked[:, 0].all()
+    assert not masked.all()
+    assert torch.equal(batch["input_ids"][~masked], text[~masked])
+    assert torch.equal(batch["labels"][masked], text[masked])
+    assert (batch["labels"][~masked] == -100).all()
+
+
+def test_image_tokens_stand_before_the_text_and_are_no_targets() -> None:
+    batch, text = first_batch("llava"), first_batch("llama")["input_ids"]
+    assert (batch["input_ids"][:, :16] == 300).all()
+    assert (batch["labels"][:, :16] == -100).all()
+    assert torch.equal(batch["input_ids"][:, 16:], text)
+    assert torch.equal(batch["labels"][:, 16:], text)

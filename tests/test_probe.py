@@ -1,5 +1,9 @@
 """This machine, measured: values that any machine's must satisfy, and nothing left behind."""
 
+import dataclasses
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,14 +12,42 @@ import torch
 from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.interference import in_worker, update_speeds
 from protrain_plan.hardware.probe import host_memory_bytes, probe
+from protrain_plan.records import read_hardware, write_hardware
+from protrain_plan.records.hardware import Hardware
+
+
+def check_rates(hardware: Hardware) -> None:
+    """Orders of magnitude that no machine leaves, however busy it is."""
+    rates = hardware.rates
+    assert rates is not None
+    assert 1e7 < rates.float32_flops_per_s < 1e15
+    assert 1e6 < rates.bfloat16_flops_per_s < 1e16
+    assert 1e7 < rates.memory_bytes_per_s < 1e14
+    assert 1e-8 < rates.operator_s < 1e-2
+    assert 1e5 < rates.host_parameters_per_s < 1e12
+    assert (rates.compute_efficiency, rates.memory_efficiency) == (1, 1)
+    assert hardware.sources == (f"measured on the machine itself, with torch {torch.__version__}",)
 
 
 def test_this_machine_is_measured_and_left_clean(tmp_path: Path) -> None:
     num_threads = torch.get_num_threads()
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    hardware = probe("cpu", spill_directory=tmp_path, name="here", context_bytes=7)
+    shares: list[float] = []
+    hardware = probe(
+        "cpu",
+        spill_directory=tmp_path,
+        name="here",
+        context_bytes=7,
+        progress=lambda what, share: shares.append(share),
+    )
 
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0, 1)
+    check_rates(hardware)
+    write_hardware(hardware, tmp_path / "here.yaml")
+    assert read_hardware(tmp_path / "here.yaml") == hardware
+    (tmp_path / "here.yaml").unlink()
     assert hardware.name == "here"
     assert hardware.device.kind == "cpu"
     assert hardware.device.memory_bytes == host_memory_bytes()
@@ -37,6 +69,31 @@ def test_this_machine_is_measured_and_left_clean(tmp_path: Path) -> None:
         assert 0 < both.lane <= 1
     assert list(tmp_path.iterdir()) == []
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.slow
+def test_the_command_writes_what_records_read(tmp_path: Path) -> None:
+    """In a process of its own, as people run it."""
+    (tmp_path / "spill").mkdir()
+    result = subprocess.run(
+        [
+            *(Path(sys.executable).with_name("protrain"), "hardware", "probe", "--json"),
+            *("-o", "here.yaml", "--name", "here", "--spill-directory", "spill"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    hardware = read_hardware(tmp_path / "here.yaml")
+    assert json.loads(result.stdout) == json.loads(json.dumps(dataclasses.asdict(hardware)))
+    assert hardware.name == "here"
+    # An interpreter with torch in it holds that much on every machine, and no tensor of the probe.
+    assert 50 * 2**20 < hardware.device.context_bytes < 8 * 2**30
+    check_rates(hardware)
+    assert list((tmp_path / "spill").iterdir()) == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

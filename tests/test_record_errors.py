@@ -1,12 +1,14 @@
 """What is wrong in a record is one error, and these are its words."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protrain_plan import records
 from protrain_plan.errors import RecordError
-from protrain_plan.records.hardware import Hardware
+from protrain_plan.records.hardware import Hardware, Rates
 from protrain_plan.records.plan import (
     Plan,
 )
@@ -16,7 +18,20 @@ from protrain_plan.records.profile import (
 from protrain_plan.records.schema import Record
 from tests.record_samples import HARDWARE, PLAN, PLAN_TEXT, PROFILE
 
-TEXT = {"hardware": records.dumps_hardware(HARDWARE), "profile": records.dumps_profile(PROFILE)}
+RATED = replace(
+    HARDWARE,
+    rates=Rates(
+        float32_flops_per_s=1e12,
+        bfloat16_flops_per_s=2e12,
+        compute_efficiency=0.75,
+        memory_bytes_per_s=3e11,
+        memory_efficiency=0.9,
+        operator_s=5e-6,
+        host_parameters_per_s=1e9,
+    ),
+    sources=("a data sheet",),
+)
+TEXT = {"hardware": records.dumps_hardware(RATED), "profile": records.dumps_profile(PROFILE)}
 ACTIVATIONS_EXPECTED = (
     "expected keep, recompute, swap to host, swap to disk, swap-input to host or swap-input to disk"
 )
@@ -327,28 +342,48 @@ HARDWARE_ERRORS = [
     (
         "duplex: 0.5",
         "duplex: 1.5",
-        "a.yaml:14: tiers[0].link.duplex: expected a number from 0.5 to 1, got 1.5",
+        "a.yaml:17: tiers[0].link.duplex: expected a number from 0.5 to 1, got 1.5",
     ),
     (
         "read_contention: {compute: 0.95",
         "read_contention: {compute: 0",
-        "a.yaml:15: read_contention.compute: expected a number above 0 and up to 1, got 0",
+        "a.yaml:18: read_contention.compute: expected a number above 0 and up to 1, got 0",
     ),
     (
         "  - name: disk",
         "  - name: tape",
-        "a.yaml:12: tiers[0].name: expected host or disk, got 'tape'",
+        "a.yaml:15: tiers[0].name: expected host or disk, got 'tape'",
     ),
     (
         "  - name: disk",
         "  - {name: disk, capacity_bytes: 1, link: {read_bytes_per_s: 1, write_bytes_per_s: 1, "
         "latency_s: 0, duplex: 1}}\n  - name: disk",
-        "a.yaml:13: tiers[1]: the tier 'disk' stands here twice",
+        "a.yaml:16: tiers[1]: the tier 'disk' stands here twice",
     ),
     (
         "latency_s: 0.0001",
         "latency_s: -0.5",
-        "a.yaml:14: tiers[0].link.latency_s: expected a number of at least 0, got -0.5",
+        "a.yaml:17: tiers[0].link.latency_s: expected a number of at least 0, got -0.5",
+    ),
+    (
+        "compute_efficiency: 0.75",
+        "compute_efficiency: 1.5",
+        "a.yaml:21: rates.compute_efficiency: expected a number above 0 and up to 1, got 1.5",
+    ),
+    (
+        "memory_bytes_per_s: 3.0e+11",
+        "memory_bytes_per_s: 0",
+        "a.yaml:21: rates.memory_bytes_per_s: expected a number above 0, got 0",
+    ),
+    (
+        "operator_s: 5.0e-6, ",
+        "",
+        "a.yaml:21: rates: missing key 'operator_s'",
+    ),
+    (
+        "  - a data sheet",
+        "  - 42",
+        "a.yaml:23: sources[0]: expected a text, got 42\n  fix: put it in quotes: '42'",
     ),
 ]
 

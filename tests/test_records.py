@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from protrain_plan import records
 from protrain_plan.errors import RecordError
 from protrain_plan.records.folding import fold, runs, unfold
-from protrain_plan.records.hardware import Contention, Device, Hardware, Link, Tier, TierName
+from protrain_plan.records.hardware import Contention, Device, Hardware, Link, Rates, Tier, TierName
 from protrain_plan.records.plan import (
     Activations,
     Budgets,
@@ -85,6 +85,30 @@ def test_other_readers_of_yaml_see_the_same_types() -> None:
     assert plain["exact"] is True
     hardware = yaml.safe_load(records.dumps_hardware(HARDWARE))
     assert hardware["tiers"][0]["link"]["read_bytes_per_s"] == 1.2e9
+
+
+def test_rates_are_one_line_and_every_source_is_one() -> None:
+    rates = Rates(
+        float32_flops_per_s=67e12,
+        bfloat16_flops_per_s=989e12,
+        compute_efficiency=0.75,
+        memory_bytes_per_s=3.35e12,
+        memory_efficiency=0.9,
+        operator_s=5e-6,
+        host_parameters_per_s=1.5e9,
+        error_high=1.25,
+    )
+    hardware = dataclasses.replace(HARDWARE, rates=rates, sources=("a data sheet", "link: guess"))
+    text = records.dumps_hardware(hardware)
+    assert text == records.dumps_hardware(HARDWARE) + (
+        "rates: {float32_flops_per_s: 6.7e+13, bfloat16_flops_per_s: 9.89e+14, "
+        "compute_efficiency: 0.75, memory_bytes_per_s: 3.35e+12, memory_efficiency: 0.9, "
+        "operator_s: 5.0e-6, host_parameters_per_s: 1.5e+9, error_high: 1.25}\n"
+        "sources:\n  - a data sheet\n  - 'link: guess'\n"
+    )
+    assert records.loads_hardware(text) == hardware
+    profile = dataclasses.replace(PROFILE, hardware=hardware)
+    assert records.loads_profile(records.dumps_profile(profile)) == profile
 
 
 def test_every_decision_can_be_written() -> None:
@@ -180,6 +204,18 @@ LINKS = st.builds(
     latency_s=SECONDS,
     duplex=st.floats(0.5, 1),
 )
+RATES = st.builds(
+    Rates,
+    float32_flops_per_s=SPEEDS,
+    bfloat16_flops_per_s=SPEEDS,
+    compute_efficiency=SHARES,
+    memory_bytes_per_s=SPEEDS,
+    memory_efficiency=SHARES,
+    operator_s=SECONDS,
+    host_parameters_per_s=SPEEDS,
+    error_low=st.just(0.0) | SECONDS,
+    error_high=st.just(0.0) | SECONDS,
+)
 HARDWARES = st.builds(
     Hardware,
     name=TEXTS,
@@ -199,6 +235,8 @@ HARDWARES = st.builds(
     read_contention=CONTENTIONS,
     write_contention=CONTENTIONS,
     update_contention=CONTENTIONS,
+    rates=st.none() | RATES,
+    sources=st.lists(TEXTS, max_size=2).map(tuple),
 )
 WORKLOADS = st.builds(
     Workload,

@@ -584,26 +584,6 @@ def test_a_plan_of_another_kind_of_step_is_refused(
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(
-    "activations",
-    [Recompute(form="lite"), SwapInput(tier="disk", form="lite")],
-    ids=decision_name,
-)
-def test_a_plan_that_recomputes_parts_of_blocks_is_refused(
-    activations: Activations, tmp_path: Path
-) -> None:
-    model = build("llama")
-    units = list(busy("llama"))
-    units[2] = replace(units[2], activations=activations)
-    with untouched(model), pytest.raises(ProtrainError) as caught:
-        prepare(model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path)
-    assert str(caught.value) == (
-        "units[2].activations: expected the form full, got lite: the runtime of this version"
-        " recomputes whole blocks\n"
-        "  fix: plan from a profile that measured the forms keep and full alone"
-    )
-
-
 def test_a_full_disk_is_refused_and_every_parameter_comes_back(tmp_path: Path) -> None:
     """The system refuses in the middle of `prepare`, when half of the chunks have left."""
     model = build("llama")

@@ -31,6 +31,17 @@ def size(option: str, text: str | None, default: int) -> int:
         raise ProtrainError(error.message, key=option, fix=error.fix) from None
 
 
+def integers(option: str, text: str) -> tuple[int, ...]:
+    """`1,4,16` as numbers of at least one; ProtrainError, naming the option, for another text."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise ProtrainError(f"expected numbers such as 1,4,16, got {text!r}", key=option)
+    return numbers
+
+
 def choice(option: str, text: str, known: tuple[Name, ...]) -> Name:
     """The text where it is one of those known; ProtrainError, naming the option, otherwise."""
     for value in known:

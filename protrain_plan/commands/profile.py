@@ -9,59 +9,125 @@ import typer
 from protrain_plan import rendering
 from protrain_plan.commands.options import JsonOption, SpillOption, choice, writable
 from protrain_plan.commands.output import progress, show
+from protrain_plan.errors import ProtrainError
+from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.records import write_profile
 from protrain_plan.records.hardware import DeviceKind
-from protrain_plan.records.profile import DType
+from protrain_plan.records.profile import DType, Precision
 
-EXAMPLES = "Example: protrain profile smollm2-135m --batch-size 1 --seq-len 256 -o profile.yaml"
+EXAMPLES = (
+    "Examples: protrain profile smollm2-135m --batch-size 1 --seq-len 256 -o profile.yaml"
+    " | protrain profile llama-3.1-8b --on rtx-4090 --dtype bfloat16 --seq-len 4096"
+)
 
 
 def profile(
     model: Annotated[
         str,
         typer.Argument(
-            help="A preset's name, a Hugging Face config.json (file or folder),"
-            " or package.module:factory.",
+            help="A preset's name (protrain models lists them), a Hugging Face config.json"
+            " (file or folder), or package.module:factory.",
             show_default=False,
         ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="The profile to write.")] = Path(
         "profile.yaml"
     ),
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = 1,
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 512,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Sequences, images or pairs per batch.")
+    ] = 1,
+    seq_len: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Tokens of text per sequence: targets, where sound or images go in."
+        ),
+    ] = 512,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps per form of activations.")] = 3,
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="pure: all in --dtype. autocast: float32 parameters, computed with in --dtype."
+            " master: float32 copies for the optimizer (planned, not yet run)."
+        ),
+    ] = "pure",
+    lora: Annotated[
+        str | None,
+        typer.Option(
+            help="Train low-rank adapters alone: r=16[,alpha=32][,targets=q_proj+v_proj]."
+            " Default: alpha = 2 r, all linear layers but the head."
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, adam, sgd, sgd-momentum, rmsprop, ... (elementwise ones).")
+    ] = "adamw",
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--on",
+            help="Estimate instead, for a machine that need not be there: a name of the catalogue"
+            " (protrain hardware list), or a YAML file.",
+        ),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu (the default) or cuda.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Timed steps per form of activations; default: 3.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and text.")] = 0,
     text: Annotated[Path | None, typer.Option(help="A text file to take batches from.")] = None,
     spill_directory: SpillOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Record what a model costs on this machine, unit by unit, in bytes and seconds."""
+    """Record what a model costs, unit by unit, in bytes and seconds.
+
+    Measured on this machine; with --on estimated, for another one, with no device at all.
+    """
     dtype_name: DType = choice("--dtype", dtype, get_args(DType))
-    device_name: DeviceKind = choice("--device", device, get_args(DeviceKind))
+    precision_name: Precision = choice("--precision", precision, get_args(Precision))
+    device_name: DeviceKind = choice("--device", device or "cpu", get_args(DeviceKind))
+    machine = None if on is None else load_hardware(on)
+    if machine is not None:
+        for option, value in (
+            ("--device", device),
+            ("--steps", steps),
+            ("--spill-directory", spill_directory),
+        ):
+            if value is not None:
+                raise ProtrainError("is for measuring; --on estimates", key=option)
     writable(output)
     # Torch loads here, so that --help and planning need not wait for it.
+    from protrain_plan.models.adapters import parse_lora
+    from protrain_plan.models.optimizers import optimizer_factory
     from protrain_plan.models.sources import load_source
+    from protrain_plan.profiling.estimated import Options, estimate
     from protrain_plan.profiling.measured import measure
     from protrain_runtime.measure import return_freed_memory
 
+    optimizer_factory(optimizer)  # a wrong name is told at once
+    adapter = "" if lora is None else str(parse_lora(lora))
     source = load_source(model)
-    if device_name == "cpu":
-        return_freed_memory()
     with progress(quiet=as_json) as report:
-        record = measure(
-            source,
-            batch_size=batch_size,
-            seq_len=seq_len,
-            dtype=dtype_name,
-            device=device_name,
-            seed=seed,
-            num_steps=steps,
-            spill_directory=spill_directory or Path(tempfile.gettempdir()),
-            text=text,
-            progress=report,
-        )
+        options: Options = {
+            "batch_size": batch_size,
+            "seq_len": seq_len,
+            "dtype": dtype_name,
+            "precision": precision_name,
+            "adapter": adapter,
+            "optimizer": optimizer,
+            "seed": seed,
+            "text": text,
+            "progress": report,
+        }
+        if machine is not None:
+            record = estimate(source, hardware=machine, **options)
+        else:
+            if device_name == "cpu":
+                return_freed_memory()
+            record = measure(
+                source,
+                device=device_name,
+                num_steps=steps or 3,
+                spill_directory=spill_directory or Path(tempfile.gettempdir()),
+                **options,
+            )
     write_profile(record, output)
     show(as_json, rendering.profile_json(record), lambda: rendering.profile_text(record, output))

@@ -14,10 +14,9 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import ParamsT
 
 from protrain_plan.models.building import TORCH_DTYPES
+from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.records.hardware import Contention, DeviceKind
 from protrain_plan.records.profile import DType
 
@@ -29,30 +28,34 @@ _WINDOW_S = 0.15
 _TOKENS, _WIDTH = 256, 768  # a small model's: a few ms on two cores, so windows hold many
 
 
-def fused_adamw(parameters: ParamsT) -> Optimizer:
-    """The optimizer that a profile assumes."""
-    return torch.optim.AdamW(parameters, fused=True)
-
-
-def update_speeds(dtype: DType, *, device: DeviceKind = "cpu") -> tuple[float, float]:
+def update_speeds(
+    dtype: DType, *, device: DeviceKind = "cpu", optimizer: str = DEFAULT_OPTIMIZER
+) -> tuple[float, float]:
     """Parameters per second that one step updates: (in the update lane, on the device).
 
     The lane is a worker thread with one intra-op thread; the device is the calling thread with
     the threads it has, or the GPU. Both from the median of short steps, first ones excluded.
     """
-    lane_step = update_step(dtype, device="cpu")
-    device_step = update_step(dtype, device=device)
-    lane_s = in_worker(lambda: _median_seconds(lane_step))
-    return _UPDATE_PARAMETERS / lane_s, _UPDATE_PARAMETERS / _median_seconds(device_step)
+    lane = host_update_speed(dtype, optimizer=optimizer)
+    step = update_step(dtype, device=device, optimizer=optimizer)
+    return lane, _UPDATE_PARAMETERS / _median_seconds(step)
 
 
-def update_step(dtype: DType, *, device: DeviceKind) -> Callable[[], None]:
+def host_update_speed(dtype: DType, *, optimizer: str = DEFAULT_OPTIMIZER) -> float:
+    """Parameters per second that one step in the update lane updates."""
+    step = update_step(dtype, device="cpu", optimizer=optimizer)
+    return _UPDATE_PARAMETERS / in_worker(lambda: _median_seconds(step))
+
+
+def update_step(
+    dtype: DType, *, device: DeviceKind, optimizer: str = DEFAULT_OPTIMIZER
+) -> Callable[[], None]:
     """One optimizer step; on CUDA it returns when the step has ended."""
     parameter = nn.Parameter(
         torch.full((_UPDATE_PARAMETERS,), 0.5, dtype=TORCH_DTYPES[dtype], device=device)
     )
     parameter.grad = torch.full_like(parameter, 1e-3)
-    stepper = fused_adamw([parameter])
+    stepper = optimizer_factory(optimizer)([parameter])
 
     def step() -> None:
         stepper.step()

@@ -6,6 +6,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,14 +20,19 @@ from protrain_plan.hardware.interference import (
     runs_per_second,
     update_step,
 )
+from protrain_plan.hardware.rates import measure_rates
 from protrain_plan.records.hardware import Contention, Device, DeviceKind, Hardware, Link, Tier
 from protrain_plan.records.profile import DType
 from protrain_runtime.lanes import Backend
+from protrain_runtime.measure import process_memory
 from protrain_runtime.stores import DiskStore
 
 _PIECE_BYTES = 16 * 2**20
 _FILE_BYTES = 8 * _PIECE_BYTES  # per direction
 _ROUNDS = 3
+
+Progress = Callable[[str, float], None]
+"""Told of what is being measured, and of the share that is done."""
 
 
 def probe(
@@ -34,14 +40,16 @@ def probe(
     *,
     spill_directory: Path,
     name: str | None = None,
-    context_bytes: int = 0,
+    context_bytes: int | None = None,
     dtype: DType = "float32",
+    progress: Progress = lambda *_: None,
 ) -> Hardware:
-    """Measure this machine; about 8 s on two cores, 256 MiB of files that are gone afterwards.
+    """Measure this machine; about 10 s on two cores, 256 MiB of files that are gone afterwards.
 
-    `context_bytes` is recorded as given: the profiler measures it. `dtype` is that of
-    the updates whose contention with compute is measured. On CUDA, contention is taken as none:
-    copies and the host's updates run on other hardware than compute.
+    `context_bytes` is recorded as given; without it, as what this process holds in the end, which
+    is less exact than what the profiler measures in a model's own steps. `dtype` is that of the
+    updates whose speed and contention with compute are measured. On CUDA, contention is taken as
+    none: copies and the host's updates run on other hardware than compute.
 
     ProtrainError where there is no such device, or `spill_directory` cannot be written.
     """
@@ -50,33 +58,65 @@ def probe(
             "this machine has no CUDA device that torch can use",
             fix="--device cpu, or a CUDA build of torch on a machine with a GPU",
         )
-    with (
-        contextlib.closing(_SpillFile(spill_directory)) as reads,
-        contextlib.closing(_SpillFile(spill_directory)) as writes,
-    ):
-        disk = Tier(
-            name="disk",
-            capacity_bytes=shutil.disk_usage(spill_directory).free,
-            link=_disk_link(reads, writes),
-        )
-        tiers: tuple[Tier, ...]
-        if device == "cuda":
-            tiers = (_pinned_host(), disk)
-            read = write = update = Contention(compute=1.0, lane=1.0)
-        else:
-            tiers = (disk,)
-            read = contention(reads.read)
-            write = contention(writes.write)
-            update = contention(update_step(dtype, device="cpu"))
-    described = _device(device, context_bytes)
+    below = _below(device, spill_directory, dtype, progress)
+    progress("measuring compute and memory", 0.8)
+    rates = measure_rates(device, dtype=dtype)
+    progress("done", 1.0)
+    described = _device(device, _held_bytes(device) if context_bytes is None else context_bytes)
     return Hardware(
         name=name or f"{device}-{described.num_threads}",
         device=described,
-        tiers=tiers,
-        read_contention=read,
-        write_contention=write,
-        update_contention=update,
+        tiers=below.tiers,
+        read_contention=below.read,
+        write_contention=below.write,
+        update_contention=below.update,
+        rates=rates,
+        sources=(f"measured on the machine itself, with torch {torch.__version__}",),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Below:
+    """The tiers below a device, and how their lanes and updates interfere with compute."""
+
+    tiers: tuple[Tier, ...]
+    read: Contention
+    write: Contention
+    update: Contention
+
+
+def _below(device: DeviceKind, directory: Path, dtype: DType, progress: Progress) -> _Below:
+    with (
+        contextlib.closing(_SpillFile(directory)) as reads,
+        contextlib.closing(_SpillFile(directory)) as writes,
+    ):
+        progress("measuring the disk", 0.0)
+        disk = Tier(
+            name="disk",
+            capacity_bytes=shutil.disk_usage(directory).free,
+            link=_disk_link(reads, writes),
+        )
+        if device == "cuda":
+            progress("measuring the link to host memory", 0.5)
+            alone = Contention(compute=1.0, lane=1.0)
+            return _Below(tiers=(_pinned_host(), disk), read=alone, write=alone, update=alone)
+        progress("measuring what lanes and compute leave each other", 0.3)
+        return _Below(
+            tiers=(disk,),
+            read=contention(reads.read),
+            write=contention(writes.write),
+            update=contention(update_step(dtype, device="cpu")),
+        )
+
+
+def _held_bytes(device: DeviceKind) -> int:
+    """What this process holds besides tensors, of which it has none here; 0 where none can say."""
+    if device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        return total - free - torch.cuda.memory_reserved()
+    with contextlib.suppress(OSError):
+        return process_memory().data_bytes
+    return 0
 
 
 def host_memory_bytes() -> int:

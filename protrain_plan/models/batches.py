@@ -7,14 +7,18 @@ import random
 import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from protrain_plan.errors import ProtrainError
 
-Batch = Mapping[str, Tensor] | tuple[Tensor, ...] | Tensor
-"""What one call of a model takes: keyword arguments, positional arguments, or one tensor."""
+Batch = Mapping[str, Any] | tuple[Any, ...] | Tensor
+"""What one call of a model takes: keyword arguments, positional arguments, or one tensor.
+
+Arguments need not be tensors (`return_loss=True`).
+"""
 
 NUM_BYTE_TOKENS = 256
 _DEFAULT_TEXT_BYTES = 4 * 2**20
@@ -87,14 +91,24 @@ def call_model(model: nn.Module, batch: Batch) -> object:
     return model(batch)
 
 
-def batch_to(batch: object, device: torch.device | str) -> Batch:
-    """The same batch on `device`; ProtrainError where it is no kind of `Batch`."""
+def batch_to(batch: object, device: torch.device | str, dtype: torch.dtype) -> Batch:
+    """The same batch on `device`, floating-point tensors in `dtype`, what is no tensor as it is.
+
+    ProtrainError where it is no kind of `Batch`.
+    """
+
+    def moved(value: object) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device, dtype if value.is_floating_point() else None)
+        return value.to(device) if hasattr(value, "to") else value
+
     if isinstance(batch, Tensor):
-        return batch.to(device)
+        moved_batch: Tensor = moved(batch)
+        return moved_batch
     if isinstance(batch, Mapping):
-        return {str(k): v.to(device) if hasattr(v, "to") else v for k, v in batch.items()}
+        return {str(key): moved(value) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return tuple(v.to(device) if hasattr(v, "to") else v for v in batch)
+        return tuple(moved(value) for value in batch)
     raise ProtrainError(
         f"a batch is a dict, a tuple or a tensor, got {type(batch).__name__}",
         fix="let the factory's iterable give what the model's forward takes",

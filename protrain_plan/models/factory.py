@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.models.adapters import adapted
 from protrain_plan.models.batches import Batch, batch_to
-from protrain_plan.models.building import TORCH_DTYPES, seeded
-from protrain_plan.records.profile import DType
+from protrain_plan.models.building import seeded
+from protrain_plan.models.precision import computing_in, parameter_dtype
+from protrain_plan.records.profile import DType, Precision
 
 
 class FactorySource:
@@ -30,28 +32,45 @@ class FactorySource:
         self._data: tuple[int, Iterable[object]] | None = None  # of the last build: seed, batches
 
     def build(
-        self, *, dtype: DType = "float32", device: torch.device | str = "cpu", seed: int = 0
+        self,
+        *,
+        dtype: DType = "float32",
+        precision: Precision = "pure",
+        adapter: str = "",
+        device: torch.device | str = "cpu",
+        seed: int = 0,
     ) -> nn.Module:
-        """The factory's model, floating-point parameters and buffers in `dtype`, in train mode."""
+        """The factory's model in train mode, with its adapter.
+
+        Floating-point parameters and buffers are in the dtype that `precision` gives them.
+        ProtrainError where dtype and precision do not go together, or the adapter does not fit.
+        """
+        stored = parameter_dtype(dtype, precision)
         model, data = self._made(seed)
         self._data = (seed, data)
-        on_meta = torch.device(device).type == "meta"
-        model = model.to(dtype=TORCH_DTYPES[dtype])
-        return (model.to("meta") if on_meta else model.to(device)).train()
+        with seeded(seed):
+            model = adapted(model.to(dtype=stored), adapter, source=self.name)
+        return computing_in(model.to(device), dtype, precision).train()
 
     def batches(
         self,
         *,
         batch_size: int = 0,  # noqa: ARG002 (the signature of every source)
         seq_len: int = 0,  # noqa: ARG002
+        dtype: DType = "float32",
+        precision: Precision = "pure",
         device: torch.device | str = "cpu",
         text: Path | None = None,  # noqa: ARG002
         seed: int = 0,
     ) -> Iterator[Batch]:
-        """The factory's batches on `device`; again from the start where they can be."""
+        """The factory's batches on `device`; again from the start where they can be.
+
+        Floating-point tensors are in the dtype of the parameters.
+        """
+        stored = parameter_dtype(dtype, precision)
         if self._data is None or self._data[0] != seed:
             self._data = (seed, self._made(seed)[1])
-        return (batch_to(batch, device) for batch in _again_and_again(self._data[1]))
+        return (batch_to(batch, device, stored) for batch in _again_and_again(self._data[1]))
 
     def _made(self, seed: int) -> tuple[nn.Module, Iterable[object]]:
         with seeded(seed):

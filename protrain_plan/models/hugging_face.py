@@ -13,10 +13,13 @@ import torch
 from torch import nn
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.models.batches import NUM_BYTE_TOKENS, Batch, byte_tokens, text_windows
-from protrain_plan.models.building import TORCH_DTYPES, seeded
+from protrain_plan.models.adapters import adapted
+from protrain_plan.models.batches import Batch, batch_to, byte_tokens
+from protrain_plan.models.building import seeded
+from protrain_plan.models.inputs import Request, inputs_of
+from protrain_plan.models.precision import computing_in, parameter_dtype
 from protrain_plan.models.presets import JsonObject
-from protrain_plan.records.profile import DType
+from protrain_plan.records.profile import DType, Precision
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,21 @@ class ConfigSource:
         return json.dumps(self.config, sort_keys=True, separators=(",", ":"))
 
     def build(
-        self, *, dtype: DType = "float32", device: torch.device | str = "cpu", seed: int = 0
+        self,
+        *,
+        dtype: DType = "float32",
+        precision: Precision = "pure",
+        adapter: str = "",
+        device: torch.device | str = "cpu",
+        seed: int = 0,
     ) -> nn.Module:
         """The model on `device` in train mode, without a key-value cache, attention by sdpa.
 
         The weights are drawn on the CPU, so that they are the same for every device; on `meta`
-        none are drawn. ProtrainError where transformers is missing or refuses the configuration.
+        none are drawn. ProtrainError where transformers is missing or refuses the configuration,
+        dtype and precision do not go together, or the adapter does not fit.
         """
+        stored = parameter_dtype(dtype, precision)
         transformers = _transformers(self.name)
         config = self._transformers_config(transformers)
         model_class = self._model_class(transformers, config)
@@ -47,62 +58,46 @@ class ConfigSource:
         with seeded(seed), torch.device("meta" if on_meta else "cpu"):
             try:
                 model: nn.Module = model_class._from_config(
-                    config, attn_implementation=attention, dtype=TORCH_DTYPES[dtype]
+                    config, attn_implementation=attention, dtype=stored
                 )
             except Exception as error:  # a modelling file may fail in any way
                 raise self._refused(error) from error
+            model = adapted(model, adapter, source=self.name)
         if torch.device(device).type not in ("cpu", "meta"):
             model.to(device)
-        model.train()
-        return model
+        return computing_in(model, dtype, precision).train()
 
     def batches(
         self,
         *,
         batch_size: int,
         seq_len: int,
+        dtype: DType = "float32",
+        precision: Precision = "pure",
         device: torch.device | str = "cpu",
         text: Path | None = None,
         seed: int = 0,
     ) -> Iterator[Batch]:
-        """Endless {"input_ids", "labels"}, both int64 [batch_size, seq_len], labels = input ids.
+        """Endless batches of what the architecture takes: see `inputs`.
 
-        ProtrainError where the architecture takes no text, has fewer than 256 tokens, or has
-        fewer positions than `seq_len`.
+        For a language model {"input_ids", "labels"}, both int64 [batch_size, seq_len]. Features
+        that are no tokens are in the dtype of the parameters. ProtrainError where no batches are
+        known for the architecture, it has fewer than 256 tokens, or fewer positions than
+        `seq_len`.
         """
-        config = self._transformers_config(_transformers(self.name))
-        self._check_takes(config, seq_len)
-        windows = text_windows(byte_tokens(text), batch_size=batch_size, seq_len=seq_len, seed=seed)
-        return ({"input_ids": w.to(device), "labels": w.clone().to(device)} for w in windows)
-
-    def _check_takes(self, config: Any, seq_len: int) -> None:
-        from transformers.models.auto import modeling_auto as known
-
-        takes_text = (
-            known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-            known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-            known.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        stored = parameter_dtype(dtype, precision)
+        transformers = _transformers(self.name)
+        config = self._transformers_config(transformers)
+        request = Request(
+            source=self.name,
+            config=config,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            text=byte_tokens(text),
+            seed=seed,
         )
-        if not any(config.model_type in names for names in takes_text):
-            raise ProtrainError(
-                f"no batches are known for the architecture {config.model_type!r}",
-                source=self.name,
-                fix="use package.module:factory, which brings its own batches",
-            )
-        if config.vocab_size < NUM_BYTE_TOKENS:
-            raise ProtrainError(
-                f"text needs {NUM_BYTE_TOKENS} tokens (one per byte), got {config.vocab_size}",
-                source=self.name,
-                key="vocab_size",
-            )
-        positions = getattr(config, "max_position_embeddings", None)
-        if isinstance(positions, int) and seq_len > positions:
-            raise ProtrainError(
-                f"a sequence of {seq_len} tokens does not fit the model's {positions} positions",
-                source=self.name,
-                key="max_position_embeddings",
-                fix=f"at most {positions} tokens per sequence",
-            )
+        model_class = self._model_class(transformers, config).__name__
+        return (batch_to(inputs, device, stored) for inputs in inputs_of(model_class, request))
 
     def _transformers_config(self, transformers: ModuleType) -> Any:
         values = {k: v for k, v in self.config.items() if k not in ("model_type", "use_cache")}
@@ -115,7 +110,7 @@ class ConfigSource:
                 fix='a config.json as published with a model, such as {"model_type": "llama", ...}',
             )
         try:
-            return transformers.AutoConfig.for_model(model_type, **values, use_cache=False)
+            config = transformers.AutoConfig.for_model(model_type, **values, use_cache=False)
         except Exception as error:  # its validators raise classes of their own
             if model_type not in transformers.CONFIG_MAPPING:
                 near = difflib.get_close_matches(model_type, transformers.CONFIG_MAPPING, n=1)
@@ -126,6 +121,8 @@ class ConfigSource:
                     fix=f"did you mean {near[0]!r}?" if near else None,
                 ) from error
             raise self._refused(error) from error
+        config.get_text_config().use_cache = False  # of a model with a tower for images, too
+        return config
 
     def _model_class(self, transformers: ModuleType, config: Any) -> Any:
         from transformers.models.auto import modeling_auto as known
@@ -135,8 +132,12 @@ class ConfigSource:
             names[config.model_type]
             for names in (
                 known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if encodes else {},
+                known.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES if encodes else {},
                 known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
                 known.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+                known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+                known.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+                known.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
             )
             if config.model_type in names
         ]

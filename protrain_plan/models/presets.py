@@ -1,10 +1,53 @@
 """The shipped catalogue: published model configurations as data. No torch, no network."""
 
 import json
+from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
 JsonObject = dict[str, object]
+
+# The names that architectures have for the same thing.
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """A shipped configuration, in short. `num_parameters` is as published, tied ones once.
+
+    `num_layers` and `hidden_size` are those of the encoder where there is a decoder too, and of
+    the text where there are images.
+    """
+
+    name: str
+    num_parameters: int
+    num_layers: int
+    hidden_size: int
+    source: str
+
+
+def presets() -> tuple[Preset, ...]:
+    """All shipped configurations, sorted by name."""
+    return tuple(_preset(name, preset_config(name)) for name in preset_names())
+
+
+def _preset(name: str, config: JsonObject) -> Preset:
+    text = config.get("text_config", config)
+    assert isinstance(text, dict)
+    return Preset(
+        name=name,
+        num_parameters=_number(config, "_parameters"),
+        num_layers=_number(text, *_LAYERS),
+        hidden_size=_number(text, *_HIDDEN),
+        source=str(config["_source"]),
+    )
+
+
+def _number(config: JsonObject, *names: str) -> int:
+    found = next(config[name] for name in names if name in config)
+    assert isinstance(found, int)
+    return found
 
 
 def preset_names() -> tuple[str, ...]:
@@ -15,7 +58,7 @@ def preset_names() -> tuple[str, ...]:
 def preset_config(name: str) -> JsonObject:
     """The configuration called `name`, as Hugging Face reads it; KeyError for an unknown name.
 
-    Keys that begin with an underscore are notes of ours, such as `_source`.
+    Keys that begin with an underscore are notes of ours: `_source`, `_parameters`, `_note`.
     """
     if name not in preset_names():
         raise KeyError(name)

@@ -35,7 +35,7 @@ def load_source(model: str, *, model_config: str = "") -> ModelSource:
     if ":" in model and path.suffix != ".json":
         return FactorySource(model)
     near = difflib.get_close_matches(model.lower(), preset_names(), n=3, cutoff=0.5)
-    known = f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(preset_names())}"
+    known = f"did you mean {' or '.join(near)}?" if near else "protrain models lists the presets"
     raise ProtrainError(
         f"no such model: {model!r} is not a preset, a config.json or package.module:factory",
         fix=known,

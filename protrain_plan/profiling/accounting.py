@@ -1,22 +1,24 @@
 """What a model's units hold, in bytes: found by running it, on real tensors or on fake ones."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
 
-from protrain_plan.hardware.interference import fused_adamw
 from protrain_plan.models.batches import Batch
+from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.profiling import passes
 from protrain_plan.profiling.discovery import FoundUnit
 from protrain_plan.records.plan import Keep, Persistent, UnitPlan
-from protrain_plan.records.profile import Form, FormCost, Unit
+from protrain_plan.records.profile import Form, FormCost, Precision, Unit
 from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.chunks import Chunk, make_chunk
 from protrain_runtime.layout import unit_parameters
 from protrain_runtime.measure import Segment, storage_bytes
-from protrain_runtime.pieces import elementwise_states
+from protrain_runtime.pieces import elementwise_states, scalar_state_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,7 @@ def dissect(
     found: tuple[FoundUnit, ...],
     *,
     forms: Sequence[Form] = passes.FORMS,
+    optimizer: str = DEFAULT_OPTIMIZER,
 ) -> Anatomy:
     """Run forwards of the model, and look at what its units save in each of the forms."""
     modules = [unit.module for unit in found]
@@ -55,9 +58,11 @@ def dissect(
         if form != "keep":
             saved[form] = passes.saved_bytes(model, modules, batch, form, own_inputs=own_inputs)
     chunks = _chunks(model, found)
-    # AdamW counts steps in one fp32 scalar per parameter, cloned while its update is in flight;
-    # losses and their gradients are a few scalars more.
-    scalars = 8 * sum(len(chunk.slices) for chunk in chunks) + 256
+    # An optimizer's scalars per parameter (AdamW's step) are cloned while an update is in flight,
+    # and one element stands for an offloaded parameter; losses and their gradients are a few more.
+    steps = scalar_state_bytes(optimizer_factory(optimizer))
+    parts = [part for chunk in chunks for part in chunk.slices]
+    scalars = sum(2 * steps + part.dtype.itemsize for part in parts) + 256
     return Anatomy(
         found=found,
         chunks=chunks,
@@ -68,17 +73,46 @@ def dissect(
 
 
 def weigh(
-    model: nn.Module, batch: Batch, anatomy: Anatomy, meter: passes.MeterFactory
+    model: nn.Module,
+    batch: Batch,
+    anatomy: Anatomy,
+    meter: passes.MeterFactory,
+    *,
+    optimizer: str = DEFAULT_OPTIMIZER,
+    precision: Precision = "pure",
 ) -> list[Unit]:
     """The units with their bytes, from one training step per form; seconds are zero.
 
-    `meter` makes what counts live bytes: of real tensors or of fake ones.
+    `meter` makes what counts live bytes: of real tensors or of fake ones. `optimizer` and
+    `precision` say what states stand beside the parameters.
     """
-    memory = {
-        form: passes.memory_segments(model, anatomy.modules, batch, form, meter=meter)
-        for form in anatomy.saved
-    }
-    return _units(anatomy.found, anatomy.chunks, anatomy.saved, memory)
+    with _noting_gradients(anatomy.chunks) as arrived:
+        memory = {
+            form: passes.memory_segments(model, anatomy.modules, batch, form, meter=meter)
+            for form in anatomy.saved
+        }
+    states = _state_bytes(anatomy.chunks, optimizer, precision)
+    return _units(anatomy.found, anatomy.chunks, anatomy.saved, memory, states, arrived)
+
+
+@contextmanager
+def _noting_gradients(chunks: Sequence[Chunk]) -> Iterator[set[str]]:
+    """The names of the parameters that get a gradient while inside; not all need to."""
+    arrived: set[str] = set()
+    parts = [part for chunk in chunks for part in chunk.slices if part.trainable]
+    handles = [
+        part.parameter.register_post_accumulate_grad_hook(partial(_note, arrived, part.name))
+        for part in parts
+    ]
+    try:
+        yield arrived
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _note(arrived: set[str], name: str, _: torch.Tensor) -> None:
+    arrived.add(name)
 
 
 def _listed(unit: FoundUnit) -> tuple[str, ...]:
@@ -127,12 +161,17 @@ def _units(
     chunks: Sequence[Chunk],
     saved: dict[Form, list[passes.SavedBytes]],
     memory: dict[Form, tuple[Segment, ...]],
+    states: Mapping[torch.dtype, int],
+    arrived: Set[str],
 ) -> list[Unit]:
     count = len(found)
     units: list[Unit] = []
-    per_parameter = _state_bytes(chunks)
     for index, unit in enumerate(found):
-        size = chunks[index].size(per_parameter)
+        size = chunks[index].size(states)
+        # The frame that called the block before names its input until the call has returned,
+        # which is after this slot has begun: a swapped one stands that long.
+        before_full = saved["full"][index - 1] if index and "full" in saved else None
+        lingering = before_full.swappable_bytes if before_full else 0
         forms: list[FormCost] = []
         for form, cuts in memory.items():
             before = cuts[index].start_bytes
@@ -141,15 +180,17 @@ def _units(
             # Gradients of units that ran before in backward stand in this pass; a plan says
             # what becomes of them. A tied one stands from its last use on.
             gradients = sum(
-                chunk.gradient_bytes
+                part.num_bytes
                 for chunk in chunks
                 if chunk.used_by and max(chunk.used_by) > index
+                for part in chunk.slices
+                if part.name in arrived
             )
             pieces = saved[form][index].pieces
             forms.append(
                 FormCost(
                     form=form,
-                    forward_peak_bytes=cuts[index].peak_bytes - before,
+                    forward_peak_bytes=max(cuts[index].peak_bytes - before, lingering),
                     kept_bytes=level - before,
                     backward_peak_bytes=backward.peak_bytes - level - gradients,
                     swappable_bytes=saved[form][index].swappable_bytes,
@@ -158,8 +199,7 @@ def _units(
                     backward_s=0.0,
                 )
             )
-        if unit.kind == "part":
-            forms = [_either(forms)]
+        forms = [_either(forms)] if unit.kind == "part" else _worthwhile(forms)
         units.append(
             Unit(
                 name=unit.name,
@@ -179,6 +219,20 @@ def _units(
     return units
 
 
+def _worthwhile(forms: Sequence[FormCost]) -> list[FormCost]:
+    """The forms that a block's record names, of those in `passes.FORMS`' order.
+
+    A form of partial recomputation has to hold less than every form that recomputes less, and more
+    than the input: one that a block cannot take keeps nothing else.
+    """
+    full = sum(form.kept_bytes for form in forms if form.form == "full")
+    chosen: list[FormCost] = []
+    for form in forms:
+        if form.form in ("keep", "full") or full < form.kept_bytes < chosen[-1].kept_bytes:
+            chosen.append(form)
+    return chosen
+
+
 def _either(forms: Sequence[FormCost]) -> FormCost:
     """A part's costs whatever forms the blocks have.
 
@@ -193,9 +247,18 @@ def _either(forms: Sequence[FormCost]) -> FormCost:
     )
 
 
-def _state_bytes(chunks: Sequence[Chunk]) -> dict[torch.dtype, int]:
+def _state_bytes(
+    chunks: Sequence[Chunk], optimizer: str, precision: Precision
+) -> dict[torch.dtype, int]:
+    """Bytes of optimizer states per parameter, for every dtype of parameters."""
+    factory = optimizer_factory(optimizer)
     dtypes = {part.dtype for chunk in chunks for part in chunk.slices}
+    if precision == "master":
+        # The optimizer steps on a float32 copy, which is one more state.
+        states = elementwise_states(factory, torch.float32).values()
+        master = sum(state.itemsize for state in (torch.float32, *states))
+        return dict.fromkeys(dtypes, master)
     return {
-        dtype: sum(state.itemsize for state in elementwise_states(fused_adamw, dtype).values())
+        dtype: sum(state.itemsize for state in elementwise_states(factory, dtype).values())
         for dtype in dtypes
     }

@@ -5,6 +5,7 @@ before, between and after blocks). Units are in execution order. Every parameter
 exactly one, the one that reads it first, and every operator runs in exactly one.
 """
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ class FoundUnit:
     `name` is unique: a block's path; for a part the path of the first module that runs in it,
     else of the module that owns its first parameter, else "(input)", "(output)" or "(after ...)".
     `parameters` are names as in `model.named_parameters()`, in order of first use;
-    `also_uses` are those of earlier units that this one reads too (a tied head).
+    `also_uses` are those of earlier units that this one reads too (a tied head). Blocks of equal
+    `signature` have the same structure and ran the same operators on tensors of the same shapes.
     """
 
     kind: Literal["block", "part"]
@@ -31,6 +33,7 @@ class FoundUnit:
     module: nn.Module | None  # of a block
     parameters: tuple[str, ...]
     also_uses: tuple[str, ...]
+    signature: str = ""  # of a block
 
 
 def discover(model: nn.Module, batch: Batch) -> tuple[FoundUnit, ...]:
@@ -119,6 +122,7 @@ class _Stretch:
     name: str
     block: Call | None
     uses: tuple[str, ...]  # parameters, in order of first use in this stretch
+    signature: str = ""
 
 
 def _stretches(execution: Execution, blocks: tuple[Call, ...]) -> list[_Stretch]:
@@ -138,10 +142,24 @@ def _stretches(execution: Execution, blocks: tuple[Call, ...]) -> list[_Stretch]
             name = runs or owns or _placed(blocks, index)
             stretches.append(_Stretch(name=name, block=None, uses=uses))
         if block is not None:
-            uses = _uses(_between(execution.operations, block.begin, block.end))
-            stretches.append(_Stretch(name=block.path, block=block, uses=uses))
+            operations = _between(execution.operations, block.begin, block.end)
+            stretches.append(
+                _Stretch(
+                    name=block.path,
+                    block=block,
+                    uses=_uses(operations),
+                    signature=_signature(block, operations),
+                )
+            )
             begin = block.end
     return stretches
+
+
+def _signature(block: Call, operations: Iterable[Operation]) -> str:
+    digest = hashlib.sha256(repr(_structure(block.module)).encode())
+    for operation in operations:
+        digest.update(operation.signature.encode())
+    return digest.hexdigest()
 
 
 def _between(operations: Iterable[Operation], begin: int, end: int) -> list[Operation]:
@@ -185,6 +203,7 @@ def _units(model: nn.Module, stretches: list[_Stretch]) -> tuple[FoundUnit, ...]
             module=None if stretch.block is None else stretch.block.module,
             parameters=tuple(owned[index]),
             also_uses=tuple(name for name in stretch.uses if owner[name] < index),
+            signature=stretch.signature,
         )
         for index, (stretch, name) in enumerate(
             zip(stretches, _unique([s.name for s in stretches]), strict=True)

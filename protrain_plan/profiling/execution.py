@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from protrain_plan.models.batches import Batch, call_model
 from protrain_runtime.boundaries import tensors_in
@@ -30,11 +31,15 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One operator: the parameters whose storage it was given, and whether it does any work."""
+    """One operator: the parameters whose storage it was given, and whether it does any work.
+
+    `signature` is its name with its arguments: shapes, strides and dtypes of tensors, and numbers.
+    """
 
     at: int
     parameters: tuple[str, ...]
     trivial: bool  # a view, or bookkeeping: computes nothing and saves nothing
+    signature: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,11 +129,20 @@ class _Recorder(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        if func.namespace == "prim":  # questions that fake tensors ask about themselves
+            return func(*args, **(kwargs or {}))
         used = dict.fromkeys(
             name for tensor in tensors_in((args, kwargs)) for name in self._parameters_in(tensor)
         )
         trivial = func.is_view or func._schema.name in _BOOKKEEPING
-        self.operations.append(Operation(at=self._tick(), parameters=tuple(used), trivial=trivial))
+        self.operations.append(
+            Operation(
+                at=self._tick(),
+                parameters=tuple(used),
+                trivial=trivial,
+                signature=_signature(func, args, kwargs),
+            )
+        )
         return func(*args, **(kwargs or {}))
 
     def _parameters_in(self, tensor: Tensor) -> Iterator[str]:
@@ -139,6 +153,13 @@ class _Recorder(TorchDispatchMode):
         for owner_first, owner_past, name in owners:
             if len(owners) == 1 or (first < owner_past and owner_first < past):
                 yield name
+
+
+def _signature(func: Any, args: object, kwargs: object) -> str:
+    described = tree_map_only(
+        Tensor, lambda t: (t.dtype, tuple(t.shape), t.stride()), (args, kwargs or {})
+    )
+    return f"{func} {described}"
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

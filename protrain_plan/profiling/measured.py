@@ -9,9 +9,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from protrain_plan.hardware.interference import fused_adamw, update_speeds
+from protrain_plan.hardware.interference import update_speeds
 from protrain_plan.hardware.probe import probe
 from protrain_plan.models.batches import Batch
+from protrain_plan.models.building import TORCH_DTYPES
+from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
+from protrain_plan.models.precision import stepped_dtype
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling import passes
 from protrain_plan.profiling.accounting import dissect, weigh
@@ -23,6 +26,7 @@ from protrain_plan.records.profile import (
     DType,
     Form,
     OptimizerCost,
+    Precision,
     Profile,
     Unit,
     Workload,
@@ -46,15 +50,26 @@ def measure(
     spill_directory: Path,
     text: Path | None,
     progress: Progress,
+    precision: Precision = "pure",
+    adapter: str = "",
+    optimizer: str = DEFAULT_OPTIMIZER,
 ) -> Profile:
     """Build the model, run it, and write down what it costs.
 
     ProtrainError where the model cannot be built or run, or the machine cannot be probed.
     """
     progress("building the model", 0.0)
-    model = source.build(dtype=dtype, device=device, seed=seed)
+    model = source.build(
+        dtype=dtype, precision=precision, adapter=adapter, device=device, seed=seed
+    )
     batches = source.batches(
-        batch_size=batch_size, seq_len=seq_len, device=device, text=text, seed=seed
+        batch_size=batch_size,
+        seq_len=seq_len,
+        dtype=dtype,
+        precision=precision,
+        device=device,
+        text=text,
+        seed=seed,
     )
     workload = Workload(
         model=source.name,
@@ -64,11 +79,14 @@ def measure(
         dtype=dtype,
         device=device,
         seed=seed,
+        precision=precision,
+        adapter=adapter,
     )
     return measure_model(
         model,
         batches,
         workload=workload,
+        optimizer=optimizer,
         num_steps=num_steps,
         spill_directory=spill_directory,
         progress=progress,
@@ -83,6 +101,7 @@ def measure_model(
     num_steps: int,
     spill_directory: Path,
     progress: Progress,
+    optimizer: str = DEFAULT_OPTIMIZER,
 ) -> Profile:
     """The profile of a model that is there. Leaves it, its gradients and the random state alone."""
     with _gradients_aside(model), undisturbed(model):
@@ -92,23 +111,32 @@ def measure_model(
         passes.training_step(model, batch)  # fills caches that the first step makes
         passes.drop_gradients(model)
         progress("finding what is saved", 0.1)
-        anatomy = dissect(model, batch, found)
+        anatomy = dissect(model, batch, found, optimizer=optimizer)
         progress("rehearsing a planned step", 0.15)
-        context = context_bytes(model, batch, anatomy.plans, workload, spill_directory)
+        context = context_bytes(
+            model, batch, anatomy.plans, workload, spill_directory, optimizer=optimizer
+        )
         progress("counting bytes", 0.2)
-        units = weigh(model, batch, anatomy, lambda: MemoryMeter(workload.device))
-        seconds: dict[Form, list[list[float]]] = {}
-        total, done = len(passes.FORMS) * (num_steps + 1), 0
+        units = weigh(
+            model,
+            batch,
+            anatomy,
+            lambda: MemoryMeter(workload.device),
+            optimizer=optimizer,
+            precision=workload.precision,
+        )
+        measured = {cost.form for unit in units for cost in unit.forms}
+        forms = [form for form in passes.FORMS if form in measured]
+        total, done = len(forms) * num_steps + 1, 0
 
         def tick() -> None:
             nonlocal done
             done += 1
             progress("timing steps", 0.25 + 0.45 * done / total)
 
-        for form in passes.FORMS:
-            seconds[form] = passes.slot_seconds(
-                model, anatomy.modules, batches, form, num_steps=num_steps, tick=tick
-            )
+        seconds = passes.slot_seconds(
+            model, anatomy.modules, batches, forms, num_steps=num_steps, tick=tick
+        )
     progress("probing the machine", 0.7)
     hardware = probe(
         workload.device,
@@ -122,7 +150,7 @@ def measure_model(
         hardware=hardware,
         method="measured",
         model_fingerprint=model_fingerprint(model),
-        optimizer=_optimizer(workload),
+        optimizer=_optimizer(workload, optimizer),
         base_bytes=anatomy.base_bytes,
         units=_timed(units, seconds),
     )
@@ -142,23 +170,29 @@ def _gradients_aside(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _optimizer(workload: Workload) -> OptimizerCost:
-    host, device = update_speeds(workload.dtype, device=workload.device)
-    parameter = nn.Parameter(torch.zeros(2**20, device=workload.device))
-    stepper = fused_adamw([parameter])
+def _optimizer(workload: Workload, name: str) -> OptimizerCost:
+    dtype = stepped_dtype(workload.dtype, workload.precision)
+    host, device = update_speeds(dtype, device=workload.device, optimizer=name)
+    return OptimizerCost(
+        name=name,
+        host_parameters_per_s=_rounded(host),
+        device_parameters_per_s=_rounded(device),
+        workspace_fraction=workspace_fraction(name, dtype, device=workload.device),
+    )
+
+
+def workspace_fraction(optimizer: str, dtype: DType, *, device: DeviceKind = "cpu") -> float:
+    """What a step needs besides its operands, as a fraction of the parameter's bytes."""
+    parameter = nn.Parameter(torch.zeros(2**20, dtype=TORCH_DTYPES[dtype], device=device))
+    stepper = optimizer_factory(optimizer)([parameter])
     for _ in range(2):
         parameter.grad = torch.zeros_like(parameter)
-        with MemoryMeter(workload.device) as meter:
+        with MemoryMeter(device) as meter:
             meter.mark("step")
             stepper.step()
     segment = meter.segments[0]
     extra = segment.peak_bytes - segment.start_bytes
-    return OptimizerCost(
-        name="adamw",
-        host_parameters_per_s=_rounded(host),
-        device_parameters_per_s=_rounded(device),
-        workspace_fraction=_rounded(extra / (parameter.numel() * parameter.itemsize)),
-    )
+    return _rounded(extra / (parameter.numel() * parameter.itemsize))
 
 
 def _timed(units: Sequence[Unit], seconds: dict[Form, list[list[float]]]) -> tuple[Unit, ...]:

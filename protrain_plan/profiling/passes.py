@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import nn
@@ -26,8 +27,8 @@ from protrain_runtime.measure import Segment
 from protrain_runtime.preparation import wrap_forward
 
 OnSlot = Callable[[int, Sequence[torch.Tensor]], None]
-FORMS: tuple[Form, ...] = ("keep", "full")
-"""The forms of activations that profiles measure."""
+FORMS: tuple[Form, ...] = ("keep", "lite", "mlp", "attn", "full")
+"""The forms of activations that profiles measure: each recomputes what the one before does."""
 
 
 class Meter(Protocol):
@@ -81,7 +82,8 @@ def watched(
 ) -> Iterator[None]:
     """The model with boundaries reported to `watch`, and every block's activations in `form`."""
     watch.num_slots = 2 * len(modules)
-    undo = [wrap_forward(m) for m in modules if m is not None] if form == "full" else []
+    blocks = [module for module in modules if module is not None]
+    undo = [wrap_forward(block, form) for block in blocks] if form != "keep" else []
     boundaries = Boundaries(model, modules, watch)
     try:
         yield
@@ -107,6 +109,13 @@ def drop_gradients(model: nn.Module) -> None:
     """What `zero_grad(set_to_none=True)` does."""
     for parameter in model.parameters():
         parameter.grad = None
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _Packed:
+    """A saved tensor, alive for as long as autograd keeps it."""
+
+    tensor: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +151,9 @@ def saved_bytes(
     shared = {identity(tensor) for tensor in (*model.parameters(), *model.buffers())}
     saved: list[dict[int, torch.UntypedStorage]] = [{} for _ in range(count)]
     inputs: list[list[torch.UntypedStorage]] = [[] for _ in range(count)]
-    released = released_inputs(model, modules, batch)
+    may_be_own = released_inputs(model, modules, batch) if own_inputs is None else own_inputs
     outputs: list[set[int]] = [set() for _ in range(count)]
+    packed: list[list[tuple[int, ref[_Packed]]]] = [[] for _ in range(count)]
     keep_alive: list[torch.Tensor] = []  # so that an identity means one storage in this pass
     current = 0
 
@@ -157,15 +167,19 @@ def saved_bytes(
     def on_leave(tensors: Sequence[torch.Tensor]) -> None:
         outputs[current].update(identity(tensor) for tensor in tensors)
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: torch.Tensor) -> _Packed:
         storage = tensor.untyped_storage()
         saved[current].setdefault(storage._cdata, storage)
-        return tensor.detach()  # the tensor itself would hold the graph that holds it
+        held = _Packed(tensor.detach())  # the tensor itself would hold the graph that holds it
+        packed[current].append((storage._cdata, ref(held)))
+        return held
 
     watch = SlotWatch(on_slot, on_leave)
     with watched(model, modules, form, watch):
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             loss = loss_of(call_model(model, batch))
+        # What the loss does not depend on ends with the forward: a swap would take it twice.
+        awaited = [{key for key, held in unit if held() is not None} for unit in packed]
         del loss
     readers: dict[int, set[int]] = {}
     for unit in range(count):
@@ -177,14 +191,14 @@ def saved_bytes(
         own = tuple(
             position
             for position, pointer in enumerate(pointers)
-            if readers[pointer] == {unit} and pointer not in shared and released[unit][position]
-            if own_inputs is None or position in own_inputs[unit]
+            if readers[pointer] == {unit} and pointer not in shared and position in may_be_own[unit]
         )
         foreign = shared | (set(pointers) - {pointers[n] for n in own}) | outputs[unit]
         swappable = [
             storage.nbytes()
             for pointer, storage in saved[unit].items()
             if pointer not in foreign
+            and pointer in awaited[unit]
             and readers[pointer] == {unit}
             and storage.nbytes() >= MIN_SWAP_BYTES
         ]
@@ -198,8 +212,8 @@ def saved_bytes(
 
 def released_inputs(
     model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch
-) -> list[tuple[bool, ...]]:
-    """For each unit, which of its input tensors nobody holds two units later.
+) -> list[tuple[int, ...]]:
+    """For each unit, the positions of its input tensors that nobody holds two units later.
 
     The first block's input often stays, because a frame of the model's forward has a name for it:
     swapping it would free nothing before the forward returns. Found without a graph, so that only
@@ -218,7 +232,9 @@ def released_inputs(
 
     with watched(model, modules, "keep", SlotWatch(on_slot)), torch.no_grad():
         call_model(model, batch)
-    return [tuple(n not in held[unit] for n in range(len(inputs[unit]))) for unit in range(count)]
+    return [
+        tuple(n for n in range(len(inputs[unit])) if n not in held[unit]) for unit in range(count)
+    ]
 
 
 def shared_input_bytes(model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch) -> int:
@@ -278,27 +294,29 @@ def slot_seconds(
     model: nn.Module,
     modules: Sequence[nn.Module | None],
     batches: Iterator[Batch],
-    form: Form,
+    forms: Sequence[Form],
     *,
     num_steps: int,
     tick: Callable[[], None],
-) -> list[list[float]]:
-    """Seconds of every slot in each of `num_steps` steps, after one that warms up.
+) -> dict[Form, list[list[float]]]:
+    """Seconds of every slot in each of `num_steps` steps per form, after one step that warms up.
 
-    # [step][slot]
+    The forms take turns, so that what else the machine does is noise to all of them.
+    # [form][step][slot]
     """
     device = next(model.parameters()).device
     clock = _CudaClock() if device.type == "cuda" else _CpuClock()
-    steps: list[list[float]] = []
-    with watched(model, modules, form, SlotWatch(lambda *_: clock.stamp())):
-        for _ in range(num_steps + 1):
+    steps: dict[Form, list[list[float]]] = {form: [] for form in forms}
+    for form in (forms[0], *num_steps * tuple(forms)):
+        with watched(model, modules, form, SlotWatch(lambda *_: clock.stamp())):
             clock.restart()
             training_step(model, next(batches))
             clock.stamp()
-            steps.append(clock.seconds())
-            drop_gradients(model)
-            tick()
-    return steps[1:]
+        steps[form].append(clock.seconds())
+        drop_gradients(model)
+        tick()
+    del steps[forms[0]][0]
+    return steps
 
 
 class _CpuClock:

@@ -6,13 +6,18 @@ and swaps everything, for two steps with a learning rate of zero, so that no par
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim.optimizer import ParamsT
 
 from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.models.optimizers import (
+    DEFAULT_OPTIMIZER,
+    OptimizerFactory,
+    optimizer_factory,
+)
 from protrain_plan.records.plan import (
     Budgets,
     Keep,
@@ -41,6 +46,8 @@ def context_bytes(
     units: Sequence[UnitPlan],
     workload: Workload,
     spill_directory: Path,
+    *,
+    optimizer: str = DEFAULT_OPTIMIZER,
 ) -> int:
     """What the process holds besides tensors in a planned step, at most.
 
@@ -51,16 +58,16 @@ def context_bytes(
     if workload.device == "cuda":
         free, total = torch.cuda.mem_get_info()
         return total - free - torch.cuda.memory_reserved()
-    idle = partial(torch.optim.AdamW, lr=0.0, weight_decay=0.0, fused=True)
     plan = _offload_all(model, units, workload)
-    model, optimizer = prepare(model, plan, optimizer=idle, spill_directory=spill_directory)
+    factory = _idle(optimizer_factory(optimizer))
+    model, stepper = prepare(model, plan, optimizer=factory, spill_directory=spill_directory)
 
     def step(observe: Observer) -> None:
         loss = loss_of(call_model(model, batch))
         loss.backward()
         observe("update")
-        optimizer.step()
-        optimizer.zero_grad()
+        stepper.step()
+        stepper.zero_grad()
 
     try:
         step(lambda _: None)
@@ -69,11 +76,24 @@ def context_bytes(
         restore(model)
 
 
+def _idle(factory: OptimizerFactory) -> OptimizerFactory:
+    """The same optimizer with a learning rate of zero: it changes nothing."""
+
+    def make(parameters: ParamsT) -> torch.optim.Optimizer:
+        made = factory(parameters)
+        for group in made.param_groups:
+            group["lr"] = 0.0
+        return made
+
+    return make
+
+
 def _offload_all(model: nn.Module, units: Sequence[UnitPlan], workload: Workload) -> Plan:
     nothing = TierBytes(device=0, context=0, host=0, disk=0)
     schedule = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=0)
     return Plan(
-        workload=workload,
+        # Float32 copies are counted, and not yet kept by the runtime.
+        workload=replace(workload, precision="pure"),
         hardware="",
         optimizer="adamw",
         profile_fingerprint="",

@@ -39,6 +39,12 @@ def loads(kind: type[R], text: str, source: str | None = None) -> R:
     return _read_record(kind, value, {"protrain": Value.text, "version": Value.integer})
 
 
+def kind_of(text: str, source: str | None = None) -> str | None:
+    """What the text says that it holds; RecordError where it is no mapping in YAML."""
+    kind = root(text, source).any_mapping().get("protrain")
+    return None if kind is None else kind.text()
+
+
 def _check_header(value: Value, kind: str) -> None:
     """First of all: is this the right kind of file, in a version that is known here?"""
     values = value.any_mapping()
@@ -46,7 +52,8 @@ def _check_header(value: Value, kind: str) -> None:
         raise value.error("missing key 'protrain'", f"start the file with protrain: {kind}")
     if (found := values["protrain"].text()) != kind:
         fix = did_you_mean(found, [kind])
-        raise values["protrain"].error(f"expected a {kind}, got {found!r}", fix)
+        what = kind if kind == "hardware" else f"a {kind}"
+        raise values["protrain"].error(f"expected {what}, got {found!r}", fix)
     if "version" not in values:
         raise value.error("missing key 'version'", f"write version: {VERSION}")
     version = values["version"].integer()

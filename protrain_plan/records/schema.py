@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from typing import assert_never, get_args
 
-from protrain_plan.records.hardware import Contention, Device, Hardware, Link, TierName
+from protrain_plan.records.hardware import Contention, Device, Hardware, Link, Rates, TierName
 from protrain_plan.records.plan import (
     Activations,
     Budgets,
@@ -141,6 +141,12 @@ LIMITS: dict[tuple[type, str], Limits] = {
     (Device, "num_threads"): _COUNT,
     (Contention, "compute"): _SHARE,
     (Contention, "lane"): _SHARE,
+    (Rates, "float32_flops_per_s"): _POSITIVE,
+    (Rates, "bfloat16_flops_per_s"): _POSITIVE,
+    (Rates, "compute_efficiency"): _SHARE,
+    (Rates, "memory_bytes_per_s"): _POSITIVE,
+    (Rates, "memory_efficiency"): _SHARE,
+    (Rates, "host_parameters_per_s"): _POSITIVE,
     (FormCost, "kept_bytes"): _ANY,
     (FormCost, "backward_peak_bytes"): _ANY,
     (Workload, "batch_size"): _COUNT,

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any, get_type_hints
 
 from protrain_plan.records.folding import fold, runs
-from protrain_plan.records.hardware import Contention, Hardware, Link
+from protrain_plan.records.hardware import Contention, Hardware, Link, Rates
 from protrain_plan.records.plan import Budgets, Plan, Schedule, TierBytes, UnitPlan
 from protrain_plan.records.profile import FormCost, Profile, Unit
 from protrain_plan.records.schema import (
@@ -24,6 +24,9 @@ from protrain_plan.units import exact_bytes
 _COMMENTS: dict[type[Record], str] = {
     Hardware: """\
 # What a machine offers to a training run: its device, the tiers below, their links and speeds.
+#   rates    for estimates: an operator takes FLOPs / (flops_per_s * compute_efficiency) or
+#            bytes / (memory_bytes_per_s * memory_efficiency), whichever is more, and operator_s
+#   sources  where the numbers are from
 """,
     Profile: """\
 # What a model costs on a machine, unit by unit in execution order, in bytes and seconds.
@@ -47,7 +50,11 @@ class _Line(dict[str, Any]):
     """A mapping that is written on one line."""
 
 
-_ON_ONE_LINE = (Link, Contention, FormCost, Budgets, TierBytes, UnitPlan)
+class _Sentences(list[str]):
+    """A list that is written with one item on each line."""
+
+
+_ON_ONE_LINE = (Link, Contention, Rates, FormCost, Budgets, TierBytes, UnitPlan)
 
 
 def dumps(record: Record) -> str:
@@ -99,6 +106,8 @@ def _field(owner: Any, name: str, value: Any) -> Any:
             return states_text(value)
         case tuple() if isinstance(owner, Profile | Plan) and name == "units":
             return _units(value)
+        case tuple() if isinstance(owner, Hardware) and name == "sources":
+            return _Sentences(_quoted(sentence) for sentence in value)
         case tuple():
             return [_field(owner, name, item) for item in value]
         case _:
@@ -134,6 +143,9 @@ def _block(mapping: Mapping[str, Any]) -> list[str]:
                 for item in value:
                     block = [_flow(item)] if isinstance(item, _Line) else _block(item)
                     lines += (f"  {'  ' if i else '- '}{line}" for i, line in enumerate(block))
+            case _Sentences():
+                lines.append(f"{key}:")
+                lines += (f"  - {sentence}" for sentence in value)
             case dict() if not isinstance(value, _Line):
                 lines.append(f"{key}:")
                 lines += (f"  {line}" for line in _block(value))

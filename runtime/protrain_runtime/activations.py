@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from protrain_plan.records.profile import RecomputedForm
 from protrain_runtime.chunks import Chunk
+from protrain_runtime.replaying import replayed
 
 MIN_SWAP_BYTES = 16 * 1024
 """Storages below this stay: a transfer's fixed cost outweighs them, and they add up to nothing."""
@@ -157,8 +159,8 @@ def _unpack(saved: Saved) -> torch.Tensor:
     return saved if isinstance(saved, torch.Tensor) else saved.tensor()
 
 
-def recomputed(forward: Callable[..., object]) -> Callable[..., object]:
-    """`forward`, keeping its inputs alone for backward and running once more there.
+def recomputed(forward: Callable[..., object], form: RecomputedForm) -> Callable[..., object]:
+    """`forward`, keeping what `form` keeps for backward and running once more there.
 
     The random state and autocast are those of the first run (torch.utils.checkpoint). Tensors in
     keyword arguments are handed over like positional ones, so that every input is seen by the
@@ -174,6 +176,8 @@ def recomputed(forward: Callable[..., object]) -> Callable[..., object]:
             split = len(flat) - len(names)
             return forward(*flat[:split], **dict(zip(names, flat[split:], strict=True)))
 
+        if form != "full":
+            return replayed(call, *args, *kwargs.values(), form=form)
         result: object = checkpoint(call, *args, *kwargs.values(), use_reentrant=False)
         return result
 

@@ -166,13 +166,31 @@ def elementwise_states(
 
     `options` are those of the parameters' group.
     """
-    dummy = nn.Parameter(torch.zeros(2, dtype=dtype))
-    dummy.grad = torch.zeros(2, dtype=dtype)
-    optimizer = factory([{**(options or {}), "params": [dummy]}])
-    optimizer.step()
-    state: dict[str, Any] = optimizer.state[dummy]
+    dummy, state = _dummy_state(factory, dtype, options)
     return {
         key: value.dtype
         for key, value in state.items()
         if isinstance(value, torch.Tensor) and value.shape == dummy.shape
     }
+
+
+def scalar_state_bytes(factory: OptimizerFactory) -> int:
+    """Bytes of the states that are not elementwise, such as AdamW's step, for one parameter."""
+    dummy, state = _dummy_state(factory, torch.float32, None)
+    return sum(
+        value.nbytes
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.shape != dummy.shape
+    )
+
+
+def _dummy_state(
+    factory: OptimizerFactory, dtype: torch.dtype, options: Mapping[str, Any] | None
+) -> tuple[nn.Parameter, dict[str, Any]]:
+    """A parameter of two elements, and what the optimizer keeps for it after a step."""
+    dummy = nn.Parameter(torch.zeros(2, dtype=dtype))
+    dummy.grad = torch.zeros(2, dtype=dtype)
+    optimizer = factory([{**(options or {}), "params": [dummy]}])
+    optimizer.step()
+    state: dict[str, Any] = optimizer.state[dummy]
+    return dummy, state

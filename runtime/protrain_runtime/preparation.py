@@ -23,6 +23,7 @@ from protrain_plan.records.plan import (
     Swap,
     SwapInput,
 )
+from protrain_plan.records.profile import RecomputedForm, Workload
 from protrain_runtime.activations import recomputed
 from protrain_runtime.boundaries import Boundaries, replace_forward
 from protrain_runtime.chunks import (
@@ -156,6 +157,7 @@ def keeps_everything(plan: Plan) -> bool:
 
 def check_supported(plan: Plan) -> None:
     """ProtrainError if the plan asks for what the engine cannot execute."""
+    check_precision(plan.workload)
     if plan.updates != "in backward":
         raise ProtrainError(
             f"expected 'in backward', got '{plan.updates}': the runtime of this version updates"
@@ -170,14 +172,17 @@ def check_supported(plan: Plan) -> None:
             key="micro_batches",
             fix="plan with one micro-batch per update",
         )
-    for index, unit in enumerate(plan.units):
-        if isinstance(unit.activations, Recompute | SwapInput) and unit.activations.form != "full":
-            raise ProtrainError(
-                f"expected the form full, got {unit.activations.form}: the runtime of this version"
-                " recomputes whole blocks",
-                key=f"units[{index}].activations",
-                fix="plan from a profile that measured the forms keep and full alone",
-            )
+
+
+def check_precision(workload: Workload) -> None:
+    """ProtrainError if parameters have float32 copies, which nothing here steps on."""
+    if workload.precision == "master":
+        raise ProtrainError(
+            "expected pure or autocast, got master: the runtime of this version keeps no float32"
+            " copies of parameters",
+            key="workload.precision",
+            fix="profile with --precision pure or --precision autocast",
+        )
 
 
 def check_model(model: nn.Module, plan: Plan) -> list[nn.Module | None]:
@@ -267,7 +272,7 @@ def _attach(
     for unit, module in zip(plan.units, modules, strict=True):
         if isinstance(unit.activations, Recompute | SwapInput):
             assert module is not None, "only blocks are recomputed"
-            undo.append(wrap_forward(module))
+            undo.append(wrap_forward(module, unit.activations.form))
     boundaries = Boundaries(model, modules, engine)
     undo.append(boundaries.remove)
     add_state_dict_hooks(model, chunks, engine, undo)
@@ -298,6 +303,6 @@ def _shut(lanes: Sequence[WorkLane], stores: Stores) -> None:
     stores.close()
 
 
-def wrap_forward(module: nn.Module) -> Callable[[], None]:
-    """Recompute the module's forward in backward; returns what undoes it."""
-    return replace_forward(module, recomputed(module.forward))
+def wrap_forward(module: nn.Module, form: RecomputedForm) -> Callable[[], None]:
+    """Recompute the module's forward in backward, but for what `form` keeps; returns the undo."""
+    return replace_forward(module, recomputed(module.forward, form))

@@ -1,0 +1,129 @@
+"""`protrain fit`."""
+
+import itertools
+from dataclasses import replace
+from typing import Annotated, get_args
+
+import typer
+
+from protrain_plan import rendering
+from protrain_plan.commands.options import JsonOption, choice, integers, size
+from protrain_plan.commands.output import progress, show
+from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.records.hardware import Hardware, TierName
+from protrain_plan.records.plan import Budgets
+from protrain_plan.records.profile import DType, Precision
+
+EXAMPLES = (
+    "Examples: protrain fit llama-3.1-8b --on rtx-4090,a100-80gb --seq-len 2048,8192"
+    " | protrain fit qwen2.5-7b --on rtx-3090 --lora r=16 --host-memory 64GiB"
+)
+
+GAP = 0.02
+"""Plans this close to the bound are good enough for a table."""
+
+
+def fit(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A preset's name, a Hugging Face config.json (file or folder),"
+            " or package.module:factory.",
+            show_default=False,
+        ),
+    ],
+    on: Annotated[
+        str, typer.Option("--on", help="Machines: names of the catalogue or YAML files, by comma.")
+    ],
+    seq_len: Annotated[str, typer.Option(help="Tokens per sequence, one or more.")] = "2048",
+    batch_size: Annotated[str, typer.Option(help="Sequences per batch, one or more.")] = "1",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="pure: everything in --dtype; master: the optimizer keeps float32 parameters;"
+            " autocast: float32 parameters, computed with in --dtype."
+        ),
+    ] = "master",
+    lora: Annotated[str | None, typer.Option(help="Train adapters alone, such as r=16.")] = None,
+    optimizer: Annotated[str, typer.Option(help="The optimizer whose states count.")] = "adamw",
+    device_memory: Annotated[
+        str | None, typer.Option(help="Of the device; default: all of the machine's.")
+    ] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Host memory; default: typical.")] = None,
+    disk: Annotated[str | None, typer.Option(help="Disk space; default: typical.")] = None,
+    clip: Annotated[bool, typer.Option("--clip", help="Update after backward.")] = False,
+    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per update.")] = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Say whether a model trains on machines, how fast and what binds. No GPU, no file needed.
+
+    Bytes are exact for the operators that run, seconds are estimates from data-sheet rates.
+    """
+    machines = [
+        _sized(load_hardware(name.strip()), host_memory=host_memory, disk=disk)
+        for name in on.split(",")
+    ]
+    lengths, batches = integers("--seq-len", seq_len), integers("--batch-size", batch_size)
+    dtype_name: DType = choice("--dtype", dtype, get_args(DType))
+    precision_name: Precision = choice("--precision", precision, get_args(Precision))
+    # Torch loads here, so that --help and mistakes need not wait for it.
+    from protrain_plan.fitting import fit as fitted
+    from protrain_plan.models.adapters import parse_lora
+    from protrain_plan.models.optimizers import optimizer_factory
+    from protrain_plan.models.sources import load_source
+    from protrain_plan.planning.objectives import Question
+    from protrain_plan.planning.search import Effort
+    from protrain_plan.profiling.estimated import estimates
+
+    optimizer_factory(optimizer)  # a wrong name is told at once
+    adapter = "" if lora is None else str(parse_lora(lora))
+    source = load_source(model)
+    sizes = list(itertools.product(lengths, batches))
+    fits = []
+    with progress(quiet=as_json) as report:
+        for number, (length, batch) in enumerate(sizes):
+            where = f"{batch} x {length} tokens"
+            report(f"{where}: estimating", number / len(sizes))
+            profiles = estimates(
+                source,
+                machines=machines,
+                batch_size=batch,
+                seq_len=length,
+                dtype=dtype_name,
+                precision="pure" if dtype_name == "float32" else precision_name,
+                adapter=adapter,
+                optimizer=optimizer,
+            )
+            for place, record in enumerate(profiles):
+                machine = record.hardware
+                done = (number + (1 + place) / (1 + len(machines))) / len(sizes)
+                report(f"{where} on {machine.name}: planning", done)
+                question = Question(
+                    profile=record,
+                    budgets=Budgets(
+                        device=size("--device-memory", device_memory, machine.device.memory_bytes),
+                        host=_capacity(machine, "host"),
+                        disk=_capacity(machine, "disk"),
+                    ),
+                    updates="after backward" if clip else "in backward",
+                    micro_batches=accumulate,
+                )
+                fits.append(fitted(question, effort=Effort(gap_target=GAP)))
+    show(as_json, rendering.fits_json(fits), lambda: rendering.fits_text(fits))
+    if all(one.verdict == "does not fit" for one in fits):
+        raise typer.Exit(3)
+
+
+def _capacity(machine: Hardware, tier: TierName) -> int:
+    return sum(t.capacity_bytes for t in machine.tiers if t.name == tier)
+
+
+def _sized(machine: Hardware, *, host_memory: str | None, disk: str | None) -> Hardware:
+    """The machine with as much below the device as was asked for."""
+    wanted = {"host": size("--host-memory", host_memory, -1), "disk": size("--disk", disk, -1)}
+    tiers = tuple(
+        tier if wanted[tier.name] < 0 else replace(tier, capacity_bytes=wanted[tier.name])
+        for tier in machine.tiers
+    )
+    return replace(machine, tiers=tiers)

@@ -1,0 +1,83 @@
+"""`protrain hardware`: the catalogue of machines, and the probe that measures this one."""
+
+import tempfile
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+
+from protrain_plan import rendering
+from protrain_plan.commands.options import JsonOption, SpillOption, choice, writable
+from protrain_plan.commands.output import progress, show
+from protrain_plan.hardware.catalogue import hardware_names, load_hardware
+from protrain_plan.records import write_hardware
+from protrain_plan.records.hardware import DeviceKind
+
+HELP = "The machines that estimates are for: those of the catalogue, and this one, measured."
+EXAMPLES = (
+    "Examples: protrain hardware list | protrain hardware show rtx-4090"
+    " | protrain hardware probe -o my-machine.yaml"
+)
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+
+
+@app.command("list", epilog="Example: protrain hardware list --json")
+def list_machines(as_json: JsonOption = False) -> None:
+    """List the machines of the catalogue."""
+    machines = [load_hardware(name) for name in hardware_names()]
+    show(as_json, rendering.machines_json(machines), lambda: rendering.machines_text(machines))
+
+
+@app.command(
+    "show", epilog="Examples: protrain hardware show h100-sxm | ... show my-machine.yaml --json"
+)
+def show_machine(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A name of the catalogue, or a YAML file of hardware or of a profile.",
+            show_default=False,
+        ),
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a machine offers, and where the numbers are from."""
+    machine = load_hardware(name)
+    show(as_json, rendering.machine_json(machine), lambda: rendering.machine_text(machine))
+
+
+@app.command(epilog="Example: protrain hardware probe -o my-machine.yaml --name my-machine")
+def probe(
+    output: Annotated[Path, typer.Option("-o", "--output", help="The hardware to write.")] = Path(
+        "hardware.yaml"
+    ),
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    name: Annotated[
+        str | None, typer.Option(help="Its name; default: such as cpu-2, after the threads.")
+    ] = None,
+    spill_directory: SpillOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure this machine, about ten seconds, and write it as hardware."""
+    device_name: DeviceKind = choice("--device", device, get_args(DeviceKind))
+    writable(output)
+    # Torch loads here, so that the catalogue need not wait for it.
+    from protrain_plan.hardware.probe import probe as measured
+    from protrain_runtime.measure import return_freed_memory
+
+    if device_name == "cpu":
+        return_freed_memory()
+    with progress(quiet=as_json) as report:
+        machine = measured(
+            device_name,
+            spill_directory=spill_directory or Path(tempfile.gettempdir()),
+            name=name,
+            progress=report,
+        )
+    write_hardware(machine, output)
+    show(
+        as_json,
+        rendering.machine_json(machine),
+        lambda: rendering.probed_text(machine, output),
+    )

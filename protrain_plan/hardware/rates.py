@@ -1,0 +1,81 @@
+"""How fast this machine computes: large matrix products, large sums, and an operator's floor."""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import linear
+
+from protrain_plan.hardware.interference import host_update_speed, runs_per_second
+from protrain_plan.records.hardware import DeviceKind, Rates
+from protrain_plan.records.profile import DType
+
+_ROUNDS = 3
+_CALLS = 1000  # of the small operator in one run: a run is milliseconds
+# Of the matrix product (width), and of each operand of the sum (bytes): a run is some ten
+# milliseconds on two cores and about one on a GPU, and the sum is past every cache of both.
+_WIDTH: dict[DeviceKind, int] = {"cpu": 1024, "cuda": 8192}
+_SUM_BYTES: dict[DeviceKind, int] = {"cpu": 2**26, "cuda": 2**29}
+
+
+def measure_rates(device: DeviceKind, *, dtype: DType) -> Rates:
+    """The rates that this process reaches, in the calling thread with the threads it has.
+
+    Peak and reached are the same in a measurement: both efficiencies are 1. `dtype` is that of
+    the host's updates, which are measured as in the update lane. About 2 s.
+    """
+    return Rates(
+        float32_flops_per_s=_rounded(_flops_per_s(torch.float32, device)),
+        bfloat16_flops_per_s=_rounded(_flops_per_s(torch.bfloat16, device)),
+        compute_efficiency=1.0,
+        memory_bytes_per_s=_rounded(_memory_bytes_per_s(device)),
+        memory_efficiency=1.0,
+        operator_s=_rounded(_operator_s(device)),
+        host_parameters_per_s=_rounded(host_update_speed(dtype)),
+    )
+
+
+def _flops_per_s(dtype: torch.dtype, device: DeviceKind) -> float:
+    width = _WIDTH[device]
+    # No constants: multiplying by them draws less power, so that a GPU's clock stays higher.
+    source = torch.Generator(device).manual_seed(0)
+    tokens, weight = (
+        torch.rand(width, width, generator=source, device=device).sub(0.5).to(dtype)
+        for _ in range(2)
+    )
+    return 2 * width**3 * _per_second(lambda: linear(tokens, weight), device)
+
+
+def _memory_bytes_per_s(device: DeviceKind) -> float:
+    """Two operands are read and one is written, into memory that is there."""
+    left, right, total = (
+        torch.ones(_SUM_BYTES[device] // 4, dtype=torch.float32, device=device) for _ in range(3)
+    )
+    return 3 * _SUM_BYTES[device] * _per_second(lambda: torch.add(left, right, out=total), device)
+
+
+def _operator_s(device: DeviceKind) -> float:
+    small = torch.ones(64, device=device)
+
+    def calls() -> None:
+        for _ in range(_CALLS):
+            torch.add(small, small)
+
+    return 1 / (_CALLS * _per_second(calls, device))
+
+
+def _per_second(work: Callable[[], object], device: DeviceKind) -> float:
+    """Runs per second, the median of a few windows after one run that warms up."""
+
+    def run() -> None:
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    run()
+    return statistics.median(runs_per_second(run) for _ in range(_ROUNDS))
+
+
+def _rounded(value: float) -> float:
+    """Four significant digits: more would only be noise in a diff."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,215 @@
+"""Equal blocks need to run once: of a class a few run, and stand-ins take the others' places.
+
+A class is of blocks with the same structure, the same operators on tensors of the same shapes, the
+same inputs shared with other blocks, and outputs of the same kind. Its first two members and its
+last one run. What a stand-in hands on has the right shapes and nothing else: it keeps nothing for
+backward, and its parameters get no gradients. It never touches them, so they may be on `meta`.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from protrain_plan.models.batches import Batch, call_model
+from protrain_plan.profiling.discovery import FoundUnit
+from protrain_plan.profiling.execution import undisturbed
+from protrain_plan.records.profile import Unit
+from protrain_runtime.boundaries import replace_forward, tensors_in
+
+
+@dataclass(frozen=True, slots=True)
+class _Handed:
+    """An output that is one of the input tensors itself."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """An output that the block makes."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """What a block returns: a tree of tensors that it made or was handed, and of other values."""
+
+    tree: TreeSpec
+    leaves: tuple[object, ...]
+
+    @property
+    def made(self) -> tuple[_Made, ...]:
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, _Made))
+
+
+@dataclass(frozen=True, slots=True)
+class Elision:
+    """Which units run: `representatives[u]` is u itself, or the unit that u is equal to."""
+
+    representatives: tuple[int, ...]
+    outputs: Mapping[int, _Outputs]  # of the units that do not run
+
+    @property
+    def elided(self) -> tuple[int, ...]:
+        return tuple(unit for unit, other in enumerate(self.representatives) if unit != other)
+
+
+def equal_blocks(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> Elision:
+    """Find the classes, from one forward of everything. Fake tensors work too.
+
+    A block that shares parameters with other units runs, and so does one that makes gradients
+    flow out of inputs without any.
+    """
+    seen = _observed(model, found, batch)
+    shared = {name for unit in found for name in unit.also_uses}
+    readers: dict[int, set[int]] = defaultdict(set)
+    for index, block in seen.items():
+        for storage in block.inputs:
+            readers[storage].add(index)
+    classes: dict[object, list[int]] = defaultdict(list)
+    for index, block in seen.items():
+        unit = found[index]
+        starts_gradients = any(m.requires_grad for m in block.outputs.made) and not block.gradients
+        if starts_gradients or unit.also_uses or shared.intersection(unit.parameters):
+            continue
+        foreign = tuple(s if len(readers[s]) > 1 else None for s in block.inputs)
+        classes[unit.signature, block.geometry, foreign, block.outputs].append(index)
+    representatives = list(range(len(found)))
+    for members in classes.values():
+        for index in members[2:-1]:
+            representatives[index] = members[1]
+    return Elision(
+        tuple(representatives),
+        {u: seen[u].outputs for u, other in enumerate(representatives) if u != other},
+    )
+
+
+@contextmanager
+def elided(found: Sequence[FoundUnit], elision: Elision) -> Iterator[None]:
+    """The model with stand-ins for the blocks that need not run."""
+    with ExitStack() as stack:
+        for index, outputs in elision.outputs.items():
+            module = found[index].module
+            assert module is not None, "parts always run"
+            stack.callback(replace_forward(module, _stand_in(outputs)))
+        yield
+
+
+def filled(units: Sequence[Unit], elision: Elision) -> list[Unit]:
+    """The units with the costs of those that ran for all of their class.
+
+    Their backward peaks stand above the gradients of later units that arrived, so that those which
+    stand-ins did not make are not missed.
+    """
+    return [
+        replace(unit, forms=units[other].forms, own_inputs=units[other].own_inputs)
+        for unit, other in zip(units, elision.representatives, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """What one block was given and gave."""
+
+    inputs: tuple[int, ...]  # identities of storages
+    geometry: tuple[object, ...]  # of the inputs
+    gradients: bool  # some input needs a gradient
+    outputs: _Outputs
+
+
+def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict[int, _Block]:
+    seen: dict[int, _Block] = {}
+    alive: list[Tensor] = []  # so that an identity means one storage
+
+    def after(index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: object, kwargs: object, output: object) -> None:
+            inputs = tensors_in((args, kwargs))
+            alive.extend(tensor.detach() for tensor in inputs)
+            leaves, tree = tree_flatten(output)
+            seen[index] = _Block(
+                inputs=tuple(int(t.untyped_storage()._cdata) for t in inputs),
+                geometry=tuple((t.shape, t.dtype, t.requires_grad) for t in inputs),
+                gradients=any(tensor.requires_grad for tensor in inputs),
+                outputs=_Outputs(tree, tuple(_leaf(leaf, inputs) for leaf in leaves)),
+            )
+
+        return hook
+
+    with ExitStack() as stack:
+        stack.enter_context(undisturbed(model))
+        for index, unit in enumerate(found):
+            if unit.module is not None:
+                handle = unit.module.register_forward_hook(after(index), with_kwargs=True)
+                stack.callback(handle.remove)
+        call_model(model, batch)
+    return seen
+
+
+def _leaf(leaf: object, inputs: Sequence[Tensor]) -> object:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    for position, tensor in enumerate(inputs):
+        if leaf is tensor:
+            return _Handed(position)
+    return _Made(leaf.shape, leaf.dtype, leaf.requires_grad)
+
+
+def _stand_in(outputs: _Outputs) -> Callable[..., object]:
+    def forward(*args: object, **kwargs: object) -> object:
+        inputs = tensors_in((args, kwargs))
+        made = iter(_made(outputs.made, inputs))
+        leaves: list[object] = []
+        for leaf in outputs.leaves:
+            if isinstance(leaf, _Handed):
+                leaves.append(inputs[leaf.position])
+            else:
+                leaves.append(next(made) if isinstance(leaf, _Made) else leaf)
+        result: object = tree_unflatten(leaves, outputs.tree)
+        return result
+
+    return forward
+
+
+def _made(wanted: tuple[_Made, ...], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    if not wanted:
+        return ()
+    made: tuple[Tensor, ...] = _Elided.apply(wanted, *inputs)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Elided(torch.autograd.Function):
+    """Outputs from nowhere, and gradients that are zero; nothing is kept in between."""
+
+    @staticmethod
+    def forward(ctx: Any, made: tuple[_Made, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.wanted = [(t.shape, t.dtype, t.device) if t.requires_grad else None for t in inputs]
+        outputs = tuple(_like(output, inputs) for output in made)
+        ctx.mark_non_differentiable(
+            *(t for t, output in zip(outputs, made, strict=True) if not output.requires_grad)
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        zeros = (
+            None if wanted is None else torch.zeros(wanted[0], dtype=wanted[1], device=wanted[2])
+            for wanted in ctx.wanted
+        )
+        return None, *zeros
+
+
+def _like(output: _Made, inputs: Sequence[Tensor]) -> Tensor:
+    """A copy of an input where one has the shape: values stay what a model's values may be."""
+    for tensor in inputs:
+        if tensor.shape == output.shape and tensor.dtype == output.dtype:
+            return tensor.detach().clone()
+    return torch.zeros(output.shape, dtype=output.dtype, device=inputs[0].device)

@@ -1,0 +1,251 @@
+"""`estimate`: a profile of a model on a machine that is not there, from fake tensors.
+
+Bytes come from the model's own code, run through the functions of a measured profile; seconds from
+the machine's rates. What a CUDA device does otherwise than the CPU kernels that fake tensors go
+through has been read and not tried:
+
+- Dropout keeps a mask of one byte per element there, and one in the values' dtype here.
+- Attention with a mask, or in float32, saves sums padded to 32 rows, which is not counted.
+- cuBLAS takes a workspace once (PyTorch's CUDA notes, cuBLAS workspaces: 8 MiB, and 32 MiB on
+  Hopper), and cuBLASLt another: counted in `base_bytes`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Required, TypedDict, Unpack
+
+from torch import nn
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.models.building import TORCH_DTYPES
+from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
+from protrain_plan.models.precision import parameter_dtype, stepped_dtype
+from protrain_plan.models.sources import ModelSource
+from protrain_plan.profiling import passes
+from protrain_plan.profiling.accounting import dissect, weigh
+from protrain_plan.profiling.discovery import FoundUnit, discover
+from protrain_plan.profiling.elision import elided, equal_blocks, filled
+from protrain_plan.profiling.execution import undisturbed
+from protrain_plan.profiling.faking import fake_batch, fake_model, faking, without_values
+from protrain_plan.profiling.measured import Progress, workspace_fraction
+from protrain_plan.profiling.roofline import OperatorLog
+from protrain_plan.profiling.tracking import NUMBER_BYTES, FakeMeter
+from protrain_plan.profiling.workspaces import allocator_of
+from protrain_plan.records.hardware import DeviceKind, Hardware, Rates
+from protrain_plan.records.profile import (
+    DType,
+    Form,
+    OptimizerCost,
+    Precision,
+    Profile,
+    Unit,
+    Workload,
+)
+from protrain_runtime.fingerprint import model_fingerprint
+from protrain_runtime.pieces import elementwise_states
+
+_LIBRARY_BYTES: dict[DeviceKind, int] = {"cpu": 0, "cuda": 64 * 2**20}
+"""Workspaces that cuBLAS and cuBLASLt keep: 32 MiB each, the larger of the documented defaults."""
+
+
+class Options(TypedDict, total=False):
+    """What is trained, and how."""
+
+    batch_size: Required[int]
+    seq_len: Required[int]
+    dtype: Required[DType]
+    precision: Precision
+    adapter: str
+    optimizer: str
+    seed: int
+    text: Path | None
+    progress: Progress
+
+
+def estimate(source: ModelSource, *, hardware: Hardware, **options: Unpack[Options]) -> Profile:
+    """The profile that `measured.measure` would make on `hardware`, as far as can be known.
+
+    ProtrainError where the hardware has no rates, the model cannot be built, or its code looks at
+    values of tensors.
+    """
+    return estimates(source, machines=[hardware], **options)[0]
+
+
+def estimates(
+    source: ModelSource, *, machines: Sequence[Hardware], **options: Unpack[Options]
+) -> list[Profile]:
+    """A profile per machine; those that allocate alike share one run of the model's code."""
+    for machine in machines:
+        _rates(machine)
+    groups: dict[tuple[DeviceKind, int], list[Hardware]] = {}
+    for machine in machines:
+        threads = allocator_of(machine.device).num_threads
+        groups.setdefault((machine.device.kind, threads), []).append(machine)
+    found = {
+        id(machine): profile
+        for alike in groups.values()
+        for machine, profile in zip(alike, _estimates(source, alike, **options), strict=True)
+    }
+    return [found[id(machine)] for machine in machines]
+
+
+def _rates(machine: Hardware) -> Rates:
+    if machine.rates is None:
+        raise ProtrainError(
+            "the machine's rates of computing are not known, so that no seconds can be estimated",
+            source=machine.name,
+            key="rates",
+            fix="name a machine of the catalogue, or write rates into the hardware file",
+        )
+    return machine.rates
+
+
+def _estimates(
+    source: ModelSource,
+    machines: Sequence[Hardware],
+    *,
+    batch_size: int,
+    seq_len: int,
+    dtype: DType,
+    precision: Precision = "pure",
+    adapter: str = "",
+    optimizer: str = DEFAULT_OPTIMIZER,
+    seed: int = 0,
+    text: Path | None = None,
+    progress: Progress = lambda *_: None,
+) -> list[Profile]:
+    """The profiles of one model on machines of one kind, which differ in seconds alone."""
+    kind, allocator = machines[0].device.kind, allocator_of(machines[0].device)
+    workload = Workload(
+        model=source.name,
+        model_config=source.model_config,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        dtype=dtype,
+        device=kind,
+        seed=seed,
+        precision=precision,
+        adapter=adapter,
+    )
+    costs = [_optimizer(optimizer, workload, _rates(machine)) for machine in machines]
+    progress("reading a batch", 0.0)
+    batches = source.batches(
+        batch_size=batch_size,
+        seq_len=seq_len,
+        dtype=dtype,
+        precision=precision,
+        text=text,
+        seed=seed,
+    )
+    given = next(iter(batches))
+    with faking(kind) as mode, without_values(source.name):
+        progress("building the model", 0.05)
+        model = fake_model(source, dtype=dtype, precision=precision, adapter=adapter, seed=seed)
+        batch = fake_batch(mode, given)
+        with undisturbed(model):
+            progress("finding units", 0.2)
+            found = discover(model, batch)
+            elision = equal_blocks(model, found, batch)
+            with elided(found, elision):
+                progress("finding what is saved", 0.4)
+                anatomy = dissect(model, batch, found, optimizer=optimizer)
+                progress("counting bytes", 0.6)
+                units = weigh(
+                    model,
+                    batch,
+                    anatomy,
+                    lambda: FakeMeter(allocator),
+                    optimizer=optimizer,
+                    precision=precision,
+                )
+                if allocator.python_scalars:
+                    units = [_with_numbers(unit) for unit in units]
+                progress("counting operations", 0.8)
+                forms = {cost.form for unit in units for cost in unit.forms}
+                logs = {form: operators(model, batch, found, form) for form in forms}
+            timed = [filled(_timed(units, logs, _rates(m)), elision) for m in machines]
+        fingerprint = model_fingerprint(model)
+    progress("done", 1.0)
+    return [
+        Profile(
+            workload=workload,
+            hardware=machine,
+            method="estimated",
+            model_fingerprint=fingerprint,
+            optimizer=cost,
+            base_bytes=anatomy.base_bytes + _LIBRARY_BYTES[kind],
+            units=tuple(its_units),
+        )
+        for machine, cost, its_units in zip(machines, costs, timed, strict=True)
+    ]
+
+
+def _with_numbers(unit: Unit) -> Unit:
+    """A partial form runs under a dispatch mode, where a Python number becomes a tensor twice.
+
+    One more number in the forward peak is an upper bound: not every peak is at such an operator.
+    """
+    forms = tuple(
+        cost
+        if cost.form in ("keep", "full")
+        else replace(cost, forward_peak_bytes=cost.forward_peak_bytes + NUMBER_BYTES)
+        for cost in unit.forms
+    )
+    return replace(unit, forms=forms)
+
+
+def operators(
+    model: nn.Module, batch: Batch, found: Sequence[FoundUnit], form: Form
+) -> OperatorLog:
+    """What the operators of one step compute and move, slot by slot."""
+    log = OperatorLog()
+    modules = [unit.module for unit in found]
+    with passes.watched(model, modules, form, passes.SlotWatch(lambda *_: log.mark())), log:
+        loss_of(call_model(model, batch)).backward()
+    passes.drop_gradients(model)
+    return log
+
+
+def _timed(units: Sequence[Unit], logs: Mapping[Form, OperatorLog], rates: Rates) -> list[Unit]:
+    """The units with the seconds of the operators in their slots, in every form that they have."""
+    seconds = {form: log.seconds(rates) for form, log in logs.items()}
+    return [
+        replace(
+            unit,
+            forms=tuple(
+                replace(
+                    cost,
+                    forward_s=_rounded(seconds[cost.form][index]),
+                    backward_s=_rounded(seconds[cost.form][-1 - index]),
+                )
+                for cost in unit.forms
+            ),
+        )
+        for index, unit in enumerate(units)
+    ]
+
+
+def _optimizer(name: str, workload: Workload, rates: Rates) -> OptimizerCost:
+    """The device's step moves bytes and computes next to nothing."""
+    stepped = stepped_dtype(workload.dtype, workload.precision)
+    stored = parameter_dtype(workload.dtype, workload.precision)
+    states = elementwise_states(optimizer_factory(name), TORCH_DTYPES[stepped]).values()
+    moved = 2 * TORCH_DTYPES[stepped].itemsize + stored.itemsize  # read, written; the gradient
+    moved += 2 * sum(state.itemsize for state in states)
+    if stored != TORCH_DTYPES[stepped]:
+        moved += stored.itemsize  # the parameters that the model computes with
+    return OptimizerCost(
+        name=name,
+        host_parameters_per_s=rates.host_parameters_per_s,
+        device_parameters_per_s=_rounded(
+            rates.memory_bytes_per_s * rates.memory_efficiency / moved
+        ),
+        workspace_fraction=workspace_fraction(name, stepped),
+    )
+
+
+def _rounded(value: float) -> float:
+    """Four significant digits: more would only be noise in a diff."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,193 @@
+"""`FakeMeter`: live bytes of fake tensors, as `MemoryMeter` counts them of real ones."""
+
+import weakref
+from collections.abc import Mapping
+from functools import cache
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from protrain_plan.profiling.workspaces import Allocator
+from protrain_runtime.boundaries import tensors_in
+from protrain_runtime.measure import Segment
+
+_SAVE_NUMBERS = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
+NUMBER_BYTES = 8
+"""Of a Python number as a tensor: int64 or float64."""
+
+
+class FakeMeter(TorchDispatchMode):
+    """Live bytes at marks, and the highest value between two marks; the tensors are fake.
+
+    Enter it inside the `FakeTensorMode`. Every operator's new storages count from then on until
+    they are released, which a finalizer on the storage sees; a storage from before counts as
+    nothing. What an operator holds only while it runs is `allocator`'s knowledge.
+
+    See [Note: sums of gradients] for the one place where fake tensors act unlike real ones.
+    """
+
+    def __init__(self, allocator: Allocator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._allocator = allocator
+        self._sizes: dict[int, int] = {}  # storage -> bytes
+        self._numbers: dict[int, int] = {}  # node of autograd, by sequence number -> bytes
+        self._node = -1  # whose backward runs
+        self._live = self._start = self._peak = 0
+        self._label: str | None = None
+        self._segments: list[Segment] = []
+        self._ended = False
+
+    def __enter__(self) -> Self:
+        _sole_owner()  # is found out before anything is counted
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        self._close()
+        self._ended = True
+
+    def mark(self, label: str) -> None:
+        """End the segment that runs, if any, and start the one called `label`."""
+        self._close()
+        self._label = label
+        self._start = self._peak = self._live
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments, in the order of the marks; RuntimeError before the meter has ended."""
+        if not self._ended:
+            raise RuntimeError("FakeMeter: segments are known after the with block has ended")
+        return tuple(self._segments)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        if self._allocator.python_scalars:
+            self._keep_number(func, args)
+        # [Note: sums of gradients] Where a tensor is used twice, autograd adds the second gradient
+        # into the first one's memory if nobody else holds that. It never does so while a dispatch
+        # mode looks on: it makes a new tensor. Here the sum takes over the memory of the first.
+        taken = args[0] if _adds_in_place(func, args) else None
+        result = func(*args, **kwargs)
+        if func.is_view or func.namespace == "prim":
+            return result
+        before = self._live
+        self._count(args, kwargs, result)
+        if taken is not None:
+            self._live -= self._sizes[_identity(taken)]
+            self._sizes[_identity(taken)] = 0
+        extra = self._allocator.workspace(func, args, kwargs, result)
+        self._peak = max(self._peak, before, self._live + extra)
+        return result
+
+    def _keep_number(self, func: Any, args: tuple[Any, ...]) -> None:
+        """A product with a Python number: autograd keeps the number, as a tensor of 8 bytes.
+
+        It lives as long as the product's node. Those that are made in backward are of a forward
+        that is recomputed, and go with the node that asked for it.
+        """
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward:
+            node: Any = torch._C._current_autograd_node()
+            running = -1 if node is None else int(node._sequence_nr())
+            if running != self._node:
+                self._live -= self._numbers.pop(self._node, 0)
+                self._node = running
+        if (
+            func in _SAVE_NUMBERS
+            and isinstance(args[1], int | float)
+            and args[0].requires_grad
+            and torch.is_grad_enabled()
+        ):
+            made = int(torch._C._autograd._get_sequence_nr()) - 1
+            owner = self._node if in_backward else made
+            self._numbers[owner] = self._numbers.get(owner, 0) + NUMBER_BYTES
+            self._live += NUMBER_BYTES
+
+    def _count(self, args: object, kwargs: object, result: object) -> None:
+        outputs = tensors_in(result)
+        if not outputs:
+            return
+        given = {_identity(tensor) for tensor in tensors_in((args, kwargs))}
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            identity = storage._cdata
+            if identity not in given and identity not in self._sizes:
+                size = self._allocator.rounded(storage.nbytes())
+                self._sizes[identity] = size
+                self._live += size
+                weakref.finalize(storage, self._release, identity).atexit = False
+
+    def _release(self, identity: int) -> None:
+        self._live -= self._sizes.pop(identity)
+
+    def _close(self) -> None:
+        if self._label is not None:
+            self._segments.append(
+                Segment(
+                    label=self._label,
+                    start_bytes=self._start,
+                    peak_bytes=self._peak,
+                    end_bytes=self._live,
+                )
+            )
+            self._label = None
+
+
+def _identity(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _adds_in_place(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether autograd would add these two gradients in the memory of the first."""
+    return (
+        func is torch.ops.aten.add.Tensor
+        and not torch.is_grad_enabled()
+        and torch._C._current_graph_task_id() != -1
+        and isinstance(args[1], torch.Tensor)
+        and torch.ops.aten.is_non_overlapping_and_dense.default(args[0])
+        and _owners(args[0]) == _sole_owner()
+    )
+
+
+def _owners(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many hold the tensor, and its storage, seen from inside a dispatch mode."""
+    counted: Any = tensor  # typed without its counts
+    storage = tensor.untyped_storage()
+    return counted._use_count(), torch._C._storage_Use_Count(storage._cdata)
+
+
+@cache
+def _sole_owner() -> tuple[int, int]:
+    """`_owners` of a gradient that only autograd's own buffer holds, found by trying."""
+    seen: list[tuple[int, int]] = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> object:
+            if func is torch.ops.aten.add.Tensor:
+                seen.append(_owners(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), torch.enable_grad():
+        used_twice = torch.ones(2, requires_grad=True).clone()
+        product = used_twice.exp() * used_twice.sin()
+        with Look():  # type: ignore[no-untyped-call]
+            product.sum().backward()
+    (owners,) = seen
+    return owners

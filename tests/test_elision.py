@@ -1,0 +1,153 @@
+"""Stand-ins for equal blocks: the units' bytes are those of the whole model."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.models.sources import load_source
+from protrain_plan.profiling.accounting import dissect, weigh
+from protrain_plan.profiling.discovery import discover
+from protrain_plan.profiling.elision import elided, equal_blocks, filled
+from protrain_plan.profiling.faking import fake_batch, faking
+from protrain_plan.profiling.passes import Meter
+from protrain_plan.profiling.tracking import FakeMeter
+from protrain_plan.profiling.workspaces import allocator_of
+from protrain_plan.records.hardware import Device
+from protrain_plan.records.profile import Form, Unit
+from protrain_runtime.measure import MemoryMeter
+
+SMALL: dict[str, int] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2,
+                         "vocab_size": 300}  # fmt: skip
+CONFIGS: dict[str, dict[str, object]] = {
+    "llama": {"model_type": "llama", "num_hidden_layers": 6},
+    "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 5, "n_head": 2},
+    "gemma2": {"model_type": "gemma2", "num_key_value_heads": 1, "head_dim": 32,
+               "num_hidden_layers": 8, "sliding_window": 16},
+    "t5": {"model_type": "t5", "num_layers": 5, "d_model": 64, "d_ff": 96, "num_heads": 2,
+           "d_kv": 32, "decoder_start_token_id": 0},
+}  # fmt: skip
+# Per unit, the one that runs for it. A part has its own; so has the first layer of a T5 stack,
+# which makes the position bias of all.
+REPRESENTATIVES = {
+    "llama": (0, 1, 2, 2, 2, 2, 6, 7),
+    "gpt2": (0, 1, 2, 2, 2, 5, 6),
+    "gemma2": (0, 1, 2, 3, 4, 3, 4, 7, 8, 9),  # sliding and full attention in turn
+    "t5": (0, 1, 2, 3, 3, 5, 6, 7, 8, 9, 9, 11, 12),
+}
+FORMS: tuple[Form, ...] = ("keep", "full")
+CPU = Device(
+    kind="cpu", name="", memory_bytes=0, context_bytes=0, num_threads=torch.get_num_threads()
+)
+
+
+def weighed(
+    model: nn.Module, batch: Batch, meter: Callable[[], Meter], *, whole: bool
+) -> tuple[list[Unit], tuple[int, ...]]:
+    found = discover(model, batch)
+    elision = equal_blocks(model, found, batch)
+    if whole:
+        return weigh(
+            model, batch, dissect(model, batch, found, forms=FORMS), meter
+        ), elision.representatives
+    with elided(found, elision):
+        units = weigh(model, batch, dissect(model, batch, found, forms=FORMS), meter)
+    return filled(units, elision), elision.representatives
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_units_are_equal_to_the_byte_with_fake_tensors(name: str) -> None:
+    source = load_source(name, model_config=json.dumps({**SMALL, **CONFIGS[name]}))
+    real = next(iter(source.batches(batch_size=2, seq_len=32)))
+    with faking() as mode:
+        model, batch = source.build(), fake_batch(mode, real)
+        whole, _ = weighed(model, batch, lambda: FakeMeter(allocator_of(CPU)), whole=True)
+        some, ran = weighed(model, batch, lambda: FakeMeter(allocator_of(CPU)), whole=False)
+    assert ran == REPRESENTATIVES[name]
+    assert some == whole
+
+
+def test_units_are_equal_to_the_byte_with_real_tensors() -> None:
+    source = load_source("x", model_config=json.dumps({**SMALL, **CONFIGS["llama"]}))
+    batch = next(iter(source.batches(batch_size=2, seq_len=32)))
+    model = source.build()
+    whole, _ = weighed(model, batch, MemoryMeter, whole=True)
+    some, _ = weighed(model, batch, MemoryMeter, whole=False)
+    assert some == whole
+
+
+def test_stand_ins_need_no_parameters_and_values_stay_finite() -> None:
+    source = load_source("x", model_config=json.dumps({**SMALL, **CONFIGS["llama"]}))
+    batch = next(iter(source.batches(batch_size=2, seq_len=32)))
+    model = source.build()
+    found = discover(model, batch)
+    elision = equal_blocks(model, found, batch)
+    for unit in elision.elided:
+        module = found[unit].module
+        assert module is not None
+        module.to("meta")
+    with elided(found, elision):
+        loss = loss_of(call_model(model, batch))
+        loss.backward()
+    assert loss.isfinite()
+    with_gradients = {name for name, p in model.named_parameters() if p.grad is not None}
+    elided_names = {name for unit in elision.elided for name in found[unit].parameters}
+    assert with_gradients == {name for name, _ in model.named_parameters()} - elided_names
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.inner(x)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("widths", "ran"),
+    [
+        ((8, 8, 8, 8, 8), (0, 1, 2, 2, 2, 5, 6)),
+        ((8, 8, 8), (0, 1, 2, 3, 4)),  # the first two and the last one run
+        ((8, 8, 9, 8, 8), (0, 1, 2, 3, 2, 5, 6)),
+    ],
+)
+def test_blocks_of_one_class_have_the_same_shapes(
+    widths: tuple[int, ...], ran: tuple[int, ...]
+) -> None:
+    layers = nn.ModuleList(Layer(width) for width in widths)
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.sum()
+
+    model, batch = Stack(), (torch.ones(3, 4, requires_grad=True),)
+    assert equal_blocks(model, discover(model, batch), batch).representatives == ran
+
+
+def test_a_block_whose_parameter_another_unit_reads_runs() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer(8) for _ in range(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            weight = self.get_parameter("layers.3.inner.0.weight")
+            return (x @ weight.t()).sum()
+
+    model, batch = Tied(), (torch.ones(3, 4, requires_grad=True),)
+    ran = equal_blocks(model, discover(model, batch), batch).representatives
+    assert ran == (0, 1, 2, 2, 4, 2, 6, 7)

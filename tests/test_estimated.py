@@ -1,0 +1,119 @@
+"""Estimated profiles against what real tensors take on this machine."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.models.sources import ModelSource, load_source
+from protrain_plan.profiling import passes
+from protrain_plan.profiling.accounting import dissect, weigh
+from protrain_plan.profiling.discovery import discover
+from protrain_plan.profiling.estimated import estimate
+from protrain_plan.profiling.tracking import NUMBER_BYTES
+from protrain_plan.records import dumps_profile, loads_profile
+from protrain_plan.records.hardware import Hardware
+from protrain_plan.records.profile import DType, FormCost, Profile, Unit
+from protrain_runtime.fingerprint import model_fingerprint
+from protrain_runtime.measure import MemoryMeter
+
+TIED = {"model_type": "llama", "num_hidden_layers": 5, "hidden_size": 64, "intermediate_size": 96,
+        "num_attention_heads": 2, "vocab_size": 300, "tie_word_embeddings": True}  # fmt: skip
+T5 = {"model_type": "t5", "num_layers": 3, "d_model": 64, "d_ff": 96, "num_heads": 2, "d_kv": 32,
+      "vocab_size": 300, "decoder_start_token_id": 0}  # fmt: skip
+SOURCES = {
+    "tiny-llama": "",
+    "tiny-gpt2": "",
+    "llama-tied": json.dumps(TIED),
+    "t5": json.dumps(T5),
+}
+
+
+def machine(name: str = "cpu") -> Hardware:
+    hardware = load_hardware(name)
+    return replace(hardware, device=replace(hardware.device, num_threads=torch.get_num_threads()))
+
+
+def estimated(
+    source: ModelSource, hardware: Hardware, *, dtype: DType = "float32", seq_len: int = 32
+) -> Profile:
+    return estimate(
+        source,
+        batch_size=2,
+        seq_len=seq_len,
+        dtype=dtype,
+        hardware=hardware,
+        seed=0,
+        text=None,
+        progress=lambda *_: None,
+    )
+
+
+def bytes_alone(unit: Unit, real: Unit) -> Unit:
+    """The unit without seconds, nor the Python number that a partial form may take more or not."""
+    forms: list[FormCost] = []
+    for form, other in zip(unit.forms, real.forms, strict=True):
+        excess = form.forward_peak_bytes - other.forward_peak_bytes
+        allowed = (0,) if form.form in ("keep", "full") else (0, NUMBER_BYTES)
+        peak = form.forward_peak_bytes - (excess if excess in allowed else 0)
+        forms.append(replace(form, forward_peak_bytes=peak, forward_s=0.0, backward_s=0.0))
+    return replace(unit, forms=tuple(forms))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "t5" else ()) for name in SOURCES]
+)
+def test_bytes_are_those_of_real_tensors(name: str) -> None:
+    source = load_source(name, model_config=SOURCES[name])
+    profile = estimated(source, machine())
+    model = source.build()
+    batch = next(iter(source.batches(batch_size=2, seq_len=32)))
+    found = discover(model, batch)
+    passes.training_step(model, batch)  # as a measured profile does, for caches
+    passes.drop_gradients(model)
+    anatomy = dissect(model, batch, found)
+    real = weigh(model, batch, anatomy, MemoryMeter)
+    assert list(map(bytes_alone, profile.units, real)) == real
+    assert profile.base_bytes == anatomy.base_bytes
+    assert profile.model_fingerprint == model_fingerprint(model)
+
+
+def test_the_record_says_that_it_is_estimated_and_is_read_again() -> None:
+    profile = estimated(load_source("tiny-llama"), machine("h100-sxm"), dtype="bfloat16")
+    assert profile.method == "estimated"
+    assert profile.workload.device == "cuda"
+    assert all(form.forward_s > 0 for unit in profile.units for form in unit.forms)
+    assert loads_profile(dumps_profile(profile), "profile.yaml") == profile
+
+
+def test_recomputing_takes_longer_and_keeps_less() -> None:
+    profile = estimated(load_source("tiny-llama"), machine())
+    for unit in profile.units:
+        if unit.kind == "block":
+            keep, full = unit.cost("keep"), unit.cost("full")
+            assert full.backward_s > keep.backward_s
+            assert full.forward_s == keep.forward_s
+            assert full.kept_bytes < keep.kept_bytes
+
+
+def test_the_devices_step_moves_parameters_gradients_and_states() -> None:
+    hardware = machine()
+    assert hardware.rates is not None
+    speed = hardware.rates.memory_bytes_per_s * hardware.rates.memory_efficiency
+    profile = estimated(load_source("tiny-llama"), hardware)
+    moved = 3 * 4 + 2 * 2 * 4  # float32: p, g, p; two states both ways
+    assert profile.optimizer.device_parameters_per_s == pytest.approx(speed / moved, rel=1e-3)
+    assert profile.optimizer.host_parameters_per_s == hardware.rates.host_parameters_per_s
+
+
+def test_a_machine_without_rates_is_refused() -> None:
+    with pytest.raises(ProtrainError) as refused:
+        estimated(load_source("tiny-llama"), replace(machine(), rates=None))
+    assert str(refused.value) == (
+        "cpu: rates: the machine's rates of computing are not known, so that no seconds can be "
+        "estimated\n"
+        "  fix: name a machine of the catalogue, or write rates into the hardware file"
+    )
