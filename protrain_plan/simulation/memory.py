@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple, assert_never
 
 from protrain_plan.compiling import compile_plan
 from protrain_plan.program import (
+    ARRIVING_GRADIENTS,
     PAGE_BYTES,
     PIECE_ALIGNMENT,
     STAGING_PIECES,
@@ -147,14 +148,23 @@ def holdings(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> I
     if settings.device == "cpu" and staging:
         yield Holding("staging", 0, 0, end, staging)
     largest = max(
-        (
-            unit.gradient_bytes
-            for unit, plan in zip(profile.units, plans, strict=True)
-            if isinstance(plan.states, Persistent)
-        ),
-        default=0,
+        device_workspace(plan.states, unit, profile, settings)
+        for unit, plan in zip(profile.units, plans, strict=True)
     )
-    yield Holding("staging", 0, end, end, round(largest * profile.optimizer.workspace_fraction))
+    yield Holding("staging", 0, end, end, round(largest))
+
+
+def device_workspace(states: Placement, unit: Unit, profile: Profile, settings: Settings) -> float:
+    """What the device's update asks for besides: the workspace of its step on a persistent chunk.
+
+    Of a gradient that waits below the device, the norm may be asked for after it has left: one at a
+    time comes back.
+    """
+    if isinstance(states, Persistent):
+        return unit.gradient_bytes * profile.optimizer.workspace_fraction
+    if settings.updates == "after backward" and gradient_home(states, settings) in ("host", "disk"):
+        return max(unit.gradient_pieces or (unit.gradient_bytes,))
+    return 0.0
 
 
 def activation_holdings(
@@ -322,13 +332,14 @@ def total_staging(chunks: Sequence[Staging], profile: Profile) -> int:
     """The same of chunks' own needs.
 
     The largest piece and the widest states count; a piece may be cut up to PIECE_ALIGNMENT
-    elements later than its even share. Two chunks' gradients may be arriving.
+    elements later than its even share.
     """
     workspace = max(chunk.workspace for chunk in chunks) * profile.optimizer.workspace_fraction
     pieces = max(chunk.read_piece for chunk in chunks) + PIECE_ALIGNMENT * max(
         chunk.width for chunk in chunks
     )
-    return round(workspace) + STAGING_PIECES * pieces + 2 * max(c.arriving for c in chunks)
+    arriving = ARRIVING_GRADIENTS * max(chunk.arriving for chunk in chunks)
+    return round(workspace) + STAGING_PIECES * pieces + arriving
 
 
 def device_bytes(

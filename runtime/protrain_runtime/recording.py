@@ -54,9 +54,13 @@ def measure_step(model: nn.Module, step: Callable[[Observer], None]) -> StepMemo
         if engine is not None:
             engine.observer = None
     segments = meter.segments
+    slots: dict[str, int] = {}  # micro-batches meet the same ones
+    for segment in segments:
+        if segment.label.startswith(("slot", "update")):
+            slots[segment.label] = max(segment.peak_bytes, slots.get(segment.label, 0))
     return StepMemory(
         device_bytes=max(segment.peak_bytes for segment in segments),
-        slot_bytes=tuple(s.peak_bytes for s in segments if s.label.startswith(("slot", "update"))),
+        slot_bytes=tuple(slots.values()),
         context_bytes=max(
             data - segment.start_bytes for data, segment in zip(held, segments, strict=True)
         )
