@@ -30,10 +30,12 @@ from protrain_plan.records.plan import (
     Persistent,
     Placement,
     Plan,
+    Recompute,
     Schedule,
     Swap,
     SwapInput,
     UnitPlan,
+    Updates,
 )
 from protrain_plan.records.profile import Profile, Workload
 from protrain_plan.running import Run, train
@@ -58,6 +60,7 @@ from tests.runtime_cases import (
     differences,
     made_once,
     mixed,
+    placements,
     plan_of,
 )
 
@@ -126,14 +129,27 @@ class Peaks:
         ]
 
 
-def peaks(profile: Profile, units: tuple[UnitPlan, ...], spill: Path) -> Peaks:
-    plan = plan_of(
-        units,
-        fingerprint=profile.model_fingerprint,
-        workload=profile.workload,
-        piece_bytes=PIECE_BYTES,
+def peaks(
+    profile: Profile,
+    units: tuple[UnitPlan, ...],
+    spill: Path,
+    *,
+    updates: Updates = "in backward",
+    micro_batches: int = 1,
+) -> Peaks:
+    plan = replace(
+        plan_of(
+            units,
+            fingerprint=profile.model_fingerprint,
+            workload=profile.workload,
+            piece_bytes=PIECE_BYTES,
+        ),
+        updates=updates,
+        micro_batches=micro_batches,
     )
-    program = compile_units(units, profile, piece_bytes=PIECE_BYTES)
+    program = compile_units(
+        units, profile, piece_bytes=PIECE_BYTES, updates=updates, micro_batches=micro_batches
+    )
     run = trained(plan, spill)
     assert run.measured_peak_bytes is not None
     assert max(run.slot_bytes) == run.measured_peak_bytes.device
@@ -224,6 +240,36 @@ def test_a_plan_that_keeps_everything_matches_its_predicted_peak(
     assert run.measured_peak_bytes is not None
     assert run.measured_peak_bytes.device <= predicted
     assert predicted - run.measured_peak_bytes.device <= SLACK_BYTES
+
+
+# --- micro-batches, clipping, master weights ------------------------------------------------------
+
+STEPS: list[tuple[Updates, int]] = [
+    ("after backward", 1),
+    ("in backward", 2),
+    ("after backward", 3),
+]
+
+
+@pytest.mark.parametrize(("updates", "micro_batches"), STEPS)
+@pytest.mark.parametrize("states", placements("disk"), ids=decision_name)
+def test_measured_bytes_of_other_steps_never_exceed_predicted(
+    profile: Profile, updates: Updates, micro_batches: int, states: Placement, tmp_path: Path
+) -> None:
+    """The promise holds for the last micro-batch and, in the other one, for all of a sum's room."""
+    units = without_freedom(decided(described_by(profile), Recompute(), states))
+    found = peaks(profile, units, tmp_path, updates=updates, micro_batches=micro_batches)
+    assert_within_the_promise(found)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_measured_bytes_of_other_steps_of_mixed_plans_never_exceed_predicted(
+    profile: Profile, seed: int, tmp_path: Path
+) -> None:
+    updates, micro_batches = STEPS[seed]
+    units = mixed(described_by(profile), random.Random(seed), "disk")
+    found = peaks(profile, units, tmp_path, updates=updates, micro_batches=micro_batches)
+    assert_within_the_promise(found)
 
 
 # --- transfers in parts ---------------------------------------------------------------------------

@@ -28,8 +28,10 @@ class StepMemory:
     context_bytes: int
 
 
-def measure_step(model: nn.Module, step: Callable[[Observer], None]) -> StepMemory:
-    """Run `step` once and count its bytes.
+def measure_step(
+    model: nn.Module, step: Callable[[Observer], None], *, besides_bytes: int = 0
+) -> StepMemory:
+    """Run `step` once and count its bytes, without `besides_bytes` of tensors that stand by.
 
     `step` calls its argument with "update" before the optimizer's step. Counting takes time and,
     afterwards, some memory: measure one step, the last of a run.
@@ -37,12 +39,12 @@ def measure_step(model: nn.Module, step: Callable[[Observer], None]) -> StepMemo
     device = next(model.parameters()).device
     engine = engine_of(model)
     gc.collect()
-    meter = MemoryMeter(device, start_bytes=_live_bytes(model, device))
+    meter = MemoryMeter(device, start_bytes=_live_bytes(model, device) - besides_bytes)
     held: list[int] = []  # by the whole process, at the marks
 
     def observe(what: str) -> None:
         meter.mark(what)
-        held.append(process_memory().data_bytes if device.type == "cpu" else 0)
+        held.append(process_memory().data_bytes - besides_bytes if device.type == "cpu" else 0)
 
     if engine is not None:
         engine.observer = observe
