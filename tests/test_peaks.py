@@ -60,7 +60,6 @@ from tests.runtime_cases import (
     differences,
     made_once,
     mixed,
-    placements,
     plan_of,
 )
 
@@ -252,11 +251,11 @@ STEPS: list[tuple[Updates, int]] = [
 
 
 @pytest.mark.parametrize(("updates", "micro_batches"), STEPS)
-@pytest.mark.parametrize("states", placements("disk"), ids=decision_name)
+@pytest.mark.parametrize("states", [Persistent(), Offload(tier="disk")], ids=decision_name)
 def test_measured_bytes_of_other_steps_never_exceed_predicted(
     profile: Profile, updates: Updates, micro_batches: int, states: Placement, tmp_path: Path
 ) -> None:
-    """The promise holds for the last micro-batch and, in the other one, for all of a sum's room."""
+    """In every micro-batch, and where gradients wait on the device or on disk for the norm."""
     units = without_freedom(decided(described_by(profile), Recompute(), states))
     found = peaks(profile, units, tmp_path, updates=updates, micro_batches=micro_batches)
     assert_within_the_promise(found)
@@ -270,6 +269,50 @@ def test_measured_bytes_of_other_steps_of_mixed_plans_never_exceed_predicted(
     units = mixed(described_by(profile), random.Random(seed), "disk")
     found = peaks(profile, units, tmp_path, updates=updates, micro_batches=micro_batches)
     assert_within_the_promise(found)
+
+
+@pytest.mark.parametrize(("updates", "micro_batches"), [("in backward", 1), *STEPS])
+@pytest.mark.parametrize("states", [Persistent(), Offload(tier="disk")], ids=decision_name)
+def test_measured_bytes_with_master_weights_never_exceed_predicted(
+    updates: Updates,
+    micro_batches: int,
+    states: Placement,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    profile = master_profile(tmp_path_factory)
+    units = without_freedom(decided(described_by(profile), Recompute(), states))
+    spill = tmp_path_factory.mktemp("spill")
+    found = peaks(profile, units, spill, updates=updates, micro_batches=micro_batches)
+    assert_within_the_promise(found)
+
+
+def master_profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    """12 bytes of states per parameter, and an optimizer that asks for float32 gradients."""
+
+    def make(path: Path) -> None:
+        record = measure(
+            load_source("tiny-llama"),
+            batch_size=4,
+            seq_len=64,
+            dtype="bfloat16",
+            device="cpu",
+            seed=0,
+            num_steps=1,
+            spill_directory=path.parent,
+            text=None,
+            progress=lambda *_: None,
+        )
+        record = replace(
+            record,
+            workload=replace(record.workload, precision="master"),
+            optimizer=replace(record.optimizer, workspace_fraction=2.0),
+            units=tuple(
+                replace(unit, state_bytes=12 * unit.num_parameters) for unit in record.units
+            ),
+        )
+        write_profile(record, path)
+
+    return read_profile(made_once(tmp_path_factory, "peaks-master.yaml", make))
 
 
 # --- transfers in parts ---------------------------------------------------------------------------

@@ -194,18 +194,21 @@ def chunk_holdings(
     first_gradient = end - 1 - max(unit.used_by)
     last_gradient = end - 1 - min(unit.used_by)
     add_up = settings.micro_batches > 1
+    on_device = isinstance(states, Persistent) or gradient_home(states, settings) in (
+        "in place",
+        "device",
+    )
     if isinstance(states, Persistent):
-        first = 0 if add_up else first_gradient + 1
         yield Holding("states", index, 0, end, unit.parameter_bytes + unit.state_bytes)
-        yield Holding("gradients", index, first, end, unit.gradient_bytes)
-        return
-    for stay in residencies(states, unit.used_by, count):
-        yield Holding("buffers", index, stay.first, stay.last, unit.parameter_bytes)
-    if add_up and gradient_home(states, settings) in ("in place", "device"):
-        yield Holding("gradients", index, 0, end, unit.gradient_bytes)
     else:
-        # The gradient of a tied parameter grows from its last use to its first.
-        yield Holding("gradients", index, first_gradient + 1, last_gradient, unit.gradient_bytes)
+        for stay in residencies(states, unit.used_by, count):
+            yield Holding("buffers", index, stay.first, stay.last, unit.parameter_bytes)
+    if add_up and on_device:
+        yield Holding("gradients", index, 0, end, unit.gradient_bytes)
+    # The gradient of a tied parameter grows from its last use to its first.
+    stays = isinstance(states, Persistent) and not add_up
+    last = end if stays else last_gradient
+    yield Holding("gradients", index, first_gradient + 1, last, unit.gradient_bytes)
 
 
 def _transfer_holdings(

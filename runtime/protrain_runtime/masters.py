@@ -20,7 +20,9 @@ from protrain_runtime.chunks import OptimizerFactory
 MASTER = "master"
 
 
-def with_master_weights(factory: OptimizerFactory) -> OptimizerFactory:
+def with_master_weights(
+    factory: OptimizerFactory,
+) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
     """A factory of optimizers with master weights, whose steps are those of `factory`'s.
 
     `prepare` does this itself under a plan of master precision. Plainly:

@@ -30,6 +30,7 @@ from protrain_runtime.chunks import (
 )
 from protrain_runtime.engine import Engine
 from protrain_runtime.fingerprint import model_fingerprint
+from protrain_runtime.inputs import refuse_larger_batches
 from protrain_runtime.lanes import Backend, WorkLane
 from protrain_runtime.layout import make_chunks
 from protrain_runtime.masters import with_master_weights
@@ -78,7 +79,10 @@ def prepare(
     its unnamed file, by default the system's directory for temporary files. `lane_delay` returns
     seconds by which tests hold every transfer back.
 
-    The training loop stays as it is, with one forward, one backward and one `step()` per batch.
+    The training loop stays as it is: the plan's number of micro-batches, each with a forward and
+    a backward, then one `step()`. Where the plan's updates come after backward, gradients may be
+    clipped (`torch.nn.utils.clip_grad_norm_`) and unscaled (`torch.amp.GradScaler`) before it.
+    Under a plan of master precision, the optimizer steps on float32 copies (see `masters`).
     Raises ProtrainError, and leaves the model as it was, if the plan was made for another model or
     cannot be carried out here or by this version.
     """
@@ -270,6 +274,7 @@ def _attach(
             undo.append(wrap_forward(module))
     boundaries = Boundaries(model, modules, engine)
     undo.append(boundaries.remove)
+    undo.append(refuse_larger_batches(model, plan.workload))
     add_state_dict_hooks(model, chunks, engine, undo)
     prepared.engine, prepared.chunks = engine, chunks
     prepared.below = lambda: (stores.host_bytes + moves.host_bytes, stores.disk_bytes)
