@@ -1,6 +1,7 @@
 """Micro-batches: what may happen between them, and loops of other lengths than planned."""
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,13 +42,14 @@ def prepared(
     updates: Updates = "in backward",
     tier: TierName = "disk",
     units: Sequence[UnitPlan] | None = None,
+    lane_delay: Callable[[], float] | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = build(NAME)
     if units is None:
         units = mixed(described(NAME), random.Random(5), tier)
         units = (replace(units[0], states=Offload(tier=tier)), *units[1:])
     plan = replace(plan_for(model, units), micro_batches=micro_batches, updates=updates)
-    return prepare(model, plan, optimizer=ADAMW, spill_directory=spill)
+    return prepare(model, plan, optimizer=ADAMW, spill_directory=spill, lane_delay=lane_delay)
 
 
 def backward(model: nn.Module, number: int) -> Tensor:
@@ -106,6 +108,21 @@ def test_dropped_micro_batches_change_nothing(
         return seen
 
     assert_same(loop, tmp_path, tier=tier, updates=updates)
+
+
+def slow_additions() -> float:
+    """Seconds before each item of a lane: gradients arrive long before those before are added."""
+    return 0.01 if threading.current_thread().name.startswith("protrain update") else 0
+
+
+def test_gradients_wait_for_a_free_buffer_before_they_arrive_to_be_added(tmp_path: Path) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        seen = [backward(model, 0), backward(model, 1)]
+        optimizer.step()
+        return seen
+
+    units = decided(described(NAME), Keep(), Offload(tier="host"))
+    assert_same(loop, tmp_path, units=units, lane_delay=slow_additions)
 
 
 class InterruptedBlockError(Exception):

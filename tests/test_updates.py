@@ -36,6 +36,7 @@ from tests.runtime_cases import (
     assert_bitwise,
     batch,
     build,
+    copied,
     decided,
     decision_name,
     described,
@@ -88,12 +89,17 @@ def delays(seed: int) -> Callable[[], float]:
 
 
 def run_steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, kind: Kind, *, num_steps: int = NUM_STEPS
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    kind: Kind,
+    *,
+    num_steps: int = NUM_STEPS,
+    first: int = 0,
 ) -> list[Tensor]:
-    """The loop that a user writes; losses, and norms where it clips."""
+    """The loop that a user writes, from batch `first`; losses, and norms where it clips."""
     torch.manual_seed(1)
     seen: list[Tensor] = []
-    numbers = itertools.count()
+    numbers = itertools.count(first)
     for _ in range(num_steps):
         for _ in range(kind.micro_batches):
             loss = loss_of(call_model(model, batch(NAME, next(numbers))))
@@ -229,3 +235,27 @@ def test_one_line_gives_plain_training_master_weights() -> None:
     optimizer = with_master_weights(ADAMW)(model.parameters())
     found = outcome(model, optimizer, run_steps(model, optimizer, kind))
     assert_bitwise(found, expected(kind))
+
+
+@pytest.mark.parametrize(("first", "second"), [("plan", "plain"), ("plain", "plan")])
+def test_master_weights_go_through_checkpoints_bitwise(
+    first: str, second: str, tmp_path: Path
+) -> None:
+    """A master has bits that its parameter lacks: they are loaded, not made from the parameter."""
+    kind = KINDS["1-no clip-master"]
+
+    def made(how: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        if how == "plan":
+            return prepared(kind, mixed(described(NAME), random.Random(3), "disk"), tmp_path)
+        model = build(NAME).to(kind.dtype)
+        return model, with_master_weights(ADAMW)(model.parameters())
+
+    model, optimizer = made(first)
+    losses = run_steps(model, optimizer, kind, num_steps=2)
+    parameters, states = copied(model.state_dict()), copied(optimizer.state_dict())
+    assert {state["master"].dtype for state in states["state"].values()} == {torch.float32}
+    model, optimizer = made(second)
+    model.load_state_dict(parameters)
+    optimizer.load_state_dict(states)
+    losses += run_steps(model, optimizer, kind, num_steps=1, first=2)
+    assert_bitwise(outcome(model, optimizer, losses), expected(kind))
