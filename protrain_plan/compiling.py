@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import Literal, assert_never
 
 from protrain_plan.program import (
+    ARRIVING_GRADIENTS,
     STAGING_PIECES,
     ChunkSize,
     Lane,
@@ -65,6 +66,7 @@ class _Compiler:
         self.last: list[int] = []
         self.fetches: list[tuple[int, int, Move]] = []  # (slot to submit in, slot served, move)
         self.written: list[int] = []  # the "write states" moves so far, for the staging pool
+        self.added: list[int] = []  # the "add gradients" moves so far, for the arriving buffers
         self.swapped_out: dict[int, list[int]] = {}  # unit -> its "swap out" moves
 
     def compile(self) -> Program:
@@ -232,6 +234,9 @@ class _Compiler:
         unit, chunk = slot.unit, self.chunks[slot.unit]
         sizes = chunk.gradient_pieces or (chunk.gradient_bytes,)
         spills: list[int] = []
+        # The buffer that they arrive in is free again when the gradients that had it are added.
+        rooms_are_full = len(self.added) >= ARRIVING_GRADIENTS
+        free = (self.added[-ARRIVING_GRADIENTS],) if rooms_are_full else ()
         for slots, share in _drain_shares(self.units[unit].schedule.update_drain):
             held = pieces_in(sizes, share)
             if not held:
@@ -243,6 +248,7 @@ class _Compiler:
                 slot=index,
                 lane=Lane("spill", home),
                 bytes=sum(sizes[held.start : held.stop]),
+                after=free,
                 share=share,
             )
             spills.append(self._add(move))
@@ -259,6 +265,7 @@ class _Compiler:
                 after=tuple(spills),
             )
             spills = [self._add(add)]
+            self.added += spills
             slot.finish += spills
         return tuple(spills)
 

@@ -50,6 +50,10 @@ Direction = Literal["fetch", "read", "spill", "write", "update"]
 STAGING_PIECES = 3
 """Pieces of optimizer states in memory at once: one being read, one updated, one written."""
 
+ARRIVING_GRADIENTS = 2
+"""Chunks whose gradients are in memory at once to be added to those of micro-batches before: one
+arriving, one added."""
+
 PIECE_ALIGNMENT = 64
 """Within a parameter, pieces are cut at multiples of this many elements. Fused CPU optimizers
 finish a range that is no multiple of the vector width in scalar code, which may round otherwise;

@@ -6,8 +6,9 @@ The optimizer is the one whose states the profile counted.
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -18,15 +19,16 @@ from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.records.plan import Plan, TierBytes
+from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.engine import Observer
-from protrain_runtime.preparation import (
-    below_device,
-    check_precision,
-    parameter_values,
-    prepare,
-)
+from protrain_runtime.masters import with_master_weights
+from protrain_runtime.measure import storage_bytes
+from protrain_runtime.preparation import below_device, parameter_values, prepare
 from protrain_runtime.recording import measure_step
 from protrain_runtime.stores import memory_of
+
+CLIP_NORM = 1.0
+"""What gradients are clipped to, as one norm, under plans that leave room for it."""
 
 OnStep = Callable[[int, float], None]
 """Told of every step: its number and its loss."""
@@ -64,10 +66,11 @@ def train(
 ) -> Run:
     """Build the plan's model and train it for `num_steps`; `plain` runs ordinary PyTorch.
 
+    A step has the plan's micro-batches, its loss is their mean; where the plan updates after
+    backward, gradients are clipped to CLIP_NORM.
     ProtrainError where the model cannot be built, the plan is not for it, or memory ran out.
     """
     workload = plan.workload
-    check_precision(workload)
     source = load_source(workload.model, model_config=workload.model_config)
     factory = optimizer_factory(plan.optimizer)
     try:
@@ -89,13 +92,15 @@ def train(
         )
         optimizer: torch.optim.Optimizer
         if plain:
-            optimizer = factory(p for p in model.parameters() if p.requires_grad)
+            masters = workload.precision == "master"
+            make = with_master_weights(factory) if masters else factory
+            optimizer = make(p for p in model.parameters() if p.requires_grad)
         else:
             model, optimizer = prepare(
                 model, plan, optimizer=factory, spill_directory=spill_directory
             )
         torch.manual_seed(workload.seed)  # of dropout
-        return _Trainer(model, optimizer).run(batches, num_steps, on_step)
+        return _Trainer(plan, model, optimizer).run(batches, num_steps, on_step)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
@@ -128,8 +133,8 @@ def _first_line(error: BaseException) -> str:
 
 
 class _Trainer:
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
+    def __init__(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._plan, self._model, self._optimizer = plan, model, optimizer
         self._losses: list[float] = []
         self._seconds: list[float] = []
         self._peak: TierBytes | None = None
@@ -137,13 +142,13 @@ class _Trainer:
 
     def run(self, batches: Iterator[Batch], num_steps: int, on_step: OnStep) -> Run:
         for step in range(num_steps):
-            batch = next(batches)
+            micro_batches = list(islice(batches, self._plan.micro_batches))
             if 0 < step == num_steps - 1:
                 # The last one: what a memory meter leaves behind would count in steps after it.
-                self._measured_step(batch)
+                self._measured_step(micro_batches)
             else:
                 start = time.perf_counter()
-                self._step(batch)
+                self._step(micro_batches)
                 self._seconds.append(time.perf_counter() - start)
             on_step(step, self._losses[-1])
         return Run(
@@ -154,17 +159,27 @@ class _Trainer:
             slot_bytes=self._slots,
         )
 
-    def _step(self, batch: Batch, observe: Observer | None = None) -> None:
-        loss = loss_of(call_model(self._model, batch))
-        loss.backward()
+    def _step(self, micro_batches: Sequence[Batch], observe: Observer | None = None) -> None:
+        total = 0.0
+        for batch in micro_batches:
+            loss = loss_of(call_model(self._model, batch)) / len(micro_batches)
+            loss.backward()
+            total += loss.item()
         if observe is not None:
             observe("update")
+        if self._plan.updates == "after backward":
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._losses.append(loss.item())
+        self._losses.append(total)
 
-    def _measured_step(self, batch: Batch) -> None:
-        memory = measure_step(self._model, lambda observe: self._step(batch, observe))
+    def _measured_step(self, micro_batches: Sequence[Batch]) -> None:
+        # A loop loads one batch after the other; here all are there, since a meter does not see
+        # the end of what was there before it.
+        others = storage_bytes(tensors_in(micro_batches[1:]))
+        memory = measure_step(
+            self._model, lambda observe: self._step(micro_batches, observe), besides_bytes=others
+        )
         host, disk = below_device(self._model)
         self._slots = memory.slot_bytes
         self._peak = TierBytes(

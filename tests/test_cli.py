@@ -141,6 +141,26 @@ def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
     assert measured["context"] <= 1.005 * ran["predicted_peak_bytes"]["context"]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [("--clip",), ("--accumulate", 2), ("--clip", "--accumulate", 3)],
+    ids=["clip", "accumulate", "both"],
+)
+def test_clipped_and_accumulated_steps_run_within_their_promise_and_verify(
+    options: tuple[object, ...], tiny_llama: Path, tmp_path: Path
+) -> None:
+    """At the smallest budget there is, equal to plain PyTorch bitwise."""
+    tight = ("plan", tiny_llama, *options, "--json", "--device-memory")
+    smallest = json.loads(protrain(*tight, "100MiB", folder=tmp_path).stdout)[
+        "smallest_budget_bytes"
+    ]
+    printed(protrain(*tight, smallest, folder=tmp_path))
+    run = printed(protrain("run", "plan.yaml", "--steps", 3, "--verify", "--json", folder=tmp_path))
+    assert run["verified"] is True
+    for tier in ("device", "host", "disk"):
+        assert run["measured_peak_bytes"][tier] <= run["predicted_peak_bytes"][tier]
+
+
 def test_infeasible_names_what_is_missing_and_the_smallest_budget_works(
     synthetic: Path, tmp_path: Path
 ) -> None:

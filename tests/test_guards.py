@@ -22,9 +22,9 @@ from tests.runtime_cases import (
 
 NAME = "llama-tied"
 USED_GRADIENT = (
-    "the gradient of an offloaded parameter was used after backward(): this plan has updated the"
-    " parameter already. Clipping and scaling of gradients are not supported under plans that"
-    " offload states; leave them out, or use a plan whose states are all persistent"
+    "the gradient of an offloaded parameter was used after backward(): this plan updates such"
+    " parameters during backward. To clip or unscale gradients, plan with --clip: updates then come"
+    " after backward"
 )
 BETWEEN = (
     " between backward() and optimizer.step(): this plan updates offloaded parameters during"

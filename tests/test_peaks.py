@@ -30,10 +30,12 @@ from protrain_plan.records.plan import (
     Persistent,
     Placement,
     Plan,
+    Recompute,
     Schedule,
     Swap,
     SwapInput,
     UnitPlan,
+    Updates,
 )
 from protrain_plan.records.profile import Profile, Workload
 from protrain_plan.running import Run, train
@@ -126,14 +128,27 @@ class Peaks:
         ]
 
 
-def peaks(profile: Profile, units: tuple[UnitPlan, ...], spill: Path) -> Peaks:
-    plan = plan_of(
-        units,
-        fingerprint=profile.model_fingerprint,
-        workload=profile.workload,
-        piece_bytes=PIECE_BYTES,
+def peaks(
+    profile: Profile,
+    units: tuple[UnitPlan, ...],
+    spill: Path,
+    *,
+    updates: Updates = "in backward",
+    micro_batches: int = 1,
+) -> Peaks:
+    plan = replace(
+        plan_of(
+            units,
+            fingerprint=profile.model_fingerprint,
+            workload=profile.workload,
+            piece_bytes=PIECE_BYTES,
+        ),
+        updates=updates,
+        micro_batches=micro_batches,
     )
-    program = compile_units(units, profile, piece_bytes=PIECE_BYTES)
+    program = compile_units(
+        units, profile, piece_bytes=PIECE_BYTES, updates=updates, micro_batches=micro_batches
+    )
     run = trained(plan, spill)
     assert run.measured_peak_bytes is not None
     assert max(run.slot_bytes) == run.measured_peak_bytes.device
@@ -224,6 +239,80 @@ def test_a_plan_that_keeps_everything_matches_its_predicted_peak(
     assert run.measured_peak_bytes is not None
     assert run.measured_peak_bytes.device <= predicted
     assert predicted - run.measured_peak_bytes.device <= SLACK_BYTES
+
+
+# --- micro-batches, clipping, master weights ------------------------------------------------------
+
+STEPS: list[tuple[Updates, int]] = [
+    ("after backward", 1),
+    ("in backward", 2),
+    ("after backward", 3),
+]
+
+
+@pytest.mark.parametrize(("updates", "micro_batches"), STEPS)
+@pytest.mark.parametrize("states", [Persistent(), Offload(tier="disk")], ids=decision_name)
+def test_measured_bytes_of_other_steps_never_exceed_predicted(
+    profile: Profile, updates: Updates, micro_batches: int, states: Placement, tmp_path: Path
+) -> None:
+    """In every micro-batch, and where gradients wait on the device or on disk for the norm."""
+    units = without_freedom(decided(described_by(profile), Recompute(), states))
+    found = peaks(profile, units, tmp_path, updates=updates, micro_batches=micro_batches)
+    assert_within_the_promise(found)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_measured_bytes_of_other_steps_of_mixed_plans_never_exceed_predicted(
+    profile: Profile, seed: int, tmp_path: Path
+) -> None:
+    updates, micro_batches = STEPS[seed]
+    units = mixed(described_by(profile), random.Random(seed), "disk")
+    found = peaks(profile, units, tmp_path, updates=updates, micro_batches=micro_batches)
+    assert_within_the_promise(found)
+
+
+@pytest.mark.parametrize(("updates", "micro_batches"), [("in backward", 1), *STEPS])
+@pytest.mark.parametrize("states", [Persistent(), Offload(tier="disk")], ids=decision_name)
+def test_measured_bytes_with_master_weights_never_exceed_predicted(
+    updates: Updates,
+    micro_batches: int,
+    states: Placement,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    profile = master_profile(tmp_path_factory)
+    units = without_freedom(decided(described_by(profile), Recompute(), states))
+    spill = tmp_path_factory.mktemp("spill")
+    found = peaks(profile, units, spill, updates=updates, micro_batches=micro_batches)
+    assert_within_the_promise(found)
+
+
+def master_profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    """12 bytes of states per parameter, and an optimizer that asks for float32 gradients."""
+
+    def make(path: Path) -> None:
+        record = measure(
+            load_source("tiny-llama"),
+            batch_size=4,
+            seq_len=64,
+            dtype="bfloat16",
+            device="cpu",
+            seed=0,
+            num_steps=1,
+            spill_directory=path.parent,
+            text=None,
+            progress=lambda *_: None,
+        )
+        record = replace(
+            record,
+            workload=replace(record.workload, precision="master"),
+            optimizer=replace(record.optimizer, workspace_fraction=2.0),
+            units=tuple(
+                replace(unit, state_bytes=12 * unit.num_parameters) for unit in record.units
+            ),
+        )
+        write_profile(record, path)
+
+    return read_profile(made_once(tmp_path_factory, "peaks-master.yaml", make))
 
 
 # --- transfers in parts ---------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def profiled(name: str, optimizer: str, forms: tuple[Form, ...]) -> Profile:
             name=optimizer,
             host_parameters_per_s=1e9,
             device_parameters_per_s=1e9,
-            workspace_fraction=workspace_fraction(optimizer, "float32"),
+            workspace_fraction=workspace_fraction(optimizer, "float32", "pure"),
         ),
         base_bytes=anatomy.base_bytes,
         units=tuple(units),

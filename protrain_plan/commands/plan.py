@@ -56,15 +56,13 @@ def plan(
         bool, typer.Option("--pareto", help="The front of memory against time; writes no plan.")
     ] = False,
     points: Annotated[int, typer.Option(min=2, help="Budgets that --pareto plans for.")] = 8,
-    accumulate: Annotated[
-        int, typer.Option(min=1, help="Micro-batches per update. (Planned, not yet run.)")
-    ] = 1,
+    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per update.")] = 1,
     clip: Annotated[
         bool,
         typer.Option(
             "--clip",
             help="Update after backward, as clipping by the global norm needs; costs the overlap"
-            " of updates with backward. (Planned, not yet run.)",
+            " of updates with backward.",
         ),
     ] = False,
     solver: Annotated[

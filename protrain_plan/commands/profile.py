@@ -47,7 +47,7 @@ def profile(
         str,
         typer.Option(
             help="pure: all in --dtype. autocast: float32 parameters, computed with in --dtype."
-            " master: float32 copies for the optimizer (planned, not yet run)."
+            " master: the optimizer steps on float32 copies."
         ),
     ] = "pure",
     lora: Annotated[

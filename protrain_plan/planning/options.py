@@ -30,6 +30,7 @@ from protrain_plan.simulation.memory import (
     chunk_holdings,
     chunk_staging,
     chunk_tier_bytes,
+    device_workspace,
     in_place_bytes,
 )
 
@@ -106,7 +107,7 @@ class StateOption:
     update_s       seconds of the optimizer on the host
     device_s       seconds of the optimizer on the device, after the last slot
     staging        what the host's step asks of the memory that it runs in
-    device_workspace   bytes of the workspace of the device's step
+    device_workspace   bytes of the workspace of the device's step, and of norms
     tier_bytes     what it takes of the tiers below the device, staging apart
     """
 
@@ -220,9 +221,7 @@ def _state_option(
                 decision=decision,
                 stays=stays,
                 device_s=unit.num_parameters / optimizer.device_parameters_per_s,
-                device_workspace=unit.gradient_bytes * optimizer.workspace_fraction
-                if unit.used_by
-                else 0.0,
+                device_workspace=device_workspace(decision, unit, profile, settings),
             )
         case Offload() | Buffer():
             pass
@@ -267,4 +266,5 @@ def _state_option(
         write_bytes=write,
         update_s=unit.num_parameters / optimizer.host_parameters_per_s,
         staging=chunk_staging(decision, unit, settings),
+        device_workspace=device_workspace(decision, unit, profile, settings),
     )

@@ -242,7 +242,7 @@ def _optimizer(name: str, workload: Workload, rates: Rates) -> OptimizerCost:
         device_parameters_per_s=_rounded(
             rates.memory_bytes_per_s * rates.memory_efficiency / moved
         ),
-        workspace_fraction=workspace_fraction(name, stepped),
+        workspace_fraction=workspace_fraction(name, workload.dtype, workload.precision),
     )
 
 

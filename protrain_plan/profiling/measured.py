@@ -12,9 +12,8 @@ from torch import nn
 from protrain_plan.hardware.interference import update_speeds
 from protrain_plan.hardware.probe import probe
 from protrain_plan.models.batches import Batch
-from protrain_plan.models.building import TORCH_DTYPES
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
-from protrain_plan.models.precision import stepped_dtype
+from protrain_plan.models.precision import parameter_dtype, stepped_dtype
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling import passes
 from protrain_plan.profiling.accounting import dissect, weigh
@@ -32,6 +31,7 @@ from protrain_plan.records.profile import (
     Workload,
 )
 from protrain_runtime.fingerprint import model_fingerprint
+from protrain_runtime.masters import with_master_weights
 from protrain_runtime.measure import MemoryMeter
 
 Progress = Callable[[str, float], None]
@@ -177,14 +177,21 @@ def _optimizer(workload: Workload, name: str) -> OptimizerCost:
         name=name,
         host_parameters_per_s=_rounded(host),
         device_parameters_per_s=_rounded(device),
-        workspace_fraction=workspace_fraction(name, dtype, device=workload.device),
+        workspace_fraction=workspace_fraction(
+            name, workload.dtype, workload.precision, device=workload.device
+        ),
     )
 
 
-def workspace_fraction(optimizer: str, dtype: DType, *, device: DeviceKind = "cpu") -> float:
+def workspace_fraction(
+    optimizer: str, dtype: DType, precision: Precision, *, device: DeviceKind = "cpu"
+) -> float:
     """What a step needs besides its operands, as a fraction of the parameter's bytes."""
-    parameter = nn.Parameter(torch.zeros(2**20, dtype=TORCH_DTYPES[dtype], device=device))
-    stepper = optimizer_factory(optimizer)([parameter])
+    stored = parameter_dtype(dtype, precision)
+    parameter = nn.Parameter(torch.zeros(2**20, dtype=stored, device=device))
+    factory = optimizer_factory(optimizer)
+    make = with_master_weights(factory) if precision == "master" else factory
+    stepper = make([parameter])
     for _ in range(2):
         parameter.grad = torch.zeros_like(parameter)
         with MemoryMeter(device) as meter:

@@ -92,8 +92,7 @@ def _offload_all(model: nn.Module, units: Sequence[UnitPlan], workload: Workload
     nothing = TierBytes(device=0, context=0, host=0, disk=0)
     schedule = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=0)
     return Plan(
-        # Float32 copies are counted, and not yet kept by the runtime.
-        workload=replace(workload, precision="pure"),
+        workload=workload,
         hardware="",
         optimizer="adamw",
         profile_fingerprint="",

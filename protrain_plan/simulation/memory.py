@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple, assert_never
 
 from protrain_plan.compiling import compile_plan
 from protrain_plan.program import (
+    ARRIVING_GRADIENTS,
     PAGE_BYTES,
     PIECE_ALIGNMENT,
     STAGING_PIECES,
@@ -147,14 +148,23 @@ def holdings(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> I
     if settings.device == "cpu" and staging:
         yield Holding("staging", 0, 0, end, staging)
     largest = max(
-        (
-            unit.gradient_bytes
-            for unit, plan in zip(profile.units, plans, strict=True)
-            if isinstance(plan.states, Persistent)
-        ),
-        default=0,
+        device_workspace(plan.states, unit, profile, settings)
+        for unit, plan in zip(profile.units, plans, strict=True)
     )
-    yield Holding("staging", 0, end, end, round(largest * profile.optimizer.workspace_fraction))
+    yield Holding("staging", 0, end, end, round(largest))
+
+
+def device_workspace(states: Placement, unit: Unit, profile: Profile, settings: Settings) -> float:
+    """What the device's update asks for besides: the workspace of its step on a persistent chunk.
+
+    Of a gradient that waits below the device, the norm may be asked for after it has left: one at a
+    time comes back.
+    """
+    if isinstance(states, Persistent):
+        return unit.gradient_bytes * profile.optimizer.workspace_fraction
+    if settings.updates == "after backward" and gradient_home(states, settings) in ("host", "disk"):
+        return max(unit.gradient_pieces or (unit.gradient_bytes,))
+    return 0.0
 
 
 def activation_holdings(
@@ -184,18 +194,21 @@ def chunk_holdings(
     first_gradient = end - 1 - max(unit.used_by)
     last_gradient = end - 1 - min(unit.used_by)
     add_up = settings.micro_batches > 1
+    on_device = isinstance(states, Persistent) or gradient_home(states, settings) in (
+        "in place",
+        "device",
+    )
     if isinstance(states, Persistent):
-        first = 0 if add_up else first_gradient + 1
         yield Holding("states", index, 0, end, unit.parameter_bytes + unit.state_bytes)
-        yield Holding("gradients", index, first, end, unit.gradient_bytes)
-        return
-    for stay in residencies(states, unit.used_by, count):
-        yield Holding("buffers", index, stay.first, stay.last, unit.parameter_bytes)
-    if add_up and gradient_home(states, settings) in ("in place", "device"):
-        yield Holding("gradients", index, 0, end, unit.gradient_bytes)
     else:
-        # The gradient of a tied parameter grows from its last use to its first.
-        yield Holding("gradients", index, first_gradient + 1, last_gradient, unit.gradient_bytes)
+        for stay in residencies(states, unit.used_by, count):
+            yield Holding("buffers", index, stay.first, stay.last, unit.parameter_bytes)
+    if add_up and on_device:
+        yield Holding("gradients", index, 0, end, unit.gradient_bytes)
+    # The gradient of a tied parameter grows from its last use to its first.
+    stays = isinstance(states, Persistent) and not add_up
+    last = end if stays else last_gradient
+    yield Holding("gradients", index, first_gradient + 1, last, unit.gradient_bytes)
 
 
 def _transfer_holdings(
@@ -322,13 +335,14 @@ def total_staging(chunks: Sequence[Staging], profile: Profile) -> int:
     """The same of chunks' own needs.
 
     The largest piece and the widest states count; a piece may be cut up to PIECE_ALIGNMENT
-    elements later than its even share. Two chunks' gradients may be arriving.
+    elements later than its even share.
     """
     workspace = max(chunk.workspace for chunk in chunks) * profile.optimizer.workspace_fraction
     pieces = max(chunk.read_piece for chunk in chunks) + PIECE_ALIGNMENT * max(
         chunk.width for chunk in chunks
     )
-    return round(workspace) + STAGING_PIECES * pieces + 2 * max(c.arriving for c in chunks)
+    arriving = ARRIVING_GRADIENTS * max(chunk.arriving for chunk in chunks)
+    return round(workspace) + STAGING_PIECES * pieces + arriving
 
 
 def device_bytes(

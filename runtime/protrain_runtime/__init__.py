@@ -7,6 +7,7 @@
 Everything else of a training loop stays as it is, and computes what plain PyTorch computes.
 """
 
+from protrain_runtime.masters import with_master_weights
 from protrain_runtime.preparation import prepare, restore
 
-__all__ = ["prepare", "restore"]
+__all__ = ["prepare", "restore", "with_master_weights"]

@@ -80,7 +80,7 @@ class Boundaries:
     ) -> None:
         self._model, self._units, self._listener = model, tuple(units), listener
         self._handles: list[RemovableHandle] = []
-        self._step = 0  # counts forwards, so that hooks of an abandoned graph are silent
+        self._step = 0  # counts forwards, so that hooks know an abandoned graph
         self._backward_began = False
         self._training = False
         self._forward: Callable[..., Any] = model.forward
@@ -144,11 +144,15 @@ class Boundaries:
         step = self._step
 
         def hook(_: torch.Tensor) -> None:
-            if step == self._step:
-                if not self._backward_began:
-                    self._backward_began = True
-                    torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-                self._listener.enter(slot, ())
+            if step != self._step:
+                raise RuntimeError(
+                    "backward ran through a forward that was not the last one: under a plan every"
+                    " forward has its backward before the next begins"
+                )
+            if not self._backward_began:
+                self._backward_began = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            self._listener.enter(slot, ())
 
         for tensor in tensors:
             if tensor.requires_grad:

@@ -15,6 +15,7 @@ from torch import nn
 from protrain_plan.program import PIECE_ALIGNMENT, ChunkSize, grouped, pieces_in
 from protrain_runtime.stores import Store
 from protrain_runtime.taken import TakenGradient
+from protrain_runtime.waiting import Waiting
 
 ALIGNMENT = 64
 """Every parameter starts at a multiple of what the CPU allocator aligns tensors to, so that kernels
@@ -108,7 +109,13 @@ class Chunk:
     buffers: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     # The groups whose parameters have their shapes and hold nothing.
     hollow: set[int] = field(default_factory=set[int])
+    # Gradients by parameter: on the device, taken for their moves, and in the store below it.
     gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    waiting: dict[str, Waiting] = field(default_factory=dict[str, Waiting])
+    # What stands for them in `.grad`, set aside while a micro-batch runs.
+    hidden: dict[str, TakenGradient] = field(default_factory=dict[str, TakenGradient])
+    gradient_store: Store | None = None
+    gradient_offset: int = 0
     # What the optimizer keeps per parameter that is not elementwise (AdamW's step), by name.
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     updated: set[str] = field(default_factory=set[str])  # parameters that have states
@@ -200,13 +207,35 @@ class Chunk:
         """Move the gradients from the parameters to the chunk."""
         for part in self.slices:
             gradient = part.parameter.grad
-            if gradient is not None:
+            if gradient is not None and not isinstance(gradient, TakenGradient):
                 self.gradients[part.name] = gradient
                 part.parameter.grad = TakenGradient.standing_for(gradient)
+
+    def forget_dropped(self) -> None:
+        """Forget waiting gradients whose stand-ins the training loop has removed (`zero_grad`)."""
+        for part in self.slices:
+            if not isinstance(part.parameter.grad, TakenGradient):
+                self.waiting.pop(part.name, None)
+
+    def hide_taken(self) -> None:
+        """Leave no gradient where one was taken, for autograd to add to, until `show_taken`."""
+        for part in self.slices:
+            if isinstance(part.parameter.grad, TakenGradient):
+                self.hidden[part.name] = part.parameter.grad
+                part.parameter.grad = None
+
+    def show_taken(self) -> None:
+        """Let what was hidden stand again where no other gradient came."""
+        for part in self.slices:
+            if part.name in self.hidden and part.parameter.grad is None:
+                part.parameter.grad = self.hidden[part.name]
+        self.hidden.clear()
 
     def clear_gradients(self) -> None:
         """Forget the gradients, and what stands for those that were taken."""
         self.gradients.clear()
+        self.waiting.clear()
+        self.hidden.clear()
         self.drop_taken()
 
     def drop_taken(self) -> None:

@@ -1,6 +1,7 @@
 """The engine: walks the slots of a `Program` while the model computes.
 
-At every boundary that `Boundaries` reports it does what the programme says around a slot, in the
+A step is one programme or several: micro-batches before the one that updates have their own. At
+every boundary that `Boundaries` reports it does what the programme says around a slot, in the
 programme's order: wait for what must have left, submit fetches, wait for what the slot reads, let
 it compute, release, submit what it produced.
 """
@@ -23,11 +24,16 @@ Observer = Callable[[str], None]
 
 
 class Engine:
-    """Executes a programme. `shared` are the storages of persistent parameters and of buffers."""
+    """Executes the programmes of a step.
+
+    `program` ends with the update of offloaded chunks, `accumulating` is that of a micro-batch
+    before. `shared` are the storages of persistent parameters and of buffers.
+    """
 
     def __init__(
         self,
         program: Program,
+        accumulating: Program,
         plans: Sequence[UnitPlan],
         chunks: Sequence[Chunk],
         moves: Moves,
@@ -35,7 +41,8 @@ class Engine:
         backend: Backend,
         shared: frozenset[int],
     ) -> None:
-        self._program, self._plans, self._chunks = program, plans, chunks
+        self._updating, self._accumulating, self._program = program, accumulating, program
+        self._plans, self._chunks = plans, chunks
         self._moves, self._backend, self._shared = moves, backend, shared
         self.observer: Observer | None = None
         self.lanes: Mapping[Lane, WorkLane] = {
@@ -49,6 +56,9 @@ class Engine:
             [chunk for chunk in self._offloaded if unit in chunk.used_by]
             for unit in range(program.num_units)
         ]
+        self._updates = any(move.kind == "update" for move in program.moves)
+        self._in_backward = program.settings.updates == "in backward"
+        self._num_backwards = 0  # that have ended since the last update
         self._reset()
 
     def _reset(self) -> None:
@@ -67,7 +77,7 @@ class Engine:
         self.settle("a second forward began" if training else "the model was evaluated")
         self._training = training
         if training:
-            self._moves.make_staging()
+            self._begin_micro_batch()
         self._observe("begin")
         self._begin_slot(0, ())
 
@@ -75,6 +85,11 @@ class Engine:
         if not self._training:
             self._enter_untracked(slot)
             return
+        if self._slot < 0:
+            raise RuntimeError(
+                "backward ran once more through one forward: under this plan a forward has one"
+                " backward"
+            )
         while self._slot < slot:
             self._end_slot()
             following = self._slot + 1
@@ -93,11 +108,20 @@ class Engine:
     def end_backward(self) -> None:
         self.enter(len(self._program.slots) - 1, ())
         self._end_slot()
+        if not (self._updates and self._in_backward and self._program is self._updating):
+            self._end_moves()
         self._slot = -1
+        self._num_backwards += 1
+        for chunk in self._offloaded:
+            chunk.show_taken()
         self._observe("backward ended")
 
     def abort(self) -> None:
-        """Give the step up: nothing in flight, no buffers, no hooks."""
+        """Give the forward and backward up: nothing in flight, no buffers, no hooks.
+
+        Gradients of micro-batches before it stay what they are, unless its backward had begun.
+        """
+        in_backward = self._slot >= self._program.num_units
         self._close_saved()
         for ticket in self._tickets.values():
             # What failed on a lane was raised where compute waited for it, or does not matter now.
@@ -107,40 +131,92 @@ class Engine:
             self._moves.end(number)
         self._release_all()
         for chunk in self._offloaded:
-            chunk.clear_gradients()
-        self._moves.clear()
+            if in_backward:
+                chunk.clear_gradients()
+            else:
+                chunk.show_taken()
+        if in_backward:
+            self._num_backwards = 0
+        self._moves.clear(self._program)
         self._reset()
+
+    def _begin_micro_batch(self) -> None:
+        """Choose the programme, and see what the training loop has left of gradients."""
+        for chunk in self._offloaded:
+            chunk.forget_dropped()
+        parameters = [part.parameter for chunk in self._chunks for part in chunk.slices]
+        if all(parameter.grad is None for parameter in parameters):
+            self._num_backwards = 0  # none so far, or dropped: a loss scaler skips steps
+        settings = self._updating.settings
+        waiting = any(chunk.waiting for chunk in self._offloaded)
+        if waiting and settings.micro_batches == 1:
+            raise RuntimeError(
+                "a second forward began between backward() and optimizer.step(): this plan has room"
+                " for the gradients of one backward; to add several up, plan with --accumulate"
+            )
+        for chunk in self._offloaded:
+            chunk.hide_taken()
+        last = not self._in_backward or self._num_backwards + 1 == settings.micro_batches
+        self._program = self._updating if last else self._accumulating
+        self._moves.clear(self._program)
+        self._moves.make_staging()
 
     # ---- the end of a step ------------------------------------------------------------------
 
-    def settle(self, what: str) -> None:
-        """Let the moves of a step without updates end; RuntimeError, saying `what`, with updates.
+    @property
+    def _updated(self) -> bool:
+        """Whether backward updated offloaded parameters, and `optimizer.step()` has not come."""
+        count = self._updating.settings.micro_batches
+        return self._updates and self._in_backward and self._num_backwards >= count
 
-        Between backward and `optimizer.step()` some parameters are updated and some are not.
+    def settle(self, what: str) -> None:
+        """RuntimeError, saying `what`, where some parameters are updated and some are not.
+
+        So it is between backward and `optimizer.step()`, where updates are in backward.
         """
-        if not self._tickets:
-            return
-        if any(move.kind == "update" for move in self._program.moves):
+        if self._updated:
+            count = self._updating.settings.micro_batches
+            needs = "every backward needs" if count == 1 else f"every {count} backwards need"
             raise RuntimeError(
                 f"{what} between backward() and optimizer.step(): this plan updates offloaded"
-                " parameters during backward, so every backward needs its step"
+                f" parameters during backward, so {needs} its step"
             )
-        self.finish_step()
 
     def check_step(self) -> None:
         """RuntimeError where `optimizer.step()` does not belong."""
         if self._slot >= 0:
             raise RuntimeError("optimizer.step() was called before backward() had ended")
+        if self._updates and self._in_backward and self._num_backwards and not self._updated:
+            count = self._updating.settings.micro_batches
+            raise RuntimeError(
+                f"optimizer.step() was called after {self._num_backwards} of {count} micro-batches:"
+                f" this plan updates offloaded parameters in backward {count}. Run {count} per"
+                " step, or plan with --clip: updates then come after backward, however many there"
+                " were"
+            )
+
+    def begin_update(self) -> None:
+        """Let the updates start that waited for the end of backward."""
+        if self._in_backward or not self._num_backwards:
+            return
+        for chunk in self._offloaded:
+            chunk.forget_dropped()
+            chunk.take_gradients()
+        for number in self._updating.last:
+            self._submit(number)
 
     def finish_step(self) -> None:
         """Wait until every move has ended. Called by the optimizer's step."""
-        self.check_step()
+        self._end_moves()
+        for chunk in self._offloaded:
+            chunk.clear_gradients()
+        self._num_backwards = 0
+
+    def _end_moves(self) -> None:
         for number in sorted(self._running):
             self._tickets[number].synchronize()
             self._moves.end(number)
-        for chunk in self._offloaded:
-            chunk.clear_gradients()
-        self._moves.clear()
+        self._moves.clear(self._program)
         self._reset()
 
     def close(self) -> None:
@@ -179,9 +255,8 @@ class Engine:
     def _end_slot(self) -> None:
         slot = self._program.slots[self._slot]
         self._close_saved()
-        chunk = self._chunks[slot.unit]
-        if not slot.forward and chunk.store is not None:
-            chunk.take_gradients()
+        if not slot.forward and slot.finish:  # gradients go where these moves take them
+            self._chunks[slot.unit].take_gradients()
         for unit in slot.release:
             self._chunks[unit].release(self._chunks[unit].every_group)
         for number in slot.finish:

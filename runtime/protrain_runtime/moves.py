@@ -27,6 +27,7 @@ from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import Persistent, UnitPlan
 from protrain_runtime.activations import SwappedStorage
 from protrain_runtime.chunks import Chunk, OptimizerFactory, flat_storage_order
+from protrain_runtime.gradients import GradientMoves, dense
 from protrain_runtime.lanes import Backend
 from protrain_runtime.pieces import Piece
 from protrain_runtime.stores import HostStore, Store
@@ -70,7 +71,8 @@ class SwappedUnit:
 class Moves:
     """The data side of a programme: chunks, swapped activations, optimizer pieces.
 
-    `options` returns the hyperparameters that hold now.
+    `program` is the one that ends with an update, which has every kind of move; `clear` sets which
+    one runs. `options` returns the hyperparameters that hold now.
     """
 
     def __init__(
@@ -88,14 +90,17 @@ class Moves:
         self._backend, self._swap_stores = backend, swap_stores
         self._factory, self._options = factory, options
         reads = [n for n, move in enumerate(program.moves) if move.kind == "read states"]
+        self._reads = [program.moves[number] for number in reads]
         self._ring_place = {number: place % STAGING_PIECES for place, number in enumerate(reads)}
         self._ring: list[torch.Tensor] = []
         self._swap_offsets: dict[tuple[int, int], tuple[int, int]] = {}
-        self._host_gradients: dict[int, torch.Tensor] = {}  # unit -> uint8 [gradient bytes]
-        self.clear()
+        self._gradients = GradientMoves(program, backend)
+        self.clear(program)
 
-    def clear(self) -> None:
-        """Forget the current step."""
+    def clear(self, program: Program) -> None:
+        """Forget the programme that ran, and do the moves of this one."""
+        self._program = program
+        self._gradients.clear()
         self._swapped: dict[int, SwappedUnit] = {}  # what a unit's forward left
         # By move: what stands until it has ended.
         self._held: dict[int, list[torch.Tensor]] = {}
@@ -106,11 +111,13 @@ class Moves:
     def make_staging(self) -> None:
         """Allocate the staging buffers, once there is something to read.
 
-        Called between steps: a step reads all states or none. Parameters are read from the first.
+        Called between steps: a step reads all states or none. Parameters and gradients are read
+        from the first.
         """
+        self._gradients.make_rooms(self._chunks)
         if self._ring:
             return
-        reads = [self._program.moves[number] for number in self._ring_place]
+        reads = self._reads
         chunks = [self._chunks[move.unit] for move in reads]
         if not any(chunk.updated or self._reads_parameters(chunk) for chunk in chunks):
             return
@@ -118,20 +125,21 @@ class Moves:
         for move, chunk in zip(reads, chunks, strict=True):
             count = chunk.cut(move.stop) - chunk.cut(move.start)
             width = sum(state.dtype.itemsize for state in chunk.states)
-            if self._reads_parameters(chunk):
-                width += chunk.gradient_bytes // chunk.num_trainable
+            together = self._reads_parameters(chunk) + self._reads_gradients(chunk)
+            width += together * (chunk.gradient_bytes // chunk.num_trainable)
             largest = max(largest, count * width)
         for _ in range(min(STAGING_PIECES, len(self._ring_place))):
             self._ring.append(self._backend.empty_host(largest))
 
     @property
     def host_bytes(self) -> int:
-        """Host memory for what an optimizer there works on: gradients, and what it has from disk.
+        """Host memory for what passes through to an optimizer there: from disk, and to be added.
 
-        On a CPU the staging buffers count as the device's.
+        On a CPU these buffers count as the device's.
         """
-        staging = self._ring if self._backend.is_cuda else ()
-        return sum(arena.numel() for arena in (*self._host_gradients.values(), *staging))
+        if not self._backend.is_cuda:
+            return 0
+        return sum(buffer.numel() for buffer in self._ring) + self._gradients.num_bytes
 
     def _home(self, chunk: Chunk) -> GradientHome:
         """Where an offloaded chunk's gradients wait for its update."""
@@ -142,6 +150,10 @@ class Moves:
     def _reads_parameters(self, chunk: Chunk) -> bool:
         """Whether a chunk on disk is updated elsewhere than on the device."""
         return self._home(chunk) != "in place"
+
+    def _reads_gradients(self, chunk: Chunk) -> bool:
+        """Whether the gradients of a chunk on disk waited there too."""
+        return self._home(chunk) == "disk"
 
     def start(self, number: int) -> Work:
         """The move's work; what it needs is allocated now."""
@@ -155,9 +167,10 @@ class Moves:
             case "swap in":
                 return self._swap_in(number, move)
             case "spill gradients":
-                return self._spill_gradients(number, move, chunk)
+                work, self._held[number] = self._gradients.spill(move, chunk)
+                return work
             case "add gradients":
-                raise AssertionError("prepare refuses plans of several micro-batches")
+                return self._gradients.add(move)
             case "read states":
                 return self._read_states(number, move, chunk)
             case "update":
@@ -253,37 +266,19 @@ class Moves:
             self._swap_offsets[unit, place] = known
         return known[0]
 
-    def _spill_gradients(self, number: int, move: Move, chunk: Chunk) -> Work:
-        if chunk.unit not in self._host_gradients:
-            self._host_gradients[chunk.unit] = self._backend.empty_host(chunk.gradient_bytes)
-        arena = self._host_gradients[chunk.unit]
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        leaving = chunk.gradient_groups_in(move.share)
-        for part in chunk.slices:
-            if part.group in leaving and part.name in chunk.gradients:
-                offset = part.start * part.dtype.itemsize
-                target = arena[offset : offset + part.num_bytes].view(part.dtype)
-                gradient = dense(chunk.gradients[part.name], part.stride)
-                pairs.append((target, flat_storage_order(gradient)))
-                chunk.gradients[part.name] = target
-        self._held[number] = [source for _, source in pairs]
-
-        def work() -> None:
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-
-        return work
-
     def _read_states(self, number: int, move: Move, chunk: Chunk) -> Work:
         piece = Piece(chunk, chunk.cut(move.start), chunk.cut(move.stop))
         self._pieces[move.unit, move.start] = piece
-        reads_parameters = self._reads_parameters(chunk)
+        reads_parameters, reads_gradients = (
+            self._reads_parameters(chunk),
+            self._reads_gradients(chunk),
+        )
         if not reads_parameters:
             piece.view_device()
         if not self._ring:
             return lambda: None  # before the first step there is nothing to read
         ring = self._ring[self._ring_place[number]]
-        return lambda: piece.read(ring, parameters=reads_parameters)
+        return lambda: piece.read(ring, parameters=reads_parameters, gradients=reads_gradients)
 
     def _update(self, move: Move, chunk: Chunk) -> Work:
         on_host = isinstance(chunk.store, HostStore)
@@ -303,7 +298,7 @@ class Moves:
         def work() -> None:
             if on_host:
                 piece.view_store()
-            piece.update(self._factory, options, gradients)
+            piece.update(self._factory, options, {**piece.waiting_gradients(), **gradients})
             if on_host:
                 piece.write(parameters=False)
 
@@ -312,14 +307,3 @@ class Moves:
     def _write_states(self, move: Move) -> Work:
         piece = self._pieces.pop((move.unit, move.start))
         return lambda: piece.write(parameters=True)
-
-
-def dense(gradient: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The gradient with the parameter's own strides; a copy only where they differ."""
-    if gradient.dim() == 1 and gradient.stride() == (1,):
-        return gradient  # flat already
-    if gradient.stride() == stride:
-        return gradient
-    return torch.empty_strided(
-        gradient.shape, stride, dtype=gradient.dtype, device=gradient.device
-    ).copy_(gradient)

@@ -1,8 +1,9 @@
 """`PlannedOptimizer`: a real `torch.optim.Optimizer` over parameters that live in several places.
 
 Parameters of persistent chunks are updated by the user's optimizer itself, in `step()`. Those of
-offloaded chunks were updated piece by piece while backward ran; `step()` waits for the last of
-them. Every update is done by the user's own class with the options that its group holds.
+offloaded chunks are updated piece by piece: while backward runs, or in `step()` too where the
+plan's updates come after backward; `step()` waits for the last of them. Every update is done by the
+user's own class with the options that its group holds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -66,9 +67,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the persistent parameters and wait for the update of all others."""
+        """Update the persistent parameters, and the others or wait until they are updated."""
         if closure is not None:
-            raise ValueError("a planned optimizer takes no closure: it updates during backward")
+            raise ValueError("a planned optimizer takes no closure: call backward() before step()")
         if self._engine is None:
             self._inner.step()
             return None
@@ -78,6 +79,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 "a parameter group's options changed between backward() and step(): this plan has"
                 " updated offloaded parameters with the old ones; change them before backward()"
             )
+        self._engine.begin_update()
         for chunk in self._chunks:
             chunk.drop_taken()
         self._inner.step()

@@ -9,9 +9,10 @@ from torch import nn
 
 from protrain_runtime.chunks import Chunk, OptimizerFactory, Slice
 from protrain_runtime.stores import HostStore, Store
+from protrain_runtime.waiting import scaled
 
-_PARAMETERS = ""
-"""Stands for the parameters among the elementwise states, whose keys are names."""
+_PARAMETERS, _GRADIENTS = "parameters ", "gradients "
+"""Stand for these among the elementwise states, whose keys are names."""
 
 
 @dataclass(slots=True)
@@ -20,8 +21,9 @@ class Piece:
 
     `staging` holds one tensor per elementwise state, filled by "read states" and written back by
     "write states"; before the first step there is nothing to read, and the optimizer makes them.
-    `parameters` are, by name, the elements that the piece covers, where the optimizer runs. A piece
-    refers to nothing outside its range: what other pieces need may leave the device before it.
+    `parameters` are, by name, the elements that the piece covers, where the optimizer runs, and
+    `gradients` those of gradients that waited on disk. A piece refers to nothing outside its range:
+    what other pieces need may leave the device before it.
     """
 
     chunk: Chunk
@@ -29,6 +31,7 @@ class Piece:
     stop: int
     staging: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     parameters: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     made: list[tuple[Slice, int, int, dict[str, Any]]] = field(
         default_factory=list[tuple[Slice, int, int, dict[str, Any]]]
     )
@@ -43,31 +46,37 @@ class Piece:
             if low < high:
                 yield part, low, high
 
-    def read(self, ring: torch.Tensor, *, parameters: bool) -> None:
+    def read(self, ring: torch.Tensor, *, parameters: bool, gradients: bool) -> None:
         """Fill the staging tensors from the store; `ring` is this piece's staging buffer.
 
-        `parameters` where the optimizer has them from there too.
+        `parameters` and `gradients` where the optimizer has them from there too.
         """
         store = self.chunk.store
         assert store is not None
-        regions = self._regions(ring, parameters=parameters)
+        regions = self._regions(ring, parameters=parameters, gradients=gradients)
         for layout in self.chunk.states if self.chunk.updated else ():
             target = self.staging[layout.key] = regions[layout.key]
             place = layout.offset + self.start * layout.dtype.itemsize
             store.read(place, target.view(torch.uint8))
-        if not parameters:
-            return
         for part, low, high in self.parts():
-            first = part.start + low - self.start
-            target = self.parameters[part.name] = regions[_PARAMETERS][first : first + high - low]
-            place = self.chunk.offset + part.offset + low * part.dtype.itemsize
-            store.read(place, target.view(torch.uint8))
+            here = slice(part.start + low - self.start, part.start + high - self.start)
+            if parameters:
+                target = self.parameters[part.name] = regions[_PARAMETERS][here]
+                place = self.chunk.offset + part.offset + low * part.dtype.itemsize
+                store.read(place, target.view(torch.uint8))
+            waiting = self.chunk.waiting.get(part.name)
+            if gradients and waiting is not None:
+                target = self.gradients[part.name] = regions[_GRADIENTS][here]
+                place = waiting.offset + low * part.dtype.itemsize
+                waiting.store.read(place, target.view(torch.uint8))
 
-    def _regions(self, ring: torch.Tensor, *, parameters: bool) -> dict[str, torch.Tensor]:
-        """One region of the ring per state, and one for the parameters where asked for."""
+    def _regions(
+        self, ring: torch.Tensor, *, parameters: bool, gradients: bool
+    ) -> dict[str, torch.Tensor]:
+        """One region of the ring per state, and for parameters and gradients where asked for."""
         wanted = [(layout.key, layout.dtype) for layout in self.chunk.states]
-        if parameters:
-            wanted += [(_PARAMETERS, part.dtype) for part, _, _ in self.parts()][:1]
+        for key in [_PARAMETERS] * parameters + [_GRADIENTS] * gradients:
+            wanted += [(key, part.dtype) for part, _, _ in self.parts()][:1]
         regions: dict[str, torch.Tensor] = {}
         offset, count = 0, self.stop - self.start
         # Wide elements first: what follows is aligned to its own.
@@ -94,6 +103,17 @@ class Piece:
             size = (self.stop - self.start) * layout.dtype.itemsize
             place = store.view(layout.offset + self.start * layout.dtype.itemsize, size)
             self.staging[layout.key] = place.view(layout.dtype)
+
+    def waiting_gradients(self) -> dict[str, torch.Tensor]:
+        """The elements of gradients that waited below the device, as they are due."""
+        found: dict[str, torch.Tensor] = {}
+        for part, low, high in self.parts():
+            waiting = self.chunk.waiting.get(part.name)
+            if waiting is not None:
+                read = self.gradients.get(part.name)
+                elements = waiting.in_host(low, high) if read is None else read
+                found[part.name] = scaled(elements, waiting.factors)
+        return found
 
     def update(
         self,
@@ -150,6 +170,7 @@ class Piece:
         self.made.clear()
         self.staging.clear()
         self.parameters.clear()
+        self.gradients.clear()
 
 
 def _lies_in(store: Store, offset: int, values: torch.Tensor) -> bool:

@@ -11,9 +11,7 @@ from torch import nn
 
 from protrain_plan.compiling import compile_plan
 from protrain_plan.errors import ProtrainError
-from protrain_plan.program import (
-    Settings,
-)
+from protrain_plan.program import Settings, gradient_home
 from protrain_plan.records import read_plan
 from protrain_plan.records.plan import (
     Keep,
@@ -23,7 +21,7 @@ from protrain_plan.records.plan import (
     Swap,
     SwapInput,
 )
-from protrain_plan.records.profile import RecomputedForm, Workload
+from protrain_plan.records.profile import RecomputedForm
 from protrain_runtime.activations import recomputed
 from protrain_runtime.boundaries import Boundaries, replace_forward
 from protrain_runtime.chunks import (
@@ -33,8 +31,10 @@ from protrain_runtime.chunks import (
 )
 from protrain_runtime.engine import Engine
 from protrain_runtime.fingerprint import model_fingerprint
+from protrain_runtime.inputs import refuse_larger_batches
 from protrain_runtime.lanes import Backend, WorkLane
 from protrain_runtime.layout import make_chunks
+from protrain_runtime.masters import with_master_weights
 from protrain_runtime.moves import Moves
 from protrain_runtime.optimizer import ParameterGroups, PlannedOptimizer, make_inner
 from protrain_runtime.pieces import elementwise_states
@@ -42,6 +42,7 @@ from protrain_runtime.state_dicts import (
     Undo,
     add_state_dict_hooks,
     bring_back,
+    bring_back_gradients,
     offloaded_parameters,
     read_parameter,
 )
@@ -79,7 +80,10 @@ def prepare(
     its unnamed file, by default the system's directory for temporary files. `lane_delay` returns
     seconds by which tests hold every transfer back.
 
-    The training loop stays as it is, with one forward, one backward and one `step()` per batch.
+    The training loop stays as it is: the plan's number of micro-batches, each with a forward and
+    a backward, then one `step()`. Where the plan's updates come after backward, gradients may be
+    clipped (`torch.nn.utils.clip_grad_norm_`) and unscaled (`torch.amp.GradScaler`) before it.
+    Under a plan of master precision, the optimizer steps on float32 copies (see `masters`).
     Raises ProtrainError, and leaves the model as it was, if the plan was made for another model or
     cannot be carried out here or by this version.
     """
@@ -87,8 +91,9 @@ def prepare(
         raise ProtrainError("the model follows a plan already", fix="call restore(model) first")
     if not isinstance(plan, Plan):
         plan = read_plan(Path(plan))
-    check_supported(plan)
     modules = check_model(model, plan)
+    if plan.workload.precision == "master":
+        optimizer = with_master_weights(optimizer)
     inner = make_inner(optimizer, model, param_groups)
     names = {parameter: name for name, parameter in model.named_parameters()}
     facade = PlannedOptimizer(inner, names)
@@ -112,6 +117,8 @@ def restore(model: nn.Module) -> nn.Module:
     prepared: Prepared = model.__dict__[_ATTRIBUTE]
     if prepared.engine is not None:
         prepared.engine.settle("restore() was called")
+        for chunk in prepared.chunks:
+            bring_back_gradients(chunk)
     del model.__dict__[_ATTRIBUTE]
     prepared.optimizer.give_back()
     while prepared.undo:
@@ -155,36 +162,6 @@ def keeps_everything(plan: Plan) -> bool:
     )
 
 
-def check_supported(plan: Plan) -> None:
-    """ProtrainError if the plan asks for what the engine cannot execute."""
-    check_precision(plan.workload)
-    if plan.updates != "in backward":
-        raise ProtrainError(
-            f"expected 'in backward', got '{plan.updates}': the runtime of this version updates"
-            " offloaded parameters during backward",
-            key="updates",
-            fix="plan without clipping of gradients",
-        )
-    if plan.micro_batches != 1:
-        raise ProtrainError(
-            f"expected 1, got {plan.micro_batches}: the runtime of this version runs one forward"
-            " and one backward per update",
-            key="micro_batches",
-            fix="plan with one micro-batch per update",
-        )
-
-
-def check_precision(workload: Workload) -> None:
-    """ProtrainError if parameters have float32 copies, which nothing here steps on."""
-    if workload.precision == "master":
-        raise ProtrainError(
-            "expected pure or autocast, got master: the runtime of this version keeps no float32"
-            " copies of parameters",
-            key="workload.precision",
-            fix="profile with --precision pure or --precision autocast",
-        )
-
-
 def check_model(model: nn.Module, plan: Plan) -> list[nn.Module | None]:
     """Each unit's module, None for a part. ProtrainError if the plan is for another model."""
     found = model_fingerprint(model)
@@ -224,6 +201,12 @@ def _attach(
     device = next(model.parameters()).device
     backend = Backend(device, delay=lane_delay)
     directory = Path(spill_directory if spill_directory is not None else gettempdir())
+    settings = Settings(
+        device="cuda" if backend.is_cuda else "cpu",
+        piece_bytes=plan.piece_bytes,
+        updates=plan.updates,
+        micro_batches=plan.micro_batches,
+    )
     chunks = make_chunks(model, plan.units)
     stores = Stores(backend, directory)
     undo.append(stores.close)
@@ -234,6 +217,10 @@ def _attach(
             continue
         undo.append(lambda chunk=chunk: bring_back(chunk))  # type: ignore[misc]
         offload(chunk, stores.get(unit.states.tier), states)
+        home = gradient_home(unit.states, settings)
+        if home in ("host", "disk"):
+            chunk.gradient_store = stores.get(home)
+            chunk.gradient_offset = chunk.gradient_store.reserve(chunk.gradient_bytes)
         backend.synchronize()
         chunk.unbind(chunk.every_group)
     swap_stores = {
@@ -244,11 +231,9 @@ def _attach(
     per_parameter = {
         dtype: sum(state.itemsize for state in layout.values()) for dtype, layout in states.items()
     }
-    program = compile_plan(
-        plan.units,
-        [chunk.size(per_parameter) for chunk in chunks],
-        Settings(device="cuda" if backend.is_cuda else "cpu", piece_bytes=plan.piece_bytes),
-    )
+    sizes = [chunk.size(per_parameter) for chunk in chunks]
+    program = compile_plan(plan.units, sizes, settings)
+    accumulating = compile_plan(plan.units, sizes, settings, updating=False)
     moves = Moves(
         program,
         plan.units,
@@ -264,7 +249,9 @@ def _attach(
     shared = frozenset(
         tensor.untyped_storage().data_ptr() for tensor in (*staying, *model.buffers())
     )
-    engine = Engine(program, plan.units, chunks, moves, backend=backend, shared=shared)
+    engine = Engine(
+        program, accumulating, plan.units, chunks, moves, backend=backend, shared=shared
+    )
     # A model that is dropped without `restore` frees its threads and files all the same.
     last_resort = weakref.finalize(model, _shut, tuple(engine.lanes.values()), stores)
     undo.append(last_resort.detach)
@@ -275,6 +262,7 @@ def _attach(
             undo.append(wrap_forward(module, unit.activations.form))
     boundaries = Boundaries(model, modules, engine)
     undo.append(boundaries.remove)
+    undo.append(refuse_larger_batches(model, plan.workload))
     add_state_dict_hooks(model, chunks, engine, undo)
     prepared.engine, prepared.chunks = engine, chunks
     prepared.below = lambda: (stores.host_bytes + moves.host_bytes, stores.disk_bytes)

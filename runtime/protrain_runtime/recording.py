@@ -28,8 +28,10 @@ class StepMemory:
     context_bytes: int
 
 
-def measure_step(model: nn.Module, step: Callable[[Observer], None]) -> StepMemory:
-    """Run `step` once and count its bytes.
+def measure_step(
+    model: nn.Module, step: Callable[[Observer], None], *, besides_bytes: int = 0
+) -> StepMemory:
+    """Run `step` once and count its bytes, without `besides_bytes` of tensors that stand by.
 
     `step` calls its argument with "update" before the optimizer's step. Counting takes time and,
     afterwards, some memory: measure one step, the last of a run.
@@ -37,12 +39,12 @@ def measure_step(model: nn.Module, step: Callable[[Observer], None]) -> StepMemo
     device = next(model.parameters()).device
     engine = engine_of(model)
     gc.collect()
-    meter = MemoryMeter(device, start_bytes=_live_bytes(model, device))
+    meter = MemoryMeter(device, start_bytes=_live_bytes(model, device) - besides_bytes)
     held: list[int] = []  # by the whole process, at the marks
 
     def observe(what: str) -> None:
         meter.mark(what)
-        held.append(process_memory().data_bytes if device.type == "cpu" else 0)
+        held.append(process_memory().data_bytes - besides_bytes if device.type == "cpu" else 0)
 
     if engine is not None:
         engine.observer = observe
@@ -54,9 +56,13 @@ def measure_step(model: nn.Module, step: Callable[[Observer], None]) -> StepMemo
         if engine is not None:
             engine.observer = None
     segments = meter.segments
+    slots: dict[str, int] = {}  # micro-batches meet the same ones
+    for segment in segments:
+        if segment.label.startswith(("slot", "update")):
+            slots[segment.label] = max(segment.peak_bytes, slots.get(segment.label, 0))
     return StepMemory(
         device_bytes=max(segment.peak_bytes for segment in segments),
-        slot_bytes=tuple(s.peak_bytes for s in segments if s.label.startswith(("slot", "update"))),
+        slot_bytes=tuple(slots.values()),
         context_bytes=max(
             data - segment.start_bytes for data, segment in zip(held, segments, strict=True)
         )

@@ -45,6 +45,15 @@ def bring_back(chunk: Chunk) -> None:
     chunk.hollow.clear()
 
 
+def bring_back_gradients(chunk: Chunk) -> None:
+    """Give an offloaded chunk's parameters the gradients that wait below the device."""
+    chunk.forget_dropped()
+    for part in chunk.slices:
+        if part.name in chunk.waiting:
+            part.parameter.grad = chunk.waiting[part.name].whole()
+    chunk.clear_gradients()
+
+
 def add_state_dict_hooks(
     model: nn.Module, chunks: Sequence[Chunk], engine: Engine, undo: Undo
 ) -> None:

@@ -1,8 +1,8 @@
 """What stands in `.grad` once a gradient has gone to its optimizer.
 
-A plan updates offloaded parameters while backward runs, so between `backward()` and `step()` their
-gradients are gone. Code that looks at them there, such as gradient clipping or a gradient scaler,
-would silently miss them; it gets an error instead.
+A plan whose updates are in backward has updated offloaded parameters when `backward()` ends, and
+their gradients are gone. Code that looks at them there, such as gradient clipping or a gradient
+scaler, would silently miss them; it gets an error instead.
 """
 
 from typing import Any
@@ -30,10 +30,9 @@ class TakenGradient(torch.Tensor):
     ) -> Any:
         """RuntimeError, whatever `func` is."""
         raise RuntimeError(
-            "the gradient of an offloaded parameter was used after backward(): this plan has"
-            " updated the parameter already. Clipping and scaling of gradients are not supported"
-            " under plans that offload states; leave them out, or use a plan whose states are all"
-            " persistent"
+            "the gradient of an offloaded parameter was used after backward(): this plan updates"
+            " such parameters during backward. To clip or unscale gradients, plan with --clip:"
+            " updates then come after backward"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # as torch's
