@@ -361,3 +361,26 @@ def test_a_plan_for_a_tier_that_is_not_there_is_refused(tmp_path: Path) -> None:
     plan = replace(kept.plan, units=(units[0], changed, units[2]))
     path = written(tmp_path, replace(kept, plan=plan))
     assert refused(path) == f"{path}: units[1]: cpu has no host tier"
+
+
+def test_a_step_that_takes_no_time_is_refused(tmp_path: Path) -> None:
+    profile = decoder(cpu(), blocks=1, block_parameters=0, embedding_parameters=0, seconds=0.0)
+    plan = small_step().plan
+    units = tuple(replace(plan.units[0], name=unit.name, kind=unit.kind) for unit in profile.units)
+    idle = replace(plan, profile_fingerprint=fingerprint(profile), units=units)
+    write_profile(profile, tmp_path / "profile.yaml")
+    write_plan(idle, tmp_path / "plan.yaml")
+    path = tmp_path / "plan.yaml"
+    assert refused(path) == f"{path}: a step that takes no time cannot be shown"
+
+
+def test_a_step_of_micro_batches_says_which_of_them_is_shown() -> None:
+    one = small_step()
+    decisions = [(unit.activations, unit.states, unit.schedule) for unit in one.plan.units]
+    several = step_of(one.profile, decisions, micro_batches=4)
+    lines = printed(several).splitlines()
+    assert lines[0] == (
+        "synthetic: 1 sequence of 1024 tokens, bfloat16, 4 micro-batches, adamw on gpu"
+    )
+    assert lines[2] == "the last of 4 micro-batches, with its update:"
+    assert summary(several).startswith("the last of 4 micro-batches, with its update: ")

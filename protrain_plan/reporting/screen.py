@@ -155,6 +155,8 @@ class _Drawing:
                 f" the fastest; compute waits {format_seconds(report.stall_seconds)}"
             )
         )
+        if plan.micro_batches > 1:
+            yield Text(f"the last of {plan.micro_batches} micro-batches, with its update:")
 
     # Decisions
 

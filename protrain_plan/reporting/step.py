@@ -75,7 +75,10 @@ def read_step(plan_path: Path, profile_path: Path | None = None) -> Step:
             fix="name the plan's own profile with --profile, or plan again",
         )
     _check_units(plan, profile, str(plan_path))
-    return simulated(plan, profile)
+    step = simulated(plan, profile)
+    if not step.report.step_seconds:
+        raise ProtrainError("a step that takes no time cannot be shown", source=str(plan_path))
+    return step
 
 
 def _check_units(plan: Plan, profile: Profile, source: str) -> None:
