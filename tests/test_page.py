@@ -304,7 +304,10 @@ def test_the_page_asks_for_nothing_and_may_not(browser: Browser, file: Path) -> 
 
 
 def test_print_shows_everything_without_the_tools(page: Page) -> None:
+    page.locator("input[value=dark]").check(force=True)
     page.emulate_media(media="print")
+    paper = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+    assert paper == "rgb(255, 255, 255)"
     assert page.locator("#zoom-in").is_hidden()
     assert page.locator(".switch").is_hidden()
     assert page.locator("#decisions-table").is_visible()

@@ -355,7 +355,7 @@
   const selection = svg("rect", { class: "select", visibility: "hidden" });
 
   const draw = () => {
-    width = Math.max(480, chart.getBoundingClientRect().width || 900);
+    width = Math.max(320, chart.getBoundingClientRect().width || 900);
     chart.setAttribute("viewBox", `0 0 ${width} ${height}`);
     chart.setAttribute("height", height);
     const clipped = svg("g", { "clip-path": "url(#plot)" });
@@ -550,7 +550,7 @@
 
   const strip = byId("strip");
   const CELL = 24;
-  const stripWidth = () => Math.max(480, strip.getBoundingClientRect().width || 900);
+  const stripWidth = () => Math.max(320, strip.getBoundingClientRect().width || 900);
   const drawStrip = () => {
     const wide = stripWidth(), cell = (wide - LEFT - RIGHT) / units.length;
     strip.setAttribute("viewBox", `0 0 ${wide} ${2 * CELL + 24}`);
@@ -715,7 +715,7 @@
     const points = data.front.map((point) => [point.device_bytes, point.step_seconds * 1e9, point.gap]);
     if (!points.length) return;
     byId("front").hidden = false;
-    const target = byId("front-chart"), wide = Math.max(480, target.getBoundingClientRect().width || 900), high = 250;
+    const target = byId("front-chart"), wide = Math.max(320, target.getBoundingClientRect().width || 900), high = 250;
     const here = [tiers[0].peak, data.predicted_step_seconds * 1e9], all = [...points, here];
     const low = Math.min(...all.map((p) => p[0])), most = Math.max(...all.map((p) => p[0]));
     const slowest = Math.max(...all.map((p) => p[1])) * 1.08;
