@@ -17,7 +17,17 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import typer
 
 from protrain_plan import __version__, rendering
-from protrain_plan.commands import fit, hardware, models, plan, profile, run
+from protrain_plan.commands import (
+    fit,
+    hardware,
+    models,
+    plan,
+    profile,
+    report,
+    run,
+    show,
+    simulate,
+)
 from protrain_plan.commands.output import err, out
 from protrain_plan.errors import ProtrainError
 
@@ -26,11 +36,14 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Plan training under a memory limit: profile a model, plan it, run the plan.",
+    help="Plan training under a memory limit: profile a model, plan it, look at the plan, run it.",
 )
 app.command(epilog=profile.EXAMPLES)(profile.profile)
 app.command(epilog=fit.EXAMPLES)(fit.fit)
 app.command(epilog=plan.EXAMPLES)(plan.plan)
+app.command(epilog=show.EXAMPLES)(show.show)
+app.command(epilog=simulate.EXAMPLES)(simulate.simulate)
+app.command(epilog=report.EXAMPLES)(report.report)
 app.command(epilog=run.EXAMPLES)(run.run)
 app.command(epilog=models.EXAMPLES)(models.models)
 app.add_typer(hardware.app, name="hardware", help=hardware.HELP, epilog=hardware.EXAMPLES)

@@ -163,6 +163,13 @@ class Program:
     def num_units(self) -> int:
         return len(self.slots) // 2
 
+    def slot_name(self, index: int) -> str:
+        """A slot's name in a timeline; that after the last slot is the device's update."""
+        if index == len(self.slots):
+            return "update on the device"
+        slot = self.slots[index]
+        return f"{'forward' if slot.forward else 'backward'} {slot.unit}"
+
     def move_name(self, index: int) -> str:
         """A name that the simulated and the recorded timeline share."""
         move = self.moves[index]

@@ -285,7 +285,7 @@ def test_a_plan_for_another_model_is_one_message(tiny_llama: Path, tmp_path: Pat
     )
 
 
-@pytest.mark.parametrize("command", ["profile", "plan", "run"])
+@pytest.mark.parametrize("command", ["profile", "plan", "show", "simulate", "report", "run"])
 def test_help_of_every_command_shows_an_example(command: str, tmp_path: Path) -> None:
     result = protrain(command, "--help", folder=tmp_path)
     assert result.returncode == 0

@@ -31,11 +31,12 @@ ALLOWED = {
     "simulation": ABOVE_PROGRAM,
     "planning": ABOVE_PROGRAM | {"simulation"},
     "fitting": BASE | {"records", "planning"},
+    "reporting": ABOVE_PROGRAM | {"simulation"},
     "rendering": BASE | {"records", "planning", "simulation"},
     "running": BASE | {"records", "models", "runtime"},
     "commands": ABOVE_PROGRAM
     | {"fitting", "hardware", "models", "profiling", "simulation", "planning", "rendering"}
-    | {"running", "runtime"},
+    | {"reporting", "running", "runtime"},
     "cli": BASE | {"commands", "rendering"},
     "runtime": ABOVE_PROGRAM,  # runtime/protrain_runtime, which stands beside
 }
@@ -166,7 +167,12 @@ except SystemExit as stop:
 """
 
 
-@pytest.mark.parametrize("args", [("--help",), ("plan", "--help"), ("run", "--help")], ids=" ".join)
+COMMANDS = ("plan", "show", "simulate", "report", "run")
+
+
+@pytest.mark.parametrize(
+    "args", [("--help",), *((name, "--help") for name in COMMANDS)], ids=" ".join
+)
 def test_help_does_not_wait_for_torch(args: tuple[str, ...]) -> None:
     assert run_without_torch(CLI, *args) == (0, "")
 

@@ -12,6 +12,14 @@ from protrain_plan.units import parse_bytes
 Name = TypeVar("Name", bound=str)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile",
+        help="The profile that the plan was made from; default: profile.yaml beside the plan.",
+        show_default=False,
+    ),
+]
 SpillOption = Annotated[
     Path | None,
     typer.Option(
@@ -52,14 +60,14 @@ def choice(option: str, text: str, known: tuple[Name, ...]) -> Name:
     )
 
 
-def writable(path: Path) -> None:
+def writable(path: Path, *, option: str = "-o") -> None:
     """Refuse at once what could not be written after minutes of work."""
     directory = path.parent
     if path.is_dir():
-        raise ProtrainError("is a directory", source=str(path), fix="name a file with -o")
+        raise ProtrainError("is a directory", source=str(path), fix=f"name a file with {option}")
     if not directory.is_dir() or not os.access(directory, os.W_OK):
         raise ProtrainError(
             "the directory is missing or cannot be written",
             source=str(directory),
-            fix="name a file in another directory with -o",
+            fix=f"name a file in another directory with {option}",
         )

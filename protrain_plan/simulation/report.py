@@ -82,7 +82,8 @@ def report(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> Ste
         lanes=_lanes(program, timeline, plans, profile),
         stall_by_lane=_summed((stall.lane, stall.seconds) for stall in timeline.stalls),
         stall_by_cause=_summed(
-            (_cause(stall, moves[stall.waited_for]), stall.seconds) for stall in timeline.stalls
+            (stall_cause(stall, moves[stall.waited_for]), stall.seconds)
+            for stall in timeline.stalls
         ),
         slots=slots,
         peak_slot=PeakSlot(index=peak, name=slots[peak].name),
@@ -169,23 +170,24 @@ def _lanes(
     return tuple(lanes)
 
 
-def _cause(stall: Stall, move: Move) -> str:
+def stall_cause(stall: Stall, move: Move) -> str:
     """What compute waited for, to follow "for"."""
-    carried = _carried(move.kind)
+    what = carried(move.kind)
     match stall.reason:
         case "fetch":
-            return f"{carried} from {move.lane.tier}"
+            return f"{what} from {move.lane.tier}"
         case "drain":
-            return f"{carried} to leave"
+            return f"{what} to leave"
         case "end":
             if move.kind == "update":
                 return "the last updates"
-            return f"the last {carried}" + (" to leave" if move.lane.direction == "spill" else "")
+            return f"the last {what}" + (" to leave" if move.lane.direction == "spill" else "")
         case _:
             assert_never(stall.reason)
 
 
-def _carried(kind: MoveKind) -> str:
+def carried(kind: MoveKind) -> str:
+    """What a move of this kind moves or works on."""
     match kind:
         case "gather":
             return "parameters"

@@ -196,14 +196,9 @@ class _Simulation:
 
     def spans(self) -> tuple[Span, ...]:
         """What ran when: compute first, then the moves in the order of submission."""
-        names = [
-            f"{'forward' if slot.forward else 'backward'} {slot.unit}"
-            for slot in self.program.slots
-        ]
-        names.append("update on the device")
         spans = [
-            Span(name, "compute", start, end)
-            for name, (start, end) in zip(names, self.computed, strict=True)
+            Span(self.program.slot_name(index), "compute", start, end)
+            for index, (start, end) in enumerate(self.computed)
             if end > start
         ]
         for number, end in enumerate(self.ended):

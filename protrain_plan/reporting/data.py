@@ -1,0 +1,211 @@
+"""The simulated step as plain data: what `protrain show --json` prints and the page draws.
+
+Sizes are bytes. Times in lists are whole ticks of `tick_seconds` since the step began, a ten
+millionth of the step or less. Lists of equal length stand for lists of records, and kinds of bars
+are places in the list `kinds`: all this keeps the page of a hundred blocks small.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from math import floor, log10
+from typing import Any, NamedTuple
+
+from protrain_plan import __version__
+from protrain_plan.records import activations_text, fingerprint, states_text
+from protrain_plan.records.plan import UnitPlan
+from protrain_plan.reporting.lanes import Bar, Ran, bars, lanes, named, waits
+from protrain_plan.reporting.memory import TierMemory, memory, slot_begins_s
+from protrain_plan.reporting.step import Step
+from protrain_plan.simulation.recording import Recording
+from protrain_plan.simulation.report import in_words
+
+Data = dict[str, Any]
+
+
+class FrontPoint(NamedTuple):
+    """A plan on the front of memory against time; `device_bytes` with the context."""
+
+    device_bytes: int
+    step_seconds: float
+    gap: float
+
+
+class _Scale:
+    """How times and kinds are written as numbers."""
+
+    def __init__(self, step: Step) -> None:
+        seconds = step.report.step_seconds
+        self.tick_s = 10.0 ** (floor(log10(seconds)) - 7) if seconds else 1e-9
+        self.kinds = {kind: n for n, kind in enumerate(_kinds(step))}
+
+    def ticks(self, seconds: Iterable[float]) -> list[int]:
+        return [round(time / self.tick_s) for time in seconds]
+
+    def bars(self, found: Sequence[Bar]) -> Data:
+        return {
+            "start": self.ticks(bar.start_s for bar in found),
+            "end": self.ticks(bar.end_s for bar in found),
+            "kind": [self.kinds[bar.kind] for bar in found],
+            "unit": [bar.unit for bar in found],
+        }
+
+
+def _kinds(step: Step) -> dict[str, None]:
+    return dict.fromkeys(bar.kind for bar in named(step).values())
+
+
+def step_data(
+    step: Step,
+    *,
+    recording: Recording | None = None,
+    front: Sequence[FrontPoint] = (),
+) -> Data:
+    """Everything that is shown of a step; a recording must be one of its plan."""
+    scale, found = _Scale(step), waits(step)
+    plan, report = step.plan, step.report
+    workload, prediction = plan.workload, plan.prediction
+    return {
+        "program": f"protrain-plan {__version__}",
+        "model": workload.model,
+        "workload": workload_text(step),
+        "hardware": plan.hardware,
+        "optimizer": plan.optimizer,
+        "exact": plan.exact,
+        "updates": plan.updates,
+        "micro_batches": plan.micro_batches,
+        "plan_fingerprint": fingerprint(plan),
+        "profile_fingerprint": plan.profile_fingerprint,
+        "profile_method": step.profile.method,
+        "tick_seconds": scale.tick_s,
+        "step_seconds": report.step_seconds,
+        "predicted_step_seconds": prediction.step_seconds,
+        "gap": plan.gap,
+        "stall_seconds": report.stall_seconds,
+        "stall_by_cause": report.stall_by_cause,
+        "words": in_words(report),
+        "units": [_unit(step, index) for index in range(len(plan.units))],
+        "decisions": decisions(step),
+        "slots": {
+            "begin": scale.ticks(slot_begins_s(step)),
+            "start": scale.ticks(slot.start_s for slot in report.slots),
+            "end": scale.ticks(slot.end_s for slot in report.slots),
+        },
+        "peak_slot": report.peak_slot.index,
+        "tiers": [_tier(tier, scale) for tier in memory(step)],
+        "kinds": list(scale.kinds),
+        "lanes": [
+            {
+                "name": lane.name,
+                "busy_seconds": lane.busy_s,
+                "utilisation": lane.utilisation,
+                "bytes": lane.bytes,
+                "num_moves": lane.num_moves,
+                "bars": scale.bars(lane.bars)
+                | {
+                    "slot": [bar.slot for bar in lane.bars],
+                    "bytes": [bar.bytes for bar in lane.bars],
+                    "pieces": [bar.num_pieces for bar in lane.bars],
+                },
+            }
+            for lane in lanes(step)
+        ],
+        "waits": {
+            "start": scale.ticks(wait.start_s for wait in found),
+            "end": scale.ticks(wait.end_s for wait in found),
+            "slot": [wait.slot for wait in found],
+            "cause": [wait.cause for wait in found],
+            "waited_for": [wait.waited_for for wait in found],
+            "lane": [wait.lane for wait in found],
+        },
+        "front": [point._asdict() for point in front],
+        "recording": None if recording is None else _recording(step, recording, scale),
+    }
+
+
+def workload_text(step: Step) -> str:
+    """`2 sequences of 256 tokens, float32`."""
+    workload = step.plan.workload
+    sequences = "1 sequence" if workload.batch_size == 1 else f"{workload.batch_size} sequences"
+    parts = [f"{sequences} of {workload.seq_len} tokens", workload.dtype]
+    if workload.precision != "pure":
+        parts.append(f"{workload.precision} precision")
+    if workload.adapter:
+        parts.append(workload.adapter)
+    if step.plan.micro_batches > 1:
+        parts.append(f"{step.plan.micro_batches} micro-batches")
+    return ", ".join(parts)
+
+
+def decisions(step: Step) -> list[Data]:
+    """Runs of units with the same decisions, in order."""
+    found: list[Data] = []
+    units = enumerate(step.plan.units)
+    for _, run in itertools.groupby(units, key=lambda item: _decided(item[1])):
+        members = list(run)
+        first, decided = members[0]
+        schedule = decided.schedule
+        found.append(
+            {
+                "first": first,
+                "last": members[-1][0],
+                "activations": activations_text(decided.activations),
+                "states": states_text(decided.states),
+                "forward_lead": schedule.forward_lead,
+                "backward_lead": schedule.backward_lead,
+                "swap_lead": schedule.swap_lead,
+                "swap_drain": schedule.swap_drain,
+                "update_drain": schedule.update_drain,
+            }
+        )
+    return found
+
+
+def _decided(unit: UnitPlan) -> object:
+    # Parts that happen to stand side by side are no run.
+    name = unit.name if unit.kind == "part" else ""
+    return name, unit.activations, unit.states, unit.schedule
+
+
+def _unit(step: Step, index: int) -> Data:
+    decided, unit = step.plan.units[index], step.profile.units[index]
+    keep = unit.cost("keep")
+    return {
+        "name": decided.name,
+        "activations": activations_text(decided.activations),
+        "states": states_text(decided.states),
+        "state_bytes": unit.parameter_bytes + unit.gradient_bytes + unit.state_bytes,
+        "keep_bytes": keep.kept_bytes,
+    }
+
+
+def _tier(tier: TierMemory, scale: _Scale) -> Data:
+    return {
+        "name": tier.name,
+        "budget": tier.budget_bytes,
+        "peak": max(tier.totals),
+        "time": scale.ticks(tier.times_s),
+        "kinds": {kind: _repeats_dropped(sizes) for kind, sizes in tier.by_kind.items()},
+    }
+
+
+def _repeats_dropped(sizes: Sequence[int]) -> list[int]:
+    """A single number for bytes that never change."""
+    return list(sizes[:1]) if len(set(sizes)) == 1 else list(sizes)
+
+
+def _recording(step: Step, recording: Recording, scale: _Scale) -> Data:
+    """The recorded step beside the simulated one."""
+    ran = [Ran(event.lane, event.name, event.start_s, event.end_s) for event in recording.events]
+    by_lane = bars(step, ran)
+    busy: dict[str, float] = {}
+    for one in ran:
+        busy[one.lane] = busy.get(one.lane, 0.0) + one.end_s - one.start_s
+    predicted = [slot.device.total for slot in step.report.slots]
+    above = [index for index, size in enumerate(recording.slot_bytes) if size > predicted[index]]
+    return {
+        "step_seconds": recording.step_seconds,
+        "lanes": {lane: scale.bars(of_lane) for lane, of_lane in by_lane.items()},
+        "busy_seconds": busy,
+        "slot_bytes": list(recording.slot_bytes),
+        "slots_above": above,
+    }
