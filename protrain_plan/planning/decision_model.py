@@ -47,6 +47,7 @@ class DecisionModel:
         self.states: list[list[pulp.LpVariable]] = []
         self.uses: list[pulp.LpVariable] = []
         self.placed: dict[str, Placed] = {}
+        self.tier_rows: dict[TierName, pulp.LpConstraint] = {}
         self._add_decisions()
 
     # Names and rows
@@ -237,7 +238,8 @@ class DecisionModel:
             terms = self.tier_terms(tier)
             if tier == "host" and self.problem.settings.device != "cpu":
                 terms += staging
-            self.row(f"budget_{tier}", terms, pulp.LpConstraintLE, limit / self.byte_unit)
+            row = self.row(f"budget_{tier}", terms, pulp.LpConstraintLE, limit / self.byte_unit)
+            self.tier_rows[tier] = row
 
     def tier_terms(self, tier: TierName) -> Terms:
         """Bytes on a tier below the device, staging apart."""

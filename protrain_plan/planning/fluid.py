@@ -130,15 +130,24 @@ class Fluid(DecisionModel):
         self.row(name, [(y, part) for y, part in amounts if part], GE, 1.0)
 
     @contextmanager
-    def placing(self, numbers: Mapping[str, int]) -> Iterator[None]:
-        """Meanwhile, so many units take each placement; see `placed`."""
+    def placing(self, numbers: Mapping[str, int], *, spare_swaps: int) -> Iterator[None]:
+        """Meanwhile, so many units take each placement (see `placed`).
+
+        Tiers also have room for `spare_swaps` units' activations more than the fractions take.
+        """
         variables = [(self.placed[name].number, fixed) for name, fixed in numbers.items()]
         limits = [variable.upBound for variable, _ in variables]
         for variable, fixed in variables:
             variable.bounds(fixed, fixed)
+        for tier, row in self.tier_rows.items():
+            largest = max(option.tier_bytes.get(tier, 0) for _, option, _ in self.each_activation())
+            limit = self.problem.tiers[tier] - spare_swaps * largest
+            row.changeRHS(max(0, limit) / self.byte_unit)
         yield
-        for (variable, _), limit in zip(variables, limits, strict=True):
-            variable.bounds(0, limit)
+        for (variable, _), highest in zip(variables, limits, strict=True):
+            variable.bounds(0, highest)
+        for tier, row in self.tier_rows.items():
+            row.changeRHS(self.problem.tiers[tier] / self.byte_unit)
 
     def minimise_memory(self, limit_s: float) -> None:
         """Ask for the least budget of the device, in the model's own bytes, within `limit_s`."""

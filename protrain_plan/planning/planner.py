@@ -38,6 +38,10 @@ from protrain_plan.simulation.memory import device_bytes, tier_bytes
 MARGINS = (0.0, 0.01, 0.02, 0.04, 0.07, 0.12)
 """Fractions of the budget that the relaxation leaves free for whole moves (docs/decisions.md)."""
 
+SPARE_SWAPS = (0, 2)
+"""Units' swapped activations that tiers have room for beside fractions, so that these are rounded
+without moving a chunk, which may be a hundred times as large."""
+
 LARGE = 4000
 """Variables of a fluid model from which on a search tree takes more than some seconds, up to a
 minute (66 units on a machine with two tiers), for a bound that is at most 0.7 % better."""
@@ -233,10 +237,11 @@ class _Planning:
         if answer.status == "optimal":
             self.bound = max(self.bound, self.fluid.lower_bound_seconds(answer.bound))
             if numbers := model.nearest(answer.values):
-                with self.fluid.placing(numbers):
-                    placed = solve(self.fluid.pulp, integer=False)
-                if placed.values:
-                    self._try_near(dict(placed.values))
+                for spare in SPARE_SWAPS:
+                    with self.fluid.placing(numbers, spare_swaps=spare):
+                        placed = solve(self.fluid.pulp, integer=False)
+                    if placed.values and not self._good_enough():
+                        self._try_near(dict(placed.values))
         if not self._good_enough():
             self._keep(self.judge.judge_well(self.best.choice, rule=self.best.rule))
         self._tell("whole chunks")

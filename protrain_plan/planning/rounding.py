@@ -136,7 +136,8 @@ def _relieved(
 def repaired(problem: Problem, choice: Choice, leanest: Choice) -> Choice:
     """`choice`, with as many decisions of `leanest` as it takes to meet the device's budget.
 
-    Each step changes the one decision that takes most off the tightest slot.
+    Each step changes the one decision that takes least off the tightest slot and yet enough, or
+    most where none is enough: what is a little too much should not move a chunk.
     """
     current = list(choice)
     while True:
@@ -144,6 +145,7 @@ def repaired(problem: Problem, choice: Choice, leanest: Choice) -> Choice:
         tightest = max(range(len(static)), key=lambda t: static[t])
         if static[tightest] <= problem.device:
             return tuple(current)
+        excess = static[tightest] - problem.device
         best, saved = None, 0
         for unit, (lean_activation, lean_state) in enumerate(leanest):
             activation, state = current[unit]
@@ -153,7 +155,7 @@ def repaired(problem: Problem, choice: Choice, leanest: Choice) -> Choice:
                 gain = _standing(problem, unit, current[unit], tightest) - _standing(
                     problem, unit, change, tightest
                 )
-                if gain > saved:
+                if gain > saved if saved < excess else excess <= gain < saved:
                     best, saved = (unit, change), gain
         if best is None:
             return leanest
