@@ -6,16 +6,33 @@ Bytes are fractions of the device's budget. `planning/fluid.py` adds transfers a
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import pulp
 
-from protrain_plan.planning.options import ActivationOption, StateOption, Stay
+from protrain_plan.planning.options import (
+    NO_STAGING,
+    ActivationOption,
+    StateOption,
+    Stay,
+)
 from protrain_plan.planning.problem import Problem
 from protrain_plan.program import PIECE_ALIGNMENT, STAGING_PIECES
 from protrain_plan.records import activations_text, states_text
 from protrain_plan.records.hardware import TierName
 
 Terms = list[tuple[pulp.LpVariable, float]]
+
+COUNTED = 3
+"""Equal units from which on their numbers are worth variables of their own."""
+
+
+class Placed(NamedTuple):
+    """The variable that counts the units of a class in a placement; `unit` is the first of them."""
+
+    unit: int
+    option: StateOption
+    number: pulp.LpVariable
 
 
 class DecisionModel:
@@ -28,6 +45,9 @@ class DecisionModel:
         self.pulp = pulp.LpProblem("protrain_plan", pulp.LpMinimize)
         self.activations: list[list[pulp.LpVariable]] = []
         self.states: list[list[pulp.LpVariable]] = []
+        self.uses: list[pulp.LpVariable] = []
+        self.placed: dict[str, Placed] = {}
+        self.tier_rows: dict[TierName, pulp.LpConstraint] = {}
         self._add_decisions()
 
     # Names and rows
@@ -93,13 +113,19 @@ class DecisionModel:
         ones is worth little. So this relaxation is nearly as tight as whole decisions, and has
         hundreds of times fewer cases: a search over orders of equal units proves nothing.
         """
+        for variable in self.uses:
+            variable.cat = pulp.LpInteger
         for number, units in enumerate(self.problem.classes):
-            if len(units) < 3:
+            if len(units) < COUNTED:
+                for unit in units:
+                    options = self.problem.options[unit].states
+                    for option, y in zip(options, self.states[unit], strict=True):
+                        self.placed[y.name] = Placed(unit, option, y)
                 continue
             for kind, variables in (("act", self.activations), ("states", self.states)):
                 for k, first in enumerate(variables[units[0]]):
-                    option = first.name.split("_", 2)[2]
-                    name = f"count_{number}_{kind}_{option}"
+                    words = first.name.split("_", 2)[2]
+                    name = f"count_{number}_{kind}_{words}"
                     count = self.pulp.add_variable(name, 0, len(units), pulp.LpInteger)
                     terms: Terms = [(count, 1.0)]
                     for unit in units:
@@ -107,6 +133,9 @@ class DecisionModel:
                         terms.append((variables[unit][k], -1.0))
                     # The number of the class's units that take the option.
                     self.row(name, terms, pulp.LpConstraintEQ)
+                    if kind == "states":
+                        option = self.problem.options[units[0]].states[k]
+                        self.placed[name] = Placed(units[0], option, count)
 
     # Memory
 
@@ -119,7 +148,8 @@ class DecisionModel:
         # Staging is made of maxima over chunks; sizes are rounded to whole bytes, so one byte less
         # than the sum is safe.
         fraction = problem.profile.optimizer.workspace_fraction
-        needs = [(state.staging, y) for _, state, y in self.each_state()]
+        used = self._used_states()
+        needs = [(state.staging, y) for state, y in used]
         pieces = self._maximum("piece", ((need.read_piece / unit, y) for need, y in needs))
         widths = self._maximum("width", ((need.width / unit, y) for need, y in needs))
         workspace = self._maximum(
@@ -134,7 +164,7 @@ class DecisionModel:
         ]
         device_workspace = self._maximum(
             "device_workspace",
-            (((o.device_workspace - 1) / unit, y) for _, o, y in self.each_state()),
+            (((state.device_workspace - 1) / unit, y) for state, y in used),
         )
         change: list[Terms] = [[] for _ in range(self.end + 2)]
 
@@ -160,22 +190,46 @@ class DecisionModel:
         self._add_tiers(staging)
         return memory
 
+    def left_by_last_slot(self) -> Terms:
+        """Bytes that stand in the device's update: no slot is left that could wait for them."""
+        return [
+            (y, leaving.held / self.byte_unit)
+            for _, state, y in self.each_state()
+            for leaving in (state.gradients, state.in_place)
+            if leaving and leaving.slot == self.end - 1
+        ]
+
+    def _used_states(self) -> list[tuple[StateOption, pulp.LpVariable]]:
+        """Every placement with whether some unit of a class takes it: 1 as soon as one does.
+
+        A maximum over chunks that are fractions would be a fraction of what one chunk needs.
+        """
+        used: list[tuple[StateOption, pulp.LpVariable]] = []
+        for number, units in enumerate(self.problem.classes):
+            options = self.problem.options[units[0]].states
+            for k, (option, y) in enumerate(zip(options, self.states[units[0]], strict=True)):
+                if len(units) < COUNTED:
+                    used += [(option, self.states[unit][k]) for unit in units]
+                elif option.staging != NO_STAGING or option.device_workspace:
+                    name = f"used_{number}_{y.name.split('_', 2)[2]}"
+                    some = self.pulp.add_variable(name, 0, 1)
+                    for unit in units:
+                        # Whoever takes an option makes it a used one.
+                        terms = [(some, 1.0), (self.states[unit][k], -1.0)]
+                        self.row(f"{name}_{unit}", terms, pulp.LpConstraintGE)
+                    self.uses.append(some)
+                    used.append((option, some))
+        return used
+
     def _maximum(
         self, name: str, sizes: Iterable[tuple[float, pulp.LpVariable]]
     ) -> pulp.LpVariable:
-        """A variable at least as large as the largest of the sizes chosen."""
+        """A variable at least as large as the largest of the sizes used."""
         largest = self.variable(name)
-        by_size: dict[float, list[pulp.LpVariable]] = defaultdict(list)
-        for size, binary in sizes:
+        for number, (size, used) in enumerate(sizes):
             if size > 0:
-                by_size[size].append(binary)
-        for number, (size, binaries) in enumerate(by_size.items()):
-            for index, binary in enumerate(binaries):
-                self.row(
-                    f"{name}_{number}_{index}",
-                    [(largest, 1.0), (binary, -size)],
-                    pulp.LpConstraintGE,
-                )
+                terms = [(largest, 1.0), (used, -size)]
+                self.row(f"{name}_{number}", terms, pulp.LpConstraintGE)
         return largest
 
     def _add_tiers(self, staging: Terms) -> None:
@@ -184,7 +238,8 @@ class DecisionModel:
             terms = self.tier_terms(tier)
             if tier == "host" and self.problem.settings.device != "cpu":
                 terms += staging
-            self.row(f"budget_{tier}", terms, pulp.LpConstraintLE, limit / self.byte_unit)
+            row = self.row(f"budget_{tier}", terms, pulp.LpConstraintLE, limit / self.byte_unit)
+            self.tier_rows[tier] = row
 
     def tier_terms(self, tier: TierName) -> Terms:
         """Bytes on a tier below the device, staging apart."""

@@ -19,7 +19,8 @@ bounds the seconds of every plan within the budgets (a test holds this).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from typing import NamedTuple
 import pulp
 
 from protrain_plan.planning.decision_model import DecisionModel, Terms
-from protrain_plan.planning.options import Leaving
+from protrain_plan.planning.options import Leaving, StateOption
 from protrain_plan.planning.problem import Problem
 from protrain_plan.records.hardware import Contention, TierName
 
@@ -119,6 +120,34 @@ class Fluid(DecisionModel):
         for phase in self.phases:
             for row in phase.memory_rows:
                 row.changeRHS(1.0 - margin)
+
+    def at_least(self, name: str, amount: Callable[[StateOption], float], least: float) -> None:
+        """Say that every plan within the budgets leaves this much of a kind of work.
+
+        A fact about whole chunks that their fractions do not know: see `planning/counting.py`.
+        """
+        amounts = [(y, amount(option) / least) for _, option, y in self.each_state()]
+        self.row(name, [(y, part) for y, part in amounts if part], GE, 1.0)
+
+    @contextmanager
+    def placing(self, numbers: Mapping[str, int], *, spare_swaps: int) -> Iterator[None]:
+        """Meanwhile, so many units take each placement (see `placed`).
+
+        Tiers also have room for `spare_swaps` units' activations more than the fractions take.
+        """
+        variables = [(self.placed[name].number, fixed) for name, fixed in numbers.items()]
+        limits = [variable.upBound for variable, _ in variables]
+        for variable, fixed in variables:
+            variable.bounds(fixed, fixed)
+        for tier, row in self.tier_rows.items():
+            largest = max(option.tier_bytes.get(tier, 0) for _, option, _ in self.each_activation())
+            limit = self.problem.tiers[tier] - spare_swaps * largest
+            row.changeRHS(max(0, limit) / self.byte_unit)
+        yield
+        for (variable, _), highest in zip(variables, limits, strict=True):
+            variable.bounds(0, highest)
+        for tier, row in self.tier_rows.items():
+            row.changeRHS(self.problem.tiers[tier] / self.byte_unit)
 
     def minimise_memory(self, limit_s: float) -> None:
         """Ask for the least budget of the device, in the model's own bytes, within `limit_s`."""

@@ -77,6 +77,7 @@ class _Search:
             )
             for options in problem.options
         ]
+        self.choices: dict[Numbers, Choice] = {}
         self.seconds: dict[Numbers, float] = {}
         self.tried = 0
         self.limit = MAX_TRIED // problem.count
@@ -95,6 +96,11 @@ class _Search:
 
     def choice(self, numbers: Numbers) -> Choice:
         """The decisions that the four numbers stand for."""
+        if numbers not in self.choices:
+            self.choices[numbers] = self._choice(numbers)
+        return self.choices[numbers]
+
+    def _choice(self, numbers: Numbers) -> Choice:
         placements: dict[int, Placement] = {}
         for position, index in enumerate(self.chunks):
             if position < numbers.persist:

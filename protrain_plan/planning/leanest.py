@@ -10,16 +10,13 @@ from typing import Literal
 import pulp
 
 from protrain_plan.planning.candidates import plain_choices
-from protrain_plan.planning.decision_model import DecisionModel, Terms
+from protrain_plan.planning.decision_model import COUNTED, DecisionModel, Terms
 from protrain_plan.planning.problem import Choice, Problem
 from protrain_plan.planning.rounding import roundings
 from protrain_plan.planning.solver import solve
 from protrain_plan.records.hardware import TierName
 
 MAX_NODES = 300
-COUNTED = 3
-"""Equal units from which on their numbers are worth a model of their own."""
-
 CERTAIN = 1e-4
 """The part of the least bytes that may be left unproven..."""
 
@@ -77,11 +74,7 @@ def _leanest(
     for t, standing in enumerate(memory):
         terms: Terms = [(standing, 1.0)]
         if t == model.end:
-            # No slot is left that could wait for what the last one produced.
-            for _, state, y in model.each_state():
-                for leaving in (state.gradients, state.in_place):
-                    if leaving and leaving.slot == t - 1:
-                        terms.append((y, leaving.held / model.byte_unit))
+            terms += model.left_by_last_slot()
         name = f"peak_{model.slot_name(t)}"
         if of == "device":
             model.row(name, [*terms, (peak, -1.0)], pulp.LpConstraintLE)

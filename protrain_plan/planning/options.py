@@ -54,11 +54,8 @@ class Fetch(NamedTuple):
     tier: TierName
     slot: int
     earliest: int
+    bytes: int
     pieces: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.pieces)
 
 
 class Leaving(NamedTuple):
@@ -199,7 +196,7 @@ def _activation_option(
             Stay(held.first, held.last, held.bytes)
             for held in activation_holdings(index, decision, unit, count)
         ),
-        swap_in=Fetch(tier, served, index + 1, pieces) if tier else None,
+        swap_in=Fetch(tier, served, index + 1, swapped, pieces) if tier else None,
         swap_out=Leaving(tier, index, swapped, pieces, pieces) if tier else None,
         tier_bytes={tier: activation_tier_bytes(tier, decision, unit)} if tier else {},
     )
@@ -231,7 +228,8 @@ def _state_option(
     earliest = 0
     pieces = unit.parameter_pieces or (unit.parameter_bytes,)
     for stay in residencies(decision, unit.used_by, count):
-        fetches.append(Fetch(decision.tier, stay.first, earliest, pieces))
+        size = unit.parameter_bytes
+        fetches.append(Fetch(decision.tier, stay.first, earliest, size, pieces))
         earliest = stay.last + 1
     tier_bytes: dict[TierName, int] = {}
     for tier in profile.hardware.tiers:

@@ -1,6 +1,7 @@
 """The planner: bound, rounding, judging, local search, and a search tree where that is not enough.
 
-    bound   = the fluid model's relaxation, and that with whole numbers of units per option
+    bound   = the fluid model's relaxation, the same with what whole chunks leave to slower tiers,
+              and that with whole numbers of units per option
     choices = plain policies, the paper's four parameters, and roundings of these solutions and of
               some that leave a margin of memory
     best    = the fastest of them in the simulator; while it is not close enough to the bound:
@@ -18,6 +19,7 @@ from typing import Literal
 from protrain_plan.planning.advice import infeasible
 from protrain_plan.planning.baselines import BASELINES, Baseline, baseline, leanest_variant
 from protrain_plan.planning.candidates import plain_choices
+from protrain_plan.planning.counting import WORK, CountModel
 from protrain_plan.planning.fluid import Fluid
 from protrain_plan.planning.judging import Judge, Judged
 from protrain_plan.planning.leanest import Leanest, leanest
@@ -36,9 +38,13 @@ from protrain_plan.simulation.memory import device_bytes, tier_bytes
 MARGINS = (0.0, 0.01, 0.02, 0.04, 0.07, 0.12)
 """Fractions of the budget that the relaxation leaves free for whole moves (docs/decisions.md)."""
 
-LARGE = 8000
-"""Variables of a fluid model from which on a search tree takes more than ten seconds
-(benchmarks/results/planner.md: 128 units on a machine with two tiers)."""
+SPARE_SWAPS = (0, 2)
+"""Units' swapped activations that tiers have room for beside fractions, so that these are rounded
+without moving a chunk, which may be a hundred times as large."""
+
+LARGE = 4000
+"""Variables of a fluid model from which on a search tree takes more than some seconds, up to a
+minute (66 units on a machine with two tiers), for a bound that is at most 0.7 % better."""
 
 BRANCHED_UNITS = 2000
 """Nodes of a search tree times units: about the same seconds for small and large models."""
@@ -125,8 +131,14 @@ class _Planning:
             self._try(choice)
         self._tell("plain policies")
         self._find_bound()
-        stages = (self._count, self._round, self._count_with_margin, self._improve)
-        for stage in stages if self.effort.enough_s is None else stages[:1]:
+        stages = (
+            self._place_whole_chunks,
+            self._count,
+            self._round,
+            self._count_with_margin,
+            self._improve,
+        )
+        for stage in stages if self.effort.enough_s is None else stages[:2]:
             if self._good_enough() or self.effort.spent() or self._hopeless():
                 break
             stage()
@@ -188,14 +200,14 @@ class _Planning:
     def _try_near(self, values: dict[str, float]) -> None:
         """Judge the roundings of a solution of the fluid model."""
         for choice in roundings(self.problem, self.fluid.choice_values(values)):
-            below = moved_down(self.problem, choice)
-            self._try(repaired(self.problem, below, self.lean.choice))
+            for below in moved_down(self.problem, choice):
+                self._try(repaired(self.problem, below, self.lean.choice))
 
     def _round(self) -> None:
         self.fluid.prefer_few_moves()
         large = len(self.fluid.pulp.variables()) > LARGE // 2
         for margin in MARGINS[::2] if large else MARGINS:
-            if self.effort.spent():
+            if self._good_enough() or self.effort.spent():
                 break
             self.fluid.set_margin(margin)
             answer = solve(self.fluid.pulp, integer=False)
@@ -215,6 +227,25 @@ class _Planning:
         )
         self._keep(self.judge.judge_well(self.best.choice, rule=self.best.rule))
         self._tell("local search")
+
+    def _place_whole_chunks(self) -> None:
+        """The relaxation that knows what whole chunks leave to slower tiers; its roundings."""
+        model = CountModel(self.problem)
+        for amount in WORK:
+            if least := model.least(amount):
+                self.fluid.at_least(amount.__name__, amount, least)
+        answer = solve(self.fluid.pulp, integer=False)
+        if answer.status == "optimal":
+            self.bound = max(self.bound, self.fluid.lower_bound_seconds(answer.bound))
+            if numbers := model.nearest(answer.values):
+                for spare in SPARE_SWAPS:
+                    with self.fluid.placing(numbers, spare_swaps=spare):
+                        placed = solve(self.fluid.pulp, integer=False)
+                    if placed.values and not self._good_enough():
+                        self._try_near(dict(placed.values))
+        if not self._good_enough():
+            self._keep(self.judge.judge_well(self.best.choice, rule=self.best.rule))
+        self._tell("whole chunks")
 
     def _count(self) -> None:
         """Branch and bound over how many units of a class take which option."""

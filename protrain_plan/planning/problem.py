@@ -34,8 +34,9 @@ from protrain_plan.simulation.memory import chunk_size, total_staging
 MIN_PIECE_BYTES = 8 * 2**20
 """Smaller pieces spend their time on starting."""
 
-MAX_PIECES_ON_DISK = 8
-"""More pieces per chunk overlap reading, updating and writing no better."""
+MAX_PIECES_ON_DISK = 32
+"""More pieces per chunk gain little: what reads, updates and writes begins with one piece, and
+three of them stand in host memory (docs/decisions.md)."""
 
 Choice = tuple[tuple[int, int], ...]
 """Per unit: the number of its activation option and of its state option."""
@@ -155,6 +156,7 @@ class Problem:
                     unit.parameter_bytes,
                     unit.gradient_bytes,
                     unit.state_bytes,
+                    unit.num_parameters,
                     bool(unit.used_by),
                     unit.forms,
                     unit.parameter_pieces,

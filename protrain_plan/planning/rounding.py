@@ -1,14 +1,29 @@
 """From the fluid model's fractions to decisions, by error diffusion within classes of units."""
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from dataclasses import replace
+from typing import Literal, get_args
 
+from protrain_plan.planning.options import UnitOptions
 from protrain_plan.planning.problem import Choice, Problem
 from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import Persistent, Placement
+from protrain_plan.records.plan import (
+    Persistent,
+    Recompute,
+    Swap,
+    SwapInput,
+)
 
 Fractions = Sequence[tuple[Sequence[float], Sequence[float]]]
 """Per unit: how much of each activation option and of each state option the model takes."""
+
+Decision = tuple[int, int]
+"""The numbers of a unit's activation option and of its state option."""
+
+Relief = Literal["chunk below", "swap below", "no swap"]
+"""How a tier is relieved: a chunk, or activations, to the next one, or these not swapped at all."""
+
+RELIEFS: tuple[Relief, ...] = get_args(Relief)
 
 
 def roundings(problem: Problem, fractions: Fractions) -> Iterator[Choice]:
@@ -47,40 +62,82 @@ def _take(owed: list[float], fractions: Sequence[float]) -> int:
     return best
 
 
-def moved_down(problem: Problem, choice: Choice) -> Choice:
-    """`choice`, with as many decisions moved to a lower tier as it takes to meet tiers' budgets.
+def moved_down(problem: Problem, choice: Choice) -> Iterator[Choice]:
+    """`choice`, changed as far as it takes to meet the budgets of the tiers below the device.
+
+    Where it exceeds one: by chunks that move to a lower tier, and with fewer of these, by swapped
+    activations that move there or stay on the device.
+    """
+    if problem.within_tiers(choice):
+        yield choice
+        return
+    tiers = list(problem.tiers)
+    for relief in RELIEFS:
+        current = list(choice)
+        for tier, lower in zip(tiers, [*tiers[1:], None], strict=True):
+            # Then chunks, once more for the staging buffers that the first of them need.
+            for one in (relief, "chunk below", "chunk below"):
+                _relieve(problem, current, tier, lower, one)
+        yield tuple(current)
+
+
+def _relieve(
+    problem: Problem,
+    current: list[Decision],
+    tier: TierName,
+    lower: TierName | None,
+    relief: Relief,
+) -> None:
+    """Change units' decisions until a tier's budget is met, or nothing is left to change.
 
     The last units go first: their updates come first in backward, and a slow tier has the rest of
     it to carry their states.
     """
-    current = list(choice)
-    tiers = [tier.name for tier in problem.profile.hardware.tiers]
-    for tier, lower in pairwise(tiers):
-        excess = problem.tier_use(tier, tuple(current)) - problem.tiers[tier]
-        for unit in reversed(range(problem.count)):
-            if excess <= 0:
-                break
-            options, (activation, state) = problem.options[unit], current[unit]
-            for k, option in enumerate(options.states):
-                here = options.states[state]
-                if _same_below(here.decision, option.decision, tier, lower):
-                    excess -= here.tier_bytes.get(tier, 0) - option.tier_bytes.get(tier, 0)
-                    current[unit] = (activation, k)
-                    break
-    return tuple(current)
+    excess = problem.tier_use(tier, tuple(current)) - problem.tiers[tier]
+    for unit in reversed(range(problem.count)):
+        if excess <= 0:
+            return
+        options = problem.options[unit]
+        if changed := _relieved(options, current[unit], tier, lower, relief):
+            excess -= _on_tier(options, current[unit], tier) - _on_tier(options, changed, tier)
+            current[unit] = changed
 
 
-def _same_below(here: Placement, there: Placement, tier: TierName, lower: TierName) -> bool:
-    """Whether `there` is `here` with `lower` in the place of `tier`."""
-    if isinstance(here, Persistent) or isinstance(there, Persistent):
-        return False
-    return type(here) is type(there) and here.tier == tier and there.tier == lower
+def _on_tier(options: UnitOptions, decision: Decision, tier: TierName) -> int:
+    """What a unit's decision takes of a tier, staging apart."""
+    activation, state = options.activations[decision[0]], options.states[decision[1]]
+    return activation.tier_bytes.get(tier, 0) + state.tier_bytes.get(tier, 0)
+
+
+def _relieved(
+    options: UnitOptions, decision: Decision, tier: TierName, lower: TierName | None, relief: Relief
+) -> Decision | None:
+    """A unit's decision with less on `tier`; None where the unit has none such."""
+    activations = options.activations[decision[0]].decision
+    states = options.states[decision[1]].decision
+    if relief == "chunk below":
+        if isinstance(states, Persistent) or states.tier != tier or lower is None:
+            return None
+        states = replace(states, tier=lower)
+    elif not isinstance(activations, Swap | SwapInput) or activations.tier != tier:
+        return None
+    elif relief == "swap below":
+        activations = replace(activations, tier=lower) if lower else activations
+    else:
+        form = activations.form if isinstance(activations, SwapInput) else "full"
+        activations = Recompute(form=form)
+    known = [option.decision for option in options.activations]
+    placements = [option.decision for option in options.states]
+    if activations not in known or states not in placements:
+        return None
+    return known.index(activations), placements.index(states)
 
 
 def repaired(problem: Problem, choice: Choice, leanest: Choice) -> Choice:
     """`choice`, with as many decisions of `leanest` as it takes to meet the device's budget.
 
-    Each step changes the one decision that takes most off the tightest slot.
+    Each step changes the one decision that takes least off the tightest slot and yet enough, or
+    most where none is enough: what is a little too much should not move a chunk.
     """
     current = list(choice)
     while True:
@@ -88,6 +145,7 @@ def repaired(problem: Problem, choice: Choice, leanest: Choice) -> Choice:
         tightest = max(range(len(static)), key=lambda t: static[t])
         if static[tightest] <= problem.device:
             return tuple(current)
+        excess = static[tightest] - problem.device
         best, saved = None, 0
         for unit, (lean_activation, lean_state) in enumerate(leanest):
             activation, state = current[unit]
@@ -97,7 +155,7 @@ def repaired(problem: Problem, choice: Choice, leanest: Choice) -> Choice:
                 gain = _standing(problem, unit, current[unit], tightest) - _standing(
                     problem, unit, change, tightest
                 )
-                if gain > saved:
+                if gain > saved if saved < excess else excess <= gain < saved:
                     best, saved = (unit, change), gain
         if best is None:
             return leanest

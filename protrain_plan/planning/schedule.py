@@ -86,6 +86,7 @@ class _Drain:
     held: tuple[int, ...]
     gone: int
     latest: int
+    size: int  # of all that is held
     rest: float = 0.0
     rest_held: int = 0
 
@@ -95,7 +96,7 @@ class _Drain:
         Room only gets less, so that a move which lacked it once will not get it later.
         """
         whole = floor(drain)
-        stop, end, held = min(self.latest, self.slot + 1 + whole), len(free) - 1, sum(self.held)
+        stop, end, held = min(self.latest, self.slot + 1 + whole), len(free) - 1, self.size
         if self.rest and self.gone < stop:
             free[self.gone] += self.rest_held
             self.rest, self.rest_held = 0.0, 0
@@ -143,13 +144,17 @@ def fill(problem: Problem, choice: Choice, free: list[int], rule: Rule) -> tuple
     updates: dict[int, _Drain] = {}
     for unit, (activation, state) in enumerate(zip(activations, states, strict=True)):
         if activation.swap_in:
-            pieces = activation.swap_in.pieces
-            swaps[unit] = _Drain(unit, unit, pieces, pieces, unit + 1, activation.swap_in.slot)
+            fetch = activation.swap_in
+            swaps[unit] = _Drain(
+                unit, unit, fetch.pieces, fetch.pieces, unit + 1, fetch.slot, fetch.bytes
+            )
         if leaving := state.gradients or state.in_place:
             slot = leaving.slot
             last = slot == end - 1  # stays for the device's update: see Problem.static_bytes
             gone = end + 1 if last else slot + 1
-            updates[unit] = _Drain(unit, slot, leaving.pieces, leaving.held_pieces, gone, end + 1)
+            updates[unit] = _Drain(
+                unit, slot, leaving.pieces, leaving.held_pieces, gone, end + 1, leaving.held
+            )
     drains = [*swaps.values(), *(updates[unit] for unit in sorted(updates, reverse=True))]
     for drain in drains:
         drain.extend(free, rule.window)
@@ -220,6 +225,8 @@ def _lead(fetches: list[Fetch], free: list[int], depth: int) -> float:
         ahead = [fetch for fetch in fetches if fetch.slot - lead - 1 >= fetch.earliest]
         if not ahead:
             break
+        if len(ahead) == 1:
+            return _lead_of_one(ahead[0], free, lead, depth)
         room = min(free[fetch.slot - lead - 1] for fetch in ahead)
         if any(room < fetch.bytes for fetch in ahead):
             # All stays of a chunk are of the same pieces.
@@ -231,3 +238,17 @@ def _lead(fetches: list[Fetch], free: list[int], depth: int) -> float:
         for fetch in ahead:
             free[fetch.slot - lead] -= fetch.bytes
     return lead
+
+
+def _lead_of_one(fetch: Fetch, free: list[int], lead: int, depth: int) -> float:
+    """The same for one fetch that has a lead already. (Searches spend much of their time here.)"""
+    size, slot = fetch.bytes, fetch.slot - lead
+    first = max(fetch.earliest, fetch.slot - depth)
+    while slot > first and free[slot - 1] >= size:
+        slot -= 1
+        free[slot] -= size
+    if slot == first:
+        return fetch.slot - slot
+    fraction, taken = _first_fraction(fetch.pieces, free[slot - 1])
+    free[slot - 1] -= taken
+    return fetch.slot - slot + fraction
