@@ -32,11 +32,12 @@ ALLOWED = {
     "planning": ABOVE_PROGRAM | {"simulation"},
     "fitting": BASE | {"records", "planning"},
     "reporting": ABOVE_PROGRAM | {"simulation"},
+    "checking": ABOVE_PROGRAM | {"simulation", "planning"},
     "rendering": BASE | {"records", "planning", "simulation"},
     "running": BASE | {"records", "models", "runtime"},
     "commands": ABOVE_PROGRAM
-    | {"fitting", "hardware", "models", "profiling", "simulation", "planning", "rendering"}
-    | {"reporting", "running", "runtime"},
+    | {"checking", "fitting", "hardware", "models", "profiling", "simulation", "planning"}
+    | {"rendering", "reporting", "running", "runtime"},
     "cli": BASE | {"commands", "rendering"},
     "runtime": ABOVE_PROGRAM,  # runtime/protrain_runtime, which stands beside
 }
