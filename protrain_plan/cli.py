@@ -1,6 +1,6 @@
 """The command line: its commands, and errors as exit codes.
 
-Exit codes: 0 done, 1 a verification failed, 2 a mistake in the input, 3 no plan fits,
+Exit codes: 0 done, 1 a verification or a rule failed, 2 a mistake in the input, 3 no plan fits,
 4 out of memory, 130 interrupted.
 """
 
@@ -18,6 +18,7 @@ import typer
 
 from protrain_plan import __version__, rendering
 from protrain_plan.commands import (
+    check,
     diff,
     export,
     fit,
@@ -47,6 +48,7 @@ app.command(epilog=show.EXAMPLES)(show.show)
 app.command(epilog=simulate.EXAMPLES)(simulate.simulate)
 app.command(epilog=report.EXAMPLES)(report.report)
 app.command(epilog=run.EXAMPLES)(run.run)
+app.command(epilog=check.EXAMPLES)(check.check)
 app.command(epilog=diff.EXAMPLES)(diff.diff)
 app.command(epilog=export.EXAMPLES)(export.export)
 app.command(epilog=models.EXAMPLES)(models.models)

@@ -3,11 +3,11 @@
 import os
 from pathlib import Path
 
-FOLDER = Path(__file__).parent / "golden"
+FOLDER = Path(__file__).parent / "golden_files"
 
 
 def assert_golden(path: str | Path, text: str) -> None:
-    """The text is what the file holds (relative to tests/golden), but for blanks at line ends."""
+    """The text is what the file in golden_files holds, but for blanks at the ends of lines."""
     file = FOLDER / path
     found = "".join(f"{line.rstrip()}\n" for line in text.rstrip().splitlines())
     if os.environ.get("PROTRAIN_WRITE_GOLDEN"):
