@@ -1,5 +1,6 @@
 """Committed plans for the tests of checking: written by hand, so that no search decides them."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from protrain_plan.records.plan import (
 )
 from protrain_plan.records.profile import Profile
 from tests.planning_cases import MB, cpu, decoder
+
+AssertGolden = Callable[[str | Path, str], None]
+"""The fixture `assert_golden`: a golden file's path, and the text that it should hold."""
 
 PROFILE = decoder(
     replace(cpu(), name="box"),

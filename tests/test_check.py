@@ -20,8 +20,7 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.records import read_hardware, write_hardware
 from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import Budgets, Offload, Plan
-from tests.checking_cases import PROFILE, commit, offloading
-from tests.golden import assert_golden
+from tests.checking_cases import PROFILE, AssertGolden, commit, offloading
 from tests.planning_cases import cpu, gpu
 from tests.test_cli import protrain
 
@@ -289,7 +288,9 @@ def repository(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("output_format", ["text", "json", "junit", "sarif", "github"])
-def test_every_format_says_the_same(output_format: str, repository: Path) -> None:
+def test_every_format_says_the_same(
+    output_format: str, repository: Path, assert_golden: AssertGolden
+) -> None:
     result = protrain(*RECORDS, "--format", output_format, folder=repository, COLUMNS="80")
     assert (result.returncode, result.stderr) == (1, "")
     assert_golden(f"check.{output_format}", result.stdout)
@@ -374,7 +375,7 @@ def test_every_rule_explains_itself(tmp_path: Path) -> None:
     assert result.stdout.startswith("MEM001\nThe predicted device peak is within the budget.\n\n")
 
 
-def test_the_documentation_lists_every_rule() -> None:
+def test_the_documentation_lists_every_rule(assert_golden: AssertGolden) -> None:
     lines = ["| Rule | What holds |", "| --- | --- |"]
     lines += [f"| [{r.code}](#{r.code.lower()}) | {r.title} |" for r in RULES.values()]
     for rule in RULES.values():

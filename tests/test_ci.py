@@ -18,8 +18,7 @@ from protrain_plan.checking.formats.text import text
 from protrain_plan.checking.reestimating import look
 from protrain_plan.checking.running import check
 from protrain_plan.checking.verdicts import Failed, Report, Skipped
-from tests.checking_cases import commit
-from tests.golden import assert_golden
+from tests.checking_cases import AssertGolden, commit
 from tests.test_cli import PROTRAIN, Result, protrain
 
 ROOT = Path(__file__).parent.parent
@@ -74,7 +73,7 @@ def test_the_example_holds(example: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_wider_layer_fails_on_the_smaller_machine(
-    example: Path, monkeypatch: pytest.MonkeyPatch
+    example: Path, monkeypatch: pytest.MonkeyPatch, assert_golden: AssertGolden
 ) -> None:
     widen(example)
     report = report_on(example, monkeypatch)
@@ -108,7 +107,7 @@ def test_the_readme_shows_what_check_says() -> None:
     """The lines in the section about CI are those of the example's failure."""
     [section] = re.findall(r"^## In CI\n(.*?)^## ", README, re.DOTALL | re.MULTILINE)
     [shown] = re.findall(r"```text\n(.*?)```", section, re.DOTALL)
-    golden = (ROOT / "tests/golden_files/ci/grown.text").read_text()
+    golden = (ROOT / "tests/golden/ci/grown.text").read_text()
     assert [line for line in shown.splitlines() if line not in golden.splitlines()] == []
 
 

@@ -10,8 +10,7 @@ from protrain_plan.checking.diffing import plan_diff
 from protrain_plan.checking.predicting import predicted
 from protrain_plan.records import write_plan
 from protrain_plan.records.plan import Keep, Persistent, Plan, Schedule
-from tests.checking_cases import BUDGETS, PROFILE, offloading
-from tests.golden import assert_golden
+from tests.checking_cases import BUDGETS, PROFILE, AssertGolden, offloading
 from tests.planning_cases import MB
 from tests.test_cli import protrain
 
@@ -35,7 +34,9 @@ def faster(plan: Plan = OLD) -> Plan:
 
 
 @pytest.mark.parametrize("output_format", ["text", "json", "markdown"])
-def test_every_format_says_the_same(output_format: str, tmp_path: Path) -> None:
+def test_every_format_says_the_same(
+    output_format: str, tmp_path: Path, assert_golden: AssertGolden
+) -> None:
     write_plan(OLD, tmp_path / "old.yaml")
     write_plan(faster(), tmp_path / "new.yaml")
     arguments = ("diff", "old.yaml", "new.yaml", "--format", output_format)

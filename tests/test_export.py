@@ -13,8 +13,7 @@ from transformers import TrainingArguments
 from protrain_plan.checking.exporting import Tool, export
 from protrain_plan.records import write_plan
 from protrain_plan.records.plan import Keep, Offload, Persistent, Plan, Recompute, Swap, SwapInput
-from tests.checking_cases import offloading
-from tests.golden import assert_golden
+from tests.checking_cases import AssertGolden, offloading
 from tests.test_cli import protrain
 
 TOOLS: tuple[Tool, ...] = get_args(Tool)
@@ -45,7 +44,7 @@ def mixed() -> Plan:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_a_mixed_plan(tool: Tool) -> None:
+def test_a_mixed_plan(tool: Tool, assert_golden: AssertGolden) -> None:
     found = export(mixed(), tool)
     losses = "".join(f"# {loss}\n" for loss in found.losses)
     assert_golden(f"export/{found.file_name}", losses + found.text)

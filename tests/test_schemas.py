@@ -18,8 +18,7 @@ from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import Plan
 from protrain_plan.records.profile import Profile
 from protrain_plan.records.reader import loads
-from tests.checking_cases import PROFILE, offloading
-from tests.golden import assert_golden
+from tests.checking_cases import PROFILE, AssertGolden, offloading
 from tests.record_samples import HARDWARE, PLAN
 from tests.record_samples import PROFILE as SMALL_PROFILE
 
@@ -42,7 +41,7 @@ SAMPLES: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_the_published_schema_is_todays(name: str) -> None:
+def test_the_published_schema_is_todays(name: str, assert_golden: AssertGolden) -> None:
     schema = SCHEMAS[name]()
     Draft202012Validator.check_schema(schema)
     assert_golden(ROOT / f"schemas/{name}.schema.json", json.dumps(schema, indent=2))
