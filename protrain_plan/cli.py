@@ -1,7 +1,7 @@
 """The command line: its commands, and errors as exit codes.
 
-Exit codes: 0 done, 1 a verification failed, 2 a mistake in the input, 3 no plan fits, 4 out of
-memory, 130 interrupted.
+Exit codes: 0 done, 1 a verification or a rule failed, 2 a mistake in the input, 3 no plan fits,
+4 out of memory, 130 interrupted.
 """
 
 import os
@@ -18,6 +18,9 @@ import typer
 
 from protrain_plan import __version__, rendering
 from protrain_plan.commands import (
+    check,
+    diff,
+    export,
     fit,
     hardware,
     models,
@@ -45,6 +48,9 @@ app.command(epilog=show.EXAMPLES)(show.show)
 app.command(epilog=simulate.EXAMPLES)(simulate.simulate)
 app.command(epilog=report.EXAMPLES)(report.report)
 app.command(epilog=run.EXAMPLES)(run.run)
+app.command(epilog=check.EXAMPLES)(check.check)
+app.command(epilog=diff.EXAMPLES)(diff.diff)
+app.command(epilog=export.EXAMPLES)(export.export)
 app.command(epilog=models.EXAMPLES)(models.models)
 app.add_typer(hardware.app, name="hardware", help=hardware.HELP, epilog=hardware.EXAMPLES)
 

@@ -1,6 +1,8 @@
 """Settings that must hold before torch is imported, the same as on the command line."""
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 # A lane's waiting threads must not spin on the processors that compute; the profiler's allocator
 # warnings are about blocks that we know of.
@@ -19,3 +21,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-golden", action="store_true", help="write the files in tests/golden anew"
     )
+
+
+@pytest.fixture
+def assert_golden(request: pytest.FixtureRequest) -> Callable[[str | Path, str], None]:
+    """Compares a text with a file in tests/golden, but for blanks at the ends of lines."""
+
+    def compare(path: str | Path, text: str) -> None:
+        file = Path(__file__).parent / "golden" / path
+        found = "".join(f"{line.rstrip()}\n" for line in text.rstrip().splitlines())
+        if request.config.getoption("--write-golden"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(found, encoding="utf-8")
+        assert found == file.read_text(encoding="utf-8")
+
+    return compare

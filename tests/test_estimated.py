@@ -81,6 +81,15 @@ def test_bytes_are_those_of_real_tensors(name: str) -> None:
     assert profile.model_fingerprint == model_fingerprint(model)
 
 
+def test_a_factorys_model_can_be_estimated_in_another_dtype() -> None:
+    source = load_source("tests.functional_model:factory")
+    profile = estimated(source, machine(), dtype="bfloat16")
+    plain = estimated(source, machine())
+    for unit, wide in zip(profile.units, plain.units, strict=True):
+        assert 2 * unit.parameter_bytes == wide.parameter_bytes
+    assert profile.model_fingerprint == model_fingerprint(source.build(dtype="bfloat16"))
+
+
 def test_the_record_says_that_it_is_estimated_and_is_read_again() -> None:
     profile = estimated(load_source("tiny-llama"), machine("h100-sxm"), dtype="bfloat16")
     assert profile.method == "estimated"

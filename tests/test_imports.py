@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from protrain_plan.records import write_profile
+from tests.checking_cases import commit
 from tests.planning_cases import MB, cpu, decoder
 
 ROOT = Path(__file__).parent.parent
@@ -32,11 +33,14 @@ ALLOWED = {
     "planning": ABOVE_PROGRAM | {"simulation"},
     "fitting": BASE | {"records", "planning"},
     "reporting": ABOVE_PROGRAM | {"simulation"},
+    # Checks read records; the model is looked at, and torch imported, inside one function.
+    "checking": ABOVE_PROGRAM
+    | {"simulation", "planning", "hardware", "models", "profiling", "runtime"},
     "rendering": BASE | {"records", "planning", "simulation"},
     "running": BASE | {"records", "models", "runtime"},
     "commands": ABOVE_PROGRAM
-    | {"fitting", "hardware", "models", "profiling", "simulation", "planning", "rendering"}
-    | {"reporting", "running", "runtime"},
+    | {"checking", "fitting", "hardware", "models", "profiling", "simulation", "planning"}
+    | {"rendering", "reporting", "running", "runtime"},
     "cli": BASE | {"commands", "rendering"},
     "runtime": ABOVE_PROGRAM,  # runtime/protrain_runtime, which stands beside
 }
@@ -180,6 +184,11 @@ def test_help_does_not_wait_for_torch(args: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("args", [("list",), ("show", "h100-sxm")], ids=" ".join)
 def test_the_catalogue_of_machines_does_not_wait_for_torch(args: tuple[str, ...]) -> None:
     assert run_without_torch(CLI, "hardware", *args) == (0, "")
+
+
+def test_checking_records_does_not_wait_for_torch(tmp_path: Path) -> None:
+    commit(tmp_path / "plans")
+    assert run_without_torch(CLI, "check", "--records-only", str(tmp_path / "plans")) == (0, "")
 
 
 def test_planning_does_not_wait_for_torch(tmp_path: Path) -> None:

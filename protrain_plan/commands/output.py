@@ -19,9 +19,19 @@ out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 def show(as_json: bool, data: object, text: Callable[[], rendering.Renderable]) -> None:
     """Print a result: as one JSON object, or for people."""
     if as_json:
-        sys.stdout.write(json.dumps(data, indent=2) + "\n")
+        print_json(data)
     else:
         out.print(text())
+
+
+def print_json(data: object) -> None:
+    """Print plain data as one JSON object."""
+    print_text(json.dumps(data, indent=2))
+
+
+def print_text(text: str) -> None:
+    """Print lines as they are: for programs, and never wrapped."""
+    sys.stdout.write(text + "\n")
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from protrain_plan.records.profile import DType
 
@@ -27,3 +29,22 @@ def seeded(seed: int) -> Iterator[None]:
             yield
     finally:
         random.setstate(before)
+
+
+def moved(
+    model: nn.Module, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> nn.Module:
+    """`model.to(...)`, in place, and for fake tensors too, which `Module.to` cannot exchange."""
+    tensors = (*model.parameters(), *model.buffers())
+    if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return model.to(device=device, dtype=dtype)
+    made: dict[torch.Tensor, torch.Tensor] = {}  # a tied parameter stays one
+    for module in model.modules():
+        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for name, tensor in own:
+            if tensor not in made:
+                found = tensor.detach().to(device, dtype if tensor.is_floating_point() else None)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[tensor] = nn.Parameter(found, tensor.requires_grad) if is_parameter else found
+            setattr(module, name, made[tensor])
+    return model

@@ -12,7 +12,7 @@ from torch import nn
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.adapters import adapted
 from protrain_plan.models.batches import Batch, batch_to
-from protrain_plan.models.building import seeded
+from protrain_plan.models.building import moved, seeded
 from protrain_plan.models.precision import computing_in, parameter_dtype
 from protrain_plan.records.profile import DType, Precision
 
@@ -49,8 +49,8 @@ class FactorySource:
         model, data = self._made(seed)
         self._data = (seed, data)
         with seeded(seed):
-            model = adapted(model.to(dtype=stored), adapter, source=self.name)
-        return computing_in(model.to(device), dtype, precision).train()
+            model = adapted(moved(model, dtype=stored), adapter, source=self.name)
+        return computing_in(moved(model, device=device), dtype, precision).train()
 
     def batches(
         self,

@@ -1,0 +1,183 @@
+"""What changed between two plans: decisions, and the bytes and seconds before and after."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from protrain_plan.records.folding import fold, runs
+from protrain_plan.records.plan import Plan, UnitPlan
+from protrain_plan.records.schema import activations_text, states_text
+from protrain_plan.units import exact_bytes, format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """Something that both plans say, and say differently, as texts."""
+
+    name: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionChange:
+    """A run of units that decide otherwise; `None`: the units are not in that plan.
+
+    Where the decisions are the same, what differs is their leads and drains.
+    """
+
+    units: str
+    num_units: int
+    before: str | None
+    after: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amount:
+    """A predicted number, in bytes or seconds."""
+
+    name: str
+    before: float
+    after: float
+    in_bytes: bool
+
+    def text(self, value: float) -> str:
+        """A value of its kind for a reader."""
+        return format_bytes(round(value)) if self.in_bytes else format_seconds(value)
+
+    @property
+    def change(self) -> str:
+        """The difference, in its unit and as a part of the number before."""
+        if self.before == self.after:
+            return "same"
+        sign = "+" if self.after > self.before else "-"
+        size = self.text(abs(self.after - self.before))
+        part = f" ({self.after / self.before - 1:+.1%})" if self.before else ""
+        return f"{sign}{size}{part}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanDiff:
+    """All that a reviewer has to know of a new plan."""
+
+    num_units: int  # of the new plan
+    facts: tuple[Fact, ...]
+    decisions: tuple[DecisionChange, ...]
+    amounts: tuple[Amount, ...]
+
+    @property
+    def num_changed(self) -> int:
+        return sum(change.num_units for change in self.decisions)
+
+
+def plan_diff(old: Plan, new: Plan) -> PlanDiff:
+    """Compare two plans; units are the same where their names are."""
+    return PlanDiff(
+        num_units=len(new.units),
+        facts=tuple(_facts(old, new)),
+        decisions=tuple(_decisions(old, new)),
+        amounts=tuple(_amounts(old, new)),
+    )
+
+
+def in_words(diff: PlanDiff) -> str:
+    """The change in a sentence or two."""
+    if not diff.decisions:
+        first = "No unit decides otherwise."
+    else:
+        first = f"{diff.num_changed} of {diff.num_units} units decide otherwise."
+    moved = [
+        f"{amount.name} {'grows' if amount.after > amount.before else 'shrinks'}"
+        f" from {amount.text(amount.before)} to {amount.text(amount.after)}"
+        for amount in diff.amounts
+        if amount.before != amount.after
+    ]
+    if not moved:
+        return f"{first} All predictions are the same."
+    *most, last = moved
+    joined = f"{', '.join(most)} and {last}" if most else last
+    return f"{first} The predicted {joined}."
+
+
+def _facts(old: Plan, new: Plan) -> Iterator[Fact]:
+    texts: tuple[tuple[str, Callable[[Plan], str]], ...] = (
+        ("model", lambda plan: plan.workload.model),
+        ("model fingerprint", lambda plan: plan.model_fingerprint),
+        ("batch", lambda plan: f"{plan.workload.batch_size} x {plan.workload.seq_len} tokens"),
+        ("dtype", lambda plan: f"{plan.workload.dtype}, {plan.workload.precision}"),
+        ("adapter", lambda plan: plan.workload.adapter or "none"),
+        ("machine", lambda plan: plan.hardware),
+        ("optimizer", lambda plan: plan.optimizer),
+        ("profile", lambda plan: plan.profile_fingerprint),
+        ("device budget", lambda plan: exact_bytes(plan.budgets.device)),
+        ("host budget", lambda plan: exact_bytes(plan.budgets.host)),
+        ("disk budget", lambda plan: exact_bytes(plan.budgets.disk)),
+        ("updates", lambda plan: plan.updates),
+        ("micro-batches", lambda plan: str(plan.micro_batches)),
+        ("pieces of states", lambda plan: exact_bytes(plan.piece_bytes)),
+        ("exact", lambda plan: "yes" if plan.exact else "no"),
+    )
+    for name, text in texts:
+        before, after = text(old), text(new)
+        if before != after:
+            yield Fact(name=name, before=before, after=after)
+
+
+def _decisions(old: Plan, new: Plan) -> Iterator[DecisionChange]:
+    before = {unit.name: unit for unit in old.units}
+    after = {unit.name: unit for unit in new.units}
+    names = [*after, *(name for name in before if name not in after)]
+    changes = [_change(before.get(name), after.get(name)) for name in names]
+    for run in runs(names, changes):
+        first, last = names[run[0]], names[run[-1]]
+        if (change := changes[run[0]]) is not None:
+            yield DecisionChange(
+                units=first if len(run) == 1 else fold(first, last),
+                num_units=len(run),
+                before=change[0],
+                after=change[1],
+            )
+
+
+def _change(old: UnitPlan | None, new: UnitPlan | None) -> tuple[str | None, str | None] | None:
+    """Both decisions as texts, None where they are the same."""
+    before, after = (None if unit is None else _decided(unit) for unit in (old, new))
+    if before != after:
+        return before, after
+    assert old and new
+    if old.schedule == new.schedule:
+        return None
+    return f"{before}, with {_schedule(old)}", f"{after}, with {_schedule(new)}"
+
+
+def _decided(unit: UnitPlan) -> str:
+    return f"{activations_text(unit.activations)}; {states_text(unit.states)}"
+
+
+def _schedule(unit: UnitPlan) -> str:
+    plan = unit.schedule
+    leads = "/".join(f"{lead:g}" for lead in (plan.forward_lead, plan.backward_lead))
+    drains = "/".join(
+        "end" if drain is None else f"{drain:g}" for drain in (plan.swap_drain, plan.update_drain)
+    )
+    return f"leads {leads}/{plan.swap_lead:g}, drains {drains}"
+
+
+def _amounts(old: Plan, new: Plan) -> Iterator[Amount]:
+    before, after = old.prediction, new.prediction
+    yield Amount(
+        name="device peak",
+        before=before.peak_bytes.device + before.peak_bytes.context,
+        after=after.peak_bytes.device + after.peak_bytes.context,
+        in_bytes=True,
+    )
+    for name in ("host", "disk"):
+        one, other = getattr(before.peak_bytes, name), getattr(after.peak_bytes, name)
+        if one or other:
+            yield Amount(name=f"{name} peak", before=one, after=other, in_bytes=True)
+    yield Amount(name="step", before=before.step_seconds, after=after.step_seconds, in_bytes=False)
+    yield Amount(
+        name="bound on the step",
+        before=before.lower_bound_seconds,
+        after=after.lower_bound_seconds,
+        in_bytes=False,
+    )

@@ -1,0 +1,1 @@
+"""A report as text, JSON, JUnit XML, SARIF and annotations of GitHub: one module each."""

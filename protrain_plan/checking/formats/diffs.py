@@ -1,0 +1,59 @@
+"""A difference of plans as text, as Markdown for a pull request, and as plain data."""
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from protrain_plan.checking.diffing import PlanDiff, in_words
+
+ABSENT = "(not there)"
+Row = tuple[str, ...]
+
+
+def diff_text(diff: PlanDiff) -> RenderableType:
+    """What `protrain diff` prints."""
+    parts: list[RenderableType] = [Text(in_words(diff))]
+    for head, rows in _tables(diff):
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in head:
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        parts += ["", table]
+    return Group(*parts)
+
+
+def diff_markdown(diff: PlanDiff, *, title: str) -> str:
+    """What `protrain diff --format markdown` prints: a comment for a pull request."""
+    lines = [f"### Memory plan `{title}`", "", in_words(diff)]
+    for head, rows in _tables(diff):
+        lines += ["", _row(head), _row(("---",) * len(head)), *map(_row, rows)]
+    return "\n".join(lines)
+
+
+def diff_data(diff: PlanDiff) -> dict[str, Any]:
+    """What `protrain diff --json` prints."""
+    return asdict(diff) | {"num_changed": diff.num_changed}
+
+
+def _tables(diff: PlanDiff) -> list[tuple[Row, list[Row]]]:
+    amounts: list[Row] = [
+        (a.name, a.text(a.before), a.text(a.after), a.change) for a in diff.amounts
+    ]
+    decisions: list[Row] = [
+        (change.units, change.before or ABSENT, change.after or ABSENT) for change in diff.decisions
+    ]
+    facts: list[Row] = [(fact.name, fact.before, fact.after) for fact in diff.facts]
+    tables: list[tuple[Row, list[Row]]] = [
+        (("predicted", "before", "after", "change"), amounts),
+        (("units", "before", "after"), decisions),
+        (("given", "before", "after"), facts),
+    ]
+    return [(head, rows) for head, rows in tables if rows]
+
+
+def _row(cells: Row) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

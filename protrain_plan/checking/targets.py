@@ -1,0 +1,88 @@
+"""The machines that a plan is checked on, and what it may take of each."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import floor
+from pathlib import Path
+
+from protrain_plan.checking.budgets import MachineBudget
+from protrain_plan.checking.cases import Case
+from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.records.hardware import Hardware, TierName
+from protrain_plan.records.plan import Budgets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """Bytes of a tier that may be taken, and whose number it is."""
+
+    bytes: int
+    source: str  # "the plan's budget", "budgets.yaml", "the machine's memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A machine with its limits; `own` where the plan was made for it."""
+
+    hardware: Hardware
+    own: bool
+    device: Limit
+    host: Limit
+    disk: Limit
+    budget: MachineBudget | None
+
+    @property
+    def budgets(self) -> Budgets:
+        """The limits, as the planner takes them."""
+        return Budgets(device=self.device.bytes, host=self.host.bytes, disk=self.disk.bytes)
+
+
+def targets(
+    case: Case, budgets: Mapping[str, MachineBudget], on: Sequence[Hardware] = ()
+) -> list[Target]:
+    """The plan's own machine, and those whose budgets name it; or, instead, those in `on`.
+
+    RecordError or ProtrainError where a machine that a budget names is not known.
+    """
+    own = case.profile.hardware
+    if on:
+        machines = [own if machine.name == own.name else machine for machine in on]
+    else:
+        named = [
+            load_hardware(name)
+            for name, budget in budgets.items()
+            if name != own.name and budget.names(case.path)
+        ]
+        machines = [own, *named]
+    return [_target(case, machine, budgets.get(machine.name)) for machine in machines]
+
+
+def _target(case: Case, machine: Hardware, budget: MachineBudget | None) -> Target:
+    own = machine.name == case.profile.hardware.name
+    planned = case.plan.budgets
+    capacity = {tier.name: tier.capacity_bytes for tier in machine.tiers}
+
+    def limit(asked: int | None, in_plan: int, there: int) -> Limit:
+        headroom = budget.headroom if budget else 0.0
+        size, source = there, "the machine's memory"
+        if own:
+            size, source = in_plan, "the plan's budget"
+        if asked is not None and budget is not None and asked <= there:
+            size, source = asked, Path(budget.source).name
+        if headroom:
+            source += f", {100 * headroom:g}% of it free"
+        return Limit(bytes=floor(size * (1 - headroom)), source=source)
+
+    def below(tier: TierName, asked: int | None, in_plan: int) -> Limit:
+        return limit(asked, in_plan, capacity.get(tier, 0))
+
+    return Target(
+        hardware=machine,
+        own=own,
+        device=limit(
+            budget.device if budget else None, planned.device, machine.device.memory_bytes
+        ),
+        host=below("host", budget.host if budget else None, planned.host),
+        disk=below("disk", budget.disk if budget else None, planned.disk),
+        budget=budget,
+    )

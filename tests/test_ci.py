@@ -1,0 +1,209 @@
+"""The example repository, the action and the hooks, as a continuous integration would run them."""
+
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from protrain_plan.checking.budgets import find_budgets
+from protrain_plan.checking.cases import find_plans
+from protrain_plan.checking.formats.text import text
+from protrain_plan.checking.reestimating import look
+from protrain_plan.checking.running import check
+from protrain_plan.checking.verdicts import Failed, Report, Skipped
+from tests.checking_cases import AssertGolden, commit
+from tests.test_cli import PROTRAIN, Result, protrain
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples/ci"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def bash(script: str, *, folder: Path, **environment: str) -> Result:
+    """A step of a workflow: bash as GitHub Actions starts it, with our commands on the path."""
+    path = f"{PROTRAIN.parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script],
+        cwd=folder,
+        env=os.environ | {"PATH": path, "COLUMNS": "100"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """The example as a repository of its own, with one commit on main."""
+    folder = tmp_path / "example"
+    shutil.copytree(EXAMPLE, folder)
+    bash(
+        "git init -q -b main && git config user.name t && git config user.email t@localhost"
+        " && git add -A && git commit -q -m plans",
+        folder=folder,
+    )
+    return folder
+
+
+def widen(example: Path) -> None:
+    """What the example's README says to try."""
+    config = example / "model/config.json"
+    before, after = '"intermediate_size": 2816', '"intermediate_size": 4096'
+    assert before in config.read_text()
+    assert after in (EXAMPLE / "README.md").read_text()
+    config.write_text(config.read_text().replace(before, after))
+
+
+def report_on(example: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
+    monkeypatch.chdir(example)
+    return check(find_plans([Path("plans")]), look=look, budgets=find_budgets(None))
+
+
+def test_the_example_holds(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = report_on(example, monkeypatch)
+    assert report.with_verdict(Failed) == report.with_verdict(Skipped) == []
+
+
+def test_a_wider_layer_fails_on_the_smaller_machine(
+    example: Path, monkeypatch: pytest.MonkeyPatch, assert_golden: AssertGolden
+) -> None:
+    widen(example)
+    report = report_on(example, monkeypatch)
+    assert [(f.rule.code, f.machine) for f in report.with_verdict(Failed)] == [
+        ("FPR001", None),
+        ("MEM001", "rtx-3090"),
+    ]
+    for finding in report.with_verdict(Failed):
+        assert isinstance(finding.verdict, Failed)
+        [grown] = finding.verdict.growth
+        # Three matrices of 1280 more rows or columns, as parameters, gradients and two states.
+        assert (grown.units, grown.states_bytes) == ("model.layers.0-7", 3 * 1280 * 1024 * 2 * 4)
+    console = Console(width=80, file=io.StringIO())
+    console.print(text(report), highlight=False)
+    assert isinstance(console.file, io.StringIO)
+    assert_golden("ci/grown.text", console.file.getvalue())
+
+
+@pytest.mark.slow
+def test_a_wider_layer_passes_when_it_is_planned_again(example: Path) -> None:
+    assert protrain("check", folder=example).returncode == 0
+    widen(example)
+    assert protrain("check", folder=example).returncode == 1
+    again = bash("./plan.sh", folder=example)
+    assert again.returncode == 0, again.stderr
+    after = protrain("check", folder=example)
+    assert after.returncode == 0, after.stdout
+
+
+def test_the_readme_shows_what_check_says() -> None:
+    """The lines in the section about CI are those of the example's failure."""
+    [section] = re.findall(r"^## In CI\n(.*?)^## ", README, re.DOTALL | re.MULTILINE)
+    [shown] = re.findall(r"```text\n(.*?)```", section, re.DOTALL)
+    golden = (ROOT / "tests/golden/ci/grown.text").read_text()
+    assert [line for line in shown.splitlines() if line not in golden.splitlines()] == []
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_run(example: Path) -> None:
+    [section] = re.findall(r"^## In CI\n(.*?)^## ", README, re.DOTALL | re.MULTILINE)
+    [commands] = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    lines = [line.partition(" #")[0].strip() for line in commands.splitlines()]
+    assert len(lines) >= 7
+    script = "\n".join(["set -e", *lines])
+    result = bash(script, folder=example)
+    assert (result.returncode, result.stderr) == (0, ""), result.stdout
+    assert (example / "ds_config.json").is_file()
+
+
+# --- the action and the hooks ---------------------------------------------------------------------
+
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+STEPS = {step["name"]: step for step in ACTION["runs"]["steps"] if "name" in step}
+
+
+def test_every_input_is_used_and_documented() -> None:
+    action = (ROOT / "action.yml").read_text(encoding="utf-8")
+    used = set(re.findall(r"\$\{\{ inputs\.([a-z-]+) \}\}", action))
+    assert used == ACTION["inputs"].keys()
+    assert all(given["description"] for given in ACTION["inputs"].values())
+    # Scripts see inputs as variables only: a text with quotes in it cannot become a command.
+    assert not any("${{" in step["run"] for step in STEPS.values())
+
+
+def test_the_workflow_uses_the_action() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/plans.yml").read_text(encoding="utf-8"))
+    job = workflow["jobs"]["check"]
+    assert job["steps"][-1]["uses"] == "./"
+    assert job["steps"][-1]["with"].keys() <= ACTION["inputs"].keys()
+    assert all((ROOT / folder / "plans").is_dir() for folder in job["strategy"]["matrix"]["folder"])
+
+
+@pytest.mark.parametrize(
+    ("environment", "code"),
+    [
+        ({"PLANS": "plans", "STRICT": "false"}, 0),
+        ({"PLANS": "plans\n", "BUDGETS": "tight.yaml", "STRICT": "false"}, 1),
+        ({"PLANS": "plans/a b", "MACHINES": "cpu\n", "STRICT": "false"}, 0),
+        ({"PLANS": "plans", "STRICT": "true"}, 1),
+    ],
+)
+def test_the_check_of_the_action(environment: dict[str, str], code: int, tmp_path: Path) -> None:
+    commit(tmp_path / "plans/a b")
+    (tmp_path / "tight.yaml").write_text(
+        "protrain: budgets\nversion: 1\nbudgets:\n  box: {device: 900MB}\n"
+    )
+    unset = dict.fromkeys(STEPS["Check"]["env"], "")
+    result = bash(STEPS["Check"]["run"], folder=tmp_path, **(unset | environment))
+    assert result.returncode == code, result.stderr
+    assert ("::error file=plans/a b/plan.yaml," in result.stdout) == bool(
+        code and "BUDGETS" in environment
+    )
+    assert "::notice file=plans/a b/plan.yaml," in result.stdout  # no model is called synthetic
+
+
+def test_the_comparison_of_the_action(example: Path, tmp_path: Path) -> None:
+    plan = example / "plans/llama/plan.yaml"
+    plan.write_text(re.sub(r"step_seconds: \S+", "step_seconds: 9.5", plan.read_text()))
+    summary = tmp_path / "summary.md"
+    result = bash(
+        STEPS["Compare"]["run"],
+        folder=example,
+        BASE="main",
+        RUNNER_TEMP=str(tmp_path),
+        GITHUB_STEP_SUMMARY=str(summary),
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    title, _, words, *_ = summary.read_text().splitlines()
+    assert title == "### Memory plan `plans/llama/plan.yaml`"
+    assert re.fullmatch(
+        r"No unit decides otherwise\. The predicted step grows from \S+ m?s to 9\.50 s\.", words
+    )
+    nothing = bash(
+        STEPS["Compare"]["run"],
+        folder=example,
+        BASE="",
+        RUNNER_TEMP=str(tmp_path),
+        GITHUB_STEP_SUMMARY=str(tmp_path / "none.md"),
+    )
+    assert nothing.returncode == 0
+    assert not (tmp_path / "none.md").exists()
+
+
+def test_the_hooks_run_our_commands(tmp_path: Path) -> None:
+    commit(tmp_path / "plans")
+    hooks = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    assert [hook["id"] for hook in hooks] == ["protrain-check", "protrain-check-records"]
+    for hook in hooks:
+        assert re.search(hook["files"], "plans/llama/plan.yaml")
+        first, *arguments = shlex.split(hook["entry"])
+        assert first == "protrain"
+        result = protrain(*arguments, folder=tmp_path)
+        assert result.returncode == 0, result.stderr

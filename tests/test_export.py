@@ -1,0 +1,94 @@
+"""`protrain export`: the nearest configurations, and what they cannot say."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from transformers import TrainingArguments
+
+from protrain_plan.checking.exporting import Tool, export
+from protrain_plan.records import write_plan
+from protrain_plan.records.plan import Keep, Offload, Persistent, Plan, Recompute, Swap, SwapInput
+from tests.checking_cases import AssertGolden, offloading
+from tests.test_cli import protrain
+
+TOOLS: tuple[Tool, ...] = get_args(Tool)
+SCHEDULES = (
+    "When transfers run (leads, drains, pieces) is the tool's choice: the predicted peak and \
+the predicted seconds do not hold for it."
+)
+
+
+def plain() -> Plan:
+    """Everything stays on the device."""
+    made = offloading()
+    units = (replace(unit, activations=Keep(), states=Persistent()) for unit in made.units)
+    return replace(made, units=tuple(units))
+
+
+def mixed() -> Plan:
+    """One block of each kind, and clipping."""
+    made = offloading()
+    first, *blocks, last = made.units
+    decided = (
+        replace(blocks[0], activations=Keep(), states=Persistent()),
+        replace(blocks[1], activations=Swap(tier="host"), states=Offload(tier="host")),
+        replace(blocks[2], activations=SwapInput(tier="host"), states=Offload(tier="disk")),
+        replace(blocks[3], activations=Recompute(form="mlp"), states=Offload(tier="host")),
+    )
+    return replace(made, units=(first, *decided, last), updates="after backward", micro_batches=2)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_mixed_plan(tool: Tool, assert_golden: AssertGolden) -> None:
+    found = export(mixed(), tool)
+    losses = "".join(f"# {loss}\n" for loss in found.losses)
+    assert_golden(f"export/{found.file_name}", losses + found.text)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_plan_that_keeps_everything_loses_little(tool: Tool) -> None:
+    losses = export(plain(), tool).losses
+    assert SCHEDULES not in losses
+    assert all("batch" in loss or "float32" in loss for loss in losses)
+
+
+def test_accelerate_reads_what_is_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp2.yaml"
+    path.write_text(export(offloading(), "fsdp2").text)
+    config = load_config_from_file(str(path))
+    assert config.fsdp_config["fsdp_version"] == 2
+    assert config.fsdp_config["fsdp_offload_params"] is True
+
+
+def test_transformers_know_the_arguments_of_trl() -> None:
+    config = yaml.safe_load(export(mixed(), "trl").text)
+    of_trl = {"max_length", "activation_offloading"}  # SFTConfig's own
+    assert config.keys() - of_trl <= TrainingArguments.__dataclass_fields__.keys()
+
+
+def test_the_command_writes_and_tells(tmp_path: Path) -> None:
+    write_plan(offloading(), tmp_path / "plan.yaml")
+    result = protrain("export", "plan.yaml", "--to", "deepspeed", folder=tmp_path, COLUMNS="200")
+    assert (result.returncode, result.stderr) == (0, "")
+    first, second, *losses = result.stdout.splitlines()
+    assert (first, second) == ("wrote ds_config.json", "what it cannot express:")
+    assert f"- {SCHEDULES}" in losses
+    config = json.loads((tmp_path / "ds_config.json").read_text())
+    assert config["zero_optimization"]["offload_param"]["device"] == "nvme"
+    told = protrain(
+        "export", "plan.yaml", "--to", "trl", "-o", "sft.yaml", "--json", folder=tmp_path
+    )
+    assert json.loads(told.stdout)["file"] == "sft.yaml"
+    assert yaml.safe_load((tmp_path / "sft.yaml").read_text())["gradient_checkpointing"] is True
+
+
+def test_an_unknown_tool_is_one_message(tmp_path: Path) -> None:
+    write_plan(offloading(), tmp_path / "plan.yaml")
+    result = protrain("export", "plan.yaml", "--to", "megatron", folder=tmp_path)
+    message = "error: --to: expected deepspeed, fsdp2, torchtune or trl, got 'megatron'\n"
+    assert (result.returncode, result.stderr) == (2, message)
