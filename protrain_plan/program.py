@@ -47,6 +47,9 @@ MoveKind = Literal[
 ]
 Direction = Literal["fetch", "read", "spill", "write", "update"]
 
+SAVING_BYTES = 2**20
+"""What bytes pass through on their way to a checkpoint and back, in host memory."""
+
 STAGING_PIECES = 3
 """Pieces of optimizer states in memory at once: one being read, one updated, one written."""
 

@@ -336,6 +336,7 @@ def run_json(plan: Plan, run: "Run", *, plain: bool, verified: bool | None) -> d
     measured = run.measured_peak_bytes
     return {
         "plain": plain,
+        "first_step": run.first_step,
         "losses": list(run.losses),
         "step_seconds": run.step_seconds,
         "seconds": list(run.seconds),
@@ -349,8 +350,9 @@ def run_json(plan: Plan, run: "Run", *, plain: bool, verified: bool | None) -> d
 
 def run_text(plan: Plan, run: "Run", *, plain: bool, verified: bool | None) -> Renderable:
     """What `protrain run` prints."""
+    resumed = f" from step {run.first_step + 1} on" if run.first_step else ""
     lines: list[Renderable] = [
-        Text("losses " + " ".join(f"{loss:.4f}" for loss in run.losses)),
+        Text(f"losses{resumed} " + " ".join(f"{loss:.4f}" for loss in run.losses)),
     ]
     predicted, measured = plan.prediction.peak_bytes, run.measured_peak_bytes
     table = _table("", "predicted", "measured")

@@ -6,7 +6,7 @@ The optimizer is the one whose states the profile counted.
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,16 +15,19 @@ import torch
 from torch import nn
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.models.batches import Batch, byte_tokens, call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.records.plan import Plan, TierBytes
 from protrain_runtime.boundaries import tensors_in
+from protrain_runtime.checkpoints import check_writable
 from protrain_runtime.engine import Observer
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.measure import storage_bytes
 from protrain_runtime.preparation import below_device, parameter_values, prepare
 from protrain_runtime.recording import measure_step
+from protrain_runtime.resuming import load, read_extra
+from protrain_runtime.saving import save
 from protrain_runtime.stores import memory_of
 
 CLIP_NORM = 1.0
@@ -35,14 +38,34 @@ OnStep = Callable[[int, float], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoints:
+    """Where a run resumes from, and where it saves: every so many steps, and after the last one."""
+
+    resume: Path | None = None
+    directory: Path | None = None
+    every: int | None = None
+
+    def due(self, step: int, num_steps: int) -> bool:
+        """Whether to save when `step` steps of `num_steps` are done."""
+        if self.directory is None:
+            return False
+        return step == num_steps or (self.every is not None and step % self.every == 0)
+
+
+NO_CHECKPOINTS = Checkpoints()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """A run's results. Peaks are None where the run was too short to measure them.
 
-    `measured_peak_bytes.device` counts tensors, in the last step; `.context` is the most that
-    the process held besides them (CPU), at the starts of slots in that step; `slot_bytes` are the
-    device's peaks in every slot of a planned run's last step, and in the update after them.
+    `first_step` is the number of steps that were done when it resumed. `measured_peak_bytes.device`
+    counts tensors, in the last step; `.context` is the most that the process held besides them
+    (CPU), at the starts of slots in that step; `slot_bytes` are the device's peaks in every slot of
+    a planned run's last step, and in the update after them.
     """
 
+    first_step: int
     losses: tuple[float, ...]
     seconds: tuple[float, ...]  # of every step that was not measured for memory
     parameters_sha256: str
@@ -63,14 +86,19 @@ def train(
     text: Path | None,
     spill_directory: Path | None,
     on_step: OnStep = lambda *_: None,
+    checkpoints: Checkpoints = NO_CHECKPOINTS,
 ) -> Run:
-    """Build the plan's model and train it for `num_steps`; `plain` runs ordinary PyTorch.
+    """Build the plan's model and train it until `num_steps` are done; `plain`: ordinary PyTorch.
 
+    A run that resumes computes what it would have computed without a break.
     A step has the plan's micro-batches, its loss is their mean; where the plan updates after
     backward, gradients are clipped to CLIP_NORM.
-    ProtrainError where the model cannot be built, the plan is not for it, or memory ran out.
+    ProtrainError where the model cannot be built, the plan is not for it, memory ran out, or a
+    checkpoint cannot be read or written, or is of another run.
     """
     workload = plan.workload
+    if checkpoints.directory is not None:
+        check_writable(checkpoints.directory)
     source = load_source(workload.model, model_config=workload.model_config)
     factory = optimizer_factory(plan.optimizer)
     try:
@@ -100,7 +128,9 @@ def train(
                 model, plan, optimizer=factory, spill_directory=spill_directory
             )
         torch.manual_seed(workload.seed)  # of dropout
-        return _Trainer(plan, model, optimizer).run(batches, num_steps, on_step)
+        training = _training(plan, text)
+        trainer = _Trainer(plan, model, optimizer, checkpoints, training)
+        return trainer.run(batches, num_steps, on_step)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
@@ -132,18 +162,46 @@ def _first_line(error: BaseException) -> str:
     return line.rpartition("] ")[2].strip()
 
 
+def _training(plan: Plan, text: Path | None) -> dict[str, object]:
+    """What a run computes, however it is planned: what a checkpoint is resumed in."""
+    workload = plan.workload
+    return {
+        "model": workload.model,
+        "model_config": workload.model_config,
+        "adapter": workload.adapter,
+        "dtype": workload.dtype,
+        "precision": workload.precision,
+        "batch_size": workload.batch_size,
+        "seq_len": workload.seq_len,
+        "seed": workload.seed,
+        "optimizer": plan.optimizer,
+        "updates": plan.updates,
+        "micro_batches": plan.micro_batches,
+        "text": "" if text is None else hashlib.sha256(byte_tokens(text)).hexdigest(),
+    }
+
+
 class _Trainer:
-    def __init__(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        checkpoints: Checkpoints,
+        training: Mapping[str, object],
+    ) -> None:
         self._plan, self._model, self._optimizer = plan, model, optimizer
+        self._checkpoints, self._training = checkpoints, dict(training)
         self._losses: list[float] = []
         self._seconds: list[float] = []
         self._peak: TierBytes | None = None
         self._slots: tuple[int, ...] = ()
 
     def run(self, batches: Iterator[Batch], num_steps: int, on_step: OnStep) -> Run:
-        for step in range(num_steps):
+        first = self._resume(batches, num_steps)
+        for step in range(first, num_steps):
             micro_batches = list(islice(batches, self._plan.micro_batches))
-            if 0 < step == num_steps - 1:
+            if first < step == num_steps - 1:
                 # The last one: what a memory meter leaves behind would count in steps after it.
                 self._measured_step(micro_batches)
             else:
@@ -151,13 +209,49 @@ class _Trainer:
                 self._step(micro_batches)
                 self._seconds.append(time.perf_counter() - start)
             on_step(step, self._losses[-1])
+            if self._checkpoints.due(step + 1, num_steps):
+                assert self._checkpoints.directory is not None
+                extra = {"step": step + 1, "training": self._training}
+                save(self._model, self._optimizer, self._checkpoints.directory, extra=extra)
         return Run(
+            first_step=first,
             losses=tuple(self._losses),
             seconds=tuple(self._seconds),
             parameters_sha256=digest(self._model),
             measured_peak_bytes=self._peak,
             slot_bytes=self._slots,
         )
+
+    def _resume(self, batches: Iterator[Batch], num_steps: int) -> int:
+        """Go to where the checkpoint was written; the number of steps that were done then."""
+        directory = self._checkpoints.resume
+        if directory is None:
+            return 0
+        extra = read_extra(directory)
+        done, training = extra.get("step"), extra.get("training")
+        if not isinstance(done, int) or not isinstance(training, dict):
+            raise ProtrainError(
+                "the checkpoint was not written by protrain run",
+                source=str(directory),
+                fix="load it in the script that wrote it, with protrain_runtime.load",
+            )
+        differing = [key for key, value in self._training.items() if training.get(key) != value]
+        if differing:
+            raise ProtrainError(
+                f"the checkpoint is of other training: {', '.join(differing)} differ",
+                source=str(directory),
+                fix="resume it with a plan for the same training, and the same --text",
+            )
+        if done >= num_steps:
+            raise ProtrainError(
+                f"the checkpoint has {done} steps done: of {num_steps} none are left",
+                source=str(directory),
+                fix="--steps counts from the very first one: name a larger number",
+            )
+        for _ in islice(batches, done * self._plan.micro_batches):
+            pass  # what was trained on
+        load(self._model, self._optimizer, directory)  # random states too: last
+        return done
 
     def _step(self, micro_batches: Sequence[Batch], observe: Observer | None = None) -> None:
         total = 0.0

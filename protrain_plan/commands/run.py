@@ -17,7 +17,9 @@ EXAMPLES = "Example: protrain run plan.yaml --steps 10 --verify"
 
 def run(
     plan: Annotated[Path, typer.Argument(help="A plan.", show_default=False)],
-    steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 5,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Steps to train, with those before a checkpoint.")
+    ] = 5,
     text: Annotated[Path | None, typer.Option(help="A text file to train on.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Ordinary PyTorch, no plan.")] = False,
     verify: Annotated[
@@ -29,6 +31,15 @@ def run(
             help="Let the operating system refuse this process more memory (Linux, RLIMIT_DATA)."
         ),
     ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Save a checkpoint to this directory at the end.")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(min=1, help="Save every so many steps, too.", show_default=False)
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on from the checkpoint in this directory.")
+    ] = None,
     spill_directory: SpillOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -36,15 +47,25 @@ def run(
     record = read_plan(plan)
     if plain and verify:
         raise ProtrainError("--verify runs plain PyTorch too", fix="leave --plain out")
+    if save_every is not None and save is None:
+        raise ProtrainError(
+            "there is no directory to save to", key="--save-every", fix="--save DIR"
+        )
     if memory_limit is not None:
         _limit(size("--memory-limit", memory_limit, 0))
-    from protrain_plan.running import Run, train
+    from protrain_plan.running import NO_CHECKPOINTS, Checkpoints, Run, train
     from protrain_runtime.measure import return_freed_memory
 
     if record.workload.device == "cpu":
         return_freed_memory()
 
-    def trained(label: str, report: Callable[[str, float], None], *, plain: bool) -> Run:
+    def trained(
+        label: str,
+        report: Callable[[str, float], None],
+        *,
+        plain: bool,
+        checkpoints: Checkpoints = NO_CHECKPOINTS,
+    ) -> Run:
         def on_step(step: int, loss: float) -> None:
             report(f"{label}: step {step + 1} of {steps}, loss {loss:.4f}", (step + 1) / steps)
 
@@ -56,14 +77,18 @@ def run(
             text=text,
             spill_directory=spill_directory,
             on_step=on_step,
+            checkpoints=checkpoints,
         )
 
+    checkpoints = Checkpoints(resume=resume, directory=save, every=save_every)
+
     with progress(quiet=as_json) as report:
-        result = trained("plain" if plain else "planned", report, plain=plain)
+        label = "plain" if plain else "planned"
+        result = trained(label, report, plain=plain, checkpoints=checkpoints)
         reference = trained("plain", report, plain=True) if verify else None
     verified = None
     if reference is not None:
-        same = reference.losses == result.losses
+        same = reference.losses[result.first_step :] == result.losses  # that one had no break
         verified = same and reference.parameters_sha256 == result.parameters_sha256
     show(
         as_json,

@@ -9,5 +9,7 @@ Everything else of a training loop stays as it is, and computes what plain PyTor
 
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.preparation import prepare, restore
+from protrain_runtime.resuming import load
+from protrain_runtime.saving import save
 
-__all__ = ["prepare", "restore", "with_master_weights"]
+__all__ = ["load", "prepare", "restore", "save", "with_master_weights"]

@@ -37,6 +37,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
         super().__init__(inner.param_groups, inner.defaults)
         self.state = inner.state
 
+    @property
+    def kind(self) -> type[torch.optim.Optimizer]:
+        """The user's class, which does the updates."""
+        return type(self._inner)
+
     def attach(self, chunks: Sequence[Chunk], engine: Engine) -> None:
         """Take charge of offloaded `chunks`; `engine` updates them."""
         self._chunks = [chunk for chunk in chunks if chunk.store is not None]

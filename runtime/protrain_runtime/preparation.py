@@ -126,15 +126,21 @@ def restore(model: nn.Module) -> nn.Module:
     return model
 
 
+def prepared_of(model: nn.Module) -> Prepared | None:
+    """What `prepare` attached to a model; None where it follows no plan."""
+    prepared: Prepared | None = model.__dict__.get(_ATTRIBUTE)
+    return prepared
+
+
 def engine_of(model: nn.Module) -> Engine | None:
     """The engine that a model runs under; None without a plan, or where it keeps everything."""
-    prepared: Prepared | None = model.__dict__.get(_ATTRIBUTE)
+    prepared = prepared_of(model)
     return prepared.engine if prepared else None
 
 
 def below_device(model: nn.Module) -> tuple[int, int]:
     """Bytes that a model holds in host memory and on disk because of its plan."""
-    prepared: Prepared | None = model.__dict__.get(_ATTRIBUTE)
+    prepared = prepared_of(model)
     return prepared.below() if prepared else (0, 0)
 
 
@@ -143,7 +149,7 @@ def parameter_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
     Works for models that follow no plan, too.
     """
-    prepared: Prepared | None = model.__dict__.get(_ATTRIBUTE)
+    prepared = prepared_of(model)
     if prepared and prepared.engine:
         prepared.engine.settle("parameters were read")
     offloaded = offloaded_parameters(prepared.chunks if prepared else ())

@@ -1,0 +1,159 @@
+"""Where a tensor's values lie, and its bytes as they come and go: a piece at a time.
+
+Bytes are in row-major order, whatever the tensor's strides are. What is not row-major passes
+through a copy of that one tensor.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from protrain_plan.program import SAVING_BYTES
+from protrain_runtime.chunks import Chunk, Slice
+from protrain_runtime.stores import Store
+
+Fill = Callable[[torch.Tensor], None]
+"""Fills a contiguous uint8 tensor in host memory with the bytes that come next."""
+
+
+@runtime_checkable
+class Value(Protocol):
+    """A tensor's values, in memory or in a store."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Its bytes, in order; what was yielded holds until the next.  # uint8, on the host"""
+        ...
+
+    def replace(self, fill: Fill) -> None:
+        """Take new values: as many bytes as it has."""
+        ...
+
+
+def num_bytes(value: Value) -> int:
+    """The bytes of a value."""
+    return value.shape.numel() * value.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor in memory, on the host or the device."""
+
+    tensor: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        flat = _flat(self.tensor.detach().contiguous())
+        if flat.device.type == "cpu":
+            yield flat  # its own memory, no copy
+            return
+        for start in range(0, flat.numel(), SAVING_BYTES):
+            yield flat[start : start + SAVING_BYTES].cpu()
+
+    def replace(self, fill: Fill) -> None:
+        own = self.tensor.detach()
+        target = own if own.is_contiguous() else torch.empty_like(own, memory_format=_ROW_MAJOR)
+        flat = _flat(target)
+        if flat.device.type == "cpu" and flat.numel():
+            fill(flat)
+        elif flat.numel():
+            buffer = torch.empty(min(SAVING_BYTES, flat.numel()), dtype=torch.uint8)
+            for start in range(0, flat.numel(), SAVING_BYTES):
+                piece = flat[start : start + SAVING_BYTES]
+                fill(buffer[: piece.numel()])
+                piece.copy_(buffer[: piece.numel()])
+        if target is not own:
+            own.copy_(target)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A dense tensor in a store, in the order of its strides."""
+
+    store: Store
+    offset: int  # bytes from the start of the store
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        if not self._row_major:
+            whole = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+            self.store.read(self.offset, self._bytes_of(whole))
+            yield from Held(whole).pieces()
+            return
+        size = num_bytes(self)
+        buffer = torch.empty(min(SAVING_BYTES, size), dtype=torch.uint8)
+        for start in range(0, size, SAVING_BYTES):
+            piece = buffer[: size - start]
+            self.store.read(self.offset + start, piece)
+            yield piece
+
+    def replace(self, fill: Fill) -> None:
+        if not self._row_major:
+            whole = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+            Held(whole).replace(fill)
+            self.store.write(self.offset, self._bytes_of(whole))
+            return
+        size = num_bytes(self)
+        buffer = torch.empty(min(SAVING_BYTES, size), dtype=torch.uint8)
+        for start in range(0, size, SAVING_BYTES):
+            piece = buffer[: size - start]
+            fill(piece)
+            self.store.write(self.offset + start, piece)
+
+    @property
+    def _row_major(self) -> bool:
+        return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
+
+    def _bytes_of(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+
+
+_ROW_MAJOR = torch.contiguous_format
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory.  # uint8 [bytes]"""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def stored_parameter(chunk: Chunk, part: Slice) -> Stored:
+    """An offloaded parameter."""
+    assert chunk.store is not None
+    return Stored(
+        store=chunk.store,
+        offset=chunk.offset + part.offset,
+        dtype=part.dtype,
+        shape=part.shape,
+        stride=part.stride,
+    )
+
+
+def stored_states(chunk: Chunk, part: Slice) -> dict[str, Stored]:
+    """An offloaded parameter's elementwise optimizer states, by key."""
+    assert chunk.store is not None
+    return {
+        layout.key: Stored(
+            store=chunk.store,
+            offset=layout.offset + part.start * layout.dtype.itemsize,
+            dtype=layout.dtype,
+            shape=part.shape,
+            stride=part.stride,
+        )
+        for layout in chunk.states
+    }
