@@ -15,6 +15,7 @@ from protrain_plan.records import activations_text, states_text
 from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import Plan, TierBytes, UnitPlan
 from protrain_plan.records.profile import Profile, Unit
+from protrain_plan.simulation.memory import checkpoint_bytes
 from protrain_plan.simulation.report import in_words as report_in_words
 from protrain_plan.units import format_bytes, format_seconds
 
@@ -194,7 +195,11 @@ def solved_text(solved: "Solved", profile: Profile, path: Path) -> Renderable:
         f" at most {solved.gap:.2%} above the fastest possible"
         f" ({solved.status}, {solved.solver}, {format_seconds(solved.solve_seconds)})"
     )
-    return Group(_decisions(plan.units), "", table, "", verdict, Text(f"wrote {path}"))
+    notes = [verdict]
+    saving = checkpoint_bytes(plan.units, profile) - peak.device
+    if profile.hardware.device.kind == "cpu" and saving > 0:
+        notes.append(Text(f"saving a checkpoint takes {format_bytes(saving)} more than a step"))
+    return Group(_decisions(plan.units), "", table, "", *notes, Text(f"wrote {path}"))
 
 
 def answer_json(answer: "Answer", explanation: "Explanation | None") -> dict[str, Any]:

@@ -1,11 +1,14 @@
 """Saving and resuming: any plan to any plan, and to plain PyTorch, bit for bit."""
 
+import itertools
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -16,15 +19,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from protrain_plan.commands.run import run
 from protrain_plan.errors import ProtrainError
-from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.program import SAVING_BYTES
-from protrain_plan.records.plan import Keep, Offload, Persistent, Plan
+from protrain_plan.records import read_plan, write_plan
+from protrain_plan.records.plan import Keep, Offload, Persistent, Plan, Swap
 from protrain_plan.records.profile import Precision, Workload
+from protrain_plan.running import Checkpoints, Run, train
 from protrain_runtime import load, prepare, restore, save, with_master_weights
 from protrain_runtime.checkpoints import INDEX
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.measure import MemoryMeter
+from protrain_runtime.resuming import read_extra
 from tests.runtime_cases import (
     BATCH,
     SEQUENCE,
@@ -45,6 +52,8 @@ from tests.runtime_cases import (
     plan_of,
     weight_decay_groups,
 )
+from tests.test_cli import PROTRAIN, printed, protrain
+from tests.test_crash import MODEL
 
 ROOT = Path(__file__).parent.parent
 SIDES = ("plain", "plan", "another plan")
@@ -232,7 +241,8 @@ class Odd(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:  # [batch, 3, 8, 8] -> []
         self.calls += 1
         hidden = self.norm(self.convolution(images)).mean((2, 3)) @ self.transposed
-        return (hidden.square() * self.scale).mean() + self.frozen.sum()
+        loss: torch.Tensor = (hidden.square() * self.scale).mean() + self.frozen.sum()
+        return loss
 
 
 def test_odd_tensors_and_modules_continue_bitwise(tmp_path: Path) -> None:
@@ -333,7 +343,7 @@ def test_every_dtype_is_written_as_the_package_writes_it(tmp_path: Path) -> None
 
     dtypes = [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
     dtypes += [torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64]
-    tensors = {str(d).removeprefix("torch."): torch.arange(6).view(2, 3).to(d) for d in dtypes}
+    tensors = {f"a_{d}".replace(".", "_"): torch.arange(6).view(2, 3).to(d) for d in dtypes}
     model, again = Buffers(), Buffers()
     for name, tensor in tensors.items():
         model.register_buffer(name, tensor)
@@ -363,7 +373,7 @@ def test_saving_and_loading_take_one_buffer(states: Any, tmp_path: Path) -> None
         output = forward(**batch)
         return output.loss + big(torch.ones(2048)).sum() * 0
 
-    model.forward = with_big  # type: ignore[method-assign]
+    model.forward = with_big
     units = list(decided(described("llama"), Keep(), states))
     last = units[-1]
     units[-1] = replace(last, parameters=(*last.parameters, "big.weight", "big.bias"))
@@ -574,6 +584,131 @@ def test_between_backward_and_step_nothing_is_saved_or_loaded(tmp_path: Path) ->
     )
 
 
+# --- protrain run ---------------------------------------------------------------------------------
+
+
+def factory() -> tuple[nn.Module, Iterable[Batch]]:
+    """For `protrain run`: GPT-2 with its dropout, on batches without end."""
+    return build("gpt2"), (batch("gpt2", number) for number in itertools.count())
+
+
+def plan_of_factory(**changes: Any) -> Plan:
+    workload = Workload(
+        model="tests.test_saving:factory",
+        model_config="",
+        batch_size=BATCH,
+        seq_len=SEQUENCE,
+        dtype="float32",
+        device="cpu",
+        seed=0,
+    )
+    units = decided(described("gpt2"), Swap(tier="disk"), Offload(tier="disk"))
+    fingerprint = model_fingerprint(build("gpt2"))
+    plan = plan_of(units, fingerprint=fingerprint, workload=workload)
+    return replace(plan, micro_batches=2, **changes)
+
+
+def test_a_killed_run_resumes_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    plan, directory = tmp_path / "plan.yaml", tmp_path / "saved"
+    write_plan(plan_of_factory(), plan)
+    endless = ["--steps", "1000000", "--save", str(directory), "--save-every", "2"]
+    process = subprocess.Popen(
+        [PROTRAIN, "run", str(plan), *endless],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        while not (directory / INDEX).exists() and process.poll() is None:
+            time.sleep(0.01)
+        assert process.poll() is None, process.stderr and process.stderr.read()
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+        assert process.stderr is not None
+        process.stderr.close()
+    assert process.returncode == -signal.SIGKILL
+    done = read_extra(directory)["step"]
+    arguments = ("--steps", done + 3, "--resume", directory, "--save", directory, "--verify")
+    resumed = printed(protrain("run", plan, *arguments, "--json", folder=ROOT))
+    assert done % 2 == 0
+    assert resumed["first_step"] == done
+    assert resumed["verified"] is True
+    plain = train(read_plan(plan), num_steps=done + 3, plain=True, text=None, spill_directory=None)
+    assert resumed["losses"] == list(plain.losses[done:])
+    assert resumed["parameters_sha256"] == plain.parameters_sha256
+    assert read_extra(directory)["step"] == done + 3
+
+
+def test_a_run_refuses_what_it_cannot_resume(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+
+    def trained(plan: Plan, num_steps: int, checkpoints: Checkpoints) -> Run:
+        return train(
+            plan,
+            num_steps=num_steps,
+            plain=True,
+            text=None,
+            spill_directory=None,
+            checkpoints=checkpoints,
+        )
+
+    def refused(plan: Plan, num_steps: int, resume: Path) -> str:
+        return message(lambda: trained(plan, num_steps, Checkpoints(resume=resume)))
+
+    plan = plan_of_factory()
+    trained(plan, 1, Checkpoints(directory=saved))
+    assert refused(plan, 1, saved) == (
+        f"{saved}: the checkpoint has 1 steps done: of 1 none are left\n"
+        "  fix: --steps counts from the very first one: name a larger number"
+    )
+    other = replace(plan_of_factory(optimizer="sgd"), micro_batches=3)
+    assert refused(other, 2, saved) == (
+        f"{saved}: the checkpoint is of other training: optimizer, micro_batches differ\n"
+        "  fix: resume it with a plan for the same training, and the same --text"
+    )
+    save(build("gpt2"), None, tmp_path / "others")
+    assert refused(plan, 2, tmp_path / "others") == (
+        f"{tmp_path / 'others'}: the checkpoint was not written by protrain run\n"
+        "  fix: load it in the script that wrote it, with protrain_runtime.load"
+    )
+    (tmp_path / "file").touch()
+    unwritable = Checkpoints(directory=tmp_path / "file")
+    assert message(lambda: trained(plan, 1, unwritable)) == (
+        f"{tmp_path / 'file'}: the checkpoint cannot be written: File exists\n"
+        "  fix: make room there, or save to another directory; what was saved before is whole"
+    )
+    write_plan(plan, tmp_path / "plan.yaml")
+    assert message(lambda: run(tmp_path / "plan.yaml", save_every=1)) == (
+        "--save-every: there is no directory to save to\n  fix: --save DIR"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA")
+def test_saving_and_resuming_fit_the_predicted_peak(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+
+    def answer(*arguments: object, code: int = 0) -> Any:
+        result = protrain(*arguments, "--json", folder=tmp_path)
+        assert result.returncode == code, result.stderr
+        return json.loads(result.stdout)
+
+    answer("profile", "config.json", "--batch-size", 2, "--seq-len", 128, "--steps", 1)
+    least = answer("plan", "profile.yaml", "--device-memory", "1MiB", code=3)
+    limit = least["smallest_budget_bytes"]
+    answer("plan", "profile.yaml", "--device-memory", limit)
+    plain = answer("run", "plan.yaml", "--steps", 5, "--plain")
+    limited = ("run", "plan.yaml", "--memory-limit", limit, "--save", "saved")
+    first = answer(*limited, "--steps", 3, "--save-every", 2)
+    second = answer(*limited, "--steps", 5, "--resume", "saved")
+    assert first["losses"] + second["losses"] == plain["losses"]
+    assert second["parameters_sha256"] == plain["parameters_sha256"]
+
+
+# --- interrupted saves ----------------------------------------------------------------------------
+
 SAVES = """
 import os, resource, sys, time
 import torch
@@ -632,7 +767,12 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "left"), [(2, 0), (12, 0), (13, 1)], ids=["second file", "index", "after the index"]
+    ("number", "left"),
+    [
+        pytest.param(2, 0, id="second file", marks=pytest.mark.slow),
+        pytest.param(12, 0, id="index"),
+        pytest.param(13, 1, id="after the index"),
+    ],
 )
 def test_a_save_that_is_killed_leaves_one_whole_checkpoint(
     number: int, left: int, tmp_path: Path

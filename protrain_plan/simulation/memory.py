@@ -23,6 +23,7 @@ from protrain_plan.program import (
     ARRIVING_GRADIENTS,
     PAGE_BYTES,
     PIECE_ALIGNMENT,
+    SAVING_BYTES,
     STAGING_PIECES,
     ChunkSize,
     Move,
@@ -209,6 +210,16 @@ def chunk_holdings(
     stays = isinstance(states, Persistent) and not add_up
     last = end if stays else last_gradient
     yield Holding("gradients", index, first_gradient + 1, last, unit.gradient_bytes)
+
+
+def checkpoint_bytes(plans: Sequence[UnitPlan], profile: Profile) -> int:
+    """What stands on a CPU machine while a checkpoint is written or read, between two steps."""
+    standing = sum(
+        unit.parameter_bytes + unit.state_bytes
+        for plan, unit in zip(plans, profile.units, strict=True)
+        if isinstance(plan.states, Persistent)
+    )
+    return profile.base_bytes + standing + SAVING_BYTES
 
 
 def _transfer_holdings(

@@ -19,7 +19,14 @@ from protrain_runtime.optimizer import PlannedOptimizer
 from protrain_runtime.preparation import Prepared, prepared_of
 from protrain_runtime.state_dicts import offloaded_parameters
 from protrain_runtime.tensor_files import write_tensors
-from protrain_runtime.values import Held, Value, num_bytes, stored_parameter, stored_states
+from protrain_runtime.values import (
+    Held,
+    Stored,
+    Value,
+    num_bytes,
+    stored_parameter,
+    stored_states,
+)
 
 VERSION = 1
 SHARD_BYTES = 4 * 2**30
@@ -152,7 +159,7 @@ def _optimizer_values(
             value = state[key]
             if isinstance(value, torch.Tensor):
                 tensors[f"{name}.{key}"] = Held(value)
-            elif isinstance(value, Value):
+            elif isinstance(value, Stored):
                 tensors[f"{name}.{key}"] = value
             else:
                 others.setdefault(name, {})[key] = value

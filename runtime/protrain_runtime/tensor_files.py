@@ -76,8 +76,7 @@ def write_tensors(path: Path, values: Mapping[str, Value]) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            for piece in values[name].pieces():
-                file.write(memory_of(piece))
+            values[name].copy_to(lambda piece: file.write(memory_of(piece)))
         file.flush()
         os.fsync(file.fileno())
 
@@ -133,7 +132,7 @@ def fill_values(targets: list[tuple[Entry, Value]]) -> None:
                 except OSError as error:
                     raise _unreadable(entry.path, f"cannot be read: {error.strerror}") from None
             file.seek(entry.start)
-            value.replace(_Reader(file, entry.path))
+            value.copy_from(_Reader(file, entry.path))
 
 
 @dataclass(frozen=True, slots=True)

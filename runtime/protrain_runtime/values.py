@@ -4,9 +4,9 @@ Bytes are in row-major order, whatever the tensor's strides are. What is not row
 through a copy of that one tensor.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -14,11 +14,13 @@ from protrain_plan.program import SAVING_BYTES
 from protrain_runtime.chunks import Chunk, Slice
 from protrain_runtime.stores import Store
 
+Write = Callable[[torch.Tensor], object]
+"""Takes bytes that come next: a contiguous uint8 tensor in host memory, good during the call."""
+
 Fill = Callable[[torch.Tensor], None]
 """Fills a contiguous uint8 tensor in host memory with the bytes that come next."""
 
 
-@runtime_checkable
 class Value(Protocol):
     """A tensor's values, in memory or in a store."""
 
@@ -28,12 +30,12 @@ class Value(Protocol):
     @property
     def shape(self) -> torch.Size: ...
 
-    def pieces(self) -> Iterator[torch.Tensor]:
-        """Its bytes, in order; what was yielded holds until the next.  # uint8, on the host"""
+    def copy_to(self, write: Write) -> None:
+        """Hand out its bytes, in order."""
         ...
 
-    def replace(self, fill: Fill) -> None:
-        """Take new values: as many bytes as it has."""
+    def copy_from(self, fill: Fill) -> None:
+        """Take new values: as many bytes as it has, in order."""
         ...
 
 
@@ -56,15 +58,15 @@ class Held:
     def shape(self) -> torch.Size:
         return self.tensor.shape
 
-    def pieces(self) -> Iterator[torch.Tensor]:
+    def copy_to(self, write: Write) -> None:
         flat = _flat(self.tensor.detach().contiguous())
         if flat.device.type == "cpu":
-            yield flat  # its own memory, no copy
+            write(flat)  # its own memory, no copy
             return
         for start in range(0, flat.numel(), SAVING_BYTES):
-            yield flat[start : start + SAVING_BYTES].cpu()
+            write(flat[start : start + SAVING_BYTES].cpu())
 
-    def replace(self, fill: Fill) -> None:
+    def copy_from(self, fill: Fill) -> None:
         own = self.tensor.detach()
         target = own if own.is_contiguous() else torch.empty_like(own, memory_format=_ROW_MAJOR)
         flat = _flat(target)
@@ -90,23 +92,23 @@ class Stored:
     shape: torch.Size
     stride: tuple[int, ...]
 
-    def pieces(self) -> Iterator[torch.Tensor]:
+    def copy_to(self, write: Write) -> None:
         if not self._row_major:
             whole = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
             self.store.read(self.offset, self._bytes_of(whole))
-            yield from Held(whole).pieces()
+            Held(whole).copy_to(write)
             return
         size = num_bytes(self)
         buffer = torch.empty(min(SAVING_BYTES, size), dtype=torch.uint8)
         for start in range(0, size, SAVING_BYTES):
             piece = buffer[: size - start]
             self.store.read(self.offset + start, piece)
-            yield piece
+            write(piece)
 
-    def replace(self, fill: Fill) -> None:
+    def copy_from(self, fill: Fill) -> None:
         if not self._row_major:
             whole = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-            Held(whole).replace(fill)
+            Held(whole).copy_from(fill)
             self.store.write(self.offset, self._bytes_of(whole))
             return
         size = num_bytes(self)
