@@ -1,5 +1,6 @@
 """Saving and resuming: any plan to any plan, and to plain PyTorch, bit for bit."""
 
+import io
 import itertools
 import json
 import os
@@ -16,22 +17,29 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from protrain_plan.commands.run import run
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.planning.outcome import Solved
+from protrain_plan.planning.planner import plan as plan_within
 from protrain_plan.program import SAVING_BYTES
 from protrain_plan.records import read_plan, write_plan
-from protrain_plan.records.plan import Keep, Offload, Persistent, Plan, Swap
+from protrain_plan.records.plan import Budgets, Keep, Offload, Persistent, Plan, Swap
 from protrain_plan.records.profile import Precision, Workload
+from protrain_plan.rendering import solved_text
 from protrain_plan.running import Checkpoints, Run, train
+from protrain_plan.simulation.memory import checkpoint_bytes
+from protrain_plan.units import format_bytes
 from protrain_runtime import load, prepare, restore, save, with_master_weights
 from protrain_runtime.checkpoints import INDEX
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.measure import MemoryMeter
 from protrain_runtime.resuming import read_extra
+from tests.planning_cases import cpu, decoder
 from tests.runtime_cases import (
     BATCH,
     SEQUENCE,
@@ -320,10 +328,11 @@ def test_hugging_face_and_safetensors_read_what_is_saved(tied: bool, tmp_path: P
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_parameters_of_hugging_face_load_into_a_plan(side: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", ["100KB", "1GB"], ids=["several files", "one file"])
+def test_parameters_of_hugging_face_load_into_a_plan(side: str, size: str, tmp_path: Path) -> None:
     kind = Kind(ADAMW, name="llama-tied")
     other = build(kind.name, seed=7)
-    other.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")  # type: ignore[operator]
+    other.save_pretrained(tmp_path / "theirs", max_shard_size=size)  # type: ignore[operator]
     model, optimizer = made(kind, side, tmp_path)
     assert load(model, None, tmp_path / "theirs") == {}
     assert list(differences(model.state_dict(), copied(other.state_dict()), "parameters")) == []
@@ -393,6 +402,26 @@ def test_saving_and_loading_take_one_buffer(states: Any, tmp_path: Path) -> None
         counters = 100_000  # AdamW's steps and random states
         assert segment.peak_bytes <= SAVING_BYTES + counters, segment
         assert segment.end_bytes <= counters, segment
+
+
+def test_a_plan_says_where_saving_takes_more_than_a_step() -> None:
+    """The published sizes take far more in a step; a model of a few bytes does not."""
+    tiny = decoder(
+        cpu(), blocks=1, block_parameters=64, embedding_parameters=64, kept=64, seconds=1e-6
+    )
+    for profile, more in ((tiny, True), (decoder(cpu(), blocks=1), False)):
+        solved = plan_within(profile, Budgets(device=10**12, host=0, disk=10**12))
+        assert isinstance(solved, Solved)
+        assert all(isinstance(unit.states, Persistent) for unit in solved.plan.units)
+        standing = sum(unit.parameter_bytes + unit.state_bytes for unit in profile.units)
+        expected = profile.base_bytes + standing + SAVING_BYTES
+        assert checkpoint_bytes(solved.plan.units, profile) == expected
+        console = Console(width=120, record=True, file=io.StringIO())
+        console.print(solved_text(solved, profile, Path("plan.yaml")))
+        difference = format_bytes(expected - solved.plan.prediction.peak_bytes.device)
+        line = f"saving a checkpoint takes {difference} more than a step\n"
+        text = console.export_text()
+        assert (line in text) == more == ("saving a checkpoint" in text)
 
 
 # --- what goes wrong ------------------------------------------------------------------------------

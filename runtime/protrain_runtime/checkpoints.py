@@ -25,6 +25,7 @@ from typing import Any
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.files import replace_text
+from protrain_runtime.tensor_files import read_entries
 
 INDEX = "model.safetensors.index.json"
 TRAINING = "training.pt"
@@ -42,6 +43,9 @@ class Index:
 
 def read_index(directory: Path) -> Index:
     """The checkpoint in a directory. ProtrainError where there is none, or no readable one."""
+    if (directory / _SINGLE_FILE).exists():
+        entries = read_entries(directory / _SINGLE_FILE)
+        return Index(weight_map=dict.fromkeys(entries, _SINGLE_FILE), folder=None)
     path = directory / INDEX
     try:
         read: dict[str, Any] = json.loads(path.read_bytes())
@@ -118,7 +122,7 @@ def _current(directory: Path) -> str | None:
     single, index = directory / _SINGLE_FILE, directory / INDEX
     if not single.exists() and not index.exists():
         return None
-    folder = None if single.exists() else read_index(directory).folder
+    folder = read_index(directory).folder
     if folder is None:
         raise ProtrainError(
             "the directory holds a checkpoint that protrain did not write",

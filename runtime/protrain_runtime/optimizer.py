@@ -93,7 +93,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """All states in the layout of the user's optimizer, in host memory where offloaded."""
+        """All states in the layout of the user's optimizer, in host memory where offloaded.
+
+        That is memory for all of them at once; `protrain_runtime.save` takes one buffer.
+        """
         self._settle("optimizer.state_dict() was called")
         added: list[nn.Parameter] = []
         for chunk in self._chunks:
@@ -123,6 +126,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             for part in chunk.slices:
                 state = self._inner.state.pop(part.parameter, None)
                 if state is None:
+                    chunk.updated.discard(part.name)
                     continue
                 for layout in chunk.states:
                     values = torch.empty_strided(part.shape, part.stride, dtype=layout.dtype)

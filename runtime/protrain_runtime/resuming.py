@@ -36,8 +36,8 @@ def load(
     The model and its optimizer may follow the plan of the checkpoint, another one or none. With an
     optimizer, training goes on where it was: states, groups' options and random states are those
     of the checkpoint. A scheduler made before this takes its state from `extra`. Without an
-    optimizer only parameters and buffers are read, also those of other safetensors checkpoints
-    that have Hugging Face's index.
+    optimizer only parameters and buffers are read, also those of other safetensors checkpoints in
+    Hugging Face's layout.
 
     Bytes go from the files to where they belong: SAVING_BYTES of memory besides. All that can be
     checked is checked before anything changes. ProtrainError where there is no checkpoint, where it

@@ -57,7 +57,11 @@ def bring_back_gradients(chunk: Chunk) -> None:
 def add_state_dict_hooks(
     model: nn.Module, chunks: Sequence[Chunk], engine: Engine, undo: Undo
 ) -> None:
-    """Let state dicts of the model show and accept real values of offloaded parameters."""
+    """Let state dicts of the model show and accept real values of offloaded parameters.
+
+    Those of a state dict are copies in host memory, all at once, and `load_state_dict` brings them
+    all to the device; `protrain_runtime.save` and `load` take one buffer.
+    """
     offloaded = offloaded_parameters(chunks)
     below = [chunk for chunk in chunks if chunk.store is not None]
     canonical = {parameter: name for name, parameter in model.named_parameters()}
