@@ -120,6 +120,7 @@ def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
     ran = printed(protrain("run", "plan.yaml", "--steps", 3, "--verify", "--json", folder=tmp_path))
     assert ran.keys() == {
         "plain",
+        "first_step",
         "losses",
         "step_seconds",
         "seconds",
