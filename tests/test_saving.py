@@ -225,6 +225,15 @@ def test_a_restored_model_saves_and_an_unused_optimizer_too(tmp_path: Path) -> N
         assert_bitwise(outcome(*pair, losses), uninterrupted(kind))
 
 
+def test_a_state_dict_without_states_takes_them_away(tmp_path: Path) -> None:
+    kind = KINDS["adamw-float32"]
+    pair = made(kind, "plan", tmp_path)
+    unused = copied(pair[1].state_dict())
+    steps(kind, pair, range(1))
+    pair[1].load_state_dict(unused)
+    assert pair[1].state_dict()["state"] == {}
+
+
 class Odd(nn.Module):
     """Tensors of every other sort: transposed, frozen, unused, empty, scalar, buffers, a state."""
 
