@@ -19,12 +19,13 @@ from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.records.plan import Plan, TierBytes
+from protrain_plan.simulation.recording import Recording
 from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.engine import Observer
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.measure import storage_bytes
 from protrain_runtime.preparation import below_device, parameter_values, prepare
-from protrain_runtime.recording import measure_step
+from protrain_runtime.recording import Recorder, measure_step, record
 from protrain_runtime.stores import memory_of
 
 CLIP_NORM = 1.0
@@ -48,6 +49,7 @@ class Run:
     parameters_sha256: str
     measured_peak_bytes: TierBytes | None
     slot_bytes: tuple[int, ...]
+    recording: Recording | None = None  # of the last step that was timed, where it was asked for
 
     @property
     def step_seconds(self) -> float:
@@ -62,12 +64,14 @@ def train(
     plain: bool,
     text: Path | None,
     spill_directory: Path | None,
+    recorded: bool = False,
     on_step: OnStep = lambda *_: None,
 ) -> Run:
     """Build the plan's model and train it for `num_steps`; `plain` runs ordinary PyTorch.
 
     A step has the plan's micro-batches, its loss is their mean; where the plan updates after
-    backward, gradients are clipped to CLIP_NORM.
+    backward, gradients are clipped to CLIP_NORM. With `recorded` the run has a recording, of two
+    steps: when things ran is that of the last step but one, bytes are those of the last.
     ProtrainError where the model cannot be built, the plan is not for it, or memory ran out.
     """
     workload = plan.workload
@@ -100,7 +104,8 @@ def train(
                 model, plan, optimizer=factory, spill_directory=spill_directory
             )
         torch.manual_seed(workload.seed)  # of dropout
-        return _Trainer(plan, model, optimizer).run(batches, num_steps, on_step)
+        trainer = _Trainer(plan, model, optimizer, recorded=recorded)
+        return trainer.run(batches, num_steps, on_step)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
@@ -133,23 +138,29 @@ def _first_line(error: BaseException) -> str:
 
 
 class _Trainer:
-    def __init__(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, *, recorded: bool
+    ) -> None:
         self._plan, self._model, self._optimizer = plan, model, optimizer
+        self._recorded = recorded
         self._losses: list[float] = []
         self._seconds: list[float] = []
         self._peak: TierBytes | None = None
         self._slots: tuple[int, ...] = ()
 
     def run(self, batches: Iterator[Batch], num_steps: int, on_step: OnStep) -> Run:
+        recorder: Recorder | None = None
+        last_timed = max(num_steps - 2, 0)
         for step in range(num_steps):
             micro_batches = list(islice(batches, self._plan.micro_batches))
             if 0 < step == num_steps - 1:
                 # The last one: what a memory meter leaves behind would count in steps after it.
                 self._measured_step(micro_batches)
+            elif self._recorded and step == last_timed:
+                with record(self._model) as recorder:
+                    self._timed_step(micro_batches)
             else:
-                start = time.perf_counter()
-                self._step(micro_batches)
-                self._seconds.append(time.perf_counter() - start)
+                self._timed_step(micro_batches)
             on_step(step, self._losses[-1])
         return Run(
             losses=tuple(self._losses),
@@ -157,7 +168,13 @@ class _Trainer:
             parameters_sha256=digest(self._model),
             measured_peak_bytes=self._peak,
             slot_bytes=self._slots,
+            recording=recorder.recording(slot_bytes=self._slots) if recorder else None,
         )
+
+    def _timed_step(self, micro_batches: Sequence[Batch]) -> None:
+        start = time.perf_counter()
+        self._step(micro_batches)
+        self._seconds.append(time.perf_counter() - start)
 
     def _step(self, micro_batches: Sequence[Batch], observe: Observer | None = None) -> None:
         total = 0.0

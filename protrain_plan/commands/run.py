@@ -7,12 +7,16 @@ from typing import Annotated
 import typer
 
 from protrain_plan import rendering
-from protrain_plan.commands.options import JsonOption, SpillOption, size
+from protrain_plan.commands.options import JsonOption, SpillOption, size, writable
 from protrain_plan.commands.output import progress, show
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records import read_plan
+from protrain_plan.simulation.recording import write_recording
 
-EXAMPLES = "Example: protrain run plan.yaml --steps 10 --verify"
+EXAMPLES = (
+    "Examples: protrain run plan.yaml --steps 10 --verify"
+    " | protrain run plan.yaml --record recording.json"
+)
 
 
 def run(
@@ -29,6 +33,12 @@ def run(
             help="Let the operating system refuse this process more memory (Linux, RLIMIT_DATA)."
         ),
     ] = None,
+    recording: Annotated[
+        Path | None,
+        typer.Option(
+            "--record", help="Write what ran when in a step, for `protrain report --recording`."
+        ),
+    ] = None,
     spill_directory: SpillOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -36,6 +46,10 @@ def run(
     record = read_plan(plan)
     if plain and verify:
         raise ProtrainError("--verify runs plain PyTorch too", fix="leave --plain out")
+    if recording is not None:
+        if plain:
+            raise ProtrainError("--record is of a planned step", fix="leave --plain out")
+        writable(recording, option="--record")
     if memory_limit is not None:
         _limit(size("--memory-limit", memory_limit, 0))
     from protrain_plan.running import Run, train
@@ -55,12 +69,15 @@ def run(
             plain=plain,
             text=text,
             spill_directory=spill_directory,
+            recorded=recording is not None and not plain,
             on_step=on_step,
         )
 
     with progress(quiet=as_json) as report:
         result = trained("plain" if plain else "planned", report, plain=plain)
         reference = trained("plain", report, plain=True) if verify else None
+    if recording is not None and result.recording is not None:
+        write_recording(result.recording, recording)
     verified = None
     if reference is not None:
         same = reference.losses == result.losses

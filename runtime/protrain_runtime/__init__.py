@@ -9,5 +9,6 @@ Everything else of a training loop stays as it is, and computes what plain PyTor
 
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.preparation import prepare, restore
+from protrain_runtime.recording import record
 
-__all__ = ["prepare", "restore", "with_master_weights"]
+__all__ = ["prepare", "record", "restore", "with_master_weights"]

@@ -15,8 +15,9 @@ from protrain_plan.program import Lane, Program
 from protrain_plan.records.plan import Swap, SwapInput, UnitPlan
 from protrain_runtime.activations import SavedTensors
 from protrain_runtime.chunks import Chunk
-from protrain_runtime.lanes import Backend, LaneError, ThreadLane, Ticket, WorkLane
+from protrain_runtime.lanes import Backend, LaneError, ThreadLane, Ticket, WorkLane, nothing
 from protrain_runtime.moves import Moves
+from protrain_runtime.step_times import StepTimes
 
 Observer = Callable[[str], None]
 """Told of every boundary: "begin", "slot 3" when what must leave before slot 3 has left, and
@@ -45,6 +46,8 @@ class Engine:
         self._plans, self._chunks = plans, chunks
         self._moves, self._backend, self._shared = moves, backend, shared
         self.observer: Observer | None = None
+        self.recorder: StepTimes | None = None  # of steps of `program`
+        self._times: StepTimes | None = None  # the recorder, while such a step runs
         self.lanes: Mapping[Lane, WorkLane] = {
             lane: backend.lane(
                 str(lane), on_device=lane.tier == "host" and lane.direction != "update"
@@ -69,16 +72,25 @@ class Engine:
         self._saved: SavedTensors | None = None
         self._outputs: frozenset[int] = frozenset()
 
+    @property
+    def program(self) -> Program:
+        """That of the micro-batch which ends with the update."""
+        return self._updating
+
     # ---- what Boundaries reports ------------------------------------------------------------
 
     def begin(self, *, training: bool) -> None:
         if self._slot >= 0:
             self.abort()  # the last forward had no backward, or was cut short
         self.settle("a second forward began" if training else "the model was evaluated")
+        self._times = None
         self._training = training
         if training:
             self._begin_micro_batch()
         self._observe("begin")
+        if training and self._program is self._updating and self.recorder is not None:
+            self._times = self.recorder
+            self._times.begin()
         self._begin_slot(0, ())
 
     def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
@@ -123,10 +135,12 @@ class Engine:
         """
         in_backward = self._slot >= self._program.num_units
         self._close_saved()
-        for ticket in self._tickets.values():
-            # What failed on a lane was raised where compute waited for it, or does not matter now.
+        ends = [lane.submit("the end", nothing, ()) for lane in self.lanes.values()]
+        for end in ends:
+            # Behind everything that is in flight, also where a signal came before its ticket was
+            # noted. What failed was raised where compute waited for it, or does not matter now.
             with suppress(LaneError):
-                ticket.synchronize()
+                end.synchronize()
         for number in sorted(self._running):
             self._moves.end(number)
         self._release_all()
@@ -197,6 +211,8 @@ class Engine:
 
     def begin_update(self) -> None:
         """Let the updates start that waited for the end of backward."""
+        if self._times is not None:
+            self._times.enter(len(self._program.slots))
         if self._in_backward or not self._num_backwards:
             return
         for chunk in self._offloaded:
@@ -207,7 +223,12 @@ class Engine:
 
     def finish_step(self) -> None:
         """Wait until every move has ended. Called by the optimizer's step."""
+        if self._times is not None:
+            self._times.leave()
         self._end_moves()
+        if self._times is not None:
+            self._times.end()
+            self._times = None
         for chunk in self._offloaded:
             chunk.clear_gradients()
         self._num_backwards = 0
@@ -251,9 +272,13 @@ class Engine:
             self._moves.arrive(number)
         if slot.forward:
             self._open_saved(slot.unit, inputs)
+        if self._times is not None:
+            self._times.enter(index)
 
     def _end_slot(self) -> None:
         slot = self._program.slots[self._slot]
+        if self._times is not None:
+            self._times.leave()
         self._close_saved()
         if not slot.forward and slot.finish:  # gradients go where these moves take them
             self._chunks[slot.unit].take_gradients()
@@ -268,7 +293,10 @@ class Engine:
         after = [self._tickets[other] for other in move.after]
         if isinstance(lane, ThreadLane):
             after.extend(self._backend.fence())
-        self._tickets[number] = lane.submit(self._moves.start(number), after)
+        work = self._moves.start(number)
+        if self._times is not None:
+            work = self._times.timed(number, work, lane)
+        self._tickets[number] = lane.submit(self._program.move_name(number), work, after)
         self._running.add(number)
 
     def _end(self, number: int) -> None:

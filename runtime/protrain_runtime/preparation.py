@@ -32,7 +32,7 @@ from protrain_runtime.chunks import (
 from protrain_runtime.engine import Engine
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.inputs import refuse_larger_batches
-from protrain_runtime.lanes import Backend, WorkLane
+from protrain_runtime.lanes import WAIT_LIMIT_S, Backend, WorkLane
 from protrain_runtime.layout import make_chunks
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.moves import Moves
@@ -60,6 +60,7 @@ class Prepared:
     chunks: Sequence[Chunk]
     optimizer: PlannedOptimizer
     undo: Undo
+    plan: Plan
     below: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
 
@@ -70,6 +71,7 @@ def prepare(
     optimizer: OptimizerFactory,
     param_groups: ParameterGroups | None = None,
     spill_directory: Path | str | None = None,
+    wait_limit_s: float = WAIT_LIMIT_S,
     lane_delay: Callable[[], float] | None = None,
 ) -> tuple[nn.Module, PlannedOptimizer]:
     """Make `model` follow `plan` in place, and build its optimizer.
@@ -77,8 +79,9 @@ def prepare(
     `optimizer` makes any elementwise `torch.optim` optimizer from parameter groups, for example
     `partial(torch.optim.AdamW, lr=3e-4)`; `param_groups` are the groups (as `torch.optim` takes
     them), by default one of all trainable parameters. `spill_directory` is where a disk tier keeps
-    its unnamed file, by default the system's directory for temporary files. `lane_delay` returns
-    seconds by which tests hold every transfer back.
+    its unnamed file, by default the system's directory for temporary files. `wait_limit_s` is how
+    long one wait for a transfer or an update may take before it is an error that names it.
+    `lane_delay` returns seconds by which tests hold every transfer back.
 
     The training loop stays as it is: the plan's number of micro-batches, each with a forward and
     a backward, then one `step()`. Where the plan's updates come after backward, gradients may be
@@ -92,18 +95,20 @@ def prepare(
     if not isinstance(plan, Plan):
         plan = read_plan(Path(plan))
     modules = check_model(model, plan)
+    directory = Path(spill_directory if spill_directory is not None else gettempdir())
     if plan.workload.precision == "master":
         optimizer = with_master_weights(optimizer)
     inner = make_inner(optimizer, model, param_groups)
     names = {parameter: name for name, parameter in model.named_parameters()}
     facade = PlannedOptimizer(inner, names)
     undo: Undo = []
-    prepared = Prepared(None, (), facade, undo)
+    prepared = Prepared(None, (), facade, undo, plan)
     if keeps_everything(plan):
         model.__dict__[_ATTRIBUTE] = prepared
         return model, facade
     try:
-        _attach(model, plan, modules, prepared, optimizer, spill_directory, lane_delay)
+        backend = Backend(next(model.parameters()).device, delay=lane_delay, limit_s=wait_limit_s)
+        _attach(model, modules, prepared, optimizer, directory, backend)
     except BaseException:
         while undo:
             undo.pop()()
@@ -130,6 +135,12 @@ def engine_of(model: nn.Module) -> Engine | None:
     """The engine that a model runs under; None without a plan, or where it keeps everything."""
     prepared: Prepared | None = model.__dict__.get(_ATTRIBUTE)
     return prepared.engine if prepared else None
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan that a model follows; None without one."""
+    prepared: Prepared | None = model.__dict__.get(_ATTRIBUTE)
+    return prepared.plan if prepared else None
 
 
 def below_device(model: nn.Module) -> tuple[int, int]:
@@ -190,17 +201,13 @@ def check_model(model: nn.Module, plan: Plan) -> list[nn.Module | None]:
 
 def _attach(
     model: nn.Module,
-    plan: Plan,
     modules: Sequence[nn.Module | None],
     prepared: Prepared,
     factory: OptimizerFactory,
-    spill_directory: Path | str | None,
-    lane_delay: Callable[[], float] | None,
+    directory: Path,
+    backend: Backend,
 ) -> None:
-    undo = prepared.undo
-    device = next(model.parameters()).device
-    backend = Backend(device, delay=lane_delay)
-    directory = Path(spill_directory if spill_directory is not None else gettempdir())
+    plan, undo = prepared.plan, prepared.undo
     settings = Settings(
         device="cuda" if backend.is_cuda else "cpu",
         piece_bytes=plan.piece_bytes,
