@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def assert_possible(recording: Recording, plan: Plan, program: Program) -> None:
     assert all(event.end_s <= recording.step_seconds for event in recording.events)
     for lane in {event.lane for event in recording.events}:
         own = [event for event in recording.events if event.lane == lane]
-        assert all(one.end_s <= two.start_s for one, two in zip(own, own[1:], strict=False))
+        assert all(one.end_s <= two.start_s for one, two in pairwise(own))
     for index, slot in enumerate(program.slots):
         for number in [*slot.drained, *slot.ready]:
             assert moves[number].end_s <= slots[index].start_s

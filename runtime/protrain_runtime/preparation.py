@@ -35,6 +35,7 @@ from protrain_runtime.inputs import refuse_larger_batches
 from protrain_runtime.lanes import WAIT_LIMIT_S, Backend, WorkLane
 from protrain_runtime.layout import make_chunks
 from protrain_runtime.masters import with_master_weights
+from protrain_runtime.model_changes import model_changes
 from protrain_runtime.moves import Moves
 from protrain_runtime.optimizer import ParameterGroups, PlannedOptimizer, make_inner
 from protrain_runtime.pieces import elementwise_states
@@ -176,6 +177,14 @@ def keeps_everything(plan: Plan) -> bool:
 def check_model(model: nn.Module, plan: Plan) -> list[nn.Module | None]:
     """Each unit's module, None for a part. ProtrainError if the plan is for another model."""
     found = model_fingerprint(model)
+    if found != plan.model_fingerprint and plan.tensors:
+        changes = model_changes(plan.tensors, model, plan.units)
+        same = ["parameters and buffers are the same; a module has another class or place"]
+        raise ProtrainError(
+            "\n    ".join(["the plan was made for another model:", *(changes or same)]),
+            key="model_fingerprint",
+            fix="profile and plan this model",
+        )
     modules: list[nn.Module | None] = []
     for index, unit in enumerate(plan.units):
         module = None
