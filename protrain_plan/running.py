@@ -64,14 +64,16 @@ def train(
     plain: bool,
     text: Path | None,
     spill_directory: Path | None,
+    checked: bool = False,
     recorded: bool = False,
     on_step: OnStep = lambda *_: None,
 ) -> Run:
     """Build the plan's model and train it for `num_steps`; `plain` runs ordinary PyTorch.
 
     A step has the plan's micro-batches, its loss is their mean; where the plan updates after
-    backward, gradients are clipped to CLIP_NORM. With `recorded` the run has a recording, of two
-    steps: when things ran is that of the last step but one, bytes are those of the last.
+    backward, gradients are clipped to CLIP_NORM. With `checked` a plain copy trains beside the first
+    steps. With `recorded` the run has a recording, of two steps: when things ran is that of the
+    last step but one, bytes are those of the last.
     ProtrainError where the model cannot be built, the plan is not for it, or memory ran out.
     """
     workload = plan.workload
@@ -101,7 +103,11 @@ def train(
             optimizer = make(p for p in model.parameters() if p.requires_grad)
         else:
             model, optimizer = prepare(
-                model, plan, optimizer=factory, spill_directory=spill_directory
+                model,
+                plan,
+                optimizer=factory,
+                spill_directory=spill_directory,
+                check="bitwise" if checked else None,
             )
         torch.manual_seed(workload.seed)  # of dropout
         trainer = _Trainer(plan, model, optimizer, recorded=recorded)

@@ -33,6 +33,13 @@ def run(
             help="Let the operating system refuse this process more memory (Linux, RLIMIT_DATA)."
         ),
     ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Compare the first three steps with a plain copy's, and stop where a bit differs.",
+        ),
+    ] = False,
     recording: Annotated[
         Path | None,
         typer.Option(
@@ -46,6 +53,8 @@ def run(
     record = read_plan(plan)
     if plain and verify:
         raise ProtrainError("--verify runs plain PyTorch too", fix="leave --plain out")
+    if check and plain:
+        raise ProtrainError("--check is of planned steps", fix="leave --plain out")
     if recording is not None:
         if plain:
             raise ProtrainError("--record is of a planned step", fix="leave --plain out")
@@ -69,6 +78,7 @@ def run(
             plain=plain,
             text=text,
             spill_directory=spill_directory,
+            checked=check and not plain,
             recorded=recording is not None and not plain,
             on_step=on_step,
         )

@@ -62,6 +62,7 @@ class Engine:
         self._updates = any(move.kind == "update" for move in program.moves)
         self._in_backward = program.settings.updates == "in backward"
         self._num_backwards = 0  # that have ended since the last update
+        self._stepping = False  # `optimizer.step()` has begun, and not ended
         self._reset()
 
     def _reset(self) -> None:
@@ -186,8 +187,14 @@ class Engine:
     def settle(self, what: str) -> None:
         """RuntimeError, saying `what`, where some parameters are updated and some are not.
 
-        So it is between backward and `optimizer.step()`, where updates are in backward.
+        So it is between backward and `optimizer.step()`, where updates are in backward, and after a
+        step that a signal or an error has ended.
         """
+        if self._stepping:
+            raise RuntimeError(
+                f"{what} after optimizer.step() was cut short: some parameters are updated and some"
+                " are not. Go on from a checkpoint, with a model that is built anew"
+            )
         if self._updated:
             count = self._updating.settings.micro_batches
             needs = "every backward needs" if count == 1 else f"every {count} backwards need"
@@ -198,6 +205,8 @@ class Engine:
 
     def check_step(self) -> None:
         """RuntimeError where `optimizer.step()` does not belong."""
+        if self._stepping:
+            self.settle("optimizer.step() was called")
         if self._slot >= 0:
             raise RuntimeError("optimizer.step() was called before backward() had ended")
         if self._updates and self._in_backward and self._num_backwards and not self._updated:
@@ -211,6 +220,7 @@ class Engine:
 
     def begin_update(self) -> None:
         """Let the updates start that waited for the end of backward."""
+        self._stepping = True
         if self._times is not None:
             self._times.enter(len(self._program.slots))
         if self._in_backward or not self._num_backwards:
@@ -232,6 +242,7 @@ class Engine:
         for chunk in self._offloaded:
             chunk.clear_gradients()
         self._num_backwards = 0
+        self._stepping = False
 
     def _end_moves(self) -> None:
         for number in sorted(self._running):

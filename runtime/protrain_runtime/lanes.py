@@ -79,11 +79,11 @@ class ThreadTicket:
         if not self._event.wait(self._limit_s):
             raise _too_late(self._what, self._lane, self._limit_s)
         if self._error is not None:
-            cause = self._error
-            raise LaneError(
-                f"{self._what} failed on lane '{self._lane}': {cause}",
-                fix=cause.fix if isinstance(cause, ProtrainError) else None,
-            ) from cause
+            cause, failed = self._error, f"{self._what} failed on lane '{self._lane}'"
+            if isinstance(cause, ProtrainError):
+                message = f"{failed}: {cause.message}"
+                raise LaneError(message, source=cause.source, fix=cause.fix) from cause
+            raise LaneError(f"{failed}: {cause}") from cause
 
 
 class StreamTicket:

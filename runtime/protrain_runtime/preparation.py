@@ -1,10 +1,13 @@
 """`prepare`: make a model follow a plan, in place, and give it back."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
+from typing import Literal
 
 import torch
 from torch import nn
@@ -24,6 +27,7 @@ from protrain_plan.records.plan import (
 from protrain_plan.records.profile import RecomputedForm
 from protrain_runtime.activations import recomputed
 from protrain_runtime.boundaries import Boundaries, replace_forward
+from protrain_runtime.checking import Check
 from protrain_runtime.chunks import (
     Chunk,
     OptimizerFactory,
@@ -39,6 +43,7 @@ from protrain_runtime.model_changes import model_changes
 from protrain_runtime.moves import Moves
 from protrain_runtime.optimizer import ParameterGroups, PlannedOptimizer, make_inner
 from protrain_runtime.pieces import elementwise_states
+from protrain_runtime.preflight import check_room, room_here, warn_of_slow_disk
 from protrain_runtime.state_dicts import (
     Undo,
     add_state_dict_hooks,
@@ -72,6 +77,7 @@ def prepare(
     optimizer: OptimizerFactory,
     param_groups: ParameterGroups | None = None,
     spill_directory: Path | str | None = None,
+    check: Literal["bitwise"] | None = None,
     wait_limit_s: float = WAIT_LIMIT_S,
     lane_delay: Callable[[], float] | None = None,
 ) -> tuple[nn.Module, PlannedOptimizer]:
@@ -80,14 +86,17 @@ def prepare(
     `optimizer` makes any elementwise `torch.optim` optimizer from parameter groups, for example
     `partial(torch.optim.AdamW, lr=3e-4)`; `param_groups` are the groups (as `torch.optim` takes
     them), by default one of all trainable parameters. `spill_directory` is where a disk tier keeps
-    its unnamed file, by default the system's directory for temporary files. `wait_limit_s` is how
-    long one wait for a transfer or an update may take before it is an error that names it.
+    its unnamed file, by default the system's directory for temporary files. `check="bitwise"`
+    trains a plain copy beside the first three steps and stops on a bit that differs (`checking`);
+    it needs the memory of plain training. `wait_limit_s` is how long one wait for a transfer or an update may take before it is an error that names it.
     `lane_delay` returns seconds by which tests hold every transfer back.
 
     The training loop stays as it is: the plan's number of micro-batches, each with a forward and
     a backward, then one `step()`. Where the plan's updates come after backward, gradients may be
     clipped (`torch.nn.utils.clip_grad_norm_`) and unscaled (`torch.amp.GradScaler`) before it.
-    Under a plan of master precision, the optimizer steps on float32 copies (see `masters`).
+    Before anything is allocated, the plan's predicted peaks are compared with the memory and the
+    disk that there are (see `preflight`). Under a plan of master precision, the optimizer steps on
+    float32 copies (see `masters`).
     Raises ProtrainError, and leaves the model as it was, if the plan was made for another model or
     cannot be carried out here or by this version.
     """
@@ -97,6 +106,8 @@ def prepare(
         plan = read_plan(Path(plan))
     modules = check_model(model, plan)
     directory = Path(spill_directory if spill_directory is not None else gettempdir())
+    device = next(model.parameters()).device
+    check_room(plan, room_here(device, directory), directory)
     if plan.workload.precision == "master":
         optimizer = with_master_weights(optimizer)
     inner = make_inner(optimizer, model, param_groups)
@@ -104,18 +115,44 @@ def prepare(
     facade = PlannedOptimizer(inner, names)
     undo: Undo = []
     prepared = Prepared(None, (), facade, undo, plan)
-    if keeps_everything(plan):
+    if keeps_everything(plan):  # plain PyTorch itself: nothing to check either
         model.__dict__[_ATTRIBUTE] = prepared
         return model, facade
+    checking = None
+    if check == "bitwise":
+        checking = Check(
+            model,
+            partial(_plain_optimizer, optimizer, facade, names),
+            partial(parameter_values, model),
+        )
     try:
-        backend = Backend(next(model.parameters()).device, delay=lane_delay, limit_s=wait_limit_s)
+        backend = Backend(device, delay=lane_delay, limit_s=wait_limit_s)
         _attach(model, modules, prepared, optimizer, directory, backend)
     except BaseException:
-        while undo:
-            undo.pop()()
+        _undo_all(undo)
         raise
+    warn_of_slow_disk(plan, directory)
     model.__dict__[_ATTRIBUTE] = prepared
+    if checking is not None:
+        checking.start(facade)
+        undo.append(checking.stop)
     return model, facade
+
+
+def _plain_optimizer(
+    factory: OptimizerFactory,
+    planned: PlannedOptimizer,
+    names: Mapping[nn.Parameter, str],
+    plain: nn.Module,
+) -> torch.optim.Optimizer:
+    """The optimizer of a plain copy of the model, in the same groups."""
+    own = dict(plain.named_parameters())
+    return factory(
+        [
+            {**group, "params": [own[names[parameter]] for parameter in group["params"]]}
+            for group in planned.param_groups
+        ]
+    )
 
 
 def restore(model: nn.Module) -> nn.Module:
@@ -126,10 +163,19 @@ def restore(model: nn.Module) -> nn.Module:
         for chunk in prepared.chunks:
             bring_back_gradients(chunk)
     del model.__dict__[_ATTRIBUTE]
-    prepared.optimizer.give_back()
-    while prepared.undo:
-        prepared.undo.pop()()
+    try:
+        prepared.optimizer.give_back()
+    finally:
+        _undo_all(prepared.undo)
     return model
+
+
+def _undo_all(undo: Undo) -> None:
+    """Undo the last first, and all of them: what one cannot bring back does not stay open."""
+    with ExitStack() as stack:
+        for each in undo:
+            stack.callback(each)
+        undo.clear()
 
 
 def engine_of(model: nn.Module) -> Engine | None:
