@@ -71,9 +71,9 @@ def train(
     """Build the plan's model and train it for `num_steps`; `plain` runs ordinary PyTorch.
 
     A step has the plan's micro-batches, its loss is their mean; where the plan updates after
-    backward, gradients are clipped to CLIP_NORM. With `checked` a plain copy trains beside the first
-    steps. With `recorded` the run has a recording, of two steps: when things ran is that of the
-    last step but one, bytes are those of the last.
+    backward, gradients are clipped to CLIP_NORM. With `checked` a plain copy trains beside the
+    first steps. With `recorded` the run has a recording, of two steps: when things ran is that of
+    the last step but one, bytes are those of the last.
     ProtrainError where the model cannot be built, the plan is not for it, or memory ran out.
     """
     workload = plan.workload

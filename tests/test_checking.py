@@ -86,7 +86,7 @@ class CountingBlock(FunctionalBlock):
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.calls += 1
-        return super().forward(hidden) * self.calls
+        return super().forward(hidden + self.calls)
 
 
 def prepared(

@@ -88,7 +88,8 @@ def prepare(
     them), by default one of all trainable parameters. `spill_directory` is where a disk tier keeps
     its unnamed file, by default the system's directory for temporary files. `check="bitwise"`
     trains a plain copy beside the first three steps and stops on a bit that differs (`checking`);
-    it needs the memory of plain training. `wait_limit_s` is how long one wait for a transfer or an update may take before it is an error that names it.
+    it needs the memory of plain training. `wait_limit_s` is how long one wait
+    for a transfer or an update may take before it is an error that names it.
     `lane_delay` returns seconds by which tests hold every transfer back.
 
     The training loop stays as it is: the plan's number of micro-batches, each with a forward and
