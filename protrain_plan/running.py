@@ -19,13 +19,14 @@ from protrain_plan.models.batches import Batch, byte_tokens, call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.records.plan import Plan, TierBytes
+from protrain_plan.simulation.recording import Recording
 from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.checkpoints import check_writable
 from protrain_runtime.engine import Observer
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.measure import storage_bytes
 from protrain_runtime.preparation import below_device, parameter_values, prepare
-from protrain_runtime.recording import measure_step
+from protrain_runtime.recording import Recorder, measure_step, record
 from protrain_runtime.resuming import load, read_extra
 from protrain_runtime.saving import save
 from protrain_runtime.stores import memory_of
@@ -71,6 +72,7 @@ class Run:
     parameters_sha256: str
     measured_peak_bytes: TierBytes | None
     slot_bytes: tuple[int, ...]
+    recording: Recording | None = None  # of the last step that was timed, where it was asked for
 
     @property
     def step_seconds(self) -> float:
@@ -85,6 +87,8 @@ def train(
     plain: bool,
     text: Path | None,
     spill_directory: Path | None,
+    checked: bool = False,
+    recorded: bool = False,
     on_step: OnStep = lambda *_: None,
     checkpoints: Checkpoints = NO_CHECKPOINTS,
 ) -> Run:
@@ -92,7 +96,9 @@ def train(
 
     A run that resumes computes what it would have computed without a break.
     A step has the plan's micro-batches, its loss is their mean; where the plan updates after
-    backward, gradients are clipped to CLIP_NORM.
+    backward, gradients are clipped to CLIP_NORM. With `checked` a plain copy trains beside the
+    first steps. With `recorded` the run has a recording, of two steps: when things ran is that of
+    the last step but one, bytes are those of the last.
     ProtrainError where the model cannot be built, the plan is not for it, memory ran out, or a
     checkpoint cannot be read or written, or is of another run.
     """
@@ -125,11 +131,15 @@ def train(
             optimizer = make(p for p in model.parameters() if p.requires_grad)
         else:
             model, optimizer = prepare(
-                model, plan, optimizer=factory, spill_directory=spill_directory
+                model,
+                plan,
+                optimizer=factory,
+                spill_directory=spill_directory,
+                check="bitwise" if checked else None,
             )
         torch.manual_seed(workload.seed)  # of dropout
         training = _training(plan, text)
-        trainer = _Trainer(plan, model, optimizer, checkpoints, training)
+        trainer = _Trainer(plan, model, optimizer, checkpoints, training, recorded=recorded)
         return trainer.run(batches, num_steps, on_step)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
@@ -189,9 +199,12 @@ class _Trainer:
         optimizer: torch.optim.Optimizer,
         checkpoints: Checkpoints,
         training: Mapping[str, object],
+        *,
+        recorded: bool,
     ) -> None:
         self._plan, self._model, self._optimizer = plan, model, optimizer
         self._checkpoints, self._training = checkpoints, dict(training)
+        self._recorded = recorded
         self._losses: list[float] = []
         self._seconds: list[float] = []
         self._peak: TierBytes | None = None
@@ -199,15 +212,18 @@ class _Trainer:
 
     def run(self, batches: Iterator[Batch], num_steps: int, on_step: OnStep) -> Run:
         first = self._resume(batches, num_steps)
+        recorder: Recorder | None = None
+        last_timed = max(num_steps - 2, first)
         for step in range(first, num_steps):
             micro_batches = list(islice(batches, self._plan.micro_batches))
             if first < step == num_steps - 1:
                 # The last one: what a memory meter leaves behind would count in steps after it.
                 self._measured_step(micro_batches)
+            elif self._recorded and step == last_timed:
+                with record(self._model) as recorder:
+                    self._timed_step(micro_batches)
             else:
-                start = time.perf_counter()
-                self._step(micro_batches)
-                self._seconds.append(time.perf_counter() - start)
+                self._timed_step(micro_batches)
             on_step(step, self._losses[-1])
             if self._checkpoints.due(step + 1, num_steps):
                 assert self._checkpoints.directory is not None
@@ -220,7 +236,13 @@ class _Trainer:
             parameters_sha256=digest(self._model),
             measured_peak_bytes=self._peak,
             slot_bytes=self._slots,
+            recording=recorder.recording(slot_bytes=self._slots) if recorder else None,
         )
+
+    def _timed_step(self, micro_batches: Sequence[Batch]) -> None:
+        start = time.perf_counter()
+        self._step(micro_batches)
+        self._seconds.append(time.perf_counter() - start)
 
     def _resume(self, batches: Iterator[Batch], num_steps: int) -> int:
         """Go to where the checkpoint was written; the number of steps that were done then."""

@@ -37,12 +37,14 @@ ALLOWED = {
     "checking": ABOVE_PROGRAM
     | {"simulation", "planning", "hardware", "models", "profiling", "runtime"},
     "rendering": BASE | {"records", "planning", "simulation"},
-    "running": BASE | {"records", "models", "runtime"},
+    "running": BASE | {"records", "models", "runtime", "simulation"},
     "commands": ABOVE_PROGRAM
     | {"checking", "fitting", "hardware", "models", "profiling", "simulation", "planning"}
     | {"rendering", "reporting", "running", "runtime"},
     "cli": BASE | {"commands", "rendering"},
-    "runtime": ABOVE_PROGRAM,  # runtime/protrain_runtime, which stands beside
+    # runtime/protrain_runtime, which stands beside. Decided: what it records is written in the
+    # simulated timeline's format, to be laid over it.
+    "runtime": ABOVE_PROGRAM | {"simulation"},
 }
 # What a room may name in annotations only (under `if TYPE_CHECKING:`), besides.
 NAMED = {"rendering": {"fitting", "models", "running"}}

@@ -7,12 +7,16 @@ from typing import Annotated
 import typer
 
 from protrain_plan import rendering
-from protrain_plan.commands.options import JsonOption, SpillOption, size
+from protrain_plan.commands.options import JsonOption, SpillOption, size, writable
 from protrain_plan.commands.output import progress, show
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records import read_plan
+from protrain_plan.simulation.recording import write_recording
 
-EXAMPLES = "Example: protrain run plan.yaml --steps 10 --verify"
+EXAMPLES = (
+    "Examples: protrain run plan.yaml --steps 10 --verify"
+    " | protrain run plan.yaml --record recording.json"
+)
 
 
 def run(
@@ -40,6 +44,19 @@ def run(
     resume: Annotated[
         Path | None, typer.Option(help="Go on from the checkpoint in this directory.")
     ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Compare the first three steps with a plain copy's, and stop where a bit differs.",
+        ),
+    ] = False,
+    recording: Annotated[
+        Path | None,
+        typer.Option(
+            "--record", help="Write what ran when in a step, for `protrain report --recording`."
+        ),
+    ] = None,
     spill_directory: SpillOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -51,6 +68,12 @@ def run(
         raise ProtrainError(
             "there is no directory to save to", key="--save-every", fix="--save DIR"
         )
+    if check and plain:
+        raise ProtrainError("--check is of planned steps", fix="leave --plain out")
+    if recording is not None:
+        if plain:
+            raise ProtrainError("--record is of a planned step", fix="leave --plain out")
+        writable(recording, option="--record")
     if memory_limit is not None:
         _limit(size("--memory-limit", memory_limit, 0))
     from protrain_plan.running import NO_CHECKPOINTS, Checkpoints, Run, train
@@ -76,6 +99,8 @@ def run(
             plain=plain,
             text=text,
             spill_directory=spill_directory,
+            checked=check and not plain,
+            recorded=recording is not None and not plain,
             on_step=on_step,
             checkpoints=checkpoints,
         )
@@ -86,6 +111,8 @@ def run(
         label = "plain" if plain else "planned"
         result = trained(label, report, plain=plain, checkpoints=checkpoints)
         reference = trained("plain", report, plain=True) if verify else None
+    if recording is not None and result.recording is not None:
+        write_recording(result.recording, recording)
     verified = None
     if reference is not None:
         same = reference.losses[result.first_step :] == result.losses  # that one had no break

@@ -320,6 +320,7 @@ def _solved(
         units=best.plans,
         updates=settings.updates,
         micro_batches=settings.micro_batches,
+        tensors=profile.tensors,
     )
     gap = made.gap
     return Solved(

@@ -44,6 +44,7 @@ from protrain_plan.records.profile import (
     Workload,
 )
 from protrain_runtime.fingerprint import model_fingerprint
+from protrain_runtime.model_changes import model_tensors
 from protrain_runtime.pieces import elementwise_states
 
 _LIBRARY_BYTES: dict[DeviceKind, int] = {"cpu": 0, "cuda": 64 * 2**20}
@@ -166,7 +167,7 @@ def _estimates(
                 forms = {cost.form for unit in units for cost in unit.forms}
                 logs = {form: operators(model, batch, found, form) for form in forms}
             timed = [filled(_timed(units, logs, _rates(m)), elision) for m in machines]
-        fingerprint = model_fingerprint(model)
+        fingerprint, tensors = model_fingerprint(model), model_tensors(model)
     progress("done", 1.0)
     return [
         Profile(
@@ -177,6 +178,7 @@ def _estimates(
             optimizer=cost,
             base_bytes=anatomy.base_bytes + _LIBRARY_BYTES[kind],
             units=tuple(its_units),
+            tensors=tensors,
         )
         for machine, cost, its_units in zip(machines, costs, timed, strict=True)
     ]

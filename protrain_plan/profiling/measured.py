@@ -33,6 +33,7 @@ from protrain_plan.records.profile import (
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.measure import MemoryMeter
+from protrain_runtime.model_changes import model_tensors
 
 Progress = Callable[[str, float], None]
 """Told what is being done, and the fraction that is done."""
@@ -153,6 +154,7 @@ def measure_model(
         optimizer=_optimizer(workload, optimizer),
         base_bytes=anatomy.base_bytes,
         units=_timed(units, seconds),
+        tensors=model_tensors(model),
     )
     progress("done", 1.0)
     return profile

@@ -128,7 +128,10 @@ class Budgets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A training step under budgets: one decision per unit, in execution order."""
+    """A training step under budgets: one decision per unit, in execution order.
+
+    `tensors` says what the model holds, as in its profile.
+    """
 
     workload: Workload
     hardware: str  # the name of the machine planned for
@@ -142,6 +145,7 @@ class Plan:
     units: tuple[UnitPlan, ...]
     updates: Updates = "in backward"
     micro_batches: int = 1  # forwards and backwards per update
+    tensors: tuple[str, ...] = ()
 
     @property
     def gap(self) -> float:

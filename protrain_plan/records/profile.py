@@ -118,7 +118,12 @@ class OptimizerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Everything that planning needs to know of a model on a machine."""
+    """Everything that planning needs to know of a model on a machine.
+
+    `tensors` names the model's parameters and buffers with their shapes and dtypes, equal ones in
+    one line (`model.layers.0-29.mlp.up_proj.weight 1536x576 float32 trainable`), so that a plan can
+    say what changed in a model that it was not made for.
+    """
 
     workload: Workload
     hardware: Hardware
@@ -127,3 +132,4 @@ class Profile:
     optimizer: OptimizerCost
     base_bytes: int  # live bytes before the first slot: the batch, buffers, last step's loss
     units: tuple[Unit, ...]
+    tensors: tuple[str, ...] = ()

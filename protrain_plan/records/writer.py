@@ -54,6 +54,7 @@ class _Sentences(list[str]):
     """A list that is written with one item on each line."""
 
 
+_LISTS_OF_LINES = ((Hardware, "sources"), (Profile, "tensors"), (Plan, "tensors"))
 _ON_ONE_LINE = (Link, Contention, Rates, FormCost, Budgets, TierBytes, UnitPlan)
 
 
@@ -106,7 +107,7 @@ def _field(owner: Any, name: str, value: Any) -> Any:
             return states_text(value)
         case tuple() if isinstance(owner, Profile | Plan) and name == "units":
             return _units(value)
-        case tuple() if isinstance(owner, Hardware) and name == "sources":
+        case tuple() if (type(owner), name) in _LISTS_OF_LINES:
             return _Sentences(_quoted(sentence) for sentence in value)
         case tuple():
             return [_field(owner, name, item) for item in value]

@@ -9,7 +9,8 @@ Everything else of a training loop stays as it is, and computes what plain PyTor
 
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.preparation import prepare, restore
+from protrain_runtime.recording import record
 from protrain_runtime.resuming import load
 from protrain_runtime.saving import save
 
-__all__ = ["load", "prepare", "restore", "save", "with_master_weights"]
+__all__ = ["load", "prepare", "record", "restore", "save", "with_master_weights"]

@@ -15,8 +15,9 @@ from protrain_plan.program import Lane, Program
 from protrain_plan.records.plan import Swap, SwapInput, UnitPlan
 from protrain_runtime.activations import SavedTensors
 from protrain_runtime.chunks import Chunk
-from protrain_runtime.lanes import Backend, LaneError, ThreadLane, Ticket, WorkLane
+from protrain_runtime.lanes import Backend, LaneError, ThreadLane, Ticket, WorkLane, nothing
 from protrain_runtime.moves import Moves
+from protrain_runtime.step_times import StepTimes
 
 Observer = Callable[[str], None]
 """Told of every boundary: "begin", "slot 3" when what must leave before slot 3 has left, and
@@ -45,6 +46,8 @@ class Engine:
         self._plans, self._chunks = plans, chunks
         self._moves, self._backend, self._shared = moves, backend, shared
         self.observer: Observer | None = None
+        self.recorder: StepTimes | None = None  # of steps of `program`
+        self._times: StepTimes | None = None  # the recorder, while such a step runs
         self.lanes: Mapping[Lane, WorkLane] = {
             lane: backend.lane(
                 str(lane), on_device=lane.tier == "host" and lane.direction != "update"
@@ -59,6 +62,7 @@ class Engine:
         self._updates = any(move.kind == "update" for move in program.moves)
         self._in_backward = program.settings.updates == "in backward"
         self._num_backwards = 0  # that have ended since the last update
+        self._stepping = False  # `optimizer.step()` has begun, and not ended
         self._reset()
 
     def _reset(self) -> None:
@@ -69,16 +73,25 @@ class Engine:
         self._saved: SavedTensors | None = None
         self._outputs: frozenset[int] = frozenset()
 
+    @property
+    def program(self) -> Program:
+        """That of the micro-batch which ends with the update."""
+        return self._updating
+
     # ---- what Boundaries reports ------------------------------------------------------------
 
     def begin(self, *, training: bool) -> None:
         if self._slot >= 0:
             self.abort()  # the last forward had no backward, or was cut short
         self.settle("a second forward began" if training else "the model was evaluated")
+        self._times = None
         self._training = training
         if training:
             self._begin_micro_batch()
         self._observe("begin")
+        if training and self._program is self._updating and self.recorder is not None:
+            self._times = self.recorder
+            self._times.begin()
         self._begin_slot(0, ())
 
     def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
@@ -123,10 +136,12 @@ class Engine:
         """
         in_backward = self._slot >= self._program.num_units
         self._close_saved()
-        for ticket in self._tickets.values():
-            # What failed on a lane was raised where compute waited for it, or does not matter now.
+        ends = [lane.submit("the end", nothing, ()) for lane in self.lanes.values()]
+        for end in ends:
+            # Behind everything that is in flight, also where a signal came before its ticket was
+            # noted. What failed was raised where compute waited for it, or does not matter now.
             with suppress(LaneError):
-                ticket.synchronize()
+                end.synchronize()
         for number in sorted(self._running):
             self._moves.end(number)
         self._release_all()
@@ -172,8 +187,14 @@ class Engine:
     def settle(self, what: str) -> None:
         """RuntimeError, saying `what`, where some parameters are updated and some are not.
 
-        So it is between backward and `optimizer.step()`, where updates are in backward.
+        So it is between backward and `optimizer.step()`, where updates are in backward, and after a
+        step that a signal or an error has ended.
         """
+        if self._stepping:
+            raise RuntimeError(
+                f"{what} after optimizer.step() was cut short: some parameters are updated and some"
+                " are not. Go on from a checkpoint, with a model that is built anew"
+            )
         if self._updated:
             count = self._updating.settings.micro_batches
             needs = "every backward needs" if count == 1 else f"every {count} backwards need"
@@ -184,6 +205,8 @@ class Engine:
 
     def check_step(self) -> None:
         """RuntimeError where `optimizer.step()` does not belong."""
+        if self._stepping:
+            self.settle("optimizer.step() was called")
         if self._slot >= 0:
             raise RuntimeError("optimizer.step() was called before backward() had ended")
         if self._updates and self._in_backward and self._num_backwards and not self._updated:
@@ -197,6 +220,9 @@ class Engine:
 
     def begin_update(self) -> None:
         """Let the updates start that waited for the end of backward."""
+        self._stepping = True
+        if self._times is not None:
+            self._times.enter(len(self._program.slots))
         if self._in_backward or not self._num_backwards:
             return
         for chunk in self._offloaded:
@@ -207,10 +233,16 @@ class Engine:
 
     def finish_step(self) -> None:
         """Wait until every move has ended. Called by the optimizer's step."""
+        if self._times is not None:
+            self._times.leave()
         self._end_moves()
+        if self._times is not None:
+            self._times.end()
+            self._times = None
         for chunk in self._offloaded:
             chunk.clear_gradients()
         self._num_backwards = 0
+        self._stepping = False
 
     def _end_moves(self) -> None:
         for number in sorted(self._running):
@@ -251,9 +283,13 @@ class Engine:
             self._moves.arrive(number)
         if slot.forward:
             self._open_saved(slot.unit, inputs)
+        if self._times is not None:
+            self._times.enter(index)
 
     def _end_slot(self) -> None:
         slot = self._program.slots[self._slot]
+        if self._times is not None:
+            self._times.leave()
         self._close_saved()
         if not slot.forward and slot.finish:  # gradients go where these moves take them
             self._chunks[slot.unit].take_gradients()
@@ -268,7 +304,10 @@ class Engine:
         after = [self._tickets[other] for other in move.after]
         if isinstance(lane, ThreadLane):
             after.extend(self._backend.fence())
-        self._tickets[number] = lane.submit(self._moves.start(number), after)
+        work = self._moves.start(number)
+        if self._times is not None:
+            work = self._times.timed(number, work, lane)
+        self._tickets[number] = lane.submit(self._program.move_name(number), work, after)
         self._running.add(number)
 
     def _end(self, number: int) -> None:

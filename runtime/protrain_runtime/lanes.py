@@ -18,10 +18,14 @@ from typing import Protocol
 
 import torch
 
+from protrain_plan.errors import ProtrainError
 from protrain_plan.program import pinned_bytes
 
 WAIT_LIMIT_S = 600.0
 """No transfer of one chunk takes ten minutes; a wait that does is a fault, not a slow disk."""
+
+LONGEST_NAP_S = 1e-3
+"""Between two looks at a CUDA event: what a wait for one may take too long, at most."""
 
 STACK_BYTES = 2 * 2**20
 """A lane calls nothing deep, and a stack counts against a limit on the process's memory."""
@@ -32,8 +36,8 @@ HUGE_PAGES_FROM = 4 * 2**20
 buffer ran at 1.9 GB/s without and 4.4-5.0 GB/s with them (see docs/decisions.md)."""
 
 
-class LaneError(RuntimeError):
-    """Work on a lane failed; the cause is chained."""
+class LaneError(ProtrainError, RuntimeError):
+    """Work on a lane failed, or did not end in time; a failure's cause is chained."""
 
 
 class Ticket(Protocol):
@@ -55,8 +59,8 @@ class Ticket(Protocol):
 class ThreadTicket:
     """The end of work on a worker thread; `wait` and `synchronize` raise LaneError if it failed."""
 
-    def __init__(self, lane: str) -> None:
-        self._lane = lane
+    def __init__(self, what: str, lane: str, limit_s: float) -> None:
+        self._what, self._lane, self._limit_s = what, lane, limit_s
         self._event = threading.Event()
         self._error: BaseException | None = None
 
@@ -72,17 +76,22 @@ class ThreadTicket:
         self.synchronize()
 
     def synchronize(self) -> None:
-        if not self._event.wait(WAIT_LIMIT_S):
-            raise LaneError(f"lane '{self._lane}' did not finish within {WAIT_LIMIT_S:.0f} s")
+        if not self._event.wait(self._limit_s):
+            raise _too_late(self._what, self._lane, self._limit_s)
         if self._error is not None:
-            raise LaneError(f"lane '{self._lane}' failed: {self._error}") from self._error
+            cause, failed = self._error, f"{self._what} failed on lane '{self._lane}'"
+            if isinstance(cause, ProtrainError):
+                message = f"{failed}: {cause.message}"
+                raise LaneError(message, source=cause.source, fix=cause.fix) from cause
+            raise LaneError(f"{failed}: {cause}") from cause
 
 
 class StreamTicket:
     """The end of work on a CUDA stream."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, what: str, lane: str, limit_s: float) -> None:
         self._event = event
+        self._what, self._lane, self._limit_s = what, lane, limit_s
 
     def done(self) -> bool:
         return bool(self._event.query())
@@ -91,14 +100,34 @@ class StreamTicket:
         torch.cuda.current_stream().wait_event(self._event)
 
     def synchronize(self) -> None:
-        self._event.synchronize()
+        # The event's own `synchronize` has no limit. Naps grow with the wait, a twentieth of it.
+        start = time.perf_counter()
+        while not self._event.query():
+            waited = time.perf_counter() - start
+            if waited > self._limit_s:
+                raise _too_late(self._what, self._lane, self._limit_s)
+            time.sleep(min(LONGEST_NAP_S, waited / 20))
+
+
+def _too_late(what: str, lane: str, limit_s: float) -> LaneError:
+    return LaneError(
+        f"{what} did not end on lane '{lane}' within {limit_s:g} s",
+        fix="see whether the device or the disk hangs; where they are slow, pass a larger"
+        " wait_limit_s= to prepare()",
+    )
 
 
 class WorkLane(Protocol):
     """What the engine asks of a lane."""
 
-    def submit(self, work: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
-        """Queue `work`, to start when the work before it and all of `after` have ended."""
+    on_stream: bool
+    """Whether work only queues copies on a stream, to run later."""
+
+    def submit(self, what: str, work: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
+        """Queue `work`, to start when the work before it and all of `after` have ended.
+
+        `what` names it in errors.
+        """
         ...
 
     def close(self) -> None:
@@ -119,9 +148,11 @@ class ThreadLane:
         *,
         delay: Callable[[], float] | None = None,
         device: torch.device | None = None,
+        limit_s: float = WAIT_LIMIT_S,
     ) -> None:
         self.name = name
-        self._delay = delay
+        self.on_stream = False
+        self._delay, self._limit_s = delay, limit_s
         # With a CUDA device, the work's copies run on a stream of the lane's own.
         self._stream = None if device is None else torch.cuda.Stream(device)
         self._queue: SimpleQueue[tuple[Callable[[], None], Sequence[Ticket], ThreadTicket] | None]
@@ -131,14 +162,14 @@ class ThreadLane:
         self._thread.start()
         threading.stack_size(usual)
 
-    def submit(self, work: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
-        ticket = ThreadTicket(self.name)
+    def submit(self, what: str, work: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
+        ticket = ThreadTicket(what, self.name, self._limit_s)
         self._queue.put((work, after, ticket))
         return ticket
 
     def close(self) -> None:
         self._queue.put(None)
-        self._thread.join(WAIT_LIMIT_S)
+        self._thread.join(self._limit_s)
 
     def _run(self) -> None:
         # One intra-op thread: compute has the others, and a second team would contend with it.
@@ -167,10 +198,13 @@ class ThreadLane:
 class StreamLane:
     """A lane on a CUDA stream of its own."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, *, limit_s: float) -> None:
+        self.name = name
+        self.on_stream = True
+        self._limit_s = limit_s
         self._stream = torch.cuda.Stream(device)
 
-    def submit(self, work: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
+    def submit(self, what: str, work: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
         # The stream sees what compute has queued so far: sources are written, and buffers that
         # compute's allocator handed out are no longer in use by what had them before.
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -180,7 +214,7 @@ class StreamLane:
             work()
             event = torch.cuda.Event()
             event.record()
-        return StreamTicket(event)
+        return StreamTicket(event, what, self.name, self._limit_s)
 
     def close(self) -> None:
         self._stream.synchronize()
@@ -206,12 +240,21 @@ def _libc() -> ctypes.CDLL:
 
 
 class Backend:
-    """The few things that differ between a CPU and a CUDA device."""
+    """The few things that differ between a CPU and a CUDA device.
 
-    def __init__(self, device: torch.device, *, delay: Callable[[], float] | None = None) -> None:
+    `limit_s` is how long a wait for a lane may take before it is a fault.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        delay: Callable[[], float] | None = None,
+        limit_s: float = WAIT_LIMIT_S,
+    ) -> None:
         self.device = device
         self.is_cuda = device.type == "cuda"
-        self._delay = delay
+        self._delay, self._limit_s = delay, limit_s
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """A new buffer on the device.  # uint8 [num_bytes]"""
@@ -238,11 +281,11 @@ class Backend:
     def lane(self, name: str, *, on_device: bool) -> WorkLane:
         """A lane; `on_device` where the device's copy engines can do its work."""
         if self.is_cuda and on_device:
-            return StreamLane(self.device)
+            return StreamLane(name, self.device, limit_s=self._limit_s)
         threads = torch.get_num_threads()
         device = self.device if self.is_cuda else None
-        lane = ThreadLane(name, delay=self._delay, device=device)
-        lane.submit(_nothing, ()).synchronize()
+        lane = ThreadLane(name, delay=self._delay, device=device, limit_s=self._limit_s)
+        lane.submit("the start", nothing, ()).synchronize()
         # The worker's own number of threads also became the default of threads to come.
         torch.set_num_threads(threads)
         return lane
@@ -258,8 +301,8 @@ class Backend:
             return ()
         event = torch.cuda.Event()
         event.record()
-        return (StreamTicket(event),)
+        return (StreamTicket(event, "compute", "compute", self._limit_s),)
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Work that does nothing: it ends when all before it has."""

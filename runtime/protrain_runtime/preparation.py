@@ -1,10 +1,13 @@
 """`prepare`: make a model follow a plan, in place, and give it back."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
+from typing import Literal
 
 import torch
 from torch import nn
@@ -24,6 +27,7 @@ from protrain_plan.records.plan import (
 from protrain_plan.records.profile import RecomputedForm
 from protrain_runtime.activations import recomputed
 from protrain_runtime.boundaries import Boundaries, replace_forward
+from protrain_runtime.checking import Check
 from protrain_runtime.chunks import (
     Chunk,
     OptimizerFactory,
@@ -32,12 +36,14 @@ from protrain_runtime.chunks import (
 from protrain_runtime.engine import Engine
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.inputs import refuse_larger_batches
-from protrain_runtime.lanes import Backend, WorkLane
+from protrain_runtime.lanes import WAIT_LIMIT_S, Backend, WorkLane
 from protrain_runtime.layout import make_chunks
 from protrain_runtime.masters import with_master_weights
+from protrain_runtime.model_changes import model_changes
 from protrain_runtime.moves import Moves
 from protrain_runtime.optimizer import ParameterGroups, PlannedOptimizer, make_inner
 from protrain_runtime.pieces import elementwise_states
+from protrain_runtime.preflight import check_room, room_here, warn_of_slow_disk
 from protrain_runtime.state_dicts import (
     Undo,
     add_state_dict_hooks,
@@ -60,6 +66,7 @@ class Prepared:
     chunks: Sequence[Chunk]
     optimizer: PlannedOptimizer
     undo: Undo
+    plan: Plan
     below: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
 
@@ -70,6 +77,8 @@ def prepare(
     optimizer: OptimizerFactory,
     param_groups: ParameterGroups | None = None,
     spill_directory: Path | str | None = None,
+    check: Literal["bitwise"] | None = None,
+    wait_limit_s: float = WAIT_LIMIT_S,
     lane_delay: Callable[[], float] | None = None,
 ) -> tuple[nn.Module, PlannedOptimizer]:
     """Make `model` follow `plan` in place, and build its optimizer.
@@ -77,13 +86,18 @@ def prepare(
     `optimizer` makes any elementwise `torch.optim` optimizer from parameter groups, for example
     `partial(torch.optim.AdamW, lr=3e-4)`; `param_groups` are the groups (as `torch.optim` takes
     them), by default one of all trainable parameters. `spill_directory` is where a disk tier keeps
-    its unnamed file, by default the system's directory for temporary files. `lane_delay` returns
-    seconds by which tests hold every transfer back.
+    its unnamed file, by default the system's directory for temporary files. `check="bitwise"`
+    trains a plain copy beside the first three steps and stops on a bit that differs (`checking`);
+    it needs the memory of plain training. `wait_limit_s` is how long one wait
+    for a transfer or an update may take before it is an error that names it.
+    `lane_delay` returns seconds by which tests hold every transfer back.
 
     The training loop stays as it is: the plan's number of micro-batches, each with a forward and
     a backward, then one `step()`. Where the plan's updates come after backward, gradients may be
     clipped (`torch.nn.utils.clip_grad_norm_`) and unscaled (`torch.amp.GradScaler`) before it.
-    Under a plan of master precision, the optimizer steps on float32 copies (see `masters`).
+    Before anything is allocated, the plan's predicted peaks are compared with the memory and the
+    disk that there are (see `preflight`). Under a plan of master precision, the optimizer steps on
+    float32 copies (see `masters`).
     Raises ProtrainError, and leaves the model as it was, if the plan was made for another model or
     cannot be carried out here or by this version.
     """
@@ -92,24 +106,54 @@ def prepare(
     if not isinstance(plan, Plan):
         plan = read_plan(Path(plan))
     modules = check_model(model, plan)
+    directory = Path(spill_directory if spill_directory is not None else gettempdir())
+    device = next(model.parameters()).device
+    check_room(plan, room_here(device, directory), directory)
     if plan.workload.precision == "master":
         optimizer = with_master_weights(optimizer)
     inner = make_inner(optimizer, model, param_groups)
     names = {parameter: name for name, parameter in model.named_parameters()}
     facade = PlannedOptimizer(inner, names)
     undo: Undo = []
-    prepared = Prepared(None, (), facade, undo)
-    if keeps_everything(plan):
+    prepared = Prepared(None, (), facade, undo, plan)
+    if keeps_everything(plan):  # plain PyTorch itself: nothing to check either
         model.__dict__[_ATTRIBUTE] = prepared
         return model, facade
+    checking = None
+    if check == "bitwise":
+        checking = Check(
+            model,
+            partial(_plain_optimizer, optimizer, facade, names),
+            partial(parameter_values, model),
+        )
     try:
-        _attach(model, plan, modules, prepared, optimizer, spill_directory, lane_delay)
+        backend = Backend(device, delay=lane_delay, limit_s=wait_limit_s)
+        _attach(model, modules, prepared, optimizer, directory, backend)
     except BaseException:
-        while undo:
-            undo.pop()()
+        _undo_all(undo)
         raise
+    warn_of_slow_disk(plan, directory)
     model.__dict__[_ATTRIBUTE] = prepared
+    if checking is not None:
+        checking.start(facade)
+        undo.append(checking.stop)
     return model, facade
+
+
+def _plain_optimizer(
+    factory: OptimizerFactory,
+    planned: PlannedOptimizer,
+    names: Mapping[nn.Parameter, str],
+    plain: nn.Module,
+) -> torch.optim.Optimizer:
+    """The optimizer of a plain copy of the model, in the same groups."""
+    own = dict(plain.named_parameters())
+    return factory(
+        [
+            {**group, "params": [own[names[parameter]] for parameter in group["params"]]}
+            for group in planned.param_groups
+        ]
+    )
 
 
 def restore(model: nn.Module) -> nn.Module:
@@ -120,9 +164,10 @@ def restore(model: nn.Module) -> nn.Module:
         for chunk in prepared.chunks:
             bring_back_gradients(chunk)
     del model.__dict__[_ATTRIBUTE]
-    prepared.optimizer.give_back()
-    while prepared.undo:
-        prepared.undo.pop()()
+    try:
+        prepared.optimizer.give_back()
+    finally:
+        _undo_all(prepared.undo)
     return model
 
 
@@ -132,10 +177,24 @@ def prepared_of(model: nn.Module) -> Prepared | None:
     return prepared
 
 
+def _undo_all(undo: Undo) -> None:
+    """Undo the last first, and all of them: what one cannot bring back does not stay open."""
+    with ExitStack() as stack:
+        for each in undo:
+            stack.callback(each)
+        undo.clear()
+
+
 def engine_of(model: nn.Module) -> Engine | None:
     """The engine that a model runs under; None without a plan, or where it keeps everything."""
     prepared = prepared_of(model)
     return prepared.engine if prepared else None
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan that a model follows; None without one."""
+    prepared = prepared_of(model)
+    return prepared.plan if prepared else None
 
 
 def below_device(model: nn.Module) -> tuple[int, int]:
@@ -171,6 +230,14 @@ def keeps_everything(plan: Plan) -> bool:
 def check_model(model: nn.Module, plan: Plan) -> list[nn.Module | None]:
     """Each unit's module, None for a part. ProtrainError if the plan is for another model."""
     found = model_fingerprint(model)
+    if found != plan.model_fingerprint and plan.tensors:
+        changes = model_changes(plan.tensors, model, plan.units)
+        same = ["parameters and buffers are the same; a module has another class or place"]
+        raise ProtrainError(
+            "\n    ".join(["the plan was made for another model:", *(changes or same)]),
+            key="model_fingerprint",
+            fix="profile and plan this model",
+        )
     modules: list[nn.Module | None] = []
     for index, unit in enumerate(plan.units):
         module = None
@@ -196,17 +263,13 @@ def check_model(model: nn.Module, plan: Plan) -> list[nn.Module | None]:
 
 def _attach(
     model: nn.Module,
-    plan: Plan,
     modules: Sequence[nn.Module | None],
     prepared: Prepared,
     factory: OptimizerFactory,
-    spill_directory: Path | str | None,
-    lane_delay: Callable[[], float] | None,
+    directory: Path,
+    backend: Backend,
 ) -> None:
-    undo = prepared.undo
-    device = next(model.parameters()).device
-    backend = Backend(device, delay=lane_delay)
-    directory = Path(spill_directory if spill_directory is not None else gettempdir())
+    plan, undo = prepared.plan, prepared.undo
     settings = Settings(
         device="cuda" if backend.is_cuda else "cpu",
         piece_bytes=plan.piece_bytes,

@@ -1,15 +1,21 @@
-"""What memory a step took, slot by slot, under a plan or without one."""
+"""What a step took, as it ran: memory slot by slot, and when its slots and moves ran."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from protrain_plan.errors import ProtrainError
+from protrain_plan.records import fingerprint
+from protrain_plan.records.plan import Plan
+from protrain_plan.simulation.recording import Recording
 from protrain_runtime.engine import Observer
 from protrain_runtime.measure import MemoryMeter, process_memory, storage_bytes
-from protrain_runtime.preparation import below_device, engine_of
+from protrain_runtime.preparation import below_device, engine_of, plan_of
+from protrain_runtime.step_times import StepTimes
 from protrain_runtime.taken import TakenGradient
 
 
@@ -82,3 +88,54 @@ def _live_bytes(model: nn.Module, device: torch.device) -> int:
     tensors = [t for t in kinds if not isinstance(t, TakenGradient)]  # a few bytes each
     host, _ = below_device(model)
     return storage_bytes(t for t in tensors if t.device == device and not t.is_sparse) - host
+
+
+class Recorder:
+    """What `record` saw: the last whole step that ran in it."""
+
+    def __init__(self, times: StepTimes, plan: Plan) -> None:
+        self._times, self._plan = times, plan
+
+    def recording(self, *, slot_bytes: Sequence[int] = ()) -> Recording:
+        """The step's slots and moves, with `slot_bytes` of a measured step (`measure_step`).
+
+        RuntimeError where no step has ended.
+        """
+        step = self._times.last
+        if step is None:
+            raise RuntimeError("nothing was recorded: no step has ended")
+        return Recording(
+            plan_fingerprint=fingerprint(self._plan),
+            step_seconds=step.step_seconds,
+            events=step.events(),
+            slot_bytes=tuple(slot_bytes),
+        )
+
+
+@contextmanager
+def record(model: nn.Module) -> Iterator[Recorder]:
+    """Note when the slots and moves of steps run, under the names of the simulated timeline.
+
+        with protrain_runtime.record(model) as recorder:
+            ...  # a step or more
+        write_recording(recorder.recording(), "recording.json")
+
+    A step is a planned one up to the end of `optimizer.step()`; with micro-batches, the last of
+    them and the update after it. ProtrainError where the model follows no plan, or one that keeps
+    everything: that installs nothing, and nothing runs beside compute.
+    """
+    plan, engine = plan_of(model), engine_of(model)
+    if plan is None:
+        raise ProtrainError("the model follows no plan", fix="call prepare(model, plan, ...) first")
+    if engine is None:
+        raise ProtrainError(
+            "nothing to record: this plan keeps everything on the device, so that plain PyTorch is"
+            " what runs"
+        )
+    if engine.recorder is not None:
+        raise RuntimeError("the model is being recorded already")
+    engine.recorder = StepTimes(engine.program, is_cuda=next(model.parameters()).is_cuda)
+    try:
+        yield Recorder(engine.recorder, plan)
+    finally:
+        engine.recorder = None

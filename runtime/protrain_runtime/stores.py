@@ -105,22 +105,35 @@ class DiskStore:
     def write(self, offset: int, source: torch.Tensor) -> None:
         view = memory_of(source.cpu())
         while view:
-            written = os.pwrite(self._file.fileno(), view, offset)
+            try:
+                written = os.pwrite(self._file.fileno(), view, offset)
+            except OSError as error:
+                raise self._failed("written", error.strerror) from error
             view, offset = view[written:], offset + written
 
     def read(self, offset: int, target: torch.Tensor) -> None:
         staging = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
         view = memory_of(staging)
         while view:
-            count = os.preadv(self._file.fileno(), [view], offset)
+            try:
+                count = os.preadv(self._file.fileno(), [view], offset)
+            except OSError as error:
+                raise self._failed("read back", error.strerror) from error
             if count == 0:
-                raise OSError(errno.EIO, "the spill file is shorter than what was written to it")
+                raise self._failed("read back", "the file is shorter than what was written to it")
             view, offset = view[count:], offset + count
         if staging is not target:
             target.copy_(staging)
 
     def close(self) -> None:
         self._file.close()
+
+    def _failed(self, what: str, reason: str | None) -> ProtrainError:
+        return ProtrainError(
+            f"spilled bytes cannot be {what}: {reason}",
+            source=str(self._directory),
+            fix="see whether its disk is full or faulty; train on from a checkpoint",
+        )
 
 
 class Stores:

@@ -1,0 +1,189 @@
+"""Before anything is allocated: whether this machine, and this process, have the room a plan takes.
+
+A plan's predicted peaks are upper bounds, so a plan that passes here does not run out of what was
+there at the start. Where the system does not say how much there is, nothing is refused.
+"""
+
+import os
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.records.plan import Plan
+from protrain_plan.units import format_bytes, format_seconds
+from protrain_runtime.measure import process_memory
+
+PROBE_BYTES = 16 * 2**20
+"""Written to the spill directory and read back: some 20 ms through the page cache."""
+
+SLOW_FROM = 3.0
+"""Spilling alone takes so many predicted steps: no noise of a short probe, another file system."""
+
+
+class NoRoomError(ProtrainError):
+    """There is less memory than the plan takes."""
+
+    exit_code: ClassVar[int] = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What there is before a run; None where the system does not say.
+
+    memory_bytes    RAM that can be had without swapping, within the process's control group
+    swap_bytes      free swap space: not for pinned memory
+    resident_bytes  of this process in RAM already
+    data_limit      the most private memory that the system lets it hold (RLIMIT_DATA)
+    device_bytes    of a CUDA device, free or in PyTorch's hands
+    disk_bytes      free in the spill directory
+    file_limit      the longest file that the process may write (RLIMIT_FSIZE)
+    disk_is_memory  the spill directory is a tmpfs
+    """
+
+    memory_bytes: int | None = None
+    swap_bytes: int = 0
+    resident_bytes: int = 0
+    data_limit: int | None = None
+    device_bytes: int | None = None
+    disk_bytes: int | None = None
+    file_limit: int | None = None
+    disk_is_memory: bool = False
+
+
+def check_room(plan: Plan, room: Room, directory: Path) -> None:
+    """NoRoomError or ProtrainError where `plan` takes more than there is."""
+    takes = plan.prediction.peak_bytes
+    in_memory = takes.disk if room.disk_is_memory else 0
+    if plan.workload.device == "cpu":
+        process = takes.device + takes.context + takes.host
+        _memory(
+            "this process", process, room.data_limit, "the system lets it have {} (RLIMIT_DATA)"
+        )
+        available = room.memory_bytes
+        if available is not None:
+            available += room.resident_bytes + room.swap_bytes
+        _memory("this process", process + in_memory, available, "the machine has {} left for it")
+    else:
+        _memory(
+            "the device", takes.device + takes.context, room.device_bytes, "{} are free", "device"
+        )
+        pinned, what = takes.host + in_memory, "the machine has {} left for pinned memory"
+        _memory("host memory", pinned, room.memory_bytes, what, "host")
+    fix = "free some space there, or name another spill directory"
+    if room.disk_bytes is not None and takes.disk > room.disk_bytes:
+        raise ProtrainError(
+            f"the plan keeps up to {format_bytes(takes.disk)} on disk, and"
+            f" {format_bytes(room.disk_bytes)} are free",
+            source=str(directory),
+            fix=fix,
+        )
+    if room.file_limit is not None and takes.disk > room.file_limit:
+        raise ProtrainError(
+            f"the plan keeps up to {format_bytes(takes.disk)} in one file on disk, and this process"
+            f" may write {format_bytes(room.file_limit)} (RLIMIT_FSIZE)",
+            source=str(directory),
+            fix="raise the limit (ulimit -f)",
+        )
+
+
+def _memory(whose: str, takes: int, there: int | None, what: str, option: str = "device") -> None:
+    if there is not None and takes > there:
+        raise NoRoomError(
+            f"the plan takes up to {format_bytes(takes)} of {whose}, and "
+            + what.format(format_bytes(there)),
+            fix=f"plan with a smaller --{option}-memory, and run that plan",
+        )
+
+
+def room_here(device: torch.device, directory: Path) -> Room:
+    """What this machine and this process have now."""
+    free = None
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    if not sys.platform.startswith("linux"):
+        return Room(device_bytes=free)
+    import resource
+
+    memory, swap = _memory_and_swap()
+    disk = os.statvfs(directory) if directory.is_dir() else None
+    return Room(
+        memory_bytes=memory,
+        swap_bytes=swap,
+        resident_bytes=process_memory().resident_bytes,
+        data_limit=_limit(resource.getrlimit(resource.RLIMIT_DATA)[0]),
+        device_bytes=free,
+        disk_bytes=disk.f_bavail * disk.f_frsize if disk else None,
+        file_limit=_limit(resource.getrlimit(resource.RLIMIT_FSIZE)[0]),
+        disk_is_memory=_file_system(directory.resolve()) == "tmpfs",
+    )
+
+
+def _limit(number: int) -> int | None:
+    return number if number >= 0 else None  # RLIM_INFINITY is -1
+
+
+def _memory_and_swap() -> tuple[int, int]:
+    """MemAvailable and SwapFree, both within what a control group leaves."""
+    fields = dict(
+        line.split(":", 1) for line in Path("/proc/meminfo").read_text("ascii").splitlines()
+    )
+    memory, swap = (int(fields[k].split()[0]) * 1024 for k in ("MemAvailable", "SwapFree"))
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        current = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        left = limit - current + int(stat["inactive_file"])  # the page cache gives way
+    except (OSError, ValueError, KeyError):  # no group, no limit ("max"), or an older kernel
+        return memory, swap
+    return min(memory, left), 0 if left < memory else swap
+
+
+def _file_system(directory: Path) -> str:
+    """The type of the file system that a directory lies in."""
+    mounts: dict[str, str] = {}  # the last mount at a place is the one that is seen
+    for line in Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
+        fields, _, kind = line.partition(" - ")
+        mounts[fields.split()[4]] = kind.split()[0]
+    return next((mounts[str(p)] for p in (directory, *directory.parents) if str(p) in mounts), "")
+
+
+def warn_of_slow_disk(plan: Plan, directory: Path) -> None:
+    """Warn where a step's spilling takes far longer here than the whole step was predicted to."""
+    if plan.prediction.peak_bytes.disk < PROBE_BYTES:
+        return
+    start = time.perf_counter()
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            file.write(bytes(PROBE_BYTES))
+            file.seek(0)
+            file.read()
+    except OSError:  # no room for the probe: the plan's own is reserved already
+        return
+    message = slow_disk(plan, time.perf_counter() - start)
+    if message:
+        warnings.warn(f"{directory}: {message}", stacklevel=3)
+
+
+def slow_disk(plan: Plan, probe_s: float) -> str | None:
+    """What to say where writing and reading PROBE_BYTES took `probe_s` seconds.
+
+    A step writes and reads about what is on disk, once each.
+    """
+    spilled = plan.prediction.peak_bytes.disk
+    seconds = spilled / PROBE_BYTES * probe_s
+    if seconds < SLOW_FROM * plan.prediction.step_seconds:
+        return None
+    return (
+        f"writing and reading the plan's {format_bytes(spilled)} takes about"
+        f" {format_seconds(seconds)} a step here, and the whole step was predicted to take"
+        f" {format_seconds(plan.prediction.step_seconds)}: name a faster spill directory, or"
+        " profile with this one"
+    )

@@ -1,0 +1,129 @@
+"""When the slots and moves of a step ran, seen where they start and end.
+
+What runs on the host is timed by the host's clock. What runs on a CUDA stream is timed by events in
+that stream, which cost no wait; both count from one moment, at which the device had nothing to do.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from protrain_plan.program import Program
+from protrain_plan.simulation.recording import Event
+from protrain_plan.simulation.report import COMPUTE
+from protrain_runtime.lanes import WorkLane
+
+Stamp = float | torch.cuda.Event
+"""A moment: the host's clock, or an event that a stream reaches."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    lane: str
+    name: str
+    start: Stamp
+    end: Stamp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedStep:
+    """A step that ended. `spans` are in the order in which they ended."""
+
+    origin_s: float  # by the host's clock
+    origin_event: torch.cuda.Event | None
+    spans: tuple[_Span, ...]
+    step_seconds: float
+
+    def events(self) -> tuple[Event, ...]:
+        """What ran, by when it started; waits for the device."""
+        if self.origin_event is not None:
+            torch.cuda.synchronize()
+        events = [
+            Event(
+                lane=span.lane,
+                name=span.name,
+                start_s=self._seconds(span.start),
+                end_s=self._seconds(span.end),
+            )
+            for span in self.spans
+        ]
+        return tuple(sorted(events, key=lambda event: (event.start_s, event.end_s)))
+
+    def _seconds(self, stamp: Stamp) -> float:
+        if isinstance(stamp, float):
+            return stamp - self.origin_s
+        assert self.origin_event is not None
+        milliseconds: float = self.origin_event.elapsed_time(stamp)
+        return milliseconds / 1e3
+
+
+class StepTimes:
+    """What an engine tells of the steps of `program`; `last` is the last one that ended."""
+
+    def __init__(self, program: Program, *, is_cuda: bool) -> None:
+        self._program, self._is_cuda = program, is_cuda
+        self.last: TimedStep | None = None
+        self._spans: list[_Span] = []
+        self._slot: tuple[str, Stamp] | None = None  # that computes, and since when
+
+    def begin(self) -> None:
+        """A step begins; what was seen of one that did not end is forgotten."""
+        self._spans, self._slot = [], None
+        self._origin_event = None
+        if self._is_cuda:
+            torch.cuda.synchronize()
+            self._origin_event = _event()
+        self._origin_s = time.perf_counter()
+
+    def enter(self, slot: int) -> None:
+        """A slot begins to compute; the one after the last is the device's update."""
+        self._slot = (self._program.slot_name(slot), self._now())
+
+    def leave(self) -> None:
+        """The slot has computed."""
+        if self._slot is not None:
+            name, start = self._slot
+            self._spans.append(_Span(COMPUTE, name, start, self._now()))
+            self._slot = None
+
+    def timed(self, number: int, work: Callable[[], None], lane: WorkLane) -> Callable[[], None]:
+        """The work of a move, which notes when its lane runs it."""
+        name, lane_name = self._program.move_name(number), str(self._program.moves[number].lane)
+        spans = self._spans  # of this step, whenever the lane comes to it
+        stamp: Callable[[], Stamp] = _event if lane.on_stream else _host_time
+
+        def run() -> None:
+            start = stamp()
+            work()
+            if self._is_cuda and not lane.on_stream:
+                torch.cuda.current_stream().synchronize()  # the lane's own, for its copies
+            spans.append(_Span(lane_name, name, start, stamp()))
+
+        return run
+
+    def end(self) -> None:
+        """Every move of the step has ended, and so has the device's update."""
+        if self._is_cuda:
+            torch.cuda.synchronize()
+        self.last = TimedStep(
+            origin_s=self._origin_s,
+            origin_event=self._origin_event,
+            spans=tuple(self._spans),
+            step_seconds=time.perf_counter() - self._origin_s,
+        )
+
+    def _now(self) -> Stamp:
+        return _event() if self._is_cuda else _host_time()
+
+
+def _host_time() -> float:
+    return time.perf_counter()
+
+
+def _event() -> torch.cuda.Event:
+    """The moment at which the current stream has done what was submitted to it."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
