@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import TorchDynamoPlugin, set_seed
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, default_collate
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -21,9 +22,10 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.records import write_plan
 from protrain_plan.records.plan import Plan
 from protrain_plan.records.profile import Precision
-from protrain_runtime import restore
+from protrain_runtime import restore, with_master_weights
 from protrain_runtime.integrations import accelerate as in_accelerate
 from protrain_runtime.integrations import transformers as in_transformers
+from protrain_runtime.integrations.adopting import follow
 from protrain_runtime.preparation import engine_of
 from tests.runtime_cases import (
     ADAMW,
@@ -36,12 +38,11 @@ from tests.runtime_cases import (
     mixed,
     outcome,
     plan_for,
+    step,
 )
 
-Rows = list[dict[str, Tensor]]
 
-
-def rows(count: int, *, seed: int) -> Rows:
+def rows(count: int, *, seed: int) -> Any:
     """A data set: sequences of tokens, int64 [SEQUENCE], with themselves as labels."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCABULARY, (count, SEQUENCE), generator=generator)
@@ -225,8 +226,9 @@ def test_the_trainer_saves_the_models_own_names_and_shapes(tmp_path: Path) -> No
     for made, folder in ((found, "found"), (expected, "expected")):
         made.train()
         made.save_model(str(tmp_path / folder))
-    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("found", "expected")]
-    assert list(differences(*weights, "weights")) == []
+    saved = load_file(tmp_path / "found/model.safetensors")
+    own = load_file(tmp_path / "expected/model.safetensors")
+    assert list(differences(saved, own, "weights")) == []
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "found")
     assert list(differences(loaded.state_dict(), expected.model.state_dict(), "loaded")) == []
 
@@ -347,7 +349,7 @@ class Loop:
             lr=1e-3,
             fused=True,
         )
-        schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.1, total_iters=6)
+        schedule = LinearLR(self.optimizer, 0.1, total_iters=6)
         loader = DataLoader(rows(24, seed=0), batch_size=4, shuffle=True)
         if planned is not None:
             self.optimizer = in_accelerate.use_plan(
@@ -467,8 +469,41 @@ def test_optimizers_that_are_not_of_the_model_or_were_used_are_refused(tmp_path:
         "  fix: attach the plan before the first step (Adagrad, which makes its states when it is"
         " constructed, cannot follow one)"
     )
-    compiled = torch.compile(build("gpt2"))
+    compiled: Any = torch.compile(build("gpt2"))
     assert attach(compiled, ADAMW(compiled.parameters())) == (
         "the model is compiled, and a plan acts between the blocks of one that is not\n"
         "  fix: give the model before torch.compile"
     )
+
+
+# --- optimizers that are adopted ------------------------------------------------------------------
+
+
+def test_a_schedule_made_before_the_plan_holds_with_master_weights_and_after_loading(
+    tmp_path: Path,
+) -> None:
+    def run(planned: Plan | None) -> Any:
+        model = build("llama-tied").bfloat16()
+        optimizer: torch.optim.Optimizer
+        if planned is None:
+            optimizer = with_master_weights(ADAMW)(model.parameters())
+        else:
+            optimizer = ADAMW(model.parameters())
+        schedule = LinearLR(optimizer, 0.1, total_iters=6)
+        if planned is not None:
+            optimizer = follow(model, planned, optimizer, spill_directory=tmp_path)
+        losses = []
+        for number in range(4):
+            losses.append(step("llama-tied", model, optimizer, number))
+            schedule.step()
+            if number == 1:
+                optimizer.load_state_dict(optimizer.state_dict())
+        return outcome(model, optimizer, losses)
+
+    units = mixed(described("llama-tied"), random.Random(0), "disk")
+    made = plan_for(build("llama-tied").bfloat16(), units)
+    made = replace(made, workload=replace(made.workload, precision="master", dtype="bfloat16"))
+    expected = run(None)
+    with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before `optimizer.step\(\)"):
+        found = run(made)
+    assert_bitwise(found, expected)
