@@ -54,9 +54,7 @@ class LanguageModel(LightningModule):
         self.model, self.loader = factory()
 
     def training_step(self, batch: dict[str, Tensor]) -> Any:
-        loss = self.model(**batch).loss
-        self.log("loss", loss, prog_bar=True)
-        return loss
+        return self.model(**batch).loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
