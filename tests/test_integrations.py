@@ -175,6 +175,7 @@ def test_the_trainer_evaluates_and_generates_under_a_plan(tmp_path: Path) -> Non
     assert list(differences(run(planned=True), run(planned=False), "answers")) == []
 
 
+@pytest.mark.slow
 def test_the_trainer_trains_again_and_the_model_is_given_back(tmp_path: Path) -> None:
     def run(planned: bool) -> Trainer:
         made = trainer("llama-tied", tmp_path)
@@ -189,6 +190,7 @@ def test_the_trainer_trains_again_and_the_model_is_given_back(tmp_path: Path) ->
     assert_same_training(run(planned=True), run(planned=False))
 
 
+@pytest.mark.slow
 def test_a_trainer_with_model_init_attaches_the_plan_to_every_model(tmp_path: Path) -> None:
     def run(planned: bool) -> Trainer:
         args = TrainingArguments(output_dir=str(tmp_path), **TRAINING)
