@@ -260,7 +260,8 @@ def test_every_mistake_is_one_message(synthetic: Path, tmp_path: Path) -> None:
         (
             "no.such.module:factory",
             "no.such.module:factory: cannot import 'no.such.module': No module named 'no'\n"
-            "  fix: package.module:factory, with the package installed or in the working directory",
+            "  fix: package.module:factory, with the package installed or in the working directory,"
+            " or path/to/file.py:factory",
         ),
     ],
 )

@@ -230,6 +230,21 @@ def test_a_factory_in_the_working_directory_brings_model_and_batches() -> None:
     assert sums == [6, 0, 6]
 
 
+def test_a_factory_in_a_file_finds_its_neighbours(factory_folder: Path, tmp_path: Path) -> None:
+    script = tmp_path / "scripts/json.py"  # a name that a module has already
+    script.parent.mkdir()
+    (script.parent / "near_the_script.py").write_text("WIDTH = 3\n")
+    script.write_text(
+        "import torch\nfrom near_the_script import WIDTH\n"
+        "def make():\n    return torch.nn.Linear(WIDTH, 1), [torch.ones(2, WIDTH)]\n"
+    )
+    source = load_source(f"{script}:make")
+    model = source.build()
+    assert isinstance(model, nn.Linear)
+    assert model.in_features == 3
+    assert next(iter(source.batches(batch_size=1, seq_len=1))).shape == (2, 3)  # type: ignore[union-attr]
+
+
 @pytest.mark.usefixtures("factory_folder")
 @pytest.mark.parametrize(
     ("model", "message"),
@@ -240,7 +255,9 @@ def test_a_factory_in_the_working_directory_brings_model_and_batches() -> None:
          "not (nn.Module, batches)"),
         ("no_such_one:make", "no_such_one:make: cannot import 'no_such_one': "
          "No module named 'no_such_one'\n"
-         "  fix: package.module:factory, with the package installed or in the working directory"),
+         "  fix: package.module:factory, with the package installed or in the working directory,"
+         " or path/to/file.py:factory"),
+        ("no/such.py:make", "no/such.py:make: cannot import 'no/such.py': there is no such file"),
         ("smollm-135m", "no such model: 'smollm-135m' is not a preset, a config.json or "
          "package.module:factory\n"
          "  fix: did you mean smollm2-135m or smollm2-360m or smollm2-1.7b?"),

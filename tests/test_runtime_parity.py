@@ -460,13 +460,22 @@ def test_the_optimizers_step_in_the_middle_of_backward_is_refused(tmp_path: Path
     assert str(caught.value) == "optimizer.step() was called before backward() had ended"
 
 
-def test_a_closure_is_refused(tmp_path: Path) -> None:
-    _, optimizer = planned("llama", tmp_path)
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the whole message is asserted)
-        optimizer.step(lambda: 0.0)
-    assert str(caught.value) == (
-        "a planned optimizer takes no closure: call backward() before step()"
-    )
+def test_a_closure_is_the_step_that_it_contains(tmp_path: Path) -> None:
+    model, optimizer = planned("llama", tmp_path)
+    losses: list[torch.Tensor] = []
+
+    def closure() -> float:
+        loss = loss_of(call_model(model, batch("llama", len(losses))))
+        loss.backward()
+        losses.append(loss.detach())
+        return loss.item()
+
+    torch.manual_seed(1)
+    with torch.no_grad():  # a closure records its graph all the same
+        for _ in range(5):
+            assert optimizer.step(closure) == losses[-1].item()
+            optimizer.zero_grad()
+    assert_bitwise(outcome(model, optimizer, losses), plain("llama"))
 
 
 def test_a_plan_is_read_from_its_file(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def fit(
         str,
         typer.Argument(
             help="A preset's name, a Hugging Face config.json (file or folder),"
-            " or package.module:factory.",
+            " or package.module:factory (path/to/file.py:factory).",
             show_default=False,
         ),
     ],

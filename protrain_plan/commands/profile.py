@@ -26,7 +26,7 @@ def profile(
         str,
         typer.Argument(
             help="A preset's name (protrain models lists them), a Hugging Face config.json"
-            " (file or folder), or package.module:factory.",
+            " (file or folder), or package.module:factory (path/to/file.py:factory).",
             show_default=False,
         ),
     ],

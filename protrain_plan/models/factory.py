@@ -1,10 +1,12 @@
-"""Models from the user's own code: `package.module:factory`."""
+"""Models from the user's own code: `package.module:factory`, `path/to/file.py:factory`."""
 
 import difflib
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -20,7 +22,8 @@ from protrain_plan.records.profile import DType, Precision
 class FactorySource:
     """`package.module:factory`: the user's function returns (module, iterable of batches).
 
-    The working directory is searched for the package first. The batches are the user's: batch
+    The working directory is searched for the package first. `path/to/file.py:factory` runs a file,
+    such as a training script. The batches are the user's: batch
     size, sequence length and text of `batches` do not change them.
     """
 
@@ -90,17 +93,18 @@ class FactorySource:
 
 
 def _imported(name: str) -> Callable[[], object]:
-    module_name, _, attribute = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    module_name, _, attribute = name.rpartition(":")
+    is_file = module_name.endswith(".py")
     try:
-        module = importlib.import_module(module_name)
+        module = _run_file(Path(module_name)) if is_file else _imported_module(module_name)
     except ImportError as error:
         raise ProtrainError(
             f"cannot import {module_name!r}: {error}",
             source=name,
-            fix="package.module:factory, with the package installed or in the working directory",
+            fix=None
+            if is_file
+            else "package.module:factory, with the package installed or in the working directory,"
+            " or path/to/file.py:factory",
         ) from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
@@ -111,6 +115,31 @@ def _imported(name: str) -> Callable[[], object]:
             fix=f"did you mean {near[0]}?" if near else None,
         )
     return factory  # type: ignore[no-any-return]
+
+
+def _imported_module(name: str) -> ModuleType:
+    _search_first(Path.cwd())
+    return importlib.import_module(name)
+
+
+def _run_file(path: Path) -> ModuleType:
+    """The module that a file makes, which finds its neighbours as a script does."""
+    if not path.is_file():
+        raise ImportError("there is no such file")
+    _search_first(path.resolve().parent)
+    # A name of its own: a script may be called like an installed package.
+    spec = importlib.util.spec_from_file_location(f"factory in {path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its classes are looked up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _search_first(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
 
 
 def _again_and_again(data: Iterable[object]) -> Iterator[object]:

@@ -18,9 +18,10 @@ ModelSource = ConfigSource | FactorySource
 def load_source(model: str, *, model_config: str = "") -> ModelSource:
     """The source that a MODEL argument names.
 
-    A preset's name, the path of a config.json (or of the folder with it), or
-    `package.module:factory`. With `model_config`, the JSON of a record's `Workload.model_config`,
-    the configuration comes from there: a profile can be used where the file is not.
+    A preset's name, the path of a config.json (or of the folder with it), or a factory in a module
+    or in a file: `package.module:factory`, `path/to/file.py:factory`. With `model_config`, the JSON
+    of a record's `Workload.model_config`, the configuration comes from there: a profile can be used
+    where the file is not.
     ProtrainError, with the nearest preset names, where there is no such model.
     """
     if model_config:

@@ -12,7 +12,9 @@ programme, forward and backward:
 Nothing here knows what a slot does.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -72,6 +74,23 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
     return undo
 
 
+def _method_of(module: nn.Module, run: Callable[..., object]) -> Callable[..., object]:
+    """`run` as a method of the module, with the signature that its forward has now.
+
+    Libraries look at a model's forward: for the arguments that it takes (`generate`), and for the
+    function behind the method, which Accelerate wraps in autocast and binds to the model again.
+    """
+
+    def forward(_: nn.Module, /, *args: object, **kwargs: object) -> object:
+        return run(*args, **kwargs)
+
+    method = MethodType(forward, module)
+    parameters = inspect.signature(module.forward).parameters.values()
+    own = inspect.signature(forward).parameters["_"]
+    forward.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
+    return method
+
+
 class Boundaries:
     """Hooks on `model` and on its blocks; `units` gives each unit's module, None for a part."""
 
@@ -84,7 +103,7 @@ class Boundaries:
         self._backward_began = False
         self._training = False
         self._forward: Callable[..., Any] = model.forward
-        self._undo_forward = replace_forward(model, self._run)
+        self._undo_forward = replace_forward(model, _method_of(model, self._run))
         for index, module in enumerate(self._units):
             if module is not None:
                 self._handles.append(

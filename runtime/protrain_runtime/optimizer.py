@@ -72,12 +72,17 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the persistent parameters, and the others or wait until they are updated."""
+        """Update the persistent parameters, and the others or wait until they are updated.
+
+        A `closure` runs first, once: the forwards and backwards of the step. Its loss is returned.
+        """
+        loss = None
         if closure is not None:
-            raise ValueError("a planned optimizer takes no closure: call backward() before step()")
+            with torch.enable_grad():
+                loss = closure()
         if self._engine is None:
             self._inner.step()
-            return None
+            return loss
         self._engine.check_step()
         if self._used and self._used != self._group_options():
             raise RuntimeError(
@@ -90,7 +95,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._inner.step()
         self._engine.finish_step()
         self._used = []
-        return None
+        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """All states in the layout of the user's optimizer, in host memory where offloaded.
@@ -118,8 +123,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """Load what `state_dict` gave, here or in plain PyTorch, under any plan."""
         self._settle("optimizer.load_state_dict() was called")
         self._inner.load_state_dict(state_dict)
-        # Loading replaced the inner optimizer's groups and states by new objects.
-        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        # Loading replaced the inner optimizer's groups and states by new objects. The list of
+        # groups stays the same one: an optimizer that was adopted (and its schedulers) has it too.
+        self.param_groups[:] = self._inner.param_groups
+        self._inner.param_groups, self.state = self.param_groups, self._inner.state
         for chunk in self._chunks:
             store = chunk.store
             assert store is not None

@@ -1,0 +1,78 @@
+"""Plans in training loops with Hugging Face Accelerate: one line before `accelerator.prepare`.
+
+    optimizer = use_plan(accelerator, model, optimizer, "plan.yaml")
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+`accelerate` is asked for what it documents: `device`, `mixed_precision`, `num_processes`,
+`gradient_accumulation_steps`, `autocast_handler`.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import AutocastKwargs, DynamoBackend
+from torch import nn
+
+from protrain_plan.records.plan import Plan
+from protrain_plan.records.profile import DType
+from protrain_runtime.integrations.adopting import follow, loaded
+from protrain_runtime.integrations.settings import Framework, Settings, check_settings
+from protrain_runtime.optimizer import PlannedOptimizer
+
+ACCELERATE = Framework(
+    name="Accelerate",
+    accumulating="gradient_accumulation_steps",
+    casting={
+        None: 'Accelerator(mixed_precision="no")',
+        "bfloat16": 'Accelerator(mixed_precision="bf16")',
+        "float16": 'Accelerator(mixed_precision="fp16")',
+    },
+)
+
+
+def use_plan(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan | Path | str,
+    *,
+    spill_directory: Path | str | None = None,
+) -> PlannedOptimizer:
+    """Make `model` follow `plan`, in place; returns the optimizer that takes `optimizer`'s place.
+
+    Model and optimizer are as they were made, before `accelerator.prepare`; schedulers that were
+    made for `optimizer` stay right. `accelerator.accumulate`, `clip_grad_norm_` (under a plan with
+    `--clip`), `save_state` and `load_state` are used as ever.
+    Raises ProtrainError where the accelerator does not train as planned, and where `prepare` does.
+    """
+    record, source = loaded(plan)
+    settings = Settings(
+        micro_batches=accelerator.gradient_accumulation_steps,
+        clips=False,  # whether the loop clips shows when it does
+        autocast=autocast_of(accelerator),
+        compiles=compiles(accelerator),
+        num_ranks=accelerator.num_processes,
+    )
+    check_settings(record, settings, ACCELERATE, source=source)
+    keep_no_casts(accelerator)
+    model.to(accelerator.device)
+    return follow(model, record, optimizer, spill_directory=spill_directory)
+
+
+def autocast_of(accelerator: Accelerator) -> DType | None:
+    """What the accelerator lets a prepared model compute in."""
+    found: dict[str, DType] = {"bf16": "bfloat16", "fp16": "float16"}
+    return found.get(accelerator.mixed_precision)
+
+
+def compiles(accelerator: Accelerator) -> bool:
+    """Whether `accelerator.prepare` compiles models."""
+    return bool(accelerator.state.dynamo_plugin.backend != DynamoBackend.NO)
+
+
+def keep_no_casts(accelerator: Accelerator) -> None:
+    """Switch autocast's cache of cast weights off, which would keep a copy of every parameter."""
+    handler = accelerator.autocast_handler or AutocastKwargs()
+    accelerator.autocast_handler = replace(handler, cache_enabled=False)

@@ -1,0 +1,111 @@
+"""Plans in PyTorch Lightning: a callback.
+
+    trainer = lightning.Trainer(callbacks=[UsePlan("plan.yaml")])
+    trainer.fit(module, loader)
+
+The plan is for the network that the `LightningModule` holds (`module.model`, or another attribute);
+its optimizer and scheduler are those of `configure_optimizers`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.records.plan import Plan
+from protrain_plan.records.profile import DType
+from protrain_runtime.integrations.adopting import follow, loaded
+from protrain_runtime.integrations.settings import Framework, Settings, check_settings
+
+LIGHTNING = Framework(
+    name="Lightning",
+    accumulating="accumulate_grad_batches",
+    casting={
+        None: 'Trainer(precision="32-true")',
+        "bfloat16": 'Trainer(precision="bf16-mixed")',
+        "float16": 'Trainer(precision="16-mixed")',
+    },
+)
+_AUTOCAST: dict[str, DType] = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}
+
+
+class UsePlan(Callback):
+    """Lets `fit` train the network under `attribute` of the module under a plan.
+
+    Accumulation, clipping by norm (under a plan with `--clip`), validation, schedulers and
+    checkpoints are Lightning's own. `fit` raises ProtrainError where the trainer does not train as
+    planned, the module has several optimizers, or `prepare` refuses the plan.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | Path | str,
+        *,
+        attribute: str = "model",
+        spill_directory: Path | str | None = None,
+    ) -> None:
+        self._plan, self._source = loaded(plan)
+        self._attribute, self._spill_directory = attribute, spill_directory
+        self._num_updates = 0  # when gradients were last dropped
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check the trainer's settings before anything is built."""
+        if stage != "fit":
+            return
+        clips = bool(trainer.gradient_clip_val)
+        if clips and trainer.gradient_clip_algorithm == "value":
+            raise ProtrainError(
+                "Lightning clips gradients by value, and those that wait below the device are"
+                " clipped by their norm alone",
+                source=self._source,
+                fix='Trainer(gradient_clip_algorithm="norm")',
+            )
+        settings = Settings(
+            micro_batches=trainer.accumulate_grad_batches,
+            clips=clips,
+            autocast=_AUTOCAST.get(trainer.precision),
+            compiles=hasattr(self._network(pl_module), "_orig_mod"),
+            num_ranks=trainer.world_size,
+        )
+        check_settings(self._plan, settings, LIGHTNING, source=self._source)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach the plan: the network is on its device, and the optimizer has made no step."""
+        if len(trainer.optimizers) != 1:
+            raise ProtrainError(
+                f"{type(pl_module).__name__} has {len(trainer.optimizers)} optimizers, and a plan"
+                " is for one",
+                source=self._source,
+                fix="let configure_optimizers return a single optimizer, with parameter groups",
+            )
+        trainer.optimizers = [
+            follow(
+                self._network(pl_module),
+                self._plan,
+                trainer.optimizers[0],
+                spill_directory=self._spill_directory,
+            )
+        ]
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        """Count updates from here: training may go on from a checkpoint."""
+        self._num_updates = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Drop gradients once used: Lightning would hold them through the next forward."""
+        if trainer.global_step != self._num_updates:
+            self._num_updates = trainer.global_step
+            for optimizer in trainer.optimizers:
+                optimizer.zero_grad()
+
+    def _network(self, pl_module: LightningModule) -> nn.Module:
+        network = getattr(pl_module, self._attribute, None)
+        if not isinstance(network, nn.Module):
+            raise ProtrainError(
+                f"{type(pl_module).__name__} has no module {self._attribute!r} to plan",
+                source=self._source,
+                fix="UsePlan(plan, attribute=...) says which attribute holds the network",
+            )
+        return network

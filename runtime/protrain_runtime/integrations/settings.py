@@ -1,0 +1,83 @@
+"""Whether a framework's settings are those that a plan was made for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.records.plan import Persistent, Plan
+from protrain_plan.records.profile import DType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """How errors name a framework and its settings."""
+
+    name: str
+    accumulating: str  # the setting of micro-batches per update
+    casting: Mapping[DType | None, str]  # what computes under autocast in a dtype, or without it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How the framework trains."""
+
+    micro_batches: int  # per update
+    clips: bool  # the norm of all gradients is taken before an update
+    autocast: DType | None
+    compiles: bool
+    num_ranks: int
+
+
+def check_settings(
+    plan: Plan, settings: Settings, framework: Framework, *, source: str | None
+) -> None:
+    """ProtrainError where the framework would not do what the plan counts on."""
+    name = framework.name
+    if settings.num_ranks > 1:
+        raise ProtrainError(
+            f"{name} trains on {settings.num_ranks} ranks, and a plan is for one", source=source
+        )
+    if settings.compiles:
+        raise ProtrainError(
+            f"{name} compiles the model, and a plan counts what PyTorch keeps without compiling",
+            source=source,
+            fix=f"let {name} not compile",
+        )
+    workload = plan.workload
+    planned = workload.dtype if workload.precision == "autocast" else None
+    if settings.autocast != planned:
+        options = f"--dtype {settings.autocast} --precision autocast"
+        profiled = f"profile with {options}" if settings.autocast else "profile without autocast"
+        raise ProtrainError(
+            f"the plan is for training {_under(planned)}, and {name} trains"
+            f" {_under(settings.autocast)}",
+            source=source,
+            key="workload.precision",
+            fix=f"{framework.casting[planned]}, or {profiled} and plan anew",
+        )
+    after_backward = plan.updates == "after backward"
+    offloads = any(not isinstance(unit.states, Persistent) for unit in plan.units)
+    if settings.clips and offloads and not after_backward:
+        raise ProtrainError(
+            f"{name} takes the norm of all gradients before an update, and this plan updates"
+            " during backward",
+            source=source,
+            key="updates",
+            fix="plan with --clip",
+        )
+    # With updates after backward a plan for several micro-batches has room for any number.
+    if settings.micro_batches != plan.micro_batches and not (
+        after_backward and plan.micro_batches > 1
+    ):
+        raise ProtrainError(
+            f"the plan is for {plan.micro_batches} micro-batches per update, and {name} runs"
+            f" {settings.micro_batches}",
+            source=source,
+            key="micro_batches",
+            fix=f"plan with --accumulate {settings.micro_batches}, or set"
+            f" {framework.accumulating}={plan.micro_batches}",
+        )
+
+
+def _under(dtype: DType | None) -> str:
+    return f"under autocast to {dtype}" if dtype else "without autocast"

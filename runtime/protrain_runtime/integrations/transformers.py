@@ -1,0 +1,91 @@
+"""Plans in Hugging Face's `Trainer`, and in whatever is made of it: one line before `train`.
+
+    trainer = Trainer(model, args, train_dataset=...)
+    use_plan(trainer, "plan.yaml")
+    trainer.train()
+
+The plan is attached when the trainer makes its optimizer: `create_optimizer` is the method that
+`transformers` documents for being overridden. It runs once the model is where it trains and before
+anything wraps it. Nothing else is replaced.
+"""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.records.plan import Plan
+from protrain_runtime.integrations.accelerate import autocast_of, compiles, keep_no_casts
+from protrain_runtime.integrations.adopting import follow, loaded
+from protrain_runtime.integrations.settings import Framework, Settings, check_settings
+
+TRAINER = Framework(
+    name="the Trainer",
+    accumulating="gradient_accumulation_steps",
+    casting={None: "set neither bf16 nor fp16", "bfloat16": "bf16=True", "float16": "fp16=True"},
+)
+
+
+def use_plan(
+    trainer: Trainer, plan: Plan | Path | str, *, spill_directory: Path | str | None = None
+) -> None:
+    """Let `trainer` train under `plan`, from its next `train()` on.
+
+    The trainer's own optimizer (`optim`, `learning_rate`, ... or `optimizers=`), scheduler,
+    accumulation, clipping, evaluation and checkpoints are used as they are. It takes the norm of
+    the gradients in every step, so the plan has to be made with `--clip`. Activation checkpointing
+    is switched off, with a warning: the plan decides.
+    Raises ProtrainError where the trainer does not train as planned. `train()` raises it where the
+    model or the optimizer cannot follow the plan.
+    """
+    record, source = loaded(plan)
+    args, accelerator = trainer.args, trainer.accelerator
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name):
+            raise ProtrainError(
+                f"the Trainer would change the model's dtype for evaluation ({name}=True), and"
+                " parameters that are offloaded keep theirs",
+                source=source,
+                fix=f"{name}=False",
+            )
+    settings = Settings(
+        micro_batches=args.gradient_accumulation_steps,
+        clips=True,  # it logs the norm of the gradients, even where it does not clip
+        autocast=autocast_of(accelerator),
+        compiles=compiles(accelerator),
+        num_ranks=accelerator.num_processes * max(1, args.n_gpu),
+    )
+    check_settings(record, settings, TRAINER, source=source)
+    _switch_off_checkpointing(args)
+    create, following = trainer.create_optimizer, None
+
+    def create_optimizer(model: nn.Module | None = None) -> torch.optim.Optimizer:
+        nonlocal following
+        create(model)
+        if trainer.model is not following:  # a later train() has another one from model_init
+            keep_no_casts(trainer.accelerator)
+            trainer.optimizer = follow(
+                trainer.model, record, trainer.optimizer, spill_directory=spill_directory
+            )
+            following = trainer.model
+        optimizer: torch.optim.Optimizer = trainer.optimizer
+        return optimizer
+
+    trainer.create_optimizer = create_optimizer
+
+
+def _switch_off_checkpointing(args: Any) -> None:
+    # The second is the name before transformers 5.2x; both are there for a while.
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    if not any(getattr(args, name, False) for name in names):
+        return
+    for name in names:
+        setattr(args, name, False)
+    warnings.warn(
+        "activation_checkpointing=True was switched off: the plan says what every block recomputes",
+        stacklevel=3,
+    )
