@@ -62,6 +62,11 @@ class Elision:
     def elided(self) -> tuple[int, ...]:
         return tuple(unit for unit, other in enumerate(self.representatives) if unit != other)
 
+    @staticmethod
+    def of_nothing(num_units: int) -> "Elision":
+        """All units run."""
+        return Elision(tuple(range(num_units)), {})
+
 
 def equal_blocks(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> Elision:
     """Find the classes, from one forward of everything. Fake tensors work too.

@@ -35,6 +35,7 @@ from protrain_runtime.inputs import refuse_larger_batches
 from protrain_runtime.lanes import Backend, WorkLane
 from protrain_runtime.layout import make_chunks
 from protrain_runtime.masters import with_master_weights
+from protrain_runtime.measure import device_of
 from protrain_runtime.moves import Moves
 from protrain_runtime.optimizer import ParameterGroups, PlannedOptimizer, make_inner
 from protrain_runtime.pieces import elementwise_states
@@ -198,7 +199,7 @@ def _attach(
     lane_delay: Callable[[], float] | None,
 ) -> None:
     undo = prepared.undo
-    device = next(model.parameters()).device
+    device = device_of(model)
     backend = Backend(device, delay=lane_delay)
     directory = Path(spill_directory if spill_directory is not None else gettempdir())
     settings = Settings(
