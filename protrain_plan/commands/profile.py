@@ -109,6 +109,7 @@ def profile(
     from protrain_plan.models.sources import load_source
     from protrain_plan.profiling.estimated import Options, estimate
     from protrain_plan.profiling.measured import measure
+    from protrain_runtime.exhaustion import explained_exhaustion
     from protrain_runtime.measure import return_freed_memory
 
     optimizer_factory(optimizer)  # a wrong name is told at once
@@ -131,13 +132,16 @@ def profile(
         else:
             if device_name == "cpu":
                 return_freed_memory()
-            record = measure(
-                source,
-                device=device_name,
-                num_steps=steps or 3,
-                spill_directory=spill_directory or Path(tempfile.gettempdir()),
-                unit_by_unit=unit_by_unit,
-                **options,
-            )
+            with explained_exhaustion(
+                fix="a smaller --batch-size or --seq-len; the model alone: --unit-by-unit"
+            ):
+                record = measure(
+                    source,
+                    device=device_name,
+                    num_steps=steps or 3,
+                    spill_directory=spill_directory or Path(tempfile.gettempdir()),
+                    unit_by_unit=unit_by_unit,
+                    **options,
+                )
     write_profile(record, output)
     show(as_json, rendering.profile_json(record), lambda: rendering.profile_text(record, output))

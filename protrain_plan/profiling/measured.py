@@ -38,6 +38,8 @@ from protrain_plan.records.profile import (
     Unit,
     Workload,
 )
+from protrain_runtime.checkpointing import switch_off_checkpointing
+from protrain_runtime.compiled import refuse_compiled_around
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.measure import MemoryMeter
@@ -154,12 +156,14 @@ def measure_model(
     with ExitStack() as stack:
         stack.enter_context(_gradients_aside(model))
         stack.enter_context(undisturbed(model))
+        stack.callback(switch_off_checkpointing(model))
         batch = next(batches)
         progress("finding units", 0.05)
         if running is None:
             found = discover(model, batch)
             running = Running(found, Elision.of_nothing(len(found)))
         found, elision = running.found, running.elision
+        refuse_compiled_around(model, (unit.module for unit in found))
         stack.enter_context(elided(found, elision))
         passes.training_step(model, batch)  # fills caches that the first step makes
         passes.drop_gradients(model)

@@ -47,7 +47,7 @@ _INIT_STD = 0.02
 class Sketch:
     """What fake tensors tell of a model: its units with their bytes, and which need to run."""
 
-    found: tuple[FoundUnit, ...]  # their modules are those of the fake model
+    found: tuple[FoundUnit, ...]  # without modules: those of the fake model are gone
     elision: Elision
     units: tuple[Unit, ...]  # in the form `keep` alone, without seconds
 
@@ -77,7 +77,7 @@ def sketched(source: ModelSource, workload: Workload, *, text: Path | None) -> S
     ProtrainError where it cannot be built, or its code looks at values of tensors.
     """
     with without_parameters():
-        _built(source, workload)  # a factory's batches come with its model
+        # A factory's batches come with its model.
         given = next(_batches(source, workload, text=text, device="cpu"))
     device = Device(
         kind=workload.device,
@@ -101,7 +101,11 @@ def sketched(source: ModelSource, workload: Workload, *, text: Path | None) -> S
             with elided(found, elision):
                 anatomy = dissect(model, batch, found, forms=("keep",))
                 units = weigh(model, batch, anatomy, lambda: FakeMeter(allocator_of(device)))
-    return Sketch(found=found, elision=elision, units=tuple(filled(units, elision)))
+    return Sketch(
+        found=tuple(replace(unit, module=None) for unit in found),
+        elision=elision,
+        units=tuple(filled(units, elision)),
+    )
 
 
 def build_sparsely(
@@ -117,7 +121,7 @@ def build_sparsely(
         model = _built(source, workload)
         batches = _batches(source, workload, text=text, device=workload.device)
     found = tuple(
-        replace(unit, module=None if unit.module is None else model.get_submodule(unit.name))
+        replace(unit, module=model.get_submodule(unit.name) if unit.kind == "block" else None)
         for unit in sketch.found
     )
     absent = {name for unit in sketch.elision.elided for name in found[unit].parameters}

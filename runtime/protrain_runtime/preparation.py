@@ -23,12 +23,14 @@ from protrain_plan.records.plan import (
 )
 from protrain_plan.records.profile import RecomputedForm
 from protrain_runtime.activations import recomputed
-from protrain_runtime.boundaries import Boundaries, replace_forward
+from protrain_runtime.boundaries import Boundaries
+from protrain_runtime.checkpointing import switch_off_checkpointing
 from protrain_runtime.chunks import (
     Chunk,
     OptimizerFactory,
     offload,
 )
+from protrain_runtime.compiled import code_of, refuse_compiled_around, replace_code
 from protrain_runtime.engine import Engine
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.inputs import refuse_larger_batches
@@ -93,12 +95,14 @@ def prepare(
     if not isinstance(plan, Plan):
         plan = read_plan(Path(plan))
     modules = check_model(model, plan)
+    if not keeps_everything(plan):
+        refuse_compiled_around(model, modules)
     if plan.workload.precision == "master":
         optimizer = with_master_weights(optimizer)
     inner = make_inner(optimizer, model, param_groups)
     names = {parameter: name for name, parameter in model.named_parameters()}
     facade = PlannedOptimizer(inner, names)
-    undo: Undo = []
+    undo: Undo = [switch_off_checkpointing(model)]
     prepared = Prepared(None, (), facade, undo)
     if keeps_everything(plan):
         model.__dict__[_ATTRIBUTE] = prepared
@@ -294,4 +298,4 @@ def _shut(lanes: Sequence[WorkLane], stores: Stores) -> None:
 
 def wrap_forward(module: nn.Module, form: RecomputedForm) -> Callable[[], None]:
     """Recompute the module's forward in backward, but for what `form` keeps; returns the undo."""
-    return replace_forward(module, recomputed(module.forward, form))
+    return replace_code(module, recomputed(code_of(module), form))
