@@ -144,9 +144,9 @@ def test_a_models_own_checkpointing_is_switched_off_under_a_plan(tmp_path: Path)
         )
     assert [str(warning.message) for warning in caught] == [WARNING]
     assert caught[0].filename == __file__
-    assert not model.is_gradient_checkpointing
+    assert not model.is_activation_checkpointing
     restore(model)
-    assert model.is_gradient_checkpointing
+    assert model.is_activation_checkpointing
     with pytest.warns(UserWarning, match=WARNING):
         _, optimizer = prepare(
             model,
