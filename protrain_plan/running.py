@@ -23,6 +23,7 @@ from protrain_plan.simulation.recording import Recording
 from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.checkpoints import check_writable
 from protrain_runtime.engine import Observer
+from protrain_runtime.exhaustion import explained_exhaustion
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.measure import storage_bytes
 from protrain_runtime.preparation import below_device, parameter_values, prepare
@@ -107,7 +108,11 @@ def train(
         check_writable(checkpoints.directory)
     source = load_source(workload.model, model_config=workload.model_config)
     factory = optimizer_factory(plan.optimizer)
-    try:
+    with explained_exhaustion(
+        fix="plan this workload for the memory there is, and run the plan"
+        if plain
+        else "plan with a smaller --device-memory than the limit, and run that plan"
+    ):
         model = source.build(
             dtype=workload.dtype,
             precision=workload.precision,
@@ -141,35 +146,6 @@ def train(
         training = _training(plan, text)
         trainer = _Trainer(plan, model, optimizer, checkpoints, training, recorded=recorded)
         return trainer.run(batches, num_steps, on_step)
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        raise OutOfMemoryError(
-            f"out of memory: {_first_line(error)}",
-            fix="plan this workload for the memory there is, and run the plan"
-            if plain
-            else "plan with a smaller --device-memory than the limit, and run that plan",
-        ) from error
-
-
-class OutOfMemoryError(ProtrainError):
-    """The run did not fit the memory that the machine, or a limit, gave it."""
-
-    exit_code = 4
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator of PyTorch or Python found no memory."""
-    seen = str(error)
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        "not enough memory" in seen or "can't allocate memory" in seen
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).splitlines() or [type(error).__name__]
-    line = next((line for line in lines if "memory" in line), lines[0])
-    return line.rpartition("] ")[2].strip()
 
 
 def _training(plan: Plan, text: Path | None) -> dict[str, object]:

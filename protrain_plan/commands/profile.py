@@ -72,6 +72,14 @@ def profile(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Timed steps per form of activations; default: 3.")
     ] = None,
+    unit_by_unit: Annotated[
+        bool,
+        typer.Option(
+            "--unit-by-unit",
+            help="Never have the whole model in memory: of equal blocks few run. By itself where"
+            " the model would take more than half of the device's free memory.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights and text.")] = 0,
     text: Annotated[Path | None, typer.Option(help="A text file to take batches from.")] = None,
     spill_directory: SpillOption = None,
@@ -89,6 +97,7 @@ def profile(
         for option, value in (
             ("--device", device),
             ("--steps", steps),
+            ("--unit-by-unit", unit_by_unit or None),
             ("--spill-directory", spill_directory),
         ):
             if value is not None:
@@ -100,6 +109,7 @@ def profile(
     from protrain_plan.models.sources import load_source
     from protrain_plan.profiling.estimated import Options, estimate
     from protrain_plan.profiling.measured import measure
+    from protrain_runtime.exhaustion import explained_exhaustion
     from protrain_runtime.measure import return_freed_memory
 
     optimizer_factory(optimizer)  # a wrong name is told at once
@@ -122,12 +132,16 @@ def profile(
         else:
             if device_name == "cpu":
                 return_freed_memory()
-            record = measure(
-                source,
-                device=device_name,
-                num_steps=steps or 3,
-                spill_directory=spill_directory or Path(tempfile.gettempdir()),
-                **options,
-            )
+            with explained_exhaustion(
+                fix="a smaller --batch-size or --seq-len; the model alone: --unit-by-unit"
+            ):
+                record = measure(
+                    source,
+                    device=device_name,
+                    num_steps=steps or 3,
+                    spill_directory=spill_directory or Path(tempfile.gettempdir()),
+                    unit_by_unit=unit_by_unit,
+                    **options,
+                )
     write_profile(record, output)
     show(as_json, rendering.profile_json(record), lambda: rendering.profile_text(record, output))

@@ -50,10 +50,11 @@ def computing_in(model: nn.Module, dtype: DType, precision: Precision) -> nn.Mod
     if precision != "autocast":
         return model
     forward, narrow = model.forward, TORCH_DTYPES[dtype]
-    device_type = next(model.parameters()).device.type
 
     @functools.wraps(forward)
     def under_autocast(*args: object, **kwargs: object) -> object:
+        # Asked when it runs: a model may be built without memory for its parameters.
+        device_type = next(p.device.type for p in model.parameters() if not p.is_meta)
         with torch.autocast(device_type, dtype=narrow, cache_enabled=False):
             return forward(*args, **kwargs)
 

@@ -20,7 +20,8 @@ from protrain_plan.models.batches import Batch, call_model
 from protrain_plan.profiling.discovery import FoundUnit
 from protrain_plan.profiling.execution import undisturbed
 from protrain_plan.records.profile import Unit
-from protrain_runtime.boundaries import replace_forward, tensors_in
+from protrain_runtime.boundaries import tensors_in
+from protrain_runtime.compiled import replace_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,11 @@ class Elision:
     def elided(self) -> tuple[int, ...]:
         return tuple(unit for unit, other in enumerate(self.representatives) if unit != other)
 
+    @staticmethod
+    def of_nothing(num_units: int) -> "Elision":
+        """All units run."""
+        return Elision(tuple(range(num_units)), {})
+
 
 def equal_blocks(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> Elision:
     """Find the classes, from one forward of everything. Fake tensors work too.
@@ -100,7 +106,7 @@ def elided(found: Sequence[FoundUnit], elision: Elision) -> Iterator[None]:
         for index, outputs in elision.outputs.items():
             module = found[index].module
             assert module is not None, "parts always run"
-            stack.callback(replace_forward(module, _stand_in(outputs)))
+            stack.callback(replace_code(module, _stand_in(outputs)))
         yield
 
 

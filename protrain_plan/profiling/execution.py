@@ -1,5 +1,7 @@
 """One forward, written down: which modules ran when, and which parameters each operator read."""
 
+import random
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from protrain_plan.models.batches import Batch, call_model
 from protrain_runtime.boundaries import tensors_in
+from protrain_runtime.compiled import uncompiled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +56,14 @@ class Execution:
 def record_execution(model: nn.Module, batch: Batch) -> Execution:
     """Run one forward in train mode with gradients enabled, and write down what happened.
 
-    Parameters, gradients, buffers, train flags, hooks and the random state are afterwards what
-    they were; the autograd graph is freed. Fake tensors work too.
+    Compiled modules run uncompiled, so that all of theirs is seen. Parameters, gradients, buffers,
+    train flags, hooks and the random state are afterwards what they were; the autograd graph is
+    freed. Fake tensors work too.
     """
     recorder = _Recorder(model)
     with ExitStack() as stack:
         stack.enter_context(undisturbed(model))
+        stack.enter_context(uncompiled())
         stack.enter_context(recorder.hooks())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(recorder)
@@ -173,16 +178,20 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Train mode inside; train flags, buffers and random states as before afterwards."""
+    """Train mode inside; train flags, buffers and random states as before afterwards.
+
+    Random states are those of PyTorch, of Python and, where it is loaded, of NumPy.
+    """
     flags = [(module, module.training) for module in model.modules()]
     buffers = [
-        (module, name, buffer, buffer.detach().clone())
+        (module, dict(module._buffers), [(b, b.detach().clone()) for b in _own_buffers(module)])
         for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
     ]
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    with torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]):
+    with (
+        torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]),
+        _other_random_states(),
+    ):
         model.train()
         try:
             yield
@@ -190,6 +199,24 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             for module, training in flags:
                 module.training = training
             with torch.no_grad():
-                for module, name, buffer, content in buffers:
-                    buffer.copy_(content)
-                    module._buffers[name] = buffer
+                for module, named, contents in buffers:
+                    for buffer, content in contents:
+                        buffer.copy_(content)
+                    module._buffers.clear()
+                    module._buffers.update(named)
+
+
+def _own_buffers(module: nn.Module) -> Iterator[Tensor]:
+    return (buffer for buffer in module._buffers.values() if buffer is not None)
+
+
+@contextmanager
+def _other_random_states() -> Iterator[None]:
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        if numpy:
+            numpy.random.set_state(states[1])

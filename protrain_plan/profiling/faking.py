@@ -23,11 +23,14 @@ from protrain_plan.models.batches import Batch
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.records.hardware import DeviceKind
 from protrain_plan.records.profile import DType, Precision
+from protrain_runtime.compiled import uncompiled
 
 
 @contextmanager
 def faking(kind: DeviceKind = "cpu") -> Iterator[FakeTensorMode]:
     """Tensors that are made inside are fake, on a CPU. Everything is as before afterwards.
+
+    Compiled modules run uncompiled.
 
     Where they stand for tensors on CUDA, attention takes the kernels that it would take there.
 
@@ -39,6 +42,7 @@ def faking(kind: DeviceKind = "cpu") -> Iterator[FakeTensorMode]:
     """
     mode = FakeTensorMode()
     with ExitStack() as stack:
+        stack.enter_context(uncompiled())
         if importlib.util.find_spec("transformers") is not None:
             masking = importlib.import_module("transformers.masking_utils")
             stack.enter_context(_replaced(masking, "find_packed_sequence_indices", lambda _: None))

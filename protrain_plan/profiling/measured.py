@@ -2,8 +2,8 @@
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,9 +17,17 @@ from protrain_plan.models.precision import parameter_dtype, stepped_dtype
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling import passes
 from protrain_plan.profiling.accounting import dissect, weigh
-from protrain_plan.profiling.discovery import discover
+from protrain_plan.profiling.discovery import FoundUnit, discover
+from protrain_plan.profiling.elision import Elision, elided, filled
 from protrain_plan.profiling.execution import undisturbed
 from protrain_plan.profiling.rehearsal import context_bytes
+from protrain_plan.profiling.unit_by_unit import (
+    SHARE_OF_FREE_MEMORY,
+    Sketch,
+    build_sparsely,
+    free_bytes,
+    sketched,
+)
 from protrain_plan.records.hardware import DeviceKind
 from protrain_plan.records.profile import (
     DType,
@@ -30,6 +38,8 @@ from protrain_plan.records.profile import (
     Unit,
     Workload,
 )
+from protrain_runtime.checkpointing import switch_off_checkpointing
+from protrain_runtime.compiled import refuse_compiled_around
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.measure import MemoryMeter
@@ -54,24 +64,14 @@ def measure(
     precision: Precision = "pure",
     adapter: str = "",
     optimizer: str = DEFAULT_OPTIMIZER,
+    unit_by_unit: bool = False,
 ) -> Profile:
     """Build the model, run it, and write down what it costs.
 
+    A model that would take too much of the device's free memory is measured unit by unit (see
+    `unit_by_unit`), and others too where that is asked for.
     ProtrainError where the model cannot be built or run, or the machine cannot be probed.
     """
-    progress("building the model", 0.0)
-    model = source.build(
-        dtype=dtype, precision=precision, adapter=adapter, device=device, seed=seed
-    )
-    batches = source.batches(
-        batch_size=batch_size,
-        seq_len=seq_len,
-        dtype=dtype,
-        precision=precision,
-        device=device,
-        text=text,
-        seed=seed,
-    )
     workload = Workload(
         model=source.name,
         model_config=source.model_config,
@@ -83,6 +83,30 @@ def measure(
         precision=precision,
         adapter=adapter,
     )
+    progress("looking at the model", 0.0)
+    sketch = (
+        sketched(source, workload, text=text)
+        if unit_by_unit
+        else _too_large(source, workload, text)
+    )
+    progress("building the model", 0.02)
+    if sketch is not None:
+        model, found, batches = build_sparsely(source, workload, sketch, text=text)
+        running = Running(found, sketch.elision)
+    else:
+        model = source.build(
+            dtype=dtype, precision=precision, adapter=adapter, device=device, seed=seed
+        )
+        batches = source.batches(
+            batch_size=batch_size,
+            seq_len=seq_len,
+            dtype=dtype,
+            precision=precision,
+            device=device,
+            text=text,
+            seed=seed,
+        )
+        running = None
     return measure_model(
         model,
         batches,
@@ -91,7 +115,28 @@ def measure(
         num_steps=num_steps,
         spill_directory=spill_directory,
         progress=progress,
+        running=running,
     )
+
+
+def _too_large(source: ModelSource, workload: Workload, text: Path | None) -> Sketch | None:
+    """A sketch of the model if the whole of it would take too much of the device's free memory."""
+    try:
+        sketch = sketched(source, workload, text=text)
+    except Exception:  # noqa: BLE001 (any code of the model runs here)
+        # Whatever a model's code does with fake tensors that it does not do with real ones: it is
+        # measured whole, and says what is wrong with it there.
+        return None
+    fits = sketch.whole_bytes <= SHARE_OF_FREE_MEMORY * free_bytes(workload.device)
+    return None if fits else sketch
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The units of a model, and which of them run."""
+
+    found: tuple[FoundUnit, ...]
+    elision: Elision
 
 
 def measure_model(
@@ -103,19 +148,37 @@ def measure_model(
     spill_directory: Path,
     progress: Progress,
     optimizer: str = DEFAULT_OPTIMIZER,
+    running: Running | None = None,
 ) -> Profile:
-    """The profile of a model that is there. Leaves it, its gradients and the random state alone."""
-    with _gradients_aside(model), undisturbed(model):
+    """The profile of a model that is there. Leaves it, its gradients and the random state alone.
+
+    `running` says which units run, where not all do: parameters of the others may be on `meta`.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_gradients_aside(model))
+        stack.enter_context(undisturbed(model))
+        stack.callback(switch_off_checkpointing(model))
         batch = next(batches)
         progress("finding units", 0.05)
-        found = discover(model, batch)
+        if running is None:
+            found = discover(model, batch)
+            running = Running(found, Elision.of_nothing(len(found)))
+        found, elision = running.found, running.elision
+        refuse_compiled_around(model, (unit.module for unit in found))
+        stack.enter_context(elided(found, elision))
         passes.training_step(model, batch)  # fills caches that the first step makes
         passes.drop_gradients(model)
         progress("finding what is saved", 0.1)
         anatomy = dissect(model, batch, found, optimizer=optimizer)
         progress("rehearsing a planned step", 0.15)
         context = context_bytes(
-            model, batch, anatomy.plans, workload, spill_directory, optimizer=optimizer
+            model,
+            batch,
+            anatomy.plans,
+            workload,
+            spill_directory,
+            optimizer=optimizer,
+            absent=elision.elided,
         )
         progress("counting bytes", 0.2)
         units = weigh(
@@ -153,7 +216,7 @@ def measure_model(
         model_fingerprint=model_fingerprint(model),
         optimizer=_optimizer(workload, optimizer),
         base_bytes=anatomy.base_bytes,
-        units=_timed(units, seconds),
+        units=tuple(filled(_timed(units, seconds, elision), elision)),
         tensors=model_tensors(model),
     )
     progress("done", 1.0)
@@ -204,17 +267,20 @@ def workspace_fraction(
     return _rounded(extra / (parameter.numel() * parameter.itemsize))
 
 
-def _timed(units: Sequence[Unit], seconds: dict[Form, list[list[float]]]) -> tuple[Unit, ...]:
-    """The units with the medians of their slots' seconds.
+def _timed(
+    units: Sequence[Unit], seconds: dict[Form, list[list[float]]], elision: Elision
+) -> list[Unit]:
+    """The units that run with the medians of their slots' seconds.
 
     Blocks of equal parameters and saved bytes are one class, and share the median over them all.
     """
     count = len(units)
     classes: dict[object, list[int]] = {}
     for index, unit in enumerate(units):
-        saved = tuple(form.swappable_bytes for form in unit.forms)
-        alike = (unit.num_parameters, unit.parameter_bytes, saved)
-        classes.setdefault(alike if unit.kind == "block" else index, []).append(index)
+        if elision.representatives[index] == index:
+            saved = tuple(form.swappable_bytes for form in unit.forms)
+            alike = (unit.num_parameters, unit.parameter_bytes, saved)
+            classes.setdefault(alike if unit.kind == "block" else index, []).append(index)
     timed = list(units)
     for members in classes.values():
         for index in members:
@@ -227,7 +293,7 @@ def _timed(units: Sequence[Unit], seconds: dict[Form, list[list[float]]]) -> tup
                 for form in units[index].forms
             )
             timed[index] = replace(units[index], forms=forms)
-    return tuple(timed)
+    return timed
 
 
 def _median(steps: Sequence[Sequence[float]], slots: Sequence[int]) -> float:

@@ -23,7 +23,7 @@ from protrain_plan.program import grouped
 from protrain_plan.records.profile import Form
 from protrain_runtime.activations import MIN_SWAP_BYTES
 from protrain_runtime.boundaries import Boundaries, tensors_in
-from protrain_runtime.measure import Segment
+from protrain_runtime.measure import Segment, device_of
 from protrain_runtime.preparation import wrap_forward
 
 OnSlot = Callable[[int, Sequence[torch.Tensor]], None]
@@ -304,7 +304,7 @@ def slot_seconds(
     The forms take turns, so that what else the machine does is noise to all of them.
     # [form][step][slot]
     """
-    device = next(model.parameters()).device
+    device = device_of(model)
     clock = _CudaClock() if device.type == "cuda" else _CpuClock()
     steps: dict[Form, list[list[float]]] = {form: [] for form in forms}
     for form in (forms[0], *num_steps * tuple(forms)):

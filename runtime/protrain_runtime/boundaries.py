@@ -20,7 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
+
+from protrain_runtime.compiled import code_of, is_compiled_in_place, replace_code
 
 
 class Listener(Protocol):
@@ -56,24 +57,6 @@ def tensors_in(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Let calls of the module run `forward`; returns what undoes it.
-
-    An instance may have a forward of its own already, and has it again afterwards; where it has
-    none, the class's shows again.
-    """
-    own = module.__dict__.get("forward")
-    module.forward = forward
-
-    def undo() -> None:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
-
-    return undo
-
-
 def _method_of(module: nn.Module, run: Callable[..., object]) -> Callable[..., object]:
     """`run` as a method of the module, with the signature that its forward has now.
 
@@ -98,25 +81,32 @@ class Boundaries:
         self, model: nn.Module, units: Sequence[nn.Module | None], listener: Listener
     ) -> None:
         self._model, self._units, self._listener = model, tuple(units), listener
-        self._handles: list[RemovableHandle] = []
+        self._undo: list[Callable[[], None]] = []
         self._step = 0  # counts forwards, so that hooks know an abandoned graph
         self._backward_began = False
         self._training = False
         self._forward: Callable[..., Any] = model.forward
-        self._undo_forward = replace_forward(model, _method_of(model, self._run))
+        self._undo.append(replace_code(model, _method_of(model, self._run)))
         for index, module in enumerate(self._units):
             if module is not None:
-                self._handles.append(
-                    module.register_forward_pre_hook(self._before(index), with_kwargs=True)
-                )
-                self._handles.append(module.register_forward_hook(self._after(index)))
+                self._watch_calls(module, self._before(index), self._after(index))
 
     def remove(self) -> None:
         """Take everything off the model again."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._undo_forward()
+        while self._undo:
+            self._undo.pop()()
+
+    def _watch_calls(
+        self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]
+    ) -> None:
+        if is_compiled_in_place(module):
+            self._undo.append(replace_code(module, _between(module, before, after)))
+            return
+        for handle in (
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after),
+        ):
+            self._undo.append(handle.remove)
 
     def _run(self, *args: object, **kwargs: object) -> object:
         self._step += 1
@@ -179,6 +169,21 @@ class Boundaries:
 
     def _end_backward(self) -> None:
         self._listener.end_backward()
+
+
+def _between(
+    module: nn.Module, before: Callable[..., None], after: Callable[..., None]
+) -> Callable[..., object]:
+    """The module's compiled code between what hooks would do."""
+    code = code_of(module)
+
+    def run(*args: object, **kwargs: object) -> object:
+        before(module, args, kwargs)
+        output: object = code(*args, **kwargs)
+        after(module, args, output)
+        return output
+
+    return run
 
 
 def _losses(result: object) -> list[torch.Tensor]:

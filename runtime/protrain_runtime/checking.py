@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from protrain_plan.errors import ProtrainError
-from protrain_runtime.boundaries import replace_forward, tensors_in
+from protrain_runtime.boundaries import tensors_in
+from protrain_runtime.compiled import replace_code
 from protrain_runtime.optimizer import PlannedOptimizer
 from protrain_runtime.taken import TakenGradient
 from protrain_runtime.waiting import WaitingGradient
@@ -107,7 +108,7 @@ class Check:
         self._undo = [
             optimizer.register_step_pre_hook(lambda *_: self._before_step()).remove,
             optimizer.register_step_post_hook(lambda *_: self._after_step()).remove,
-            replace_forward(self._model, self._run),
+            replace_code(self._model, self._run),
         ]
 
     def stop(self) -> None:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _MARK = "protrain::mark::"  # the profiler's events of this name are marks; a number follows
@@ -147,6 +148,11 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind `tensors` (a view counts its whole storage once)."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's parameters are; some may have no memory, and be on `meta`."""
+    return next(p.device for p in model.parameters() if not p.is_meta)
 
 
 def _cpu_segments(finished: profile, labels: list[str], start_bytes: int) -> tuple[Segment, ...]:

@@ -26,19 +26,22 @@ from protrain_plan.records.plan import (
 )
 from protrain_plan.records.profile import RecomputedForm
 from protrain_runtime.activations import recomputed
-from protrain_runtime.boundaries import Boundaries, replace_forward
+from protrain_runtime.boundaries import Boundaries
 from protrain_runtime.checking import Check
+from protrain_runtime.checkpointing import switch_off_checkpointing
 from protrain_runtime.chunks import (
     Chunk,
     OptimizerFactory,
     offload,
 )
+from protrain_runtime.compiled import code_of, refuse_compiled_around, replace_code
 from protrain_runtime.engine import Engine
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.inputs import refuse_larger_batches
 from protrain_runtime.lanes import WAIT_LIMIT_S, Backend, WorkLane
 from protrain_runtime.layout import make_chunks
 from protrain_runtime.masters import with_master_weights
+from protrain_runtime.measure import device_of
 from protrain_runtime.model_changes import model_changes
 from protrain_runtime.moves import Moves
 from protrain_runtime.optimizer import ParameterGroups, PlannedOptimizer, make_inner
@@ -106,27 +109,29 @@ def prepare(
     if not isinstance(plan, Plan):
         plan = read_plan(Path(plan))
     modules = check_model(model, plan)
+    if not keeps_everything(plan):
+        refuse_compiled_around(model, modules)
     directory = Path(spill_directory if spill_directory is not None else gettempdir())
-    device = next(model.parameters()).device
+    device = device_of(model)
     check_room(plan, room_here(device, directory), directory)
     if plan.workload.precision == "master":
         optimizer = with_master_weights(optimizer)
     inner = make_inner(optimizer, model, param_groups)
     names = {parameter: name for name, parameter in model.named_parameters()}
     facade = PlannedOptimizer(inner, names)
-    undo: Undo = []
+    undo: Undo = [switch_off_checkpointing(model)]
     prepared = Prepared(None, (), facade, undo, plan)
     if keeps_everything(plan):  # plain PyTorch itself: nothing to check either
         model.__dict__[_ATTRIBUTE] = prepared
         return model, facade
     checking = None
-    if check == "bitwise":
-        checking = Check(
-            model,
-            partial(_plain_optimizer, optimizer, facade, names),
-            partial(parameter_values, model),
-        )
     try:
+        if check == "bitwise":
+            checking = Check(
+                model,
+                partial(_plain_optimizer, optimizer, facade, names),
+                partial(parameter_values, model),
+            )
         backend = Backend(device, delay=lane_delay, limit_s=wait_limit_s)
         _attach(model, modules, prepared, optimizer, directory, backend)
     except BaseException:
@@ -362,4 +367,4 @@ def _shut(lanes: Sequence[WorkLane], stores: Stores) -> None:
 
 def wrap_forward(module: nn.Module, form: RecomputedForm) -> Callable[[], None]:
     """Recompute the module's forward in backward, but for what `form` keeps; returns the undo."""
-    return replace_forward(module, recomputed(module.forward, form))
+    return replace_code(module, recomputed(code_of(module), form))

@@ -13,7 +13,7 @@ from protrain_plan.records import fingerprint
 from protrain_plan.records.plan import Plan
 from protrain_plan.simulation.recording import Recording
 from protrain_runtime.engine import Observer
-from protrain_runtime.measure import MemoryMeter, process_memory, storage_bytes
+from protrain_runtime.measure import MemoryMeter, device_of, process_memory, storage_bytes
 from protrain_runtime.preparation import below_device, engine_of, plan_of
 from protrain_runtime.step_times import StepTimes
 from protrain_runtime.taken import TakenGradient
@@ -42,7 +42,7 @@ def measure_step(
     `step` calls its argument with "update" before the optimizer's step. Counting takes time and,
     afterwards, some memory: measure one step, the last of a run.
     """
-    device = next(model.parameters()).device
+    device = device_of(model)
     engine = engine_of(model)
     gc.collect()
     meter = MemoryMeter(device, start_bytes=_live_bytes(model, device) - besides_bytes)

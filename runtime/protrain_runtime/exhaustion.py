@@ -1,0 +1,39 @@
+"""Memory that ran out, as one message."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from protrain_plan.errors import ProtrainError
+
+
+class OutOfMemoryError(ProtrainError):
+    """What was done did not fit the memory that the machine, or a limit, gave it."""
+
+    exit_code = 4
+
+
+@contextmanager
+def explained_exhaustion(*, fix: str) -> Iterator[None]:
+    """OutOfMemoryError, with a way out, where an allocator inside found no memory."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise OutOfMemoryError(f"out of memory: {_first_line(error)}", fix=fix) from error
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator of PyTorch or Python found no memory."""
+    seen = str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        "not enough memory" in seen or "can't allocate memory" in seen
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines() or [type(error).__name__]
+    line = next((line for line in lines if "memory" in line), lines[0])
+    return line.rpartition("] ")[2].strip()
