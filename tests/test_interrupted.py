@@ -212,7 +212,7 @@ def make():
 
 @pytest.mark.parametrize(("act", "code", "said"), [
     ("interrupt", 130, ""),
-    ("exhaust", 4, "error: out of memory: [enforce fail at alloc_cpu.cpp"),
+    ("exhaust", 4, "error: out of memory: "),
     ("fail", 1, "ZeroDivisionError: in the model's code\n"),
 ])  # fmt: skip
 def test_the_command_leaves_no_file(act: str, code: int, said: str, tmp_path: Path) -> None:
