@@ -9,12 +9,14 @@ NOTES = (
     " is up to 0.4 MiB in a slot: position biases end with the forward, or with a backward.",
     "What an expert gets depends on the tokens. An estimate takes routing as even; measured bytes"
     " are those of the profiled batch and of the step that ran.",
-    "LLaVA is over-predicted by 4 to 6 %: its last image layer gets no gradients, so that AdamW makes"
-    " no states for it, and a profile counts both. Only a whole training would tell that from an"
-    " expert that got no tokens.",
+    "LLaVA is over-predicted by 4 to 6 %, where states are persistent: its last image layer gets no"
+    " gradients, so that AdamW makes no states for it, and a profile counts both. One batch cannot"
+    " tell that layer from an expert that got no tokens.",
     "In bfloat16, products of oneDNN have scratch memory that is the machine's choice: estimates"
     " take upper bounds, up to 1.2 MiB in a slot.",
-    "*Besides tensors* was up to 4.5 MiB (1 %) more than profiled in planned steps of these"
-    " processes, which are forks of one that has imported everything. Not understood; the one plan"
-    " that was tried in a process started afresh (llama, offload) held 2.1 MiB less than profiled.",
+    "*Besides tensors* was up to 4.5 MiB (1 %) more than profiled in plans with transfers. Not"
+    " understood. These processes, profile and run, are forks of one that has imported everything;"
+    " for llama under offload in processes started afresh, 385 MiB came of 387 MiB profiled.",
+    "ViT and LLaVA are not estimated: their code asks for values of tensors. Bytes of their planned"
+    " steps are predicted from measured profiles.",
 )

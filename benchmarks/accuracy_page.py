@@ -40,6 +40,7 @@ def page(document: Found) -> str:
         f"`{document['command']}`, {document['date']}, commit {document['commit']}",
         "",
         *_machine(document),
+        *([document["remark"]] if "remark" in document else []),
         "",
         "Predicted figures come from profiles and plans, measured ones from steps that ran.",
         "*Estimated* are profiles of fake tensors, which run nothing.",
@@ -129,7 +130,7 @@ def _memory_bars(memory: Sequence[tuple[str, str, MemoryResult]]) -> list[Bar]:
     over = [(n, k, m) for n, k, m in memory if _excess(m.predicted, m.measured) > 0]
     system = [abs(m.system_peak / m.ledger - 1) for _, _, m in memory]
     estimates = [(n, k, m) for n, k, m in memory if m.estimated is not None]
-    short = [(n, k, m) for n, k, m in estimates if (m.estimated or 0) < m.measured]
+    short = [(n, k, m) for n, k, m in estimates if m.estimated_slot_under]
     long = [(n, k, m) for n, k, m in estimates if _excess(m.estimated or 0, m.measured) > 0]
     context = [(n, k, m) for n, k, m in memory if m.context_measured > m.context_predicted]
     return [
@@ -150,7 +151,7 @@ def _memory_bars(memory: Sequence[tuple[str, str, MemoryResult]]) -> list[Bar]:
         ),
         Bar(
             "estimated peak, never under",
-            "as above, from the estimated profile",
+            "in no slot of any step",
             not short,
             f"{len(estimates) - len(short)} of {len(estimates)}"
             + (f"; not: {_names(f'{n} {k}' for n, k, _ in short)}" if short else ""),
