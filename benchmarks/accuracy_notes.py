@@ -10,10 +10,10 @@ NOTES = (
     "What an expert gets depends on the tokens. An estimate takes routing as even; measured bytes"
     " are those of the profiled batch and of the step that ran.",
     "LLaVA is over-predicted by 4 to 6 %, where states are persistent: its last image layer gets no"
-    " gradients, so that AdamW makes no states for it, and a profile counts both. One batch cannot"
-    " tell that layer from an expert that got no tokens.",
-    "In bfloat16, products of oneDNN have scratch memory that is the machine's choice: estimates"
-    " take upper bounds, up to 1.2 MiB in a slot.",
+    " gradients, so that AdamW makes no states for it, and a profile counts both. That is"
+    " inferred: twice that layer's parameters are the bytes that are over, to 7 KiB.",
+    "In bfloat16 products and in convolutions oneDNN chooses its scratch memory by the processor:"
+    " estimates take upper bounds, up to 1.2 MiB (llama) and 2.6 MiB (convolutional) in a slot.",
     "*Besides tensors* was up to 4.5 MiB (1 %) more than profiled in plans with transfers. Not"
     " understood. These processes, profile and run, are forks of one that has imported everything;"
     " for llama under offload in processes started afresh, 385 MiB came of 387 MiB profiled.",
