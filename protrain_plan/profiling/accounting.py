@@ -36,8 +36,22 @@ class Anatomy:
     plans: list[UnitPlan]
 
     @property
+    def unused(self) -> Set[int]:
+        """The blocks that the loss does not depend on: they keep what they save."""
+        return unused_blocks(self.found, self.saved["keep"])
+
+    @property
     def modules(self) -> list[nn.Module | None]:
         return [unit.module for unit in self.found]
+
+
+def unused_blocks(found: Sequence[FoundUnit], keep: Sequence[passes.SavedBytes]) -> Set[int]:
+    """Those of which nothing that they saved outlives the forward."""
+    return frozenset(
+        index
+        for index, (unit, saved) in enumerate(zip(found, keep, strict=True))
+        if unit.kind == "block" and not saved.awaited
+    )
 
 
 def dissect(
@@ -54,9 +68,12 @@ def dissect(
     keep = passes.saved_bytes(model, modules, batch, "keep")
     own_inputs = [unit.own_inputs for unit in keep]
     saved: dict[Form, list[passes.SavedBytes]] = {"keep": keep}
+    unused = unused_blocks(found, keep)
     for form in forms:
         if form != "keep":
-            saved[form] = passes.saved_bytes(model, modules, batch, form, own_inputs=own_inputs)
+            saved[form] = passes.saved_bytes(
+                model, modules, batch, form, own_inputs=own_inputs, unused=unused
+            )
     chunks = _chunks(model, found)
     # An optimizer's scalars per parameter (AdamW's step) are cloned while an update is in flight,
     # and one element stands for an offloaded parameter; losses and their gradients are a few more.
@@ -88,11 +105,13 @@ def weigh(
     """
     with _noting_gradients(anatomy.chunks) as arrived:
         memory = {
-            form: passes.memory_segments(model, anatomy.modules, batch, form, meter=meter)
+            form: passes.memory_segments(
+                model, anatomy.modules, batch, form, meter=meter, unused=anatomy.unused
+            )
             for form in anatomy.saved
         }
     states = _state_bytes(anatomy.chunks, optimizer, precision)
-    return _units(anatomy.found, anatomy.chunks, anatomy.saved, memory, states, arrived)
+    return _units(anatomy, memory, states, arrived)
 
 
 @contextmanager
@@ -157,14 +176,13 @@ def _described(
 
 
 def _units(
-    found: Sequence[FoundUnit],
-    chunks: Sequence[Chunk],
-    saved: dict[Form, list[passes.SavedBytes]],
+    anatomy: Anatomy,
     memory: dict[Form, tuple[Segment, ...]],
     states: Mapping[torch.dtype, int],
     arrived: Set[str],
 ) -> list[Unit]:
-    count = len(found)
+    found, chunks, saved = anatomy.found, anatomy.chunks, anatomy.saved
+    count, unused = len(found), anatomy.unused
     units: list[Unit] = []
     for index, unit in enumerate(found):
         size = chunks[index].size(states)
@@ -199,7 +217,10 @@ def _units(
                     backward_s=0.0,
                 )
             )
-        forms = [_either(forms)] if unit.kind == "part" else _worthwhile(forms)
+        if unit.kind == "part":
+            forms = [_either(forms)]
+        else:
+            forms = forms[:1] if index in unused else _worthwhile(forms)
         units.append(
             Unit(
                 name=unit.name,

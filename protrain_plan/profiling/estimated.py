@@ -24,8 +24,8 @@ from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.models.precision import parameter_dtype, stepped_dtype
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling import passes
-from protrain_plan.profiling.accounting import dissect, weigh
-from protrain_plan.profiling.discovery import FoundUnit, discover
+from protrain_plan.profiling.accounting import Anatomy, dissect, weigh
+from protrain_plan.profiling.discovery import discover
 from protrain_plan.profiling.elision import elided, equal_blocks, filled
 from protrain_plan.profiling.execution import undisturbed
 from protrain_plan.profiling.faking import fake_batch, fake_model, faking, without_values
@@ -165,7 +165,7 @@ def _estimates(
                     units = [_with_numbers(unit) for unit in units]
                 progress("counting operations", 0.8)
                 forms = {cost.form for unit in units for cost in unit.forms}
-                logs = {form: operators(model, batch, found, form) for form in forms}
+                logs = {form: operators(model, batch, anatomy, form) for form in forms}
             timed = [filled(_timed(units, logs, _rates(m)), elision) for m in machines]
         fingerprint, tensors = model_fingerprint(model), model_tensors(model)
     progress("done", 1.0)
@@ -198,13 +198,11 @@ def _with_numbers(unit: Unit) -> Unit:
     return replace(unit, forms=forms)
 
 
-def operators(
-    model: nn.Module, batch: Batch, found: Sequence[FoundUnit], form: Form
-) -> OperatorLog:
+def operators(model: nn.Module, batch: Batch, anatomy: Anatomy, form: Form) -> OperatorLog:
     """What the operators of one step compute and move, slot by slot."""
     log = OperatorLog()
-    modules = [unit.module for unit in found]
-    with passes.watched(model, modules, form, passes.SlotWatch(lambda *_: log.mark())), log:
+    watch = passes.SlotWatch(lambda *_: log.mark())
+    with passes.watched(model, anatomy.modules, form, watch, unused=anatomy.unused), log:
         loss_of(call_model(model, batch)).backward()
     passes.drop_gradients(model)
     return log

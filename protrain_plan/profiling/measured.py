@@ -28,7 +28,7 @@ from protrain_plan.profiling.unit_by_unit import (
     free_bytes,
     sketched,
 )
-from protrain_plan.records.hardware import DeviceKind
+from protrain_plan.records.hardware import DeviceKind, Hardware
 from protrain_plan.records.profile import (
     DType,
     Form,
@@ -149,10 +149,13 @@ def measure_model(
     progress: Progress,
     optimizer: str = DEFAULT_OPTIMIZER,
     running: Running | None = None,
+    machine: Hardware | None = None,
 ) -> Profile:
     """The profile of a model that is there. Leaves it, its gradients and the random state alone.
 
     `running` says which units run, where not all do: parameters of the others may be on `meta`.
+    `machine` is this one, where it was probed before; what the model holds besides tensors is
+    measured anew.
     """
     with ExitStack() as stack:
         stack.enter_context(_gradients_aside(model))
@@ -199,19 +202,21 @@ def measure_model(
             progress("timing steps", 0.25 + 0.45 * done / total)
 
         seconds = passes.slot_seconds(
-            model, anatomy.modules, batches, forms, num_steps=num_steps, tick=tick
+            model,
+            anatomy.modules,
+            batches,
+            forms,
+            num_steps=num_steps,
+            tick=tick,
+            unused=anatomy.unused,
         )
-    progress("probing the machine", 0.7)
-    hardware = probe(
-        workload.device,
-        spill_directory=spill_directory,
-        context_bytes=context,
-        dtype=workload.dtype,
-    )
+    if machine is None:
+        progress("probing the machine", 0.7)
+        machine = probe(workload.device, spill_directory=spill_directory, dtype=workload.dtype)
     progress("timing the optimizer", 0.95)
     profile = Profile(
         workload=workload,
-        hardware=hardware,
+        hardware=replace(machine, device=replace(machine.device, context_bytes=context)),
         method="measured",
         model_fingerprint=model_fingerprint(model),
         optimizer=_optimizer(workload, optimizer),

@@ -7,7 +7,7 @@ passes, because counting allocations slows the code.
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -78,11 +78,21 @@ class SlotWatch:
 
 @contextmanager
 def watched(
-    model: nn.Module, modules: Sequence[nn.Module | None], form: Form, watch: SlotWatch
+    model: nn.Module,
+    modules: Sequence[nn.Module | None],
+    form: Form,
+    watch: SlotWatch,
+    *,
+    unused: Set[int] = frozenset(),
 ) -> Iterator[None]:
-    """The model with boundaries reported to `watch`, and every block's activations in `form`."""
+    """The model with boundaries reported to `watch`, and every block's activations in `form`.
+
+    `unused` blocks keep theirs: see `SavedBytes.awaited`.
+    """
     watch.num_slots = 2 * len(modules)
-    blocks = [module for module in modules if module is not None]
+    blocks = [
+        module for unit, module in enumerate(modules) if module is not None and unit not in unused
+    ]
     undo = [wrap_forward(block, form) for block in blocks] if form != "keep" else []
     boundaries = Boundaries(model, modules, watch)
     try:
@@ -120,10 +130,16 @@ class _Packed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedBytes:
-    """What a unit saves for backward that is its own: storages, and the inputs among them."""
+    """What a unit saves for backward that is its own: storages, and the inputs among them.
+
+    `awaited` is False where all that the unit saved is gone when the forward has ended: the loss
+    does not depend on it, as on LLaVA's last image layer. What such a block saves is no level that
+    stands until backward, so that other units' costs would depend on its form: it has one alone.
+    """
 
     pieces: tuple[int, ...]  # bytes that move together, in groups as the runtime makes them
     own_inputs: tuple[int, ...]  # positions among the unit's input tensors
+    awaited: bool
 
     @property
     def swappable_bytes(self) -> int:
@@ -137,6 +153,7 @@ def saved_bytes(
     form: Form,
     *,
     own_inputs: Sequence[tuple[int, ...]] | None = None,
+    unused: Set[int] = frozenset(),
 ) -> list[SavedBytes]:
     """For each unit, what a swap could take away when activations have `form`.
 
@@ -175,7 +192,7 @@ def saved_bytes(
         return held
 
     watch = SlotWatch(on_slot, on_leave)
-    with watched(model, modules, form, watch):
+    with watched(model, modules, form, watch, unused=unused):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             loss = loss_of(call_model(model, batch))
         # What the loss does not depend on ends with the forward: a swap would take it twice.
@@ -206,7 +223,8 @@ def saved_bytes(
             sum(swappable[place] for place in group)
             for group in (grouped(swappable) if module is not None else ())
         )
-        found.append(SavedBytes(pieces=pieces, own_inputs=own))
+        needed = bool(awaited[unit]) or not packed[unit]
+        found.append(SavedBytes(pieces=pieces, own_inputs=own, awaited=needed))
     return found
 
 
@@ -277,12 +295,13 @@ def memory_segments(
     form: Form,
     *,
     meter: MeterFactory,
+    unused: Set[int] = frozenset(),
 ) -> tuple[Segment, ...]:
     """Live bytes of one step, one segment per slot and one after the last, states excluded."""
     gc.collect()
     counting = meter()
     watch = SlotWatch(lambda slot, _: counting.mark(str(slot)))
-    with watched(model, modules, form, watch), counting:
+    with watched(model, modules, form, watch, unused=unused), counting:
         loss = loss_of(call_model(model, batch))
         loss.backward()
         counting.mark("end")
@@ -298,6 +317,7 @@ def slot_seconds(
     *,
     num_steps: int,
     tick: Callable[[], None],
+    unused: Set[int] = frozenset(),
 ) -> dict[Form, list[list[float]]]:
     """Seconds of every slot in each of `num_steps` steps per form, after one step that warms up.
 
@@ -308,7 +328,8 @@ def slot_seconds(
     clock = _CudaClock() if device.type == "cuda" else _CpuClock()
     steps: dict[Form, list[list[float]]] = {form: [] for form in forms}
     for form in (forms[0], *num_steps * tuple(forms)):
-        with watched(model, modules, form, SlotWatch(lambda *_: clock.stamp())):
+        watch = SlotWatch(lambda *_: clock.stamp())
+        with watched(model, modules, form, watch, unused=unused):
             clock.restart()
             training_step(model, next(batches))
             clock.stamp()

@@ -13,6 +13,7 @@ def refuse_larger_batches(model: nn.Module, workload: Workload) -> Callable[[], 
 
     Either way: more sequences, or longer ones. Smaller batches are welcome, and so is any size
     where no graph is recorded. A factory's batches are what they are: a plan does not know them.
+    Where images come as well, only sequences count: tokens that stand for images are among them.
     """
     if not workload.model_config:
         return lambda: None
@@ -22,7 +23,10 @@ def refuse_larger_batches(model: nn.Module, workload: Workload) -> Callable[[], 
         tokens = kwargs.get("input_ids", args[0] if args else None)
         if not torch.is_grad_enabled() or not isinstance(tokens, torch.Tensor):
             return
-        if tokens.dim() == 2 and (tokens.shape[0] > most[0] or tokens.shape[1] > most[1]):
+        if tokens.dim() != 2:
+            return
+        longer = tokens.shape[1] > most[1] and "pixel_values" not in kwargs
+        if tokens.shape[0] > most[0] or longer:
             raise RuntimeError(
                 f"the batch is {tokens.shape[0]} x {tokens.shape[1]} tokens, and the plan was made"
                 f" for at most {most[0]} x {most[1]}: it would take more memory than planned."

@@ -1,0 +1,204 @@
+"""What the accuracy benchmark tries: specimens of the zoo, wider, and plans of five kinds."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar, get_args
+
+from torch import nn
+
+from benchmarks.zoo import ZOO, Specimen
+from protrain_plan.models.presets import JsonObject
+from protrain_plan.planning.judging import step_seconds
+from protrain_plan.planning.leanest import leanest
+from protrain_plan.planning.outcome import Solved
+from protrain_plan.planning.planner import plan as solve
+from protrain_plan.planning.problem import Problem
+from protrain_plan.records.fingerprint import fingerprint
+from protrain_plan.records.plan import (
+    Activations,
+    Budgets,
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    Plan,
+    Prediction,
+    Recompute,
+    Schedule,
+    Swap,
+    SwapInput,
+    TierBytes,
+)
+from protrain_plan.records.profile import Profile
+from protrain_plan.simulation.memory import device_bytes
+
+PIECE_BYTES = 1 << 20
+"""Chunks here are of a few MiB: several pieces in each."""
+
+AMPLE = 1 << 40
+
+Decision = TypeVar("Decision")
+
+PlanKind = Literal["keep", "recompute", "partial", "offload", "planned"]
+PLAN_KINDS: tuple[PlanKind, ...] = get_args(PlanKind)
+"""
+keep       everything kept, all states persistent
+recompute  all blocks recomputed, all states persistent
+partial    blocks recomputed in part (lite, else mlp, else attn), all states persistent; of blocks
+           that have no such form, the input swapped
+offload    all activations swapped to disk, all states offloaded there
+planned    what the planner chooses half way between the least memory and that of `keep`
+"""
+
+# --- specimens ------------------------------------------------------------------------------------
+
+_WIDTHS = (
+    *("vocab_size", "image_token_index", "hidden_size", "intermediate_size", "head_dim"),
+    *("query_pre_attn_scalar", "moe_intermediate_size", "n_embd", "d_model", "d_kv", "d_ff"),
+    *("word_embed_proj_dim", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "projection_dim"),
+)
+
+
+def _widened(config: JsonObject, factor: int) -> JsonObject:
+    """The configuration with its widths times `factor`: the number of heads stays."""
+    wide: JsonObject = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            wide[key] = _widened(value, factor)
+        else:
+            wide[key] = value * factor if key in _WIDTHS and isinstance(value, int) else value
+    return wide
+
+
+def _wide(name: str, factor: int = 4, *, batch_size: int = 8, seq_len: int = 64) -> Specimen:
+    specimen = ZOO[name]
+    if specimen.config is None:
+        return specimen
+    wide = _widened(specimen.config, factor)
+    return replace(specimen, config=wide, batch_size=batch_size, seq_len=seq_len)
+
+
+def checkpointed_llama() -> tuple[nn.Module, Iterator[object]]:
+    """A model whose blocks transformers itself recomputes."""
+    return _checkpointed("llama")
+
+
+def checkpointed_gpt2() -> tuple[nn.Module, Iterator[object]]:
+    """The same with dropout, so that the random state has to come back."""
+    return _checkpointed("gpt2")
+
+
+def _checkpointed(name: str) -> tuple[nn.Module, Iterator[object]]:
+    model, batches = _wide(name).make()
+    enable: Callable[..., None] = getattr(model, "gradient_checkpointing_enable")  # noqa: B009
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model, batches
+
+
+def _specimens() -> Iterator[Specimen]:
+    for name in ZOO:
+        yield _wide(name)
+    for name, base, changes in (
+        ("llama-bfloat16", "llama", {"dtype": "bfloat16"}),
+        ("llama-master", "llama", {"dtype": "bfloat16", "precision": "master"}),
+        ("gpt2-bfloat16", "gpt2", {"dtype": "bfloat16"}),
+        ("vit-bfloat16", "vit", {"dtype": "bfloat16"}),
+        ("gpt2-autocast", "gpt2", {"dtype": "bfloat16", "precision": "autocast"}),
+        ("lora-bfloat16", "llama-lora", {"dtype": "bfloat16"}),
+        ("llama-long", "llama", {"batch_size": 1, "seq_len": 128}),
+        ("qwen2-batch", "qwen2", {"batch_size": 24, "seq_len": 24}),
+    ):
+        yield replace(_wide(base), name=name, **changes)
+    yield replace(_wide("llama", 8), name="llama-wide")
+    for name in ("llama", "gpt2"):
+        factory = f"benchmarks.accuracy_cases:checkpointed_{name}"
+        yield Specimen(name=f"{name}-checkpointed", factory=factory, batch_size=8, seq_len=64)
+
+
+SPECIMENS: dict[str, Specimen] = {specimen.name: specimen for specimen in _specimens()}
+QUICK = ("pyramid", "convolutional")
+
+# --- plans ----------------------------------------------------------------------------------------
+
+_NO_FREEDOM = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=0, update_drain=0)
+"""All that leaves is gone before the next slot: what stands in a slot depends on no clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """The first of `activations` that a block can take, and the placement."""
+
+    activations: tuple[Activations, ...]
+    states: Placement
+
+
+_POLICIES: dict[PlanKind, _Policy] = {
+    "keep": _Policy((Keep(),), Persistent()),
+    "recompute": _Policy((Recompute(),), Persistent()),
+    "partial": _Policy(
+        (
+            Recompute(form="lite"),
+            Recompute(form="mlp"),
+            Recompute(form="attn"),
+            SwapInput(tier="disk"),
+        ),
+        Persistent(),
+    ),
+    "offload": _Policy((Swap(tier="disk"),), Offload(tier="disk")),
+}
+
+
+def plan_of(kind: PlanKind, profile: Profile) -> Plan:
+    """The plan of this kind for what was profiled."""
+    disk = profile.hardware.tier("disk").capacity_bytes
+    problem = Problem.of(profile, Budgets(device=AMPLE, host=0, disk=disk), piece_bytes=PIECE_BYTES)
+    if kind != "planned":
+        return _uniform(problem, _POLICIES[kind])
+    most = _uniform(problem, _POLICIES["keep"]).prediction.peak_bytes.device
+    lean = leanest(problem)
+    assert lean is not None, "the disk holds everything"
+    context = profile.hardware.device.context_bytes
+    half = Budgets(device=context + (lean.bytes + most) // 2, host=0, disk=disk)
+    outcome = solve(profile, half, piece_bytes=PIECE_BYTES)
+    assert isinstance(outcome, Solved), "half way up, the leanest plan fits"
+    return outcome.plan
+
+
+def _uniform(problem: Problem, policy: _Policy) -> Plan:
+    """The policy for every unit; one that cannot follow keeps its activations, or persists."""
+    profile = problem.profile
+    units = []
+    for index, options in enumerate(problem.options):
+        activations = [option.decision for option in options.activations]
+        states = [option.decision for option in options.states]
+        units.append(
+            problem.unit_plan(
+                index,
+                _first(policy.activations, activations),
+                _first((policy.states,), states),
+                _NO_FREEDOM,
+            )
+        )
+    seconds, _ = step_seconds(problem, units)
+    peak = max(slot.total for slot in device_bytes(problem.program(units), units, profile))
+    context = profile.hardware.device.context_bytes
+    return Plan(
+        workload=profile.workload,
+        hardware=profile.hardware.name,
+        optimizer=profile.optimizer.name,
+        profile_fingerprint=fingerprint(profile),
+        model_fingerprint=profile.model_fingerprint,
+        exact=True,
+        budgets=Budgets(device=AMPLE, host=0, disk=AMPLE),
+        prediction=Prediction(
+            step_seconds=seconds,
+            lower_bound_seconds=seconds,
+            peak_bytes=TierBytes(device=peak, context=context, host=0, disk=0),
+        ),
+        piece_bytes=problem.settings.piece_bytes,
+        units=tuple(units),
+    )
+
+
+def _first(wanted: Sequence[Decision], open_to_unit: Sequence[Decision]) -> Decision:
+    return next((one for one in wanted if one in open_to_unit), open_to_unit[0])
