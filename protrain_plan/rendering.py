@@ -434,13 +434,24 @@ def fits_text(fits: Sequence["Fit"]) -> Renderable:
             peak = fit.solved.plan.prediction.peak_bytes
             cells = [
                 f"{fit.tokens_per_s:,.0f}",
-                format_bytes(peak.device + peak.context),
-                *(format_bytes(size) if size else "-" for size in (peak.host, peak.disk)),
+                _gib(peak.device + peak.context),
+                *(_gib(size) if size else "-" for size in (peak.host, peak.disk)),
             ]
-        style = {"fits": "green", "fits with a plan": "yellow"}.get(fit.verdict, "red")
+        words, style = _VERDICTS[fit.verdict]
         machine = fit.profile.hardware.name
-        table.add_row(machine, _fit_size(fit), Text(fit.verdict, style=style), *cells)
+        table.add_row(machine, _fit_size(fit), Text(words, style=style), *cells)
     return Group(table, "", *(Text(line) for line in _fit_notes(fits)))
+
+
+_VERDICTS = {
+    "fits": ("fits", "green"),
+    "fits with a plan": ("with a plan", "yellow"),
+    "does not fit": ("no", "red"),
+}
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
 
 
 def _fit_size(fit: "Fit") -> str:

@@ -52,7 +52,7 @@ def test_fit_says_what_is_missing_where_nothing_fits(tmp_path: Path) -> None:
         folder=tmp_path,
     )
     assert result.returncode == 3
-    assert "does not fit" in result.stdout
+    assert "cpu      1 x 64  no" in result.stdout
     assert "memory, in " in result.stdout
     assert all(len(line) <= 80 for line in result.stdout.splitlines()[:2])
 
