@@ -153,13 +153,16 @@ def _paragraph(text: str) -> str:
 
 
 def _fields(schema: Json, comments: Mapping[str, str]) -> Iterator[str]:
+    """A table; its last column has the comments beside a record's fields, where there are any."""
     required = schema.get("required", [])
-    yield "| Key | Value | Meaning |"
-    yield "| --- | --- | --- |"
-    for key, value in schema["properties"].items():
-        if key not in ("protrain", "version"):
-            allowed = _value(value) + ("" if key in required else "; optional")
-            yield f"| `{key}` | {allowed} | {_cell(comments.get(key))} |"
+    keys = [key for key in schema["properties"] if key not in ("protrain", "version")]
+    explained = not comments.keys().isdisjoint(keys)
+    yield "| Key | Value |" + " Meaning |" * explained
+    yield "| --- | --- |" + " --- |" * explained
+    for key in keys:
+        allowed = _value(schema["properties"][key]) + ("" if key in required else "; optional")
+        meaning = f" {_cell(comments.get(key))} |" if explained else ""
+        yield f"| `{key}` | {allowed} |{meaning}"
     yield ""
 
 
