@@ -34,6 +34,14 @@ def nothing(folder: Path) -> None:
     """The commands make what they read."""
 
 
+def tiny_plan(folder: Path) -> None:
+    """A plan of a model that trains in seconds."""
+    made = bash(
+        "protrain profile tiny-llama --steps 1 && protrain plan profile.yaml", folder=folder
+    )
+    assert made.returncode == 0, made.stderr
+
+
 def committed_plans(folder: Path) -> None:
     shutil.copytree(ROOT / "plans", folder / "plans")
 
@@ -63,6 +71,13 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
     "README.md#the-job": Runs(smaller={"--steps 10": "--steps 2"}),
     "README.md#what-one-can-profile": Runs(smaller=TINY),
     "README.md#what-one-can-ask-the-planner": Runs(prepare=measured_profile),
+    "README.md#save-and-resume": Runs(
+        prepare=tiny_plan,
+        smaller={
+            "--steps 1000 --save saved --save-every 100 --resume": "--steps 4 --save saved --resume",
+            "--steps 1000 --save saved --save-every 100": "--steps 2 --save saved",
+        },
+    ),
     "README.md#looking-at-a-plan": Runs(prepare=committed_plans, slow=False),
     "README.md#hardware": Runs(),
     "README.md#in-ci": Runs(prepare=copy_example),
@@ -79,6 +94,7 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
     "docs/how-to/small-cards.md#small-cards": Runs(),
     "docs/how-to/clip-and-accumulate.md#clip-and-accumulate": Runs(),
     "docs/how-to/mixed-precision.md#mixed-precision": Runs(),
+    "docs/how-to/saving.md#save-and-resume": Runs(),
     **{
         f"docs/plans.md#{re.sub(r'[^a-z0-9-]', '', heading)}": CoveredBy(
             "tests/test_committed_plans.py::test_one_command_makes_them_as_they_are"
