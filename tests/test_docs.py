@@ -74,8 +74,8 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
     "README.md#save-and-resume": Runs(
         prepare=tiny_plan,
         smaller={
-            "--steps 1000 --save saved --save-every 100 --resume": "--steps 4 --save saved --resume",
-            "--steps 1000 --save saved --save-every 100": "--steps 2 --save saved",
+            "1000 --save saved --save-every 100 --resume": "4 --save saved --resume",
+            "1000 --save saved --save-every 100": "2 --save saved",
         },
     ),
     "README.md#looking-at-a-plan": Runs(prepare=committed_plans, slow=False),
