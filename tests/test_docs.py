@@ -42,6 +42,10 @@ def tiny_plan(folder: Path) -> None:
     assert made.returncode == 0, made.stderr
 
 
+def examples(folder: Path) -> None:
+    shutil.copytree(ROOT / "examples", folder / "examples")
+
+
 def committed_plans(folder: Path) -> None:
     shutil.copytree(ROOT / "plans", folder / "plans")
 
@@ -69,6 +73,7 @@ class CoveredBy:
 TINY = {"llama-3.2-1b": "tiny-llama"}
 SCRIPTS: dict[str, Runs | CoveredBy] = {
     "README.md#the-job": Runs(smaller={"--steps 10": "--steps 2"}),
+    "README.md#in-your-framework": Runs(prepare=examples),
     "README.md#what-one-can-profile": Runs(smaller=TINY),
     "README.md#what-one-can-ask-the-planner": Runs(prepare=measured_profile),
     "README.md#save-and-resume": Runs(
