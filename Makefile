@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint types format clean
+.PHONY: help venv demo test lint types format docs plans clean
 
 # The first interpreter that is new enough and can make environments; or say `make PYTHON=...`.
 CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11
@@ -48,6 +48,13 @@ format: $(STAMP) ## mend style and format where that is safe
 	@$(BIN)/ruff check --quiet --fix
 	@$(BIN)/ruff format --quiet
 
+docs: $(STAMP) ## build the documentation into site/
+	@test -x $(BIN)/mkdocs || $(PIP) --no-build-isolation -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+plans: $(STAMP) ## make the committed plans of the catalogue's machines anew
+	@$(BIN)/python plans/make.py
+
 clean: ## remove what was made here, .venv too
-	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis dist build
+	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis dist build site
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

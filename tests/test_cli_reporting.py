@@ -3,8 +3,6 @@
 import io
 import json
 import re
-import shlex
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -131,22 +129,6 @@ def test_mistakes_are_one_message(
     command, *options = arguments
     result = protrain(command, plan, *options, folder=tmp_path)
     assert (result.returncode, result.stdout, result.stderr) == (2, "", message)
-
-
-def readme_commands() -> list[str]:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = readme.split("### Looking at a plan\n")[1].split("\n#")[0]
-    return section.split("```sh\n")[1].split("```")[0].splitlines()
-
-
-@pytest.mark.parametrize("command", readme_commands())
-def test_the_readme_s_commands_work(command: str, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "plans", tmp_path / "plans")
-    program, *arguments = shlex.split(command, comments=True)
-    assert program == "protrain"
-    went_well(protrain(*arguments, folder=tmp_path))
-    written = re.search(r" (\S+\.(?:json|html))\b", command)
-    assert written is None or (tmp_path / written[1]).stat().st_size
 
 
 def test_the_documented_screen_is_what_is_printed() -> None:

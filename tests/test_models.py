@@ -382,3 +382,10 @@ def test_image_tokens_stand_before_the_text_and_are_no_targets() -> None:
     assert (batch["labels"][:, :16] == -100).all()
     assert torch.equal(batch["input_ids"][:, 16:], text)
     assert torch.equal(batch["labels"][:, 16:], text)
+
+
+def test_building_leaves_the_configuration_as_it_was() -> None:
+    source = load_source("llama-3.2-1b")  # transformers adds keys to its rope_scaling
+    before = source.model_config
+    source.build(device="meta")
+    assert source.model_config == before

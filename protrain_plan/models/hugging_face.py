@@ -1,5 +1,6 @@
 """Models from a Hugging Face configuration: built with random weights, fed with bytes of text."""
 
+import copy
 import difflib
 import importlib
 import json
@@ -100,7 +101,9 @@ class ConfigSource:
         return (batch_to(inputs, device, stored) for inputs in inputs_of(model_class, request))
 
     def _transformers_config(self, transformers: ModuleType) -> Any:
-        values = {k: v for k, v in self.config.items() if k not in ("model_type", "use_cache")}
+        # A copy: transformers writes into nested mappings, such as those of rotary embeddings.
+        values = copy.deepcopy(self.config)
+        values = {k: v for k, v in values.items() if k not in ("model_type", "use_cache")}
         model_type = self.config.get("model_type")
         if not isinstance(model_type, str):
             raise ProtrainError(

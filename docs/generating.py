@@ -1,0 +1,209 @@
+"""The pages of the reference that are made from the code; tests/test_docs.py holds them current."""
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import typer.main
+
+from protrain_plan.checking.schemas import SCHEMAS
+from protrain_plan.cli import app
+from protrain_plan.records import hardware, plan, profile
+
+Json = dict[str, Any]
+
+VALUES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+CLASSES: dict[str, type] = {
+    kind.__name__: kind
+    for module in (hardware, profile, plan)
+    for kind in vars(module).values()
+    if inspect.isclass(kind) and kind.__module__ == module.__name__
+}
+TITLES = {"hardware": "Hardware", "profile": "Profile", "plan": "Plan"}
+
+CLI = """\
+# Commands
+
+What `protrain COMMAND --help` says, in one page. It is made from the command line itself.
+
+Exit codes: 0 done, 1 a verification or a rule failed, 2 a mistake in the input, 3 no plan fits,
+4 out of memory, 130 interrupted. Errors are one message that names file, key, problem and fix;
+`--json` prints one object on the standard output and nothing else.
+"""
+FILES = """\
+# Files
+
+Four kinds of YAML files are read: what a machine offers, what a model costs on it, a plan, and
+budgets for [`protrain check`](../checks.md). They are read strictly: an unknown key, a missing one
+or a value of another kind is an error that names file, line and key. Every file begins with
+`protrain: KIND` and `version: 1`. A size is a whole number of bytes or a text such as `1.5GiB`.
+
+The tables are made from the JSON Schemas in `schemas/` and the texts from the code that reads the
+files. Editors check a file as it is written when its first line is
+`# yaml-language-server: $schema=PATH`. A key that is *optional* may be left out. Units that are
+equal and stand in a row are one entry with `names: layers.0-11` in the place of `name`.
+"""
+BUDGETS = """\
+## Machines of a budgets file
+
+Below `budgets`, or in `pyproject.toml` below `[tool.protrain.budgets]`, every machine has the keys
+that [`protrain check`](../checks.md#budgets) explains.
+"""
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def cli_page() -> str:
+    """docs/reference/cli.md."""
+    group: Any = typer.main.get_command(app)
+    return "\n".join((CLI, *_commands(group, "protrain")))
+
+
+def _commands(group: Any, path: str) -> Iterator[str]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{path} {name}")
+        else:
+            yield from _command(command, f"{path} {name}")
+
+
+def _command(command: Any, path: str) -> Iterator[str]:
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    words = [_argument(argument) for argument in arguments]
+    yield f"## `{' '.join((path, *words))}`\n"
+    yield f"{inspect.cleandoc(command.help)}\n"
+    yield "| Argument, option | Meaning | Default |"
+    yield "| --- | --- | --- |"
+    for argument, word in zip(arguments, words, strict=True):
+        yield f"| `{word}` | {_cell(argument.help)} | {_default(argument)} |"
+    for option in command.params:
+        if option not in arguments:
+            yield f"| `{_option(option)}` | {_cell(option.help)} | {_default(option)} |"
+    yield ""
+    examples = re.sub(r"^Examples?: ", "", command.epilog or "")
+    if examples:
+        group = path.rpartition(" ")[0]
+        lines = [re.sub(r"^\.\.\.", group, line) for line in examples.split(" | ")]
+        yield from ("```text", *lines, "```\n")
+
+
+def _argument(argument: Any) -> str:
+    many = "..." if argument.nargs == -1 else ""
+    word = f"{argument.name.upper()}{many}"
+    return word if argument.required else f"[{word}]"
+
+
+def _option(option: Any) -> str:
+    names = ", ".join(sorted(option.opts, key=len))
+    annotation = option.type_descriptor.annotation
+    value = VALUES.get((*get_args(annotation), annotation)[0], "")
+    return f"{names} {value}".rstrip()
+
+
+def _default(parameter: Any) -> str:
+    value = parameter.default
+    if value is None or isinstance(value, bool) or parameter.show_default is False:
+        return ""
+    if isinstance(value, list | tuple):
+        value = " ".join(map(str, value))
+    return f"`{value}`"
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def files_page() -> str:
+    """docs/reference/files.md."""
+    lines = [FILES]
+    described: set[str] = set()
+    for name, title in TITLES.items():
+        schema = SCHEMAS[name]()
+        for part, fields in {title: schema, **schema["$defs"]}.items():
+            if part not in described:
+                described.add(part)
+                lines += [
+                    f"##{'' if part in TITLES.values() else '#'} {part}\n",
+                    *_record(part, fields),
+                ]
+    machine = SCHEMAS["budgets"]()["properties"]["budgets"]["additionalProperties"]
+    return "\n".join((*lines, BUDGETS, *_fields(machine, {})))
+
+
+def _record(name: str, schema: Json) -> Iterator[str]:
+    kinds = (CLASSES[name], plan.Schedule) if name == "UnitPlan" else (CLASSES[name],)
+    yield from (f"{_words(kind)}\n" for kind in kinds)
+    comments: dict[str, str] = {}
+    for kind in kinds:
+        comments |= dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(kind), re.M))
+    yield from _fields(schema, comments)
+
+
+def _words(record: type) -> str:
+    """A class's docstring; what it indents is a table or a formula, and stays as it is."""
+    paragraphs = inspect.cleandoc(record.__doc__ or "").split("\n\n")
+    return "\n\n".join(_paragraph(paragraph) for paragraph in paragraphs)
+
+
+def _paragraph(text: str) -> str:
+    aligned = "   " in text or text.startswith(" ")
+    return f"```text\n{inspect.cleandoc(text)}\n```" if aligned else text
+
+
+def _fields(schema: Json, comments: Mapping[str, str]) -> Iterator[str]:
+    """A table; its last column has the comments beside a record's fields, where there are any."""
+    required = schema.get("required", [])
+    keys = [key for key in schema["properties"] if key not in ("protrain", "version")]
+    explained = not comments.keys().isdisjoint(keys)
+    yield "| Key | Value |" + " Meaning |" * explained
+    yield "| --- | --- |" + " --- |" * explained
+    for key in keys:
+        allowed = _value(schema["properties"][key]) + ("" if key in required else "; optional")
+        meaning = f" {_cell(comments.get(key))} |" if explained else ""
+        yield f"| `{key}` | {allowed} |{meaning}"
+    yield ""
+
+
+def _value(schema: Json) -> str:
+    match schema:
+        case {"$ref": reference}:
+            name = reference.rpartition("/")[2]
+            return f"[{name}](#{name.lower()})"
+        case {"const": value}:
+            return f"`{value}`"
+        case {"enum": values}:
+            return ", ".join(f"`{value}`" for value in values)
+        case {"type": "array", "items": items}:
+            return f"a list: {_value(items)}"
+        case {"oneOf": [{"type": "integer"} as number, {"type": "string"}]}:
+            return f"a size{_bounds(number)}"
+        case {"oneOf": choices}:
+            return " or ".join(_value(choice) for choice in choices)
+        case {"type": "integer"}:
+            return f"a whole number{_bounds(schema)}"
+        case {"type": "number"}:
+            return f"a number{_bounds(schema)}"
+        case {"type": "string", "pattern": str(pattern)}:
+            return "a percentage" if "%" in pattern else "a text"
+        case {"type": str(kind)}:
+            return {"string": "a text", "boolean": "`true` or `false`"}[kind]
+        case _:
+            raise ValueError(schema)
+
+
+def _bounds(schema: Mapping[str, float]) -> str:
+    """From the limits that say something: not zero, and not what an integer holds at most."""
+    words = []
+    if schema.get("minimum"):
+        words.append(f"at least {schema['minimum']:g}")
+    if "exclusiveMinimum" in schema:
+        words.append(f"above {schema['exclusiveMinimum']:g}")
+    if schema.get("maximum", 2**62) < 2**62:
+        words.append(f"at most {schema['maximum']:g}")
+    return f", {', '.join(words)}" if words else ""
+
+
+def _cell(text: str | None) -> str:
+    return re.sub(r"\s+", " ", text or "").replace("|", r"\|")

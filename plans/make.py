@@ -1,0 +1,159 @@
+"""Makes the committed plans that are estimated, and the page about them: `python plans/make.py`.
+
+Profiles are estimated for machines of the catalogue, so that any machine remakes them all, byte by
+byte. Names of folders make fewer of them: `python plans/make.py gpt2-xl-rtx-3090`.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from protrain_plan.records import read_plan, read_profile
+from protrain_plan.records.schema import activations_text, states_text
+from protrain_plan.units import format_bytes, format_seconds
+
+FOLDER = Path(__file__).parent
+PAGE = FOLDER.parent / "docs/plans.md"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A model on a machine; `profile` and `plan` are what the commands are given besides."""
+
+    name: str
+    shows: str
+    profile: str
+    plan: str
+
+    @property
+    def commands(self) -> tuple[str, str]:
+        files = f"plans/{self.name}/profile.yaml", f"plans/{self.name}/plan.yaml"
+        return (
+            f"protrain profile {self.profile} -o {files[0]}",
+            f"protrain plan {files[0]} {self.plan} -o {files[1]}",
+        )
+
+    def make(self, root: Path) -> None:
+        """Write profile and plan below `root`; CalledProcessError where a command fails."""
+        (root / "plans" / self.name).mkdir(parents=True, exist_ok=True)
+        for command in self.commands:
+            _, *arguments = shlex.split(command)
+            module = (sys.executable, "-m", "protrain_plan.cli")
+            subprocess.run((*module, *arguments), cwd=root, check=True, stdout=subprocess.DEVNULL)
+
+
+PAIRS = (
+    Pair(
+        name="llama-3.1-8b-lora-rtx-4090",
+        shows="LoRA: the frozen weights of some layers wait in host memory",
+        profile="llama-3.1-8b --on rtx-4090 --dtype bfloat16 --lora r=16 --seq-len 4096",
+        plan="--clip --disk 0",
+    ),
+    Pair(
+        name="mistral-7b-lora-l4",
+        shows="Long sequences on a small card: 16,384 tokens",
+        profile="mistral-7b --on l4 --dtype bfloat16 --lora r=16 --seq-len 16384",
+        plan="--clip --host-memory 56GiB --disk 0",
+    ),
+    Pair(
+        name="qwen2.5-7b-a100-80gb",
+        shows="All parameters and float32 master weights, more states than the card holds",
+        profile="qwen2.5-7b --on a100-80gb --dtype bfloat16 --precision master --seq-len 4096",
+        plan="--clip --disk 0",
+    ),
+    Pair(
+        name="llama-3.2-1b-rtx-3090",
+        shows="All parameters and master weights on a card of 24 GB, four micro-batches",
+        profile="llama-3.2-1b --on rtx-3090 --dtype bfloat16 --precision master"
+        " --batch-size 4 --seq-len 2048",
+        plan="--clip --accumulate 4 --disk 0",
+    ),
+    Pair(
+        name="gpt2-xl-rtx-3090",
+        shows="Float32 parameters, computed with in bfloat16 (autocast); updates in backward",
+        profile="gpt2-xl --on rtx-3090 --dtype bfloat16 --precision autocast"
+        " --batch-size 2 --seq-len 1024",
+        plan="--disk 0",
+    ),
+    Pair(
+        name="llama-3.1-70b-lora-h100-sxm",
+        shows="LoRA on 70 billion parameters, one card",
+        profile="llama-3.1-70b --on h100-sxm --dtype bfloat16 --lora r=16 --seq-len 4096",
+        plan="--clip --disk 0",
+    ),
+)
+
+INTRODUCTION = """\
+# Plans of well-known models
+
+Every folder of `plans/` holds a profile and the plan that was made from it, as anyone would commit
+them. Start from one, or compare: on another machine, with another budget, by another version. The
+test suite checks all of them on every run.
+
+Bytes are counted, seconds are estimates from data sheets, and none of these plans has been run on
+such a machine. The gap is the distance to the fastest schedule that can exist in the budgets.
+"""
+MEASURED = """\
+`smollm2-135m-cpu-1100MiB` is the plan of `make demo`: its profile was measured, on a machine with
+two cores and a disk, and it has been run. The others are made by
+
+```sh
+python plans/make.py
+```
+
+which runs these commands, and writes this page:
+"""
+
+
+def page() -> str:
+    """docs/plans.md, from what lies in the folders."""
+    lines = [INTRODUCTION, "| Plan | Model states | Device | Host | Step | Gap |"]
+    lines += ["| --- | ---: | ---: | ---: | ---: | ---: |", *map(_row, PAIRS), "", MEASURED]
+    for pair in PAIRS:
+        lines += [f"## {pair.name}\n", f"{pair.shows}.\n", *_decisions(pair)]
+        lines += ["```sh", *pair.commands, "```\n"]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _row(pair: Pair) -> str:
+    plan = read_plan(FOLDER / pair.name / "plan.yaml")
+    units = read_profile(FOLDER / pair.name / "profile.yaml").units
+    peak, budgets = plan.prediction.peak_bytes, plan.budgets
+    cells = (
+        f"[{pair.name}](#{slug(pair.name)})",
+        format_bytes(sum(u.parameter_bytes + u.gradient_bytes + u.state_bytes for u in units)),
+        f"{format_bytes(peak.device + peak.context)} of {format_bytes(budgets.device)}",
+        f"{format_bytes(peak.host)} of {format_bytes(budgets.host)}",
+        format_seconds(plan.prediction.step_seconds),
+        f"{plan.gap:.2%}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _decisions(pair: Pair) -> Iterator[str]:
+    """How many units take which decisions, the most frequent first."""
+    units = read_plan(FOLDER / pair.name / "plan.yaml").units
+    made = Counter((activations_text(u.activations), states_text(u.states)) for u in units)
+    yield "| Units | Activations | Model states |"
+    yield "| ---: | --- | --- |"
+    for (activations, states), number in made.most_common():
+        yield f"| {number} | {activations} | {states} |"
+    yield ""
+
+
+def slug(heading: str) -> str:
+    """The anchor that the site makes of a heading."""
+    return re.sub(r"[^a-z0-9-]", "", heading)
+
+
+if __name__ == "__main__":
+    wanted = [pair for pair in PAIRS if pair.name in sys.argv[1:] or not sys.argv[1:]]
+    with ThreadPoolExecutor(2) as workers:
+        list(workers.map(lambda pair: pair.make(FOLDER.parent), wanted))
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,254 @@
+"""What the README and the documentation say to type works, and the site is built from them.
+
+Commands are those of fenced `sh` blocks. The ones below a heading are one script, which runs as it
+stands in bash, in a folder of its own. The reference is made from the code: `--write-golden`.
+"""
+
+import functools
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from docs.generating import cli_page, files_page
+from plans.make import PAIRS
+from tests.browsers import chromium, needs_chromium
+from tests.checking_cases import AssertGolden
+from tests.test_ci import bash, copy_example
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def nothing(folder: Path) -> None:
+    """The commands make what they read."""
+
+
+def tiny_plan(folder: Path) -> None:
+    """A plan of a model that trains in seconds."""
+    made = bash(
+        "protrain profile tiny-llama --steps 1 && protrain plan profile.yaml", folder=folder
+    )
+    assert made.returncode == 0, made.stderr
+
+
+def examples(folder: Path) -> None:
+    shutil.copytree(ROOT / "examples", folder / "examples")
+
+
+def committed_plans(folder: Path) -> None:
+    shutil.copytree(ROOT / "plans", folder / "plans")
+
+
+def measured_profile(folder: Path) -> None:
+    shutil.copy(ROOT / "plans/smollm2-135m-cpu-1100MiB/profile.yaml", folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """The script runs, where `prepare` has been; `smaller` replaces what would take long."""
+
+    prepare: Callable[[Path], None] = nothing
+    slow: bool = True
+    smaller: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CoveredBy:
+    """Another test runs the same."""
+
+    test: str
+
+
+TINY = {"llama-3.2-1b": "tiny-llama"}
+SCRIPTS: dict[str, Runs | CoveredBy] = {
+    "README.md#the-job": Runs(smaller={"--steps 10": "--steps 2"}),
+    "README.md#in-your-framework": Runs(prepare=examples),
+    "README.md#what-one-can-profile": Runs(smaller=TINY),
+    "README.md#what-one-can-ask-the-planner": Runs(prepare=measured_profile),
+    "README.md#save-and-resume": Runs(
+        prepare=tiny_plan,
+        smaller={
+            "1000 --save saved --save-every 100 --resume": "4 --save saved --resume",
+            "1000 --save saved --save-every 100": "2 --save saved",
+        },
+    ),
+    "README.md#looking-at-a-plan": Runs(prepare=committed_plans, slow=False),
+    "README.md#hardware": Runs(),
+    "README.md#in-ci": Runs(prepare=copy_example),
+    "docs/tutorial.md#without-a-gpu-would-it-fit": Runs(),
+    "docs/tutorial.md#on-this-machine-train-under-a-limit": Runs(
+        smaller={"smollm2-135m": "tiny-llama"}  # as it stands it is the README's
+    ),
+    "docs/how-to/ci.md#check-plans-in-ci": Runs(prepare=copy_example),
+    "docs/how-to/ci.md#the-budget": Runs(prepare=copy_example, slow=False),
+    "docs/how-to/ci.md#in-a-workflow": Runs(prepare=copy_example, slow=False),
+    "docs/how-to/ci.md#when-it-fails": Runs(prepare=copy_example),
+    "docs/how-to/lora.md#lora": Runs(),
+    "docs/how-to/long-sequences.md#long-sequences": Runs(),
+    "docs/how-to/small-cards.md#small-cards": Runs(),
+    "docs/how-to/clip-and-accumulate.md#clip-and-accumulate": Runs(),
+    "docs/how-to/mixed-precision.md#mixed-precision": Runs(),
+    "docs/how-to/saving.md#save-and-resume": Runs(),
+    **{
+        f"docs/plans.md#{re.sub(r'[^a-z0-9-]', '', heading)}": CoveredBy(
+            "tests/test_committed_plans.py::test_one_command_makes_them_as_they_are"
+        )
+        for heading in ("plans-of-well-known-models", *(pair.name for pair in PAIRS))
+    },
+}
+"""Every script in the documentation, by page and heading, and how it is tested."""
+
+
+def scripts() -> Iterator[tuple[str, str]]:
+    """Place and commands of every fenced `sh` block; those below one heading are one script."""
+    for path in PAGES:
+        page = path.relative_to(ROOT).as_posix()
+        text = path.read_text(encoding="utf-8")
+        # A `#` in a fence is no heading: fences are looked for first.
+        fences = re.compile(r"^ *```(\w*)\n(.*?)^ *```$|^#+ ([^\n]+)$", re.MULTILINE | re.DOTALL)
+        place = page
+        for language, commands, heading in fences.findall(text):
+            if heading:
+                place = f"{page}#{slug(heading)}"
+            elif language == "sh":
+                yield place, commands
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^a-z0-9-]", "", heading.lower().replace(" ", "-"))
+
+
+def found() -> dict[str, str]:
+    together: dict[str, str] = {}
+    for place, commands in scripts():
+        together[place] = together.get(place, "") + commands
+    return together
+
+
+def test_every_script_is_in_the_table() -> None:
+    assert found().keys() == SCRIPTS.keys()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(place, marks=[pytest.mark.slow, pytest.mark.timeout(1800)] * how.slow)
+        for place, how in SCRIPTS.items()
+        if isinstance(how, Runs)
+    ],
+)
+def test_the_commands_work(place: str, tmp_path: Path) -> None:
+    how, script = SCRIPTS[place], found()[place]
+    assert isinstance(how, Runs)
+    how.prepare(tmp_path)
+    for written, smaller in how.smaller.items():
+        assert written in script
+        script = script.replace(written, smaller)
+    result = bash(f"set -u\n{script}", folder=tmp_path)
+    assert (result.returncode, result.stderr) == (0, ""), result.stdout
+    for name in re.findall(r" (?:-o|--lp|--trace) (\S+)", script):
+        assert (tmp_path / name).stat().st_size
+
+
+@pytest.mark.parametrize("how", {how for how in SCRIPTS.values() if isinstance(how, CoveredBy)})
+def test_the_other_tests_exist(how: CoveredBy) -> None:
+    file, _, name = how.test.partition("::")
+    assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8")
+
+
+# --- the pages ------------------------------------------------------------------------------------
+
+
+def test_the_commands_page_is_today_s(assert_golden: AssertGolden) -> None:
+    assert_golden(ROOT / "docs/reference/cli.md", cli_page())
+
+
+def test_the_files_page_is_today_s(assert_golden: AssertGolden) -> None:
+    assert_golden(ROOT / "docs/reference/files.md", files_page())
+
+
+def test_the_cost_model_quotes_the_benchmark() -> None:
+    page = (ROOT / "docs/reference/cost-model.md").read_text(encoding="utf-8")
+    [quoted] = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    results = (ROOT / "benchmarks/results/planner.md").read_text(encoding="utf-8")
+    assert [line for line in quoted.splitlines() if line not in results.splitlines()] == []
+
+
+# --- the site -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built from a copy, since building leaves nothing where it was built from."""
+    if find_spec("material") is None:
+        pytest.skip("mkdocs-material is not installed: pip install -e '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    command = (sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder)
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_every_page_is_built(site: Path) -> None:
+    built = {path.relative_to(site).with_suffix("").as_posix() for path in site.rglob("*.html")}
+    pages = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in PAGES[1:]}
+    assert built == pages | {"404"}
+
+
+LOADING = re.compile(
+    r"""<(?:script|img|iframe|source|video|audio)\b[^>]*?\ssrc="([^"]*)"
+    | <link\b[^>]*?\shref="([^"]*)"
+    | (?:url\(|@import\s)\s*["']?([^"')]*)""",
+    re.VERBOSE,
+)
+
+
+@pytest.mark.slow
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    files = [path for path in site.rglob("*") if path.suffix in (".html", ".css")]
+    loaded = [
+        "".join(match)
+        for path in files
+        for match in LOADING.findall(path.read_text(encoding="utf-8"))
+    ]
+    assert len(loaded) > len(files)
+    assert [url for url in loaded if re.match(r"(?!data:)\w+:|//", url)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@needs_chromium
+def test_a_browser_asks_nobody_else(site: Path) -> None:
+    """What scripts load at run time, too: pages are opened, and something is searched for."""
+    handler = functools.partial(QuietHandler, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, chromium() as browser:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        here = f"http://127.0.0.1:{server.server_port}/"
+        page = browser.new_page()
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        for name in ("index", "tutorial", "reference/cost-model", "looking"):
+            page.goto(f"{here}{name}.html", wait_until="networkidle")
+        page.goto(f"{here}index.html?q=drain", wait_until="networkidle")
+        page.locator(".md-search-result__link").first.wait_for(state="attached")
+        server.shutdown()
+    assert [url for url in asked if not url.startswith((here, "data:", "blob:"))] == []
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    """Says nothing of what it serves."""
+
+    def log_message(self, *arguments: object) -> None:
+        """Nothing."""
