@@ -35,9 +35,8 @@ SMOKE = replace(WORK, model="tiny-llama", seq_len=32, num_steps=1)
 def cells(work: Work, limits: list[int]) -> list[Cell]:
     """A profile; for every limit a plan, its run, and all peers, that without a limit too."""
     works = [replace(work, cap_bytes=limit) for limit in limits]
-    groups = [planned_cells("peers", works)]
-    groups += [peer_cells("peers", one, batches=(work.batch_size,)) for one in works]
-    return once(cell for group in groups for cell in group)
+    planned = planned_cells("peers", works)
+    return once([*planned, *peer_cells("peers", works, batches=(work.batch_size,))])
 
 
 def main() -> int:
@@ -54,7 +53,7 @@ def main() -> int:
     command += " --smoke" if options.smoke else f" --limits {' '.join(options.limits)}"
     stop_at = time.monotonic() + 60 * options.minutes
     todo = cells(SMOKE if options.smoke else WORK, limits)
-    left = run_all(todo, results, command=command, stop_at=stop_at)
+    left = run_all(todo, results, command=command, stop_at=stop_at, isolated=not options.smoke)
     write_tables(results.path)
     print(f"{left} cells are left for the next run" if left else "every cell has an outcome")
     return 0

@@ -34,7 +34,7 @@ def main() -> int:
     command += f" --parts {' '.join(options.parts)}{' --smoke' if options.smoke else ''}"
     stop_at = time.monotonic() + 60 * options.minutes
     todo = cells(options.parts, smoke=options.smoke)
-    left = run_all(todo, results, command=command, stop_at=stop_at)
+    left = run_all(todo, results, command=command, stop_at=stop_at, isolated=not options.smoke)
     write_tables(results.path)
     print(f"{left} cells are left for the next run" if left else "every cell has an outcome")
     return 0

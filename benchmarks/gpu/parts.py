@@ -21,7 +21,9 @@ from benchmarks.peers.comparing import (
     profile_cell,
     train_cell,
 )
-from benchmarks.peers.registry import ADAPTERS, PEERS, PLAIN, PLANNED
+from benchmarks.peers.plain import PLAIN
+from benchmarks.peers.planned import PLANNED
+from benchmarks.peers.registry import ADAPTERS, PEERS
 from benchmarks.peers.work import Work
 
 Part = Literal["truth", "peers", "size", "parity", "timeline"]
@@ -94,7 +96,11 @@ def _peers(work: Work, smoke: bool) -> list[Cell]:
     """A planned run at the same batch, every peer, and the largest batch that can be planned."""
     batches = (1,) if smoke else BATCHES
     largest = [] if smoke else largest_batch_cells("peers", work)
-    return [*planned_cells("peers", [work]), *peer_cells("peers", work, batches=batches), *largest]
+    return [
+        *planned_cells("peers", [work]),
+        *peer_cells("peers", [work], batches=batches),
+        *largest,
+    ]
 
 
 def _size(smoke: bool) -> Iterator[list[Cell]]:
@@ -102,7 +108,7 @@ def _size(smoke: bool) -> Iterator[list[Cell]]:
     base, ladder = (SMOKE, ("tiny-llama",)) if smoke else (WORK, LADDER)
     base = replace(base, num_steps=1)
     probed = profile_cell("size", base)
-    tried: dict[str, tuple[str, ...]] = {name: () for name in ADAPTERS}
+    tried: dict[str, tuple[str, ...]] = dict.fromkeys(ADAPTERS, ())
     yield [probed]
     for model in ladder:
         work = replace(base, model=model)

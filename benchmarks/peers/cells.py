@@ -4,9 +4,11 @@ A file is written anew after every cell, so a run that is cut off keeps what it 
 with the same folder goes on with what is left.
 """
 
+import contextlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.peers import tasks
+from benchmarks.peers.registry import ADAPTERS
+from benchmarks.peers.work import Work
 from protrain_plan.records.files import replace_text
 
 ROOT = Path(__file__).parents[2]
@@ -72,10 +77,19 @@ class Results:
         return self.cells.get(key, {}).get("status") == "ran"
 
 
-def run_all(cells: Sequence[Cell], results: Results, *, command: str, stop_at: float) -> int:
+def run_all(
+    cells: Sequence[Cell],
+    results: Results,
+    *,
+    command: str,
+    stop_at: float,
+    isolated: bool = True,
+) -> int:
     """Run what has no outcome yet, in order, until `stop_at` (of `time.monotonic`); what is left.
 
     An outcome is kept for good, also a failure: remove the file, or its entry, to try again.
+    Not `isolated`, all cells run in this process, without their limits of time: a smoke test's
+    models are tiny, and starting PyTorch anew would take most of its time.
     """
     results.runs.append({"command": command, **environment()})
     results.write()
@@ -89,14 +103,22 @@ def run_all(cells: Sequence[Cell], results: Results, *, command: str, stop_at: f
             continue
         if missing:
             reason = results.cells[missing[0]].get("reason", "")
+            outcome: dict[str, Any]
             outcome = {"status": "skipped", "reason": f"needs {missing[0]}: {reason}".rstrip(": ")}
+        elif reason := _not_here(cell):
+            outcome = {"status": "skipped", "reason": reason}
         else:
             room = stop_at - time.monotonic()
             if room < MIN_SECONDS:
                 left += 1
                 continue
             started = time.monotonic()
-            outcome = run(cell, results.path.parent, timeout_s=min(cell.limit_s, room))
+            folder = results.path.parent
+            if isolated:
+                outcome = run(cell, folder, timeout_s=min(cell.limit_s, room))
+            else:
+                with contextlib.chdir(folder):
+                    outcome = tasks.outcome(cell.task, cell.arguments)
             outcome["seconds"] = round(time.monotonic() - started, 2)
             if outcome["status"] == "timed out" and room < cell.limit_s:
                 left += 1  # the run's time ended, not the cell's
@@ -113,6 +135,13 @@ def run_all(cells: Sequence[Cell], results: Results, *, command: str, stop_at: f
     return left
 
 
+def _not_here(cell: Cell) -> str | None:
+    """Why an adapter cannot run the cell's work, told without starting a process."""
+    if cell.task != "train":
+        return None
+    return ADAPTERS[cell.arguments["adapter"]].missing(Work(**cell.arguments["work"]))
+
+
 def run(cell: Cell, folder: Path, *, timeout_s: float) -> dict[str, Any]:
     """One cell in a process of its own; a process that is killed or crashes is an outcome."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -127,18 +156,19 @@ def run(cell: Cell, folder: Path, *, timeout_s: float) -> dict[str, Any]:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            start_new_session=True,  # compilers and ranks that it starts end with it
         )
         given = json.dumps({"task": cell.task, "arguments": cell.arguments})
         try:
             printed, _ = process.communicate(given, timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             return {"status": "timed out", "reason": f"after {timeout_s:.0f} s"}
         if answer.exists():
             found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
             return found
-    if process.returncode == -9:
+    if process.returncode == -signal.SIGKILL:
         return {"status": "did not fit", "reason": "killed, as when the host's memory ends"}
     if _says_out_of_memory(printed):
         return {"status": "did not fit", "reason": "out of memory"}
@@ -167,6 +197,7 @@ def environment() -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load": os.getloadavg()[0],  # of a shared machine: what seconds are worth
         "python": platform.python_version(),
         "commit": _commit(),
         "versions": {name: _version(name) for name in PACKAGES},

@@ -5,7 +5,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from benchmarks.peers.cells import Cell
-from benchmarks.peers.registry import PEERS, PLANNED
+from benchmarks.peers.planned import PLANNED
+from benchmarks.peers.registry import PEERS
 from benchmarks.peers.work import Work
 from protrain_plan.units import format_bytes
 
@@ -80,9 +81,11 @@ def planned_cells(part: str, works: Sequence[Work]) -> list[Cell]:
     return cells
 
 
-def peer_cells(part: str, work: Work, *, batches: Sequence[int]) -> list[Cell]:
-    """Every peer at growing batches, up to the first that does not run."""
-    return [cell for peer in PEERS for cell in _ladder(part, work, peer.name, batches)]
+def peer_cells(part: str, works: Sequence[Work], *, batches: Sequence[int]) -> list[Cell]:
+    """Every peer on every work at growing batches, up to the first that does not run."""
+    return [
+        cell for peer in PEERS for work in works for cell in _ladder(part, work, peer.name, batches)
+    ]
 
 
 def _ladder(part: str, work: Work, adapter: str, batches: Sequence[int]) -> Iterator[Cell]:

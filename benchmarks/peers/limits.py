@@ -15,7 +15,8 @@ class Peaks:
 
     tensor_bytes   CUDA: what tensors took, as the caching allocator counts
     device_bytes   CUDA: what the allocator reserved, and the context; CPU: resident memory
-    process_bytes  the process's resident memory: on CUDA, the host's
+    process_bytes  the process's resident memory: on CUDA the host's, without pinned memory where
+                   the driver does not count it
     """
 
     tensor_bytes: int | None

@@ -1,5 +1,6 @@
 """The plain training step that most peers share."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -13,12 +14,12 @@ def training(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    around: type[AbstractContextManager[object]] | None = None,
+    around: Callable[[], AbstractContextManager[object, bool | None]] = nullcontext,
 ) -> Training:
     """Forward (inside `around`), backward, step, zero_grad."""
 
     def step(batch: Batch) -> float:
-        with around() if around is not None else nullcontext():
+        with around():
             loss = loss_of(call_model(model, batch))
         loss.backward()
         optimizer.step()

@@ -15,13 +15,8 @@ def _set_up(model: nn.Module, work: Work) -> Training:
     return training(model, optimizer)
 
 
-def _missing(work: Work) -> str | None:
-    return None if work.plan else "needs a plan"
-
-
 PLANNED = Adapter(
     name="protrain-plan",
     settings="prepare() with a plan for the same limit",
     set_up=_set_up,
-    missing=_missing,
 )

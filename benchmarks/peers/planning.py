@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.peers.building import built
 from benchmarks.peers.limits import Limit
-from benchmarks.peers.training import DidNotFit
+from benchmarks.peers.outcomes import DidNotFit
 from benchmarks.peers.work import Work
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.objectives import Objective, Question, ask
@@ -40,7 +40,7 @@ def profile(work: Work, out: Path) -> dict[str, Any]:
         model,
         batches,
         workload=work.workload(source.model_config),
-        num_steps=3,
+        num_steps=work.num_steps,
         spill_directory=Path(tempfile.gettempdir()),
         progress=lambda *_: None,
     )

@@ -49,7 +49,8 @@ def _machine(run: dict[str, Any]) -> str:
     memory = format_bytes(run["memory_bytes"])
     return (
         f"{gpu}{run['platform']}, {run['cpus']} processors, {memory};"
-        f" Python {run['python']}, {versions}; commit {run['commit']}"
+        f" Python {run['python']}, {versions}; commit {run['commit']};"
+        f" load {run['load']:.1f} at the start"
     )
 
 
@@ -77,10 +78,9 @@ def _limit(cap_bytes: int) -> str:
 
 
 def _truth(cells: dict[str, Outcome]) -> list[list[str]]:
-    rows = [
-        ["work", "limit", "step predicted", "measured", "ratio", "tensors predicted", "measured"]
-        + ["all predicted", "measured"]
-    ]
+    steps, bytes_ = ["step predicted", "measured", "ratio"], ["predicted", "measured"]
+    tensors = [f"tensors {word}" for word in bytes_]
+    rows = [["work", "limit", *steps, *tensors, *(f"process {word}" for word in bytes_)]]
     plans = {
         cell["arguments"]["out"]: cell["result"]
         for cell in cells.values()
@@ -114,8 +114,14 @@ def _bytes(value: int | None) -> str:
 def _compared(cells: dict[str, Outcome]) -> list[list[str]]:
     """A row per work, limit, batch and way to train; what did not run says why in one word."""
     rows = [["work", "limit", "batch", "by", "tokens/s", "step", "device memory", "host memory"]]
+    limits = {
+        (_work(work), work["cap_bytes"])
+        for _, cell, work in _trained(cells)
+        if cell["part"] == "peers"
+    }
     for _, cell, work in _trained(cells):
-        if cell["part"] != "peers":
+        # Another part may have run the planned training first.
+        if (_work(work), work["cap_bytes"]) not in limits or work["deterministic"]:
             continue
         by = cell["arguments"]["adapter"]
         found = cell.get("result")

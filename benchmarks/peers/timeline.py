@@ -10,8 +10,8 @@ import torch
 import protrain_runtime
 from benchmarks.peers.building import built
 from benchmarks.peers.limits import Limit
+from benchmarks.peers.outcomes import Skipped
 from benchmarks.peers.planned import PLANNED
-from benchmarks.peers.training import Skipped
 from benchmarks.peers.work import Work
 from protrain_plan.models.sources import load_source
 from protrain_plan.records import read_plan, read_profile

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.peers.building import built
 from benchmarks.peers.limits import Limit
+from benchmarks.peers.outcomes import DidNotFit
 from benchmarks.peers.registry import ADAPTERS
 from benchmarks.peers.work import Work
 from protrain_plan.models.sources import load_source
@@ -19,23 +20,12 @@ from protrain_runtime.preparation import parameter_values
 from protrain_runtime.stores import memory_of
 
 
-class Skipped(Exception):  # noqa: N818 (it is an outcome)
-    """The cell cannot run here; the text says why."""
-
-
-class DidNotFit(Exception):  # noqa: N818
-    """An outcome: memory ran out, or no plan meets the limit."""
-
-
 def train(work: Work, adapter_name: str) -> dict[str, Any]:
     """Warm up, time steps, and read the peaks. Losses are those of all steps, warm-up included."""
     adapter = ADAPTERS[adapter_name]
     if not work.batch_size:
         work = replace(work, batch_size=read_plan(work.plan).workload.batch_size)
-    if reason := adapter.missing(work):
-        raise Skipped(reason)
-    if work.deterministic:
-        torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(work.deterministic)
     limit = Limit(work)
     limit.before_building()
     try:
