@@ -1,4 +1,4 @@
-"""`torch.utils.checkpoint` around every block, as transformers turns it on; also offloading inputs."""
+"""`torch.utils.checkpoint` around every block, as transformers turns it on."""
 
 from functools import partial
 from importlib import import_module
