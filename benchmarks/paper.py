@@ -10,7 +10,7 @@ model, ours of one; so ratios stand beside each other, and throughputs do not.
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -86,7 +86,7 @@ def _llama_34b() -> ConfigSource:
     return ConfigSource("llama-34b", config)
 
 
-SOURCES = {
+SOURCES: dict[str, Callable[[], ModelSource]] = {
     "gpt2-1.5b": partial(load_source, "gpt2-xl"),
     "gpt2-10b": partial(_gpt2, "gpt2-10b", layers=48, width=4096),
     "gpt2-20b": partial(_gpt2, "gpt2-20b", layers=44, width=6144),

@@ -150,7 +150,7 @@ def _sized(work: Work, profile: Cell, *, disk: bool) -> tuple[Cell, Cell]:
         needs=(profile.key,),
     )
     train = planned_cell("size", work, plan)
-    return plan, replace(train, key=f"train/{name}/{PLANNED.name}", limit_s=540)
+    return plan, replace(train, key=f"train/{name}/{PLANNED.name}")
 
 
 def _parity(work: Work) -> list[Cell]:

@@ -5,10 +5,9 @@ matrices are filled from one tile of normals, and what a step costs does not dep
 """
 
 from contextlib import AbstractContextManager
-from importlib import import_module
-from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 
 from benchmarks.peers.work import Work
@@ -37,8 +36,7 @@ def built(source: ModelSource, work: Work, *, device: str, masters: bool = False
 
 def _without_parameters() -> AbstractContextManager[object]:
     """Parameters stay on `meta`; buffers, such as rotary frequencies, are computed."""
-    empty: Any = import_module("accelerate").init_empty_weights
-    context: AbstractContextManager[object] = empty(include_buffers=False)
+    context: AbstractContextManager[object] = init_empty_weights(include_buffers=False)
     return context
 
 

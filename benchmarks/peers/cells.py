@@ -45,7 +45,7 @@ class Cell:
     task: str
     arguments: dict[str, Any]
     needs: tuple[str, ...] = ()
-    limit_s: float = 300.0
+    limit_s: float = 540.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -186,8 +186,15 @@ _SETTINGS = {
 
 
 def _says_out_of_memory(printed: str) -> bool:
-    """Under a limit of the operating system C++ code may end a process in its own words."""
-    words = ("std::bad_alloc", "MemoryError", "Cannot allocate memory", "can't allocate memory")
+    """Under a limit of the operating system, C++ and the loader have words of their own."""
+    words = (
+        "std::bad_alloc",
+        "MemoryError",
+        "Cannot allocate memory",
+        "can't allocate memory",
+        "failed to map segment",
+        "can't start new thread",
+    )
     return any(word in printed for word in words)
 
 

@@ -41,8 +41,8 @@ def _set_up(model: nn.Module, work: Work) -> Training:
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """The modules of the longest list: what PyTorch's tutorial shards one by one."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=lambda modules: len(modules))) if lists else []
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])
 
 
 def _missing(work: Work) -> str | None:

@@ -13,6 +13,7 @@ from benchmarks.peers.limits import Limit
 from benchmarks.peers.outcomes import DidNotFit
 from benchmarks.peers.registry import ADAPTERS
 from benchmarks.peers.work import Work
+from protrain_plan.errors import ProtrainError
 from protrain_plan.models.sources import load_source
 from protrain_plan.records import read_plan
 from protrain_plan.running import out_of_memory
@@ -26,19 +27,20 @@ def train(work: Work, adapter_name: str) -> dict[str, Any]:
     if not work.batch_size:
         work = replace(work, batch_size=read_plan(work.plan).workload.batch_size)
     torch.use_deterministic_algorithms(work.deterministic)
+    source = load_source(work.model)
+    # Loads the model's code: a limit that refuses libraries says nothing about training.
+    batches = source.batches(
+        batch_size=work.batch_size,
+        seq_len=work.seq_len,
+        dtype=work.dtype,
+        device=work.device,
+        seed=work.seed,
+    )
     limit = Limit(work)
     limit.before_building()
     try:
-        source = load_source(work.model)
         device = work.device if adapter.home == "device" else "cpu"
         model = built(source, work, device=device, masters=adapter.masters and _mixed(work))
-        batches = source.batches(
-            batch_size=work.batch_size,
-            seq_len=work.seq_len,
-            dtype=work.dtype,
-            device=work.device,
-            seed=work.seed,
-        )
         training = adapter.set_up(model, work)
         limit.before_training()
         losses, seconds = [], []
@@ -53,8 +55,9 @@ def train(work: Work, adapter_name: str) -> dict[str, Any]:
         peaks = limit.peaks()
         parameters = _digest(model) if work.deterministic else None
         training.close()
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
+    except (RuntimeError, MemoryError, ProtrainError) as error:
+        # A model whose building ran out of memory is refused with that as the cause.
+        if not out_of_memory(error) and not out_of_memory(error.__cause__ or error):
             raise
         raise DidNotFit("out of memory") from error
     timed = seconds[work.num_warmup :]
