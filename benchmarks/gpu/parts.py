@@ -80,8 +80,11 @@ def cells(parts: Sequence[Part], *, smoke: bool) -> list[Cell]:
         "truth": lambda: [planned_cells("truth", work) for work in _truth(smoke)],
         "peers": lambda: [_peers(work, smoke) for work in ((SMOKE,) if smoke else COMPARED)],
         "size": lambda: list(_size(smoke)),
-        "parity": lambda: [*(_parity(w) for w in ((SMOKE,) if smoke else PARITY)), _tests(smoke)],
-        "timeline": lambda: [_timeline(work) for work in ((SMOKE,) if smoke else TIMED)],
+        "parity": lambda: [
+            *(_parity(w, smoke) for w in ((SMOKE,) if smoke else PARITY)),
+            _tests(smoke),
+        ],
+        "timeline": lambda: [_timeline(work, smoke) for work in ((SMOKE,) if smoke else TIMED)],
     }
     turns = zip_longest(*(groups[part]() for part in parts), fillvalue=())
     return once(cell for turn in turns for group in turn for cell in group)
@@ -153,11 +156,11 @@ def _sized(work: Work, profile: Cell, *, disk: bool) -> tuple[Cell, Cell]:
     return plan, replace(train, key=f"train/{name}/{PLANNED.name}")
 
 
-def _parity(work: Work) -> list[Cell]:
+def _parity(work: Work, smoke: bool) -> list[Cell]:
     """The planned run under its limit, and a plain one without any, with deterministic kernels."""
     exact = replace(work, deterministic=True)
     profile = profile_cell("parity", work)
-    plan = plan_cell("parity", work, profile)
+    plan = _plan("parity", work, profile, smoke)
     plain = train_cell("parity", replace(exact, cap_bytes=0), PLAIN.name)
     return [profile, plan, plain, planned_cell("parity", exact, plan)]
 
@@ -167,9 +170,19 @@ def _tests(smoke: bool) -> list[Cell]:
     return [Cell(key="tests/gpu", part="parity", task="tests", arguments={"arguments": arguments})]
 
 
-def _timeline(work: Work) -> list[Cell]:
+def _plan(part: str, work: Work, profile: Cell, smoke: bool) -> Cell:
+    """A plan for the limit. A tiny model fits without one, so a smoke test's plan offloads it."""
+    plan = plan_cell(part, work, profile)
+    if not smoke:
+        return plan
+    out = file_of("plans", f"{named(work)} offload-all")
+    offloaded = {**plan.arguments, "out": out, "solver": "offload-all"}
+    return replace(plan, key=f"{plan.key} offload-all", arguments=offloaded)
+
+
+def _timeline(work: Work, smoke: bool) -> list[Cell]:
     profile = profile_cell("timeline", work)
-    plan = plan_cell("timeline", work, profile)
+    plan = _plan("timeline", work, profile, smoke)
     planned = replace(work, plan=plan.arguments["out"])
     arguments = {
         "work": asdict(planned),

@@ -10,6 +10,7 @@ from benchmarks.peers.outcomes import DidNotFit
 from benchmarks.peers.work import Work
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.objectives import Objective, Question, ask
+from protrain_plan.planning.planner import Solver
 from protrain_plan.planning.search import Effort
 from protrain_plan.profiling.estimated import estimate as estimated
 from protrain_plan.profiling.measured import measure_model
@@ -76,7 +77,13 @@ def _written(record: Profile, out: Path) -> dict[str, Any]:
 
 
 def plan(
-    profile: Path, cap_bytes: int, out: Path, *, maximize_batch: bool, disk: bool
+    profile: Path,
+    cap_bytes: int,
+    out: Path,
+    *,
+    maximize_batch: bool = False,
+    disk: bool = True,
+    solver: Solver = "milp",
 ) -> dict[str, Any]:
     """Plan a profile for a limit (0: all of the device), and write the plan.
 
@@ -93,7 +100,7 @@ def plan(
         ),
     )
     objective = Objective(maximize="batch-size" if maximize_batch else None)
-    answer = ask(question, objective, effort=Effort(time_limit_s=TIME_LIMIT_S))
+    answer = ask(question, objective, effort=Effort(time_limit_s=TIME_LIMIT_S), solver=solver)
     if answer.solved is None:
         assert answer.infeasible is not None, "without a front there is a plan or a reason"
         needed = answer.infeasible.smallest_budget_bytes

@@ -41,13 +41,8 @@ def _done(task: str, given: dict[str, Any]) -> dict[str, Any]:
             work, machine = Work(**given["work"]), Path(given["hardware_of"])
             return estimate(work, machine, Path(given["out"]))
         case "plan":
-            return plan(
-                Path(given["profile"]),
-                given["cap_bytes"],
-                Path(given["out"]),
-                maximize_batch=given.get("maximize_batch", False),
-                disk=given.get("disk", True),
-            )
+            files = {name: Path(given[name]) for name in ("profile", "out")}
+            return plan(**{**given, **files})
         case "train":
             return train(Work(**given["work"]), given["adapter"])
         case "timeline":

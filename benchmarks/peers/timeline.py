@@ -18,15 +18,16 @@ from protrain_plan.records import read_plan, read_profile
 from protrain_plan.simulation.memory import compile_units
 from protrain_plan.simulation.recording import Event, Recording, write_recording
 from protrain_plan.simulation.timeline import Span, simulate
+from protrain_runtime.preparation import keeps_everything
 
 NUM_WORST = 5
 
 
 def timeline(work: Work, profile: Path, out: Path) -> dict[str, Any]:
     """Record a planned step, write the recording, and compare it with the simulation."""
-    record = getattr(protrain_runtime, "record", None)
-    if record is None:
-        raise Skipped("this version has no protrain_runtime.record()")
+    plan = read_plan(work.plan)
+    if keeps_everything(plan):
+        raise Skipped("the plan keeps everything, so that nothing runs beside compute")
     limit = Limit(work)
     limit.before_building()
     source = load_source(work.model)
@@ -43,11 +44,10 @@ def timeline(work: Work, profile: Path, out: Path) -> dict[str, Any]:
     torch.manual_seed(work.seed)
     for _ in range(work.num_warmup):
         training.step(next(batches))
-    with record(model) as recorder:
+    with protrain_runtime.record(model) as recorder:
         training.step(next(batches))
     recording = recorder.recording()
     write_recording(recording, out)
-    plan = read_plan(work.plan)
     profiled = read_profile(profile)
     program = compile_units(plan.units, profiled, piece_bytes=plan.piece_bytes)
     return compared(recording, simulate(program, plan.units, profiled).spans)

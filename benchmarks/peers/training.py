@@ -16,7 +16,7 @@ from benchmarks.peers.work import Work
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.sources import load_source
 from protrain_plan.records import read_plan
-from protrain_plan.running import out_of_memory
+from protrain_runtime.exhaustion import out_of_memory
 from protrain_runtime.preparation import parameter_values
 from protrain_runtime.stores import memory_of
 
