@@ -188,6 +188,7 @@ _SETTINGS = {
 def _says_out_of_memory(printed: str) -> bool:
     """Under a limit of the operating system, C++ and the loader have words of their own."""
     words = (
+        "OutOfMemoryError",
         "std::bad_alloc",
         "MemoryError",
         "Cannot allocate memory",
