@@ -185,6 +185,7 @@ def test_lanes_are_compared_by_name() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_prediction_for_the_papers_models(tmp_path: Path) -> None:
     out = tmp_path / "paper.json"
     case = ("--models", "gpt2-1.5b", "--machines", "rtx-3090")
