@@ -3,7 +3,25 @@
 import json
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import paper
+from benchmarks.gpu import parts as gpu
+from benchmarks.peers.building import built
+from benchmarks.peers.cells import Results, run_all
+from benchmarks.peers.comparing import train_cell
+from benchmarks.peers.tables import markdown
+from benchmarks.peers.timeline import compared
+from benchmarks.peers.work import Work
+from protrain_plan.models.sources import load_source
+from protrain_plan.simulation.recording import Event, Recording
+from protrain_plan.simulation.timeline import Span
+from protrain_runtime.fingerprint import model_fingerprint
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,3 +67,143 @@ def test_accuracy_of_two_small_models(tmp_path: Path) -> None:
     assert "| peak, never under-predicted | in no slot of any step | held | 4 of 4 |" in (
         out.with_suffix(".md").read_text()
     )
+
+
+def _run(*arguments: str) -> str:
+    command = [sys.executable, "-m", *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_everything_of_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
+    out = ("--smoke", "--out", str(tmp_path))
+    assert _run("benchmarks.gpu", *out).endswith("every cell has an outcome\n")
+    first = json.loads((tmp_path / "gpu.json").read_text())
+    statuses = {key: cell["status"] for key, cell in first["cells"].items()}
+    # A peer runs wherever it can: what does not says which package or device it lacks.
+    skipped = {key for key, status in statuses.items() if status == "skipped"}
+    assert {status for key, status in statuses.items() if key not in skipped} == {"ran"}
+    lacking = ("is not installed", "CUDA", "no tests selected", "C++", "nowhere")
+    for key in skipped:
+        reason = first["cells"][key]["reason"]
+        assert any(words in reason for words in lacking), reason
+    assert "| none | equal bits | equal bits |" in (tmp_path / "gpu.md").read_text()
+    # The same command again has nothing left to do.
+    _run("benchmarks.gpu", *out, "--minutes", "0")
+    again = json.loads((tmp_path / "gpu.json").read_text())
+    assert again["cells"] == first["cells"]
+    assert len(again["runs"]) == 2
+
+
+WORK = Work(
+    model="tiny-llama",
+    batch_size=1,
+    seq_len=32,
+    dtype="float32",
+    precision="pure",
+    device="cpu",
+    num_steps=1,
+)
+
+
+def test_a_cell_beyond_its_limits_ends_alone(tmp_path: Path) -> None:
+    limited = train_cell("peers", replace(WORK, cap_bytes=8 * 2**20), "plain")
+    after = train_cell("peers", replace(WORK, batch_size=2), "plain", needs=[limited.key])
+    endless = replace(train_cell("peers", WORK, "plain"), limit_s=0.01)
+    results = Results(path=tmp_path / "cells.json")
+    stop_at = time.monotonic() + 3600
+    assert run_all([limited, after, endless], results, command="", stop_at=stop_at) == 0
+    found = Results.at(results.path).cells
+    outcomes = [(found[c.key]["status"], found[c.key]["reason"]) for c in (limited, after, endless)]
+    assert outcomes == [
+        ("did not fit", "out of memory"),
+        ("skipped", f"needs {limited.key}: out of memory"),
+        ("timed out", "after 0 s"),
+    ]
+
+
+def test_a_run_without_time_leaves_everything_for_the_next(tmp_path: Path) -> None:
+    cell = train_cell("peers", WORK, "plain")
+    after = train_cell("peers", replace(WORK, batch_size=2), "plain", needs=[cell.key])
+    results = Results(path=tmp_path / "cells.json")
+    assert run_all([cell, after], results, command="", stop_at=time.monotonic()) == 2
+    assert Results.at(results.path).cells == {}
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-gpt2"])
+def test_a_benchmarks_model_is_the_catalogues(model: str, masters: bool) -> None:
+    source, work = load_source(model), replace(WORK, model=model, dtype="bfloat16")
+    ours = built(source, work, device="cpu", masters=masters)
+    theirs = source.build(dtype="float32" if masters else "bfloat16")
+    assert model_fingerprint(ours) == model_fingerprint(theirs)
+    names = [name for name, _ in theirs.named_parameters()]  # a tied parameter once
+    assert [name for name, _ in ours.named_parameters()] == names
+    for (name, buffer), (other, expected) in zip(
+        ours.named_buffers(), theirs.named_buffers(), strict=True
+    ):
+        assert name == other
+        assert torch.equal(buffer, expected)
+    assert all(not parameter.is_meta for parameter in ours.parameters())
+
+
+def test_cells_of_the_gpu_benchmark_need_what_precedes_them() -> None:
+    todo = gpu.cells(gpu.PARTS, smoke=False)
+    seen: set[str] = set()
+    for cell in todo:
+        assert set(cell.needs) <= seen, cell.key
+        assert cell.key not in seen
+        seen.add(cell.key)
+    assert {cell.part for cell in todo} == set(gpu.PARTS)
+
+
+def test_lanes_are_compared_by_name() -> None:
+    recording = Recording(
+        plan_fingerprint="sha256:0",
+        step_seconds=4.0,
+        events=(
+            Event(lane="compute", name="forward a", start_s=0.0, end_s=2.0),
+            Event(lane="fetch host", name="gather 0 @0", start_s=0.0, end_s=0.5),
+        ),
+    )
+    simulated = [
+        Span("forward a", "compute", 0.0, 1.0),
+        Span("gather 0 @0", "fetch host", 0.0, 0.25),
+    ]
+    assert compared(recording, simulated) == {
+        "step_seconds": 4.0,
+        "simulated_step_seconds": 1.0,
+        "lanes": {
+            "compute": {"recorded": 2.0, "simulated": 1.0},
+            "fetch host": {"recorded": 0.5, "simulated": 0.25},
+        },
+        "differ_most": [
+            {"lane": "compute", "name": "forward a", "recorded_minus_simulated": 1.0},
+            {"lane": "fetch host", "name": "gather 0 @0", "recorded_minus_simulated": 0.25},
+        ],
+    }
+
+
+@pytest.mark.slow
+def test_a_prediction_for_the_papers_models(tmp_path: Path) -> None:
+    out = tmp_path / "paper.json"
+    case = ("--models", "gpt2-1.5b", "--machines", "rtx-3090")
+    _run("benchmarks.paper", *case, "--out", str(out))
+    document = json.loads(out.read_text())
+    assert [row["model"] for row in document["predictions"]] == ["gpt2-1.5b"]
+    ratios = document["predictions"][0]["baseline_over_ours"].values()
+    assert all(ratio is None or ratio >= 1 for ratio in ratios)
+    assert "**Predicted, not measured**" in out.with_suffix(".md").read_text()
+
+
+RESULTS = ROOT / "benchmarks/results"
+MADE_BY = [path for path in sorted(RESULTS.glob("*.json")) if path.stem in ("cpu", "gpu", "paper")]
+
+
+@pytest.mark.parametrize("path", MADE_BY, ids=lambda path: path.stem)
+def test_committed_tables_follow_from_committed_results(path: Path) -> None:
+    document = json.loads(path.read_text())
+    predicted = path.stem == "paper"
+    expected = paper.markdown(document) if predicted else markdown(document, title=path.stem)
+    assert path.with_suffix(".md").read_text() == expected

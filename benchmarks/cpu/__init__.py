@@ -1,0 +1,1 @@
+"""Evidence from a CPU machine, under a limit of the operating system."""

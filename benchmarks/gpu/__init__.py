@@ -1,0 +1,1 @@
+"""Evidence from one CUDA device: predictions, peers, sizes, parity, timelines."""

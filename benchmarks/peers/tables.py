@@ -1,0 +1,224 @@
+"""A benchmark's results as Markdown: `python -m benchmarks.peers.tables FILE.json` writes FILE.md.
+
+Every number comes from the JSON file; a test makes the committed tables again.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.comparing import limit_text
+from protrain_plan.records.files import replace_text
+from protrain_plan.units import format_bytes, format_seconds
+
+Outcome = dict[str, Any]
+PLANNED = "protrain-plan"
+
+
+def write_tables(path: Path) -> None:
+    """FILE.md beside FILE.json."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    replace_text(path.with_suffix(".md"), markdown(document, title=path.stem))
+
+
+def markdown(document: dict[str, Any], *, title: str) -> str:
+    """All tables of a run's document."""
+    cells: dict[str, Outcome] = document["cells"]
+    lines = [f"# Benchmark: {title}", ""]
+    for run in document["runs"]:
+        lines += [f"- `{run['command']}`: {_machine(run)}"]
+    sections = (
+        ("Predicted and measured", _truth(cells)),
+        ("Peers under the same limit", _compared(cells)),
+        ("The largest model", _sizes(cells)),
+        ("Parity with plain PyTorch", _parity(cells)),
+        ("Recorded and simulated", _timelines(cells)),
+        ("Cells without a number", _others(cells)),
+    )
+    for heading, rows in sections:
+        if len(rows) > 1:
+            lines += ["", f"## {heading}", "", *_table(rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _machine(run: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {v}" for name, v in run["versions"].items() if v)
+    gpu = f"{run['gpu']['name']}, CUDA {run['cuda']}, " if "gpu" in run else ""
+    memory = format_bytes(run["memory_bytes"])
+    return (
+        f"{gpu}{run['platform']}, {run['cpus']} processors, {memory};"
+        f" Python {run['python']}, {versions}; commit {run['commit']};"
+        f" load {run['load']:.1f} at the start"
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    header, *body = rows
+    return [
+        "| " + " | ".join(header) + " |",
+        "|" + " --- |" * len(header),
+        *("| " + " | ".join(row) + " |" for row in body),
+    ]
+
+
+def _trained(cells: dict[str, Outcome]) -> Iterable[tuple[str, Outcome, dict[str, Any]]]:
+    for key, cell in cells.items():
+        if cell["task"] == "train":
+            yield key, cell, cell["arguments"]["work"]
+
+
+def _work(work: dict[str, Any]) -> str:
+    return f"{work['model']}, {work['seq_len']} tokens, {work['dtype']}"
+
+
+def _limit(cap_bytes: int) -> str:
+    return limit_text(cap_bytes) if cap_bytes else "none"
+
+
+def _truth(cells: dict[str, Outcome]) -> list[list[str]]:
+    steps, bytes_ = ["step predicted", "measured", "ratio"], ["predicted", "measured"]
+    tensors = [f"tensors {word}" for word in bytes_]
+    rows = [["work", "limit", *steps, *tensors, *(f"process {word}" for word in bytes_)]]
+    plans = {
+        cell["arguments"]["out"]: cell["result"]
+        for cell in cells.values()
+        if cell["task"] == "plan" and cell["status"] == "ran"
+    }
+    for _, cell, work in _trained(cells):
+        predicted = plans.get(work["plan"])
+        if predicted is None or cell["status"] != "ran" or work["deterministic"]:
+            continue
+        found = cell["result"]
+        rows.append(
+            [
+                f"{_work(work)}, batch {found['batch_size']}",
+                _limit(work["cap_bytes"]),
+                format_seconds(predicted["step_seconds"]),
+                format_seconds(found["median_step_seconds"]),
+                f"{found['median_step_seconds'] / predicted['step_seconds']:.2f}",
+                format_bytes(predicted["tensor_bytes"]),
+                _bytes(found["tensor_bytes"]),
+                format_bytes(predicted["device_bytes"]),
+                format_bytes(found["device_bytes"]),
+            ]
+        )
+    return rows
+
+
+def _bytes(value: int | None) -> str:
+    return "-" if value is None else format_bytes(value)
+
+
+def _compared(cells: dict[str, Outcome]) -> list[list[str]]:
+    """A row per work, limit, batch and way to train; what did not run says why in one word."""
+    rows = [["work", "limit", "batch", "by", "tokens/s", "step", "device memory", "host memory"]]
+    limits = {
+        (_work(work), work["cap_bytes"])
+        for _, cell, work in _trained(cells)
+        if cell["part"] == "peers"
+    }
+    for _, cell, work in _trained(cells):
+        # Another part may have run the planned training first.
+        if (_work(work), work["cap_bytes"]) not in limits or work["deterministic"]:
+            continue
+        by = cell["arguments"]["adapter"]
+        found = cell.get("result")
+        batch = found["batch_size"] if found else work["batch_size"] or "largest"
+        row = [_work(work), _limit(work["cap_bytes"]), str(batch), by]
+        if found:
+            step = format_seconds(found["median_step_seconds"])
+            memory = [format_bytes(found[key]) for key in ("device_bytes", "process_bytes")]
+            row += [f"{found['tokens_per_s']:.1f}", step, *memory]
+        elif cell["status"] == "did not fit":
+            row += ["did not fit", "", "", ""]
+        else:
+            continue  # among those without a number
+        rows.append(row)
+    rows[1:] = sorted(rows[1:], key=lambda row: (row[0], _number(row[1]), row[2]))
+    return rows
+
+
+def _number(limit: str) -> tuple[int, str]:
+    return (0 if limit == "none" else 1, limit)
+
+
+def _sizes(cells: dict[str, Outcome]) -> list[list[str]]:
+    rows = [["model", "by", "outcome", "tokens/s", "device memory", "host memory"]]
+    for key, cell, work in _trained(cells):
+        if cell["part"] != "size" or cell["status"] not in ("ran", "did not fit"):
+            continue
+        name = key.split("/")[1]
+        disk = " and disk" if name.endswith(" with disk") else ""
+        by = cell["arguments"]["adapter"] + disk
+        if found := cell.get("result"):
+            memory = [format_bytes(found[k]) for k in ("device_bytes", "process_bytes")]
+            rows.append([work["model"], by, "trains", f"{found['tokens_per_s']:.1f}", *memory])
+        else:
+            rows.append([work["model"], by, "did not fit", "", "", ""])
+    return rows
+
+
+def _parity(cells: dict[str, Outcome]) -> list[list[str]]:
+    rows = [["work", "limit of the plan", "losses", "parameters"]]
+    plain: dict[str, dict[str, Any]] = {}
+    exact = [(c, w) for _, c, w in _trained(cells) if w["deterministic"] and c["status"] == "ran"]
+    for cell, work in exact:
+        if cell["arguments"]["adapter"] != PLANNED:
+            plain[_work(work)] = cell["result"]
+    for cell, work in exact:
+        if cell["arguments"]["adapter"] == PLANNED and _work(work) in plain:
+            ours, other = cell["result"], plain[_work(work)]
+            same = [
+                "equal bits" if ours[key] == other[key] else "DIFFER"
+                for key in ("losses", "parameters_sha256")
+            ]
+            rows.append([_work(work), _limit(work["cap_bytes"]), *same])
+    for cell in cells.values():
+        if cell["task"] == "tests" and cell["status"] == "ran":
+            passed = cell["result"]["exit_code"] == 0
+            rows.append(["pytest -m gpu", "", "passed" if passed else "FAILED", ""])
+    return rows
+
+
+def _timelines(cells: dict[str, Outcome]) -> list[list[str]]:
+    rows = [["work", "lane or event", "recorded", "simulated", "difference"]]
+    for key, cell in cells.items():
+        if cell["task"] != "timeline" or cell["status"] != "ran":
+            continue
+        found, name = cell["result"], key.partition("/")[2]
+        lanes = {
+            "step": {
+                "recorded": found["step_seconds"],
+                "simulated": found["simulated_step_seconds"],
+            },
+            **found["lanes"],
+        }
+        for lane, seconds in lanes.items():
+            ran, expected = seconds["recorded"], seconds["simulated"]
+            rows.append([name, lane, *(_signed(s) for s in (ran, expected, ran - expected))])
+        for event in found["differ_most"]:
+            difference = _signed(event["recorded_minus_simulated"])
+            rows.append([name, f"{event['lane']}: {event['name']}", "", "", difference])
+    return rows
+
+
+def _signed(seconds: float) -> str:
+    return f"-{format_seconds(-seconds)}" if seconds < 0 else format_seconds(seconds)
+
+
+def _others(cells: dict[str, Outcome]) -> list[list[str]]:
+    rows = [["cell", "status", "reason"]]
+    for key, cell in cells.items():
+        shown = cell["task"] == "train" and cell["part"] in ("peers", "size")
+        if cell["status"] == "ran" or (cell["status"] == "did not fit" and shown):
+            continue
+        reason = (cell.get("reason") or "").strip().splitlines() or [""]
+        rows.append([key, cell["status"], reason[-1].replace("|", "/")])
+    return rows
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        write_tables(Path(argument))

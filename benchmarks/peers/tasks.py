@@ -1,0 +1,62 @@
+"""What a cell can ask for, by name, and what comes of it."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.outcomes import DidNotFit, Skipped
+from benchmarks.peers.planning import estimate, plan, profile
+from benchmarks.peers.timeline import timeline
+from benchmarks.peers.training import train
+from benchmarks.peers.work import Work
+from protrain_plan.errors import ProtrainError
+
+ROOT = Path(__file__).parents[2]
+NO_TESTS = 5  # pytest's exit status where nothing was selected
+
+
+def outcome(task: str, given: dict[str, Any]) -> dict[str, Any]:
+    """{"status", "result"} or {"status", "reason"}. Files are relative to the working directory.
+
+    A crash of a peer, or of ours, is not caught: the process ends, and its last words are kept.
+    """
+    if "out" in given:
+        Path(given["out"]).parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return {"status": "ran", "result": _done(task, given)}
+    except Skipped as skipped:
+        return {"status": "skipped", "reason": str(skipped)}
+    except DidNotFit as reason:
+        return {"status": "did not fit", "reason": str(reason)}
+    except ProtrainError as error:
+        return {"status": "failed", "reason": str(error)}
+
+
+def _done(task: str, given: dict[str, Any]) -> dict[str, Any]:
+    match task:
+        case "profile":
+            return profile(Work(**given["work"]), Path(given["out"]))
+        case "estimate":
+            work, machine = Work(**given["work"]), Path(given["hardware_of"])
+            return estimate(work, machine, Path(given["out"]))
+        case "plan":
+            files = {name: Path(given[name]) for name in ("profile", "out")}
+            return plan(**{**given, **files})
+        case "train":
+            return train(Work(**given["work"]), given["adapter"])
+        case "timeline":
+            return timeline(Work(**given["work"]), Path(given["profile"]), Path(given["out"]))
+        case "tests":
+            return _tests(given["arguments"])
+        case _:
+            raise AssertionError(f"no such task: {task}")
+
+
+def _tests(arguments: list[str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "pytest", "-q", *arguments]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = ended.stdout.strip().splitlines() or [ended.stderr.strip()]
+    if ended.returncode == NO_TESTS:
+        raise Skipped(f"no tests selected: {lines[-1]}")
+    return {"exit_code": ended.returncode, "summary": lines[-1], "output": lines[-40:]}

@@ -1,0 +1,93 @@
+"""One cell: an adapter trains a work, step after step, and says what that took."""
+
+import hashlib
+import statistics
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from benchmarks.peers.building import built
+from benchmarks.peers.limits import Limit
+from benchmarks.peers.outcomes import DidNotFit
+from benchmarks.peers.registry import ADAPTERS
+from benchmarks.peers.work import Work
+from protrain_plan.errors import ProtrainError
+from protrain_plan.models.sources import load_source
+from protrain_plan.records import read_plan
+from protrain_runtime.exhaustion import out_of_memory
+from protrain_runtime.preparation import parameter_values
+from protrain_runtime.stores import memory_of
+
+
+def train(work: Work, adapter_name: str) -> dict[str, Any]:
+    """Warm up, time steps, and read the peaks. Losses are those of all steps, warm-up included."""
+    adapter = ADAPTERS[adapter_name]
+    if not work.batch_size:
+        work = replace(work, batch_size=read_plan(work.plan).workload.batch_size)
+    torch.use_deterministic_algorithms(work.deterministic)
+    source = load_source(work.model)
+    # Loads the model's code: a limit that refuses libraries says nothing about training.
+    batches = source.batches(
+        batch_size=work.batch_size,
+        seq_len=work.seq_len,
+        dtype=work.dtype,
+        device=work.device,
+        seed=work.seed,
+    )
+    limit = Limit(work)
+    limit.before_building()
+    try:
+        device = work.device if adapter.home == "device" else "cpu"
+        model = built(source, work, device=device, masters=adapter.masters and _mixed(work))
+        training = adapter.set_up(model, work)
+        limit.before_training()
+        losses, seconds = [], []
+        torch.manual_seed(work.seed)  # of dropout
+        for _ in range(work.num_warmup + work.num_steps):
+            batch = next(batches)
+            _synchronize(work)
+            start = time.perf_counter()
+            losses.append(training.step(batch))
+            _synchronize(work)
+            seconds.append(time.perf_counter() - start)
+        peaks = limit.peaks()
+        parameters = _digest(model) if work.deterministic else None
+        training.close()
+    except (RuntimeError, MemoryError, ProtrainError) as error:
+        # A model whose building ran out of memory is refused with that as the cause.
+        if not out_of_memory(error) and not out_of_memory(error.__cause__ or error):
+            raise
+        raise DidNotFit("out of memory") from error
+    timed = seconds[work.num_warmup :]
+    step_s = statistics.median(timed)
+    return {
+        "adapter": adapter.name,
+        "settings": adapter.settings,
+        "batch_size": work.batch_size,
+        "step_seconds": timed,
+        "warmup_seconds": seconds[: work.num_warmup],
+        "median_step_seconds": step_s,
+        "tokens_per_s": work.batch_size * work.seq_len / step_s,
+        "losses": losses,
+        "parameters_sha256": parameters,
+        **asdict(peaks),
+    }
+
+
+def _mixed(work: Work) -> bool:
+    return work.precision == "master"
+
+
+def _digest(model: torch.nn.Module) -> str:
+    """SHA-256 over all parameters' bytes, in the model's order."""
+    sha = hashlib.sha256()
+    for _, value in parameter_values(model):
+        sha.update(memory_of(value.cpu().contiguous().view(-1).view(torch.uint8)))
+    return sha.hexdigest()
+
+
+def _synchronize(work: Work) -> None:
+    if work.device == "cuda":
+        torch.cuda.synchronize()

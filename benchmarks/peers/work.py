@@ -1,0 +1,84 @@
+"""What is trained, and what an adapter of a peer is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from protrain_plan.models.batches import Batch
+from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, OptimizerFactory, optimizer_factory
+from protrain_plan.records.hardware import DeviceKind
+from protrain_plan.records.profile import DType, Precision, Workload
+from protrain_runtime.masters import with_master_weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One cell's training: the same for every peer.
+
+    batch_size     0: that of the plan
+    cap_bytes      what the device (CUDA) or the process (CPU) may take; 0: no limit
+    num_warmup     steps before those that are timed
+    plan           the plan's file, for the planned run alone
+    deterministic  kernels that give the same bits in every run
+    """
+
+    model: str
+    batch_size: int
+    seq_len: int
+    dtype: DType
+    precision: Precision
+    device: DeviceKind
+    cap_bytes: int = 0
+    num_warmup: int = 1
+    num_steps: int = 3
+    seed: int = 0
+    plan: str = ""
+    deterministic: bool = False
+
+    def workload(self, model_config: str) -> Workload:
+        """The same for a profile."""
+        return Workload(
+            model=self.model,
+            model_config=model_config,
+            batch_size=self.batch_size,
+            seq_len=self.seq_len,
+            dtype=self.dtype,
+            device=self.device,
+            seed=self.seed,
+            precision=self.precision,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A model that is ready: `step` trains on one batch and returns its loss."""
+
+    step: Callable[[Batch], float]
+    close: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """One way to train.
+
+    settings  what was set, for the reader of a table
+    missing   why it cannot run this work here; None where it can
+    set_up    makes the built model ready
+    home      where the worker builds the model's parameters
+    masters   whether it keeps float32 parameters itself, so that it is given those
+    """
+
+    name: str
+    settings: str
+    set_up: Callable[[nn.Module, Work], Training]
+    missing: Callable[[Work], str | None] = lambda _: None
+    home: Literal["device", "host"] = "device"
+    masters: bool = False
+
+
+def optimizer_of(work: Work) -> OptimizerFactory:
+    """AdamW with float32 states and, under master precision, float32 copies of the parameters."""
+    factory = optimizer_factory(DEFAULT_OPTIMIZER)
+    return with_master_weights(factory) if work.precision == "master" else factory
