@@ -281,9 +281,9 @@ def test_a_plan_for_another_model_is_one_message(tiny_llama: Path, tmp_path: Pat
     result = protrain("run", path, folder=tmp_path)
     assert result.returncode == 2
     assert result.stderr == (
-        "error: model_fingerprint: the plan was made for another model: its fingerprint is"
-        f" sha256:0, this model's is {record['model_fingerprint']}\n"
-        "  fix: profile and plan this model (layers, shapes, dtypes and what is trainable count)\n"
+        "error: model_fingerprint: the plan was made for another model:\n"
+        "    parameters and buffers are the same; a module has another class or place\n"
+        "  fix: profile and plan this model\n"
     )
 
 

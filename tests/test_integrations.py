@@ -257,8 +257,8 @@ def test_activation_checkpointing_of_the_model_is_switched_off_with_a_warning(
     found.model.activation_checkpointing_enable()
     in_transformers.use_plan(found, plan("gpt2"), spill_directory=tmp_path)
     message = (
-        "activation (gradient) checkpointing was switched off: the plan says what every block"
-        " recomputes"
+        "the model's own gradient checkpointing is switched off while it is profiled or follows"
+        " a plan: the plan decides which blocks are recomputed"
     )
     with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
         found.train()

@@ -1,8 +1,5 @@
 """Adapters, precision and optimizers: what a workload can ask for besides its model."""
 
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,11 +13,8 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.accounting import dissect, weigh
 from protrain_plan.profiling.discovery import discover
 from protrain_plan.records.profile import DType, Precision
-from protrain_plan.running import train
-from protrain_runtime import prepare
 from protrain_runtime.measure import MemoryMeter
 from protrain_runtime.pieces import elementwise_states, scalar_state_bytes
-from tests.runtime_cases import plan_of
 
 # --- adapters -------------------------------------------------------------------------------------
 
@@ -140,31 +134,13 @@ def test_dtypes_of_every_precision() -> None:
     )
 
 
-MASTER = (
-    "workload.precision: expected pure or autocast, got master: the runtime of this version keeps"
-    " no float32 copies of parameters\n"
-    "  fix: profile with --precision pure or --precision autocast"
-)
-
-
-def test_master_weights_are_counted_and_refused(tmp_path: Path) -> None:
+def test_master_weights_are_counted() -> None:
     model = load_source("tiny-llama").build(dtype="bfloat16", precision="master")
     batch = next(load_source("tiny-llama").batches(batch_size=1, seq_len=16))
     anatomy = dissect(model, batch, discover(model, batch))
     units = weigh(model, batch, anatomy, lambda: MemoryMeter("cpu"), precision="master")
     assert sum(unit.state_bytes for unit in units) == 12 * 225_856
     assert sum(unit.parameter_bytes for unit in units) == 2 * 225_856
-
-    specimen = ZOO["llama-autocast"]
-    workload = specimen.workload
-    plan = plan_of(anatomy.plans, fingerprint="", workload=replace(workload, precision="master"))
-    with pytest.raises(ProtrainError) as caught:
-        prepare(model, plan, optimizer=optimizer_factory("adamw"), spill_directory=tmp_path)
-    assert str(caught.value) == MASTER
-    for plain in (True, False):
-        with pytest.raises(ProtrainError) as caught:
-            train(plan, num_steps=1, plain=plain, text=None, spill_directory=tmp_path)
-        assert str(caught.value) == MASTER
 
 
 # --- optimizers -----------------------------------------------------------------------------------

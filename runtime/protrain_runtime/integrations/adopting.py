@@ -1,7 +1,6 @@
 """What the integrations share: an optimizer that there is becomes a planned one."""
 
 import inspect
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,6 @@ def follow(
         spill_directory=spill_directory,
     )
     optimizer.param_groups = planned.param_groups
-    _switch_off_checkpointing(model)
     return planned
 
 
@@ -88,16 +86,3 @@ class _Like:
         if [id(group["params"]) for group in given] == [id(group["params"]) for group in own]:
             return self._optimizer
         return type(self._optimizer)(given, **self._options)
-
-
-def _switch_off_checkpointing(model: nn.Module) -> None:
-    """Let no module recompute what the plan keeps or recomputes already."""
-    recomputing = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
-    for module in recomputing:
-        module.__dict__["gradient_checkpointing"] = False
-    if recomputing:
-        warnings.warn(
-            "activation (gradient) checkpointing was switched off: the plan says what every block"
-            " recomputes",
-            stacklevel=2,
-        )
