@@ -72,6 +72,7 @@ class CoveredBy:
 
 TINY = {"llama-3.2-1b": "tiny-llama"}
 SCRIPTS: dict[str, Runs | CoveredBy] = {
+    "README.md#will-it-fit": Runs(),
     "README.md#the-job": Runs(smaller={"--steps 10": "--steps 2"}),
     "README.md#in-your-framework": Runs(prepare=examples),
     "README.md#what-one-can-profile": Runs(smaller=TINY),
