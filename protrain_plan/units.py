@@ -90,5 +90,10 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e9:.0f} ns" if seconds else "0 s"
 
 
+def four_digits(value: float) -> float:
+    """Four significant digits, as measured numbers have: more would only be noise in a diff."""
+    return float(f"{value:.4g}")
+
+
 def _no_size(text: str) -> ProtrainError:
     return ProtrainError(f"expected a size such as 1536MiB, 1.5GB or 4096 (bytes), got {text!r}")

@@ -9,6 +9,7 @@ from torch.nn.functional import linear
 from protrain_plan.hardware.interference import host_update_speed, runs_per_second
 from protrain_plan.records.hardware import DeviceKind, Rates
 from protrain_plan.records.profile import DType
+from protrain_plan.units import four_digits
 
 _ROUNDS = 3
 _CALLS = 1000  # of the small operator in one run: a run is milliseconds
@@ -25,13 +26,13 @@ def measure_rates(device: DeviceKind, *, dtype: DType) -> Rates:
     the host's updates, which are measured as in the update lane. About 2 s.
     """
     return Rates(
-        float32_flops_per_s=_rounded(_flops_per_s(torch.float32, device)),
-        bfloat16_flops_per_s=_rounded(_flops_per_s(torch.bfloat16, device)),
+        float32_flops_per_s=four_digits(_flops_per_s(torch.float32, device)),
+        bfloat16_flops_per_s=four_digits(_flops_per_s(torch.bfloat16, device)),
         compute_efficiency=1.0,
-        memory_bytes_per_s=_rounded(_memory_bytes_per_s(device)),
+        memory_bytes_per_s=four_digits(_memory_bytes_per_s(device)),
         memory_efficiency=1.0,
-        operator_s=_rounded(_operator_s(device)),
-        host_parameters_per_s=_rounded(host_update_speed(dtype)),
+        operator_s=four_digits(_operator_s(device)),
+        host_parameters_per_s=four_digits(host_update_speed(dtype)),
     )
 
 
@@ -74,8 +75,3 @@ def _per_second(work: Callable[[], object], device: DeviceKind) -> float:
 
     run()
     return statistics.median(runs_per_second(run) for _ in range(_ROUNDS))
-
-
-def _rounded(value: float) -> float:
-    """Four significant digits: more would only be noise in a diff."""
-    return float(f"{value:.4g}")

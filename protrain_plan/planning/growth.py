@@ -28,6 +28,7 @@ from typing import Literal
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.profile import FormCost, Profile, Unit
+from protrain_plan.units import four_digits
 
 Growth = Literal["in proportion", "fitted"]
 Quantity = Literal["batch-size", "seq-len"]
@@ -154,8 +155,8 @@ def _form(
         backward_peak_bytes=_aligned(backward_peak),
         swappable_bytes=moved,
         swap_pieces=swap_pieces,
-        forward_s=_rounded(forward_s),
-        backward_s=_rounded(backward_s),
+        forward_s=four_digits(forward_s),
+        backward_s=four_digits(backward_s),
     )
 
 
@@ -358,8 +359,3 @@ def _shape(unit: Unit) -> tuple[object, ...]:
 def _aligned(size: Fraction) -> int:
     """The bytes in whole blocks, rounded up (towards zero where they are below it)."""
     return math.ceil(size / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def _rounded(seconds: float) -> float:
-    """Four significant digits, as measured seconds have."""
-    return float(f"{seconds:.4g}")

@@ -43,6 +43,7 @@ from protrain_plan.records.profile import (
     Unit,
     Workload,
 )
+from protrain_plan.units import four_digits
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.model_changes import model_tensors
 from protrain_runtime.pieces import elementwise_states
@@ -217,8 +218,8 @@ def _timed(units: Sequence[Unit], logs: Mapping[Form, OperatorLog], rates: Rates
             forms=tuple(
                 replace(
                     cost,
-                    forward_s=_rounded(seconds[cost.form][index]),
-                    backward_s=_rounded(seconds[cost.form][-1 - index]),
+                    forward_s=four_digits(seconds[cost.form][index]),
+                    backward_s=four_digits(seconds[cost.form][-1 - index]),
                 )
                 for cost in unit.forms
             ),
@@ -239,13 +240,8 @@ def _optimizer(name: str, workload: Workload, rates: Rates) -> OptimizerCost:
     return OptimizerCost(
         name=name,
         host_parameters_per_s=rates.host_parameters_per_s,
-        device_parameters_per_s=_rounded(
+        device_parameters_per_s=four_digits(
             rates.memory_bytes_per_s * rates.memory_efficiency / moved
         ),
         workspace_fraction=workspace_fraction(name, workload.dtype, workload.precision),
     )
-
-
-def _rounded(value: float) -> float:
-    """Four significant digits: more would only be noise in a diff."""
-    return float(f"{value:.4g}")

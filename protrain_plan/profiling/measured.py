@@ -38,6 +38,7 @@ from protrain_plan.records.profile import (
     Unit,
     Workload,
 )
+from protrain_plan.units import four_digits
 from protrain_runtime.checkpointing import switch_off_checkpointing
 from protrain_runtime.compiled import refuse_compiled_around
 from protrain_runtime.fingerprint import model_fingerprint
@@ -245,8 +246,8 @@ def _optimizer(workload: Workload, name: str) -> OptimizerCost:
     host, device = update_speeds(dtype, device=workload.device, optimizer=name)
     return OptimizerCost(
         name=name,
-        host_parameters_per_s=_rounded(host),
-        device_parameters_per_s=_rounded(device),
+        host_parameters_per_s=four_digits(host),
+        device_parameters_per_s=four_digits(device),
         workspace_fraction=workspace_fraction(
             name, workload.dtype, workload.precision, device=workload.device
         ),
@@ -269,7 +270,7 @@ def workspace_fraction(
             stepper.step()
     segment = meter.segments[0]
     extra = segment.peak_bytes - segment.start_bytes
-    return _rounded(extra / (parameter.numel() * parameter.itemsize))
+    return four_digits(extra / (parameter.numel() * parameter.itemsize))
 
 
 def _timed(
@@ -302,9 +303,4 @@ def _timed(
 
 
 def _median(steps: Sequence[Sequence[float]], slots: Sequence[int]) -> float:
-    return _rounded(statistics.median(step[slot] for step in steps for slot in slots))
-
-
-def _rounded(value: float) -> float:
-    """Four significant digits: more would only be noise in a diff."""
-    return float(f"{value:.4g}")
+    return four_digits(statistics.median(step[slot] for step in steps for slot in slots))
