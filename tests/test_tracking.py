@@ -103,6 +103,11 @@ EXACT: dict[str, tuple[Any, ...]] = {
         aten.embedding_dense_backward.default,
         torch.ones(8, 32, 16).transpose(1, 2), TOKENS, 100, -1, False,
     ),
+    "embedding of a part of the tokens": (aten.embedding.default, X, TOKENS[:, 1:]),
+    "embedding's backward of a part of the tokens": (
+        aten.embedding_dense_backward.default,
+        torch.ones(8, 15, 16), TOKENS[:, 1:], 100, -1, False,
+    ),
     "norm": (
         aten.native_layer_norm_backward.default,
         X, X, [128], torch.ones(64, 1), torch.ones(64, 1), torch.ones(128), torch.ones(128),
@@ -202,7 +207,7 @@ def test_what_faking_replaces_is_there_again_afterwards() -> None:
 
 def test_code_that_looks_at_values_is_refused() -> None:
     with pytest.raises(ProtrainError) as refused, faking(), without_values("my.model:factory"):
-        torch.ones(3).nonzero()
+        torch.rand(3).nonzero()
     assert str(refused.value) == (
         "my.model:factory: the model's code depends on values of tensors, in aten.nonzero.default: "
         "what it does cannot be known without running it\n"

@@ -12,6 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.adapters import adapted
@@ -61,6 +65,8 @@ class ConfigSource:
                 model: nn.Module = model_class._from_config(
                     config, attn_implementation=attention, dtype=stored
                 )
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                raise  # of fake tensors: the configuration is not at fault
             except Exception as error:  # a modelling file may fail in any way
                 raise self._refused(error) from error
             model = adapted(model, adapter, source=self.name)

@@ -157,6 +157,7 @@ class Problem:
                     unit.gradient_bytes,
                     unit.state_bytes,
                     unit.num_parameters,
+                    unit.reached,
                     bool(unit.used_by),
                     unit.forms,
                     unit.parameter_pieces,

@@ -26,7 +26,7 @@ class Anatomy:
     """A model's units, their parameters, and what each saves that is its own.
 
     `base_bytes` are live before the first slot. `plans` say what the units are, as a plan does,
-    with nothing decided.
+    with nothing decided. `writing` blocks write buffers in forward: a second one would do it again.
     """
 
     found: tuple[FoundUnit, ...]
@@ -34,11 +34,17 @@ class Anatomy:
     saved: dict[Form, list[passes.SavedBytes]]
     base_bytes: int
     plans: list[UnitPlan]
+    writing: Set[int]
 
     @property
     def unused(self) -> Set[int]:
-        """The blocks that the loss does not depend on: they keep what they save."""
+        """The blocks that the loss does not depend on."""
         return unused_blocks(self.found, self.saved["keep"])
+
+    @property
+    def kept(self) -> Set[int]:
+        """The blocks that have one form: they keep what they save, whatever the others do."""
+        return self.unused | self.writing
 
     @property
     def modules(self) -> list[nn.Module | None]:
@@ -65,14 +71,15 @@ def dissect(
     """Run forwards of the model, and look at what its units save in each of the forms."""
     modules = [unit.module for unit in found]
     held_inputs = passes.shared_input_bytes(model, modules, batch)
-    keep = passes.saved_bytes(model, modules, batch, "keep")
+    with passes.writing(modules) as writing:
+        keep = passes.saved_bytes(model, modules, batch, "keep")
     own_inputs = [unit.own_inputs for unit in keep]
     saved: dict[Form, list[passes.SavedBytes]] = {"keep": keep}
-    unused = unused_blocks(found, keep)
+    kept = unused_blocks(found, keep) | writing
     for form in forms:
         if form != "keep":
             saved[form] = passes.saved_bytes(
-                model, modules, batch, form, own_inputs=own_inputs, unused=unused
+                model, modules, batch, form, own_inputs=own_inputs, kept=kept
             )
     chunks = _chunks(model, found)
     # An optimizer's scalars per parameter (AdamW's step) are cloned while an update is in flight,
@@ -86,6 +93,7 @@ def dissect(
         saved=saved,
         base_bytes=storage_bytes([*model.buffers(), *tensors_in(batch)]) + scalars + held_inputs,
         plans=_described(found, chunks, keep),
+        writing=frozenset(writing),
     )
 
 
@@ -106,7 +114,7 @@ def weigh(
     with _noting_gradients(anatomy.chunks) as arrived:
         memory = {
             form: passes.memory_segments(
-                model, anatomy.modules, batch, form, meter=meter, unused=anatomy.unused
+                model, anatomy.modules, batch, form, meter=meter, kept=anatomy.kept
             )
             for form in anatomy.saved
         }
@@ -182,7 +190,7 @@ def _units(
     arrived: Set[str],
 ) -> list[Unit]:
     found, chunks, saved = anatomy.found, anatomy.chunks, anatomy.saved
-    count, unused = len(found), anatomy.unused
+    count = len(found)
     units: list[Unit] = []
     for index, unit in enumerate(found):
         size = chunks[index].size(states)
@@ -220,7 +228,7 @@ def _units(
         if unit.kind == "part":
             forms = [_either(forms)]
         else:
-            forms = forms[:1] if index in unused else _worthwhile(forms)
+            forms = forms[:1] if index in anatomy.kept else _worthwhile(forms)
         units.append(
             Unit(
                 name=unit.name,
@@ -235,6 +243,9 @@ def _units(
                 forms=tuple(forms),
                 parameters=_listed(unit),
                 own_inputs=saved["keep"][index].own_inputs if unit.kind == "block" else (0,),
+                reached=index not in anatomy.unused
+                or size.used_by != (index,)
+                or any(part.name in arrived for part in chunks[index].slices),
             )
         )
     return units

@@ -203,7 +203,7 @@ def operators(model: nn.Module, batch: Batch, anatomy: Anatomy, form: Form) -> O
     """What the operators of one step compute and move, slot by slot."""
     log = OperatorLog()
     watch = passes.SlotWatch(lambda *_: log.mark())
-    with passes.watched(model, anatomy.modules, form, watch, unused=anatomy.unused), log:
+    with passes.watched(model, anatomy.modules, form, watch, kept=anatomy.kept), log:
         loss_of(call_model(model, batch)).backward()
     passes.drop_gradients(model)
     return log

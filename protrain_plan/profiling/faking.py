@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.sources import ModelSource
+from protrain_plan.profiling.values import KnownValues, know
 from protrain_plan.records.hardware import DeviceKind
 from protrain_plan.records.profile import DType, Precision
 from protrain_runtime.compiled import uncompiled
@@ -34,7 +35,8 @@ def faking(kind: DeviceKind = "cpu") -> Iterator[FakeTensorMode]:
 
     Where they stand for tensors on CUDA, attention takes the kernels that it would take there.
 
-    Two things act as they do with real tensors, which PyTorch and transformers know to be fake:
+    Values of small tensors that depend on no parameters stay known (`values`). Two things act as
+    they do with real tensors, which PyTorch and transformers know to be fake:
 
     - transformers looks for packed sequences in the position ids; where it cannot, as in tracing,
       it makes a mask of all pairs of tokens. Batches here have one sequence per row: no mask.
@@ -51,7 +53,10 @@ def faking(kind: DeviceKind = "cpu") -> Iterator[FakeTensorMode]:
             _replaced(torch, "get_rng_state", lambda: torch.empty(num_bytes, dtype=torch.uint8))
         )
         stack.enter_context(_replaced(torch, "set_rng_state", lambda _: None))
+        # Draws again what lies outside its bounds, and so looks at what it drew.
+        stack.enter_context(_replaced(nn.init, "_no_grad_trunc_normal_", _undrawn))
         stack.enter_context(mode)
+        stack.enter_context(KnownValues())  # type: ignore[no-untyped-call]
         stack.enter_context(_GroupedProducts())  # type: ignore[no-untyped-call]
         if kind == "cuda":
             # Not a function mode: those are not asked in a backward, where blocks are recomputed.
@@ -91,9 +96,12 @@ def _unmade(meta: Tensor) -> Tensor:
 
 
 def fake_batch(mode: FakeTensorMode, batch: Batch) -> Batch:
-    """The batch with fake tensors of the same shapes and dtypes."""
+    """The batch with fake tensors of the same shapes and dtypes.
+
+    Of integers and truths, such as token ids and masks, the values stay known (`values`).
+    """
     if isinstance(batch, Tensor):
-        return mode.from_tensor(batch)
+        return know(mode.from_tensor(batch), batch)
     if isinstance(batch, Mapping):
         return {name: _fake(mode, value) for name, value in batch.items()}
     return tuple(_fake(mode, value) for value in batch)
@@ -114,7 +122,7 @@ def without_values(name: str) -> Iterator[None]:
 
 
 def _fake(mode: FakeTensorMode, value: Any) -> Any:
-    return mode.from_tensor(value) if isinstance(value, Tensor) else value
+    return know(mode.from_tensor(value), value) if isinstance(value, Tensor) else value
 
 
 @contextmanager
@@ -125,6 +133,11 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def _undrawn(tensor: Tensor, *_: object, **__: object) -> Tensor:
+    """In place of an initialisation: a fake parameter has no values to draw."""
+    return tensor
 
 
 def _cuda_attention(*args: Any, **kwargs: Any) -> Tensor:

@@ -209,7 +209,7 @@ def measure_model(
             forms,
             num_steps=num_steps,
             tick=tick,
-            unused=anatomy.unused,
+            kept=anatomy.kept,
         )
     if machine is None:
         progress("probing the machine", 0.7)

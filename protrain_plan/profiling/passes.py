@@ -8,8 +8,9 @@ passes, because counting allocations slows the code.
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 from weakref import ref
@@ -25,6 +26,7 @@ from protrain_runtime.activations import MIN_SWAP_BYTES
 from protrain_runtime.boundaries import Boundaries, tensors_in
 from protrain_runtime.measure import Segment, device_of
 from protrain_runtime.preparation import wrap_forward
+from protrain_runtime.statistics import Written, other_buffers, written_buffers
 
 OnSlot = Callable[[int, Sequence[torch.Tensor]], None]
 FORMS: tuple[Form, ...] = ("keep", "lite", "mlp", "attn", "full")
@@ -83,15 +85,15 @@ def watched(
     form: Form,
     watch: SlotWatch,
     *,
-    unused: Set[int] = frozenset(),
+    kept: Set[int] = frozenset(),
 ) -> Iterator[None]:
     """The model with boundaries reported to `watch`, and every block's activations in `form`.
 
-    `unused` blocks keep theirs: see `SavedBytes.awaited`.
+    `kept` blocks keep theirs: see `Anatomy.kept`.
     """
     watch.num_slots = 2 * len(modules)
     blocks = [
-        module for unit, module in enumerate(modules) if module is not None and unit not in unused
+        module for unit, module in enumerate(modules) if module is not None and unit not in kept
     ]
     undo = [wrap_forward(block, form) for block in blocks] if form != "keep" else []
     boundaries = Boundaries(model, modules, watch)
@@ -119,6 +121,27 @@ def drop_gradients(model: nn.Module) -> None:
     """What `zero_grad(set_to_none=True)` does."""
     for parameter in model.parameters():
         parameter.grad = None
+
+
+@contextmanager
+def writing(modules: Sequence[nn.Module | None]) -> Iterator[set[int]]:
+    """The blocks whose forward writes buffers of theirs while inside; running statistics apart."""
+    found: set[int] = set()
+    before: dict[int, Written] = {}
+
+    def begin(unit: int, module: nn.Module, *_: object) -> None:
+        before[unit] = other_buffers(module)
+
+    def end(unit: int, module: nn.Module, *_: object) -> None:
+        if written_buffers(before.pop(unit), other_buffers(module)):
+            found.add(unit)
+
+    with ExitStack() as stack:
+        for unit, module in enumerate(modules):
+            if module is not None:
+                stack.callback(module.register_forward_pre_hook(partial(begin, unit)).remove)
+                stack.callback(module.register_forward_hook(partial(end, unit)).remove)
+        yield found
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -153,7 +176,7 @@ def saved_bytes(
     form: Form,
     *,
     own_inputs: Sequence[tuple[int, ...]] | None = None,
-    unused: Set[int] = frozenset(),
+    kept: Set[int] = frozenset(),
 ) -> list[SavedBytes]:
     """For each unit, what a swap could take away when activations have `form`.
 
@@ -192,7 +215,7 @@ def saved_bytes(
         return held
 
     watch = SlotWatch(on_slot, on_leave)
-    with watched(model, modules, form, watch, unused=unused):
+    with watched(model, modules, form, watch, kept=kept):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             loss = loss_of(call_model(model, batch))
         # What the loss does not depend on ends with the forward: a swap would take it twice.
@@ -295,13 +318,13 @@ def memory_segments(
     form: Form,
     *,
     meter: MeterFactory,
-    unused: Set[int] = frozenset(),
+    kept: Set[int] = frozenset(),
 ) -> tuple[Segment, ...]:
     """Live bytes of one step, one segment per slot and one after the last, states excluded."""
     gc.collect()
     counting = meter()
     watch = SlotWatch(lambda slot, _: counting.mark(str(slot)))
-    with watched(model, modules, form, watch, unused=unused), counting:
+    with watched(model, modules, form, watch, kept=kept), counting:
         loss = loss_of(call_model(model, batch))
         loss.backward()
         counting.mark("end")
@@ -317,7 +340,7 @@ def slot_seconds(
     *,
     num_steps: int,
     tick: Callable[[], None],
-    unused: Set[int] = frozenset(),
+    kept: Set[int] = frozenset(),
 ) -> dict[Form, list[list[float]]]:
     """Seconds of every slot in each of `num_steps` steps per form, after one step that warms up.
 
@@ -329,7 +352,7 @@ def slot_seconds(
     steps: dict[Form, list[list[float]]] = {form: [] for form in forms}
     for form in (forms[0], *num_steps * tuple(forms)):
         watch = SlotWatch(lambda *_: clock.stamp())
-        with watched(model, modules, form, watch, unused=unused):
+        with watched(model, modules, form, watch, kept=kept):
             clock.restart()
             training_step(model, next(batches))
             clock.stamp()

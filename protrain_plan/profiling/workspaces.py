@@ -190,10 +190,44 @@ def _layer_norm_backward(call: OperatorCall) -> int:
     return int(2 * call.num_threads * width * call.args[1].itemsize)
 
 
+def _contiguous(*tensors: Tensor) -> int:
+    """What copies of those take that do not lie in a row."""
+    return sum(t.numel() * t.itemsize for t in tensors if not t.is_contiguous())
+
+
+def _embedding(call: OperatorCall) -> int:
+    """Indices of more than one dimension are flattened: a copy where they are a part of others."""
+    return _contiguous(call.args[1])
+
+
 def _embedding_backward(call: OperatorCall) -> int:
-    """The gradient is made contiguous."""
-    gradient = call.given
-    return 0 if gradient.is_contiguous() else gradient.numel() * gradient.itemsize
+    """The gradient and the indices are made contiguous."""
+    return _contiguous(*call.args[:2])
+
+
+def _masked_index(call: OperatorCall) -> int:
+    """A mask becomes the places where it is true: a whole number per dimension."""
+    masks = [t for t in call.args[1] if t is not None and t.dtype == torch.bool]
+    if len(masks) != 1:
+        return 0
+    kept = call.given.dim() - masks[0].dim()
+    elements = call.outputs[0].numel() // max(1, math.prod(call.outputs[0].shape[-kept:][:kept]))
+    return 8 * elements * masks[0].dim()
+
+
+def _masked_select(call: OperatorCall) -> int:
+    """The mask as whole numbers, and their running sum."""
+    return 16 * call.given.numel()
+
+
+def _batch_norm(call: OperatorCall) -> int:
+    """A bound: four values per channel."""
+    return 4 * int(call.given.shape[1]) * call.given.itemsize
+
+
+def _batch_norm_backward(call: OperatorCall) -> int:
+    """The normalised values."""
+    return call.given.numel() * call.given.itemsize
 
 
 def _scatter(call: OperatorCall) -> int:
@@ -308,7 +342,13 @@ _CPU: dict[Any, Workspace] = {
     aten._to_copy.default: _transposed_copy,
     aten._safe_softmax.default: _safe_softmax,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
+    aten.index.Tensor: _masked_index,
+    aten.masked_select.default: _masked_select,
+    aten.masked_scatter_backward.default: _masked_select,
+    aten.native_batch_norm.default: _batch_norm,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.index_add.default: _scatter,
     aten.scatter_add.default: _scatter,
     aten.sort.default: _sort,
@@ -373,7 +413,7 @@ def _cuda_sort(call: OperatorCall) -> int:
 
 def _cuda_contiguous_operands(call: OperatorCall) -> int:
     """A bound: operands that the library cannot read as they lie are copied."""
-    return sum(t.numel() * t.itemsize for t in call.inputs if not t.is_contiguous())
+    return _contiguous(*call.inputs)
 
 
 _CUDA: dict[Any, Workspace] = {

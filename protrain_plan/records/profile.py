@@ -78,7 +78,9 @@ class Unit:
     block uses besides its own). `own_inputs` are the tensors among a block's inputs, by position,
     that no other unit reads, so that they can be swapped. `parameter_pieces` and `gradient_pieces`
     are parameter_bytes and gradient_bytes in groups of whole parameters that can move one after the
-    other, as many of each; empty: one group.
+    other, as many of each; empty: one group. `reached` is False for a block that the loss does not
+    depend on: its parameters never get gradients, and for those an optimizer makes no states where
+    they persist on the device.
     """
 
     name: str
@@ -93,6 +95,7 @@ class Unit:
     own_inputs: tuple[int, ...] = (0,)
     parameter_pieces: tuple[int, ...] = ()
     gradient_pieces: tuple[int, ...] = ()
+    reached: bool = True
 
     def cost(self, form: Form) -> FormCost:
         """The costs of `form`; KeyError where the unit cannot take it."""

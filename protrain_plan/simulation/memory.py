@@ -162,7 +162,7 @@ def device_workspace(states: Placement, unit: Unit, profile: Profile, settings: 
     time comes back.
     """
     if isinstance(states, Persistent):
-        return unit.gradient_bytes * profile.optimizer.workspace_fraction
+        return unit.gradient_bytes * profile.optimizer.workspace_fraction * unit.reached
     if settings.updates == "after backward" and gradient_home(states, settings) in ("host", "disk"):
         return max(unit.gradient_pieces or (unit.gradient_bytes,))
     return 0.0
@@ -187,7 +187,8 @@ def chunk_holdings(
 ) -> Iterator[Holding]:
     """A chunk's states or buffers, and the gradients that wait between slots.
 
-    Gradients to which micro-batches add up on the device stand there all the time.
+    Gradients to which micro-batches add up on the device stand there all the time. A persistent
+    chunk that no gradient reaches is its parameters alone; an offloaded one has room for all.
     """
     if not unit.used_by:
         return
@@ -200,7 +201,10 @@ def chunk_holdings(
         "device",
     )
     if isinstance(states, Persistent):
-        yield Holding("states", index, 0, end, unit.parameter_bytes + unit.state_bytes)
+        state_bytes = unit.state_bytes if unit.reached else 0
+        yield Holding("states", index, 0, end, unit.parameter_bytes + state_bytes)
+        if not unit.reached:
+            return
     else:
         for stay in residencies(states, unit.used_by, count):
             yield Holding("buffers", index, stay.first, stay.last, unit.parameter_bytes)
@@ -215,7 +219,7 @@ def chunk_holdings(
 def checkpoint_bytes(plans: Sequence[UnitPlan], profile: Profile) -> int:
     """What stands on a CPU machine while a checkpoint is written or read, between two steps."""
     standing = sum(
-        unit.parameter_bytes + unit.state_bytes
+        unit.parameter_bytes + (unit.state_bytes if unit.reached else 0)
         for plan, unit in zip(plans, profile.units, strict=True)
         if isinstance(plan.states, Persistent)
     )

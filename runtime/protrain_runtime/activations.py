@@ -11,14 +11,17 @@ falls into three kinds:
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from protrain_plan.records.profile import RecomputedForm
 from protrain_runtime.chunks import Chunk
 from protrain_runtime.replaying import replayed
+from protrain_runtime.statistics import unchanged
 
 MIN_SWAP_BYTES = 16 * 1024
 """Storages below this stay: a transfer's fixed cost outweighs them, and they add up to nothing."""
@@ -159,22 +162,32 @@ def _unpack(saved: Saved) -> torch.Tensor:
     return saved if isinstance(saved, torch.Tensor) else saved.tensor()
 
 
-def recomputed(forward: Callable[..., object], form: RecomputedForm) -> Callable[..., object]:
+def recomputed(
+    forward: Callable[..., object],
+    form: RecomputedForm,
+    *,
+    statistics: Sequence[nn.Module] = (),
+) -> Callable[..., object]:
     """`forward`, keeping what `form` keeps for backward and running once more there.
 
     The random state and autocast are those of the first run (torch.utils.checkpoint). Tensors in
     keyword arguments are handed over like positional ones, so that every input is seen by the
-    saved-tensor hooks around it.
+    saved-tensor hooks around it. The buffers of `statistics` are written in the first run alone.
     """
 
     def run(*args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         names = tuple(kwargs)
+        has_run = False
 
         def call(*flat: object) -> object:
+            nonlocal has_run
             split = len(flat) - len(names)
-            return forward(*flat[:split], **dict(zip(names, flat[split:], strict=True)))
+            context = unchanged(statistics) if has_run and statistics else nullcontext()
+            has_run = True
+            with context:
+                return forward(*flat[:split], **dict(zip(names, flat[split:], strict=True)))
 
         if form != "full":
             return replayed(call, *args, *kwargs.values(), form=form)

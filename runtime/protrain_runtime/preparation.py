@@ -55,6 +55,7 @@ from protrain_runtime.state_dicts import (
     offloaded_parameters,
     read_parameter,
 )
+from protrain_runtime.statistics import with_running_statistics
 from protrain_runtime.stores import Stores
 
 _ATTRIBUTE = "_protrain_prepared"
@@ -367,4 +368,5 @@ def _shut(lanes: Sequence[WorkLane], stores: Stores) -> None:
 
 def wrap_forward(module: nn.Module, form: RecomputedForm) -> Callable[[], None]:
     """Recompute the module's forward in backward, but for what `form` keeps; returns the undo."""
-    return replace_code(module, recomputed(code_of(module), form))
+    code = recomputed(code_of(module), form, statistics=with_running_statistics(module))
+    return replace_code(module, code)
