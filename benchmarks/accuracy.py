@@ -38,6 +38,9 @@ Found = dict[str, Any]
 def main() -> None:
     arguments = _arguments()
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for the processes that compute
+    # No thread of NumPy's in the process that others are forked from: its stack of 8 MiB would be
+    # theirs, and whether a thread of theirs takes it depends on which comes first.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     benchmark = _Benchmark(arguments)
     if "memory" in arguments.stages:
         with ThreadPoolExecutor(arguments.jobs) as pool:

@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from protrain_plan.models.batches import Batch, call_model
 from protrain_plan.profiling.discovery import FoundUnit
 from protrain_plan.profiling.execution import undisturbed
+from protrain_plan.records.plan import UnitPlan
 from protrain_plan.records.profile import Unit
 from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.compiled import replace_code
@@ -119,6 +120,14 @@ def filled(units: Sequence[Unit], elision: Elision) -> list[Unit]:
     return [
         replace(unit, forms=units[other].forms, own_inputs=units[other].own_inputs)
         for unit, other in zip(units, elision.representatives, strict=True)
+    ]
+
+
+def with_inputs(plans: Sequence[UnitPlan], elision: Elision) -> list[UnitPlan]:
+    """The units as plans describe them, with the own inputs of those that ran."""
+    return [
+        replace(plan, own_inputs=plans[other].own_inputs)
+        for plan, other in zip(plans, elision.representatives, strict=True)
     ]
 
 

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling import passes
 from protrain_plan.profiling.accounting import dissect, weigh
 from protrain_plan.profiling.discovery import FoundUnit, discover
-from protrain_plan.profiling.elision import Elision, elided, filled
+from protrain_plan.profiling.elision import Elision, elided, equal_blocks, filled, with_inputs
 from protrain_plan.profiling.execution import undisturbed
 from protrain_plan.profiling.rehearsal import context_bytes
 from protrain_plan.profiling.unit_by_unit import (
@@ -164,6 +164,7 @@ def measure_model(
         stack.callback(switch_off_checkpointing(model))
         batch = next(batches)
         progress("finding units", 0.05)
+        whole = running is None
         if running is None:
             found = discover(model, batch)
             running = Running(found, Elision.of_nothing(len(found)))
@@ -173,26 +174,31 @@ def measure_model(
         passes.training_step(model, batch)  # fills caches that the first step makes
         passes.drop_gradients(model)
         progress("finding what is saved", 0.1)
-        anatomy = dissect(model, batch, found, optimizer=optimizer)
+        # Bytes of equal blocks are counted once; seconds are those of the whole model.
+        counted = equal_blocks(model, found, batch) if whole else elision
+        with elided(found, counted) if whole else nullcontext():
+            anatomy = dissect(model, batch, found, optimizer=optimizer)
         progress("rehearsing a planned step", 0.15)
         context = context_bytes(
             model,
             batch,
-            anatomy.plans,
+            with_inputs(anatomy.plans, counted),
             workload,
             spill_directory,
             optimizer=optimizer,
             absent=elision.elided,
         )
         progress("counting bytes", 0.2)
-        units = weigh(
-            model,
-            batch,
-            anatomy,
-            lambda: MemoryMeter(workload.device),
-            optimizer=optimizer,
-            precision=workload.precision,
-        )
+        with elided(found, counted) if whole else nullcontext():
+            units = weigh(
+                model,
+                batch,
+                anatomy,
+                lambda: MemoryMeter(workload.device),
+                optimizer=optimizer,
+                precision=workload.precision,
+            )
+        units = filled(units, counted)
         measured = {cost.form for unit in units for cost in unit.forms}
         forms = [form for form in passes.FORMS if form in measured]
         total, done = len(forms) * num_steps + 1, 0

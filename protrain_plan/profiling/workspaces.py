@@ -260,19 +260,101 @@ def _dropout_backward(call: OperatorCall) -> int:
 _PACKED_BYTES_PER_THREAD = 3 * 2**19
 """The most scratch that oneDNN took for a 16-bit matrix product, per thread: 1.33 MiB, rounded up
 (operands from 64 x 64 to 32000 x 1024, transposed or not)."""
+_ROWS_BYTES_PER_THREAD = 2**18
+"""The same where the rows of the left operand lie in a row each."""
+_KERNEL_BYTES = 4096
+"""Per thread, for what is small and fixed: paddings, pointers, one line of sums."""
 
 
 def _half_product(call: OperatorCall) -> int:
-    """A bound: both operands packed and a float32 result, or oneDNN's largest blocks."""
+    """A bound: both operands packed and a float32 result, or oneDNN's largest blocks.
+
+    A left operand of transposed rows is packed besides: blocks of it, at most twice the whole.
+    """
     operands = [t for t in call.inputs if t.dim() > 1 and t.dtype in _HALF]
     if not operands:
         return 0
     whole = sum(t.numel() * t.itemsize for t in operands) + 4 * call.outputs[0].numel()
-    return min(whole, call.num_threads * _PACKED_BYTES_PER_THREAD) + 4096 * call.num_threads
+    left = operands[-2] if len(operands) > 1 else operands[0]
+    packed = call.num_threads * _ROWS_BYTES_PER_THREAD
+    if left.stride(-1) != 1:
+        packed += 2 * left.numel() * left.itemsize
+    most = min(whole, packed, call.num_threads * _PACKED_BYTES_PER_THREAD)
+    return most + _KERNEL_BYTES * call.num_threads
+
+
+_CHANNELS = 16
+"""oneDNN lays channels out in blocks of up to so many (AVX-512; 8 with AVX2)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Blocked:
+    """Elements of a convolution's operands with whole blocks of channels in every group."""
+
+    given: int
+    weight: int
+    result: int
+
+    @staticmethod
+    def of(given: Tensor, weight: Tensor, result: Tensor, groups: int) -> "_Blocked":
+        if groups == weight.shape[0] == given.shape[1]:  # a group is a channel
+            own = _in_blocks(groups)
+            return _Blocked(
+                given=given.numel() // groups * own,
+                weight=weight.numel() // groups * own,
+                result=result.numel() // groups * own,
+            )
+        inside, outside = int(weight.shape[1]), int(weight.shape[0]) // groups
+        kernel = math.prod(weight.shape[2:])
+        return _Blocked(
+            given=given.numel() // inside * _in_blocks(inside),
+            weight=groups * _in_blocks(inside) * _in_blocks(outside) * kernel,
+            result=result.numel() // outside * _in_blocks(outside),
+        )
+
+
+def _in_blocks(channels: int) -> int:
+    return -(-channels // _CHANNELS) * _CHANNELS
 
 
 def _convolution(call: OperatorCall) -> int:
-    """A bound: everything four times, in float32; oneDNN lays operands out anew and sums up."""
+    """A bound: operands are laid out anew for the kernel; after it, the result.
+
+    Small kernels in 16 bits add up in float32.
+    """
+    given, weight = call.args[:2]
+    stride, transposed, groups = call.args[3], call.args[6], call.args[8]
+    result = call.outputs[0]
+    # Kernels that are not oneDNN's take single images.
+    if transposed or given.shape[0] == 1:
+        return _any_convolution(call)
+    blocked = _Blocked.of(given, weight, result, groups)
+    before = blocked.given + blocked.weight + blocked.result - result.numel()
+    size = max(before, blocked.result) * given.itemsize
+    apart = all(step >= width for step, width in zip(stride, weight.shape[2:], strict=True))
+    if given.dtype in _HALF and apart:
+        size += 4 * blocked.result
+    return int(size) + _KERNEL_BYTES * call.num_threads
+
+
+def _convolution_backward(call: OperatorCall) -> int:
+    """A bound: operands are laid out anew, and every thread sums up the weight's gradient.
+
+    16-bit operands are transposed besides.
+    """
+    gradient, given, weight = call.args[:3]
+    transposed, groups = call.args[7], call.args[9]
+    if transposed or given.shape[0] == 1:
+        return _any_convolution(call)
+    blocked = _Blocked.of(given, weight, gradient, groups)
+    copies = 2 if given.dtype in _HALF else 1
+    size = copies * (blocked.given + blocked.result) * given.itemsize
+    size += 4 * (1 + call.num_threads) * blocked.weight
+    return int(size) + _KERNEL_BYTES * call.num_threads
+
+
+def _any_convolution(call: OperatorCall) -> int:
+    """A bound for the kernels that are not oneDNN's, too: everything four times, in float32."""
     return 16 * sum(t.numel() for t in (*call.inputs, *call.outputs))
 
 
@@ -357,7 +439,7 @@ _CPU: dict[Any, Workspace] = {
     aten.native_dropout_backward.default: _dropout_backward,
     **dict.fromkeys(_PRODUCTS, _half_product),
     aten.convolution.default: _convolution,
-    aten.convolution_backward.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
 }
