@@ -12,7 +12,7 @@ its workspace by trying.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -283,6 +283,8 @@ def _half_product(call: OperatorCall) -> int:
     return most + _KERNEL_BYTES * call.num_threads
 
 
+_SUMS_BYTES = 2**15
+"""Per thread, of a convolution: up to 12 KiB were seen besides what the bounds below name."""
 _CHANNELS = 16
 """oneDNN lays channels out in blocks of up to so many (AVX-512; 8 with AVX2)."""
 
@@ -317,6 +319,13 @@ def _in_blocks(channels: int) -> int:
     return -(-channels // _CHANNELS) * _CHANNELS
 
 
+def _strided_image(weight: Tensor, stride: Sequence[int], result: Tensor) -> int:
+    """Elements of one image's pixels that a strided 1 x 1 kernel reads, which are put in a row."""
+    if math.prod(weight.shape[2:]) > 1 or max(stride) == 1:
+        return 0
+    return _in_blocks(int(weight.shape[1])) * math.prod(result.shape[2:])
+
+
 def _convolution(call: OperatorCall) -> int:
     """A bound: operands are laid out anew for the kernel; after it, the result.
 
@@ -330,27 +339,32 @@ def _convolution(call: OperatorCall) -> int:
         return _any_convolution(call)
     blocked = _Blocked.of(given, weight, result, groups)
     before = blocked.given + blocked.weight + blocked.result - result.numel()
+    before += call.num_threads * _strided_image(weight, stride, result)
     size = max(before, blocked.result) * given.itemsize
     apart = all(step >= width for step, width in zip(stride, weight.shape[2:], strict=True))
     if given.dtype in _HALF and apart:
         size += 4 * blocked.result
-    return int(size) + _KERNEL_BYTES * call.num_threads
+    return int(size) + _SUMS_BYTES * call.num_threads
 
 
 def _convolution_backward(call: OperatorCall) -> int:
     """A bound: operands are laid out anew, and every thread sums up the weight's gradient.
 
-    16-bit operands are transposed besides.
+    The input's gradient is there in both layouts, and once more. 16-bit operands are transposed
+    besides.
     """
     gradient, given, weight = call.args[:3]
-    transposed, groups = call.args[7], call.args[9]
+    stride, transposed, groups = call.args[4], call.args[7], call.args[9]
     if transposed or given.shape[0] == 1:
         return _any_convolution(call)
     blocked = _Blocked.of(given, weight, gradient, groups)
-    copies = 2 if given.dtype in _HALF else 1
-    size = copies * (blocked.given + blocked.result) * given.itemsize
+    laid_out = blocked.given + max(blocked.given, blocked.result)
+    if given.dtype in _HALF:
+        laid_out = 2 * (blocked.given + blocked.result)
+    size = laid_out * given.itemsize
     size += 4 * (1 + call.num_threads) * blocked.weight
-    return int(size) + _KERNEL_BYTES * call.num_threads
+    size += 4 * call.num_threads * _strided_image(weight, stride, gradient)
+    return int(size) + _SUMS_BYTES * call.num_threads
 
 
 def _any_convolution(call: OperatorCall) -> int:
