@@ -257,29 +257,35 @@ def _dropout_backward(call: OperatorCall) -> int:
     return call.given.numel() * call.given.itemsize + 8 + call.given.itemsize
 
 
-_PACKED_BYTES_PER_THREAD = 3 * 2**19
-"""The most scratch that oneDNN took for a 16-bit matrix product, per thread: 1.33 MiB, rounded up
-(operands from 64 x 64 to 32000 x 1024, transposed or not)."""
-_ROWS_BYTES_PER_THREAD = 2**18
-"""The same where the rows of the left operand lie in a row each."""
-_KERNEL_BYTES = 4096
+_LONG_ROWS = 2048
+_LONG_COLUMNS = 512
+
+
+def _packed_per_thread(left: Tensor) -> int:
+    """The most scratch that oneDNN took for a 16-bit product, per thread, and some more.
+
+    It depends on the inner dimension. Left operands that lie row by row took 193 KiB, beyond 2048
+    elements 721 KiB; others are packed, too: 275 KiB, beyond 512 elements 2385 KiB. (Operands from
+    64 x 64 to 8192 x 11008 x 4096.)
+    """
+    inner = left.shape[-1]
+    if left.stride(-1) == 1:
+        return 2**18 if inner <= _LONG_ROWS else 2**20
+    return 2**19 if inner <= _LONG_COLUMNS else 5 * 2**19
+
+
+_KERNEL_BYTES = 8192
 """Per thread, for what is small and fixed: paddings, pointers, one line of sums."""
 
 
 def _half_product(call: OperatorCall) -> int:
-    """A bound: both operands packed and a float32 result, or oneDNN's largest blocks.
-
-    A left operand of transposed rows is packed besides: blocks of it, at most twice the whole.
-    """
+    """A bound: operands packed, the right one by every thread, and a float32 result; or blocks."""
     operands = [t for t in call.inputs if t.dim() > 1 and t.dtype in _HALF]
     if not operands:
         return 0
-    whole = sum(t.numel() * t.itemsize for t in operands) + 4 * call.outputs[0].numel()
-    left = operands[-2] if len(operands) > 1 else operands[0]
-    packed = call.num_threads * _ROWS_BYTES_PER_THREAD
-    if left.stride(-1) != 1:
-        packed += 2 * left.numel() * left.itemsize
-    most = min(whole, packed, call.num_threads * _PACKED_BYTES_PER_THREAD)
+    left, right = operands[-2:] if len(operands) > 1 else (operands[0], operands[0])
+    whole = left.numel() + call.num_threads * right.numel() + 2 * call.outputs[0].numel()
+    most = min(whole * left.itemsize, call.num_threads * _packed_per_thread(left))
     return most + _KERNEL_BYTES * call.num_threads
 
 
