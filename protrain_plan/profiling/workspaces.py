@@ -295,16 +295,26 @@ _CHANNELS = 16
 """oneDNN lays channels out in blocks of up to so many (AVX-512; 8 with AVX2)."""
 
 
+_IMAGE_CHANNELS = 3
+_WIDEST_IMAGE_KERNEL = 14
+"""Of the kernel for the gradient of weights: one of 16 x 16 took padded channels, of 8 x 8 none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Blocked:
-    """Elements of a convolution's operands with whole blocks of channels in every group."""
+    """Elements of a convolution's operands with whole blocks of channels in every group.
+
+    If `images`, the few channels of an image stay as they are: there are kernels for those.
+    """
 
     given: int
     weight: int
     result: int
 
     @staticmethod
-    def of(given: Tensor, weight: Tensor, result: Tensor, groups: int) -> "_Blocked":
+    def of(
+        given: Tensor, weight: Tensor, result: Tensor, groups: int, *, images: bool
+    ) -> "_Blocked":
         if groups == weight.shape[0] == given.shape[1]:  # a group is a channel
             own = _in_blocks(groups)
             return _Blocked(
@@ -314,9 +324,11 @@ class _Blocked:
             )
         inside, outside = int(weight.shape[1]), int(weight.shape[0]) // groups
         kernel = math.prod(weight.shape[2:])
+        is_image = images and groups == 1 and inside <= _IMAGE_CHANNELS
+        blocked = inside if is_image else _in_blocks(inside)
         return _Blocked(
-            given=given.numel() // inside * _in_blocks(inside),
-            weight=groups * _in_blocks(inside) * _in_blocks(outside) * kernel,
+            given=given.numel() // inside * blocked,
+            weight=groups * blocked * _in_blocks(outside) * kernel,
             result=result.numel() // outside * _in_blocks(outside),
         )
 
@@ -343,7 +355,7 @@ def _convolution(call: OperatorCall) -> int:
     # Kernels that are not oneDNN's take single images.
     if transposed or given.shape[0] == 1:
         return _any_convolution(call)
-    blocked = _Blocked.of(given, weight, result, groups)
+    blocked = _Blocked.of(given, weight, result, groups, images=True)
     before = blocked.given + blocked.weight + blocked.result - result.numel()
     before += call.num_threads * _strided_image(weight, stride, result)
     size = max(before, blocked.result) * given.itemsize
@@ -363,7 +375,8 @@ def _convolution_backward(call: OperatorCall) -> int:
     stride, transposed, groups = call.args[4], call.args[7], call.args[9]
     if transposed or given.shape[0] == 1:
         return _any_convolution(call)
-    blocked = _Blocked.of(given, weight, gradient, groups)
+    images = not call.args[10][0] and weight.shape[-1] <= _WIDEST_IMAGE_KERNEL
+    blocked = _Blocked.of(given, weight, gradient, groups, images=images)
     laid_out = blocked.given + max(blocked.given, blocked.result)
     if given.dtype in _HALF:
         laid_out = 2 * (blocked.given + blocked.result)
