@@ -49,6 +49,8 @@ class Normed(nn.Module):
 class Counting(nn.Module):
     """A norm that counts its calls, and computes with the count."""
 
+    calls: Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))

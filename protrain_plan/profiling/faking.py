@@ -56,7 +56,7 @@ def faking(kind: DeviceKind = "cpu") -> Iterator[FakeTensorMode]:
         # Draws again what lies outside its bounds, and so looks at what it drew.
         stack.enter_context(_replaced(nn.init, "_no_grad_trunc_normal_", _undrawn))
         stack.enter_context(mode)
-        stack.enter_context(KnownValues())  # type: ignore[no-untyped-call]
+        stack.enter_context(KnownValues())
         stack.enter_context(_GroupedProducts())  # type: ignore[no-untyped-call]
         if kind == "cuda":
             # Not a function mode: those are not asked in a backward, where blocks are recomputed.

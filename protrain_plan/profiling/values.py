@@ -58,8 +58,9 @@ class KnownValues(TorchDispatchMode):
         result = func(*args, **kwargs)
         made = tensors_in(result)
         if known and _repeatable(func) and all(map(_is_small, made)):
-            for tensor, value in zip(made, tensors_in(self._real(func, args, kwargs)), strict=True):
-                setattr(tensor, _ATTRIBUTE, value)
+            real = tensors_in(self._real(func, args, kwargs))
+            for tensor, found in zip(made, real, strict=True):
+                setattr(tensor, _ATTRIBUTE, found)
         elif func._schema.is_mutable:
             for value in values:
                 if value is not None:
@@ -87,14 +88,15 @@ class KnownValues(TorchDispatchMode):
     ) -> object | None:
         """A result whose shape depends on values: all of them, or a mask's alone."""
         if known:
-            real = self._real(func, args, kwargs)
-            return tree_map_only(Tensor, _faked, real)
+            found: object = tree_map_only(Tensor, _faked, self._real(func, args, kwargs))
+            return found
         if func is aten.masked_select.default:
+            given: Tensor = args[0]
             mask = self._value(args[1])
             if mask is None:
                 return None
-            shape = torch.broadcast_shapes(args[0].shape, mask.shape)
-            return args[0].new_empty(int(mask.expand(shape).sum()))
+            shape = torch.broadcast_shapes(given.shape, mask.shape)
+            return given.new_empty(int(mask.expand(shape).sum()))
         if func is aten.index.Tensor:
             return self._masked(args[0], args[1])
         return None

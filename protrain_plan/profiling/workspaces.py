@@ -210,9 +210,9 @@ def _masked_index(call: OperatorCall) -> int:
     masks = [t for t in call.args[1] if t is not None and t.dtype == torch.bool]
     if len(masks) != 1:
         return 0
-    kept = call.given.dim() - masks[0].dim()
-    elements = call.outputs[0].numel() // max(1, math.prod(call.outputs[0].shape[-kept:][:kept]))
-    return 8 * elements * masks[0].dim()
+    (mask,) = masks
+    chosen = call.outputs[0].numel() * mask.numel() // max(1, call.given.numel())
+    return 8 * int(chosen) * int(mask.dim())
 
 
 def _masked_select(call: OperatorCall) -> int:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _NormBase
 
 
@@ -33,7 +34,7 @@ def unchanged(norms: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, value in zip(buffers, values, strict=True):
-                with torch.autograd._unsafe_preserve_version_counter(buffer):
+                with _unsafe_preserve_version_counter(buffer):
                     buffer.copy_(value)
 
 
