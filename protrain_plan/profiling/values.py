@@ -96,7 +96,7 @@ class KnownValues(TorchDispatchMode):
             if mask is None:
                 return None
             shape = torch.broadcast_shapes(given.shape, mask.shape)
-            return given.new_empty(int(mask.expand(shape).sum()))
+            return given.new_empty(_count(mask) * (shape.numel() // max(1, mask.numel())))
         if func is aten.index.Tensor:
             return self._masked(args[0], args[1])
         return None
@@ -111,7 +111,7 @@ class KnownValues(TorchDispatchMode):
         if mask is None:
             return None
         before, after = given.shape[: places[0]], given.shape[places[0] + mask.dim() :]
-        return given.new_empty(*before, int(mask.sum()), *after)
+        return given.new_empty(*before, _count(mask), *after)
 
 
 def know(fake: Tensor, value: Tensor) -> Tensor:
@@ -123,6 +123,11 @@ def know(fake: Tensor, value: Tensor) -> Tensor:
 
 def _faked(value: Tensor) -> Tensor:
     return know(torch.empty(value.shape, dtype=value.dtype), value)
+
+
+def _count(mask: Tensor) -> int:
+    with unset_fake_temporarily():
+        return int(mask.sum())
 
 
 _UNDEFINED = ("empty", "new_empty", "resize", "set_")

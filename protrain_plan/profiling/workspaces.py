@@ -296,8 +296,8 @@ _CHANNELS = 16
 
 
 _IMAGE_CHANNELS = 3
-_WIDEST_IMAGE_KERNEL = 14
-"""Of the kernel for the gradient of weights: one of 16 x 16 took padded channels, of 8 x 8 none."""
+_WIDEST_KERNEL = 14
+"""Of those that compute the gradient of weights in blocks: 8 x 8 is one, 16 x 16 is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,7 +375,9 @@ def _convolution_backward(call: OperatorCall) -> int:
     stride, transposed, groups = call.args[4], call.args[7], call.args[9]
     if transposed or given.shape[0] == 1:
         return _any_convolution(call)
-    images = not call.args[10][0] and weight.shape[-1] <= _WIDEST_IMAGE_KERNEL
+    images = not call.args[10][0]
+    if weight.shape[-1] > _WIDEST_KERNEL:
+        return _any_convolution(call) + _columns(call, weight, gradient)
     blocked = _Blocked.of(given, weight, gradient, groups, images=images)
     laid_out = blocked.given + max(blocked.given, blocked.result)
     if given.dtype in _HALF:
@@ -384,6 +386,12 @@ def _convolution_backward(call: OperatorCall) -> int:
     size += 4 * (1 + call.num_threads) * blocked.weight
     size += 4 * call.num_threads * _strided_image(weight, stride, gradient)
     return int(size) + _SUMS_BYTES * call.num_threads
+
+
+def _columns(call: OperatorCall, weight: Tensor, gradient: Tensor) -> int:
+    """Bytes of one image's patches as rows of a matrix, for every thread and once more."""
+    patches = math.prod(weight.shape[1:]) * math.prod(gradient.shape[2:])
+    return 4 * (1 + call.num_threads) * patches
 
 
 def _any_convolution(call: OperatorCall) -> int:
