@@ -6,6 +6,7 @@ from typing import Literal, assert_never
 
 from protrain_plan.program import (
     ARRIVING_GRADIENTS,
+    COLLECT,
     STAGING_PIECES,
     ChunkSize,
     Lane,
@@ -15,8 +16,10 @@ from protrain_plan.program import (
     Slot,
     gradient_home,
     num_pieces,
+    padded,
     pieces_in,
     residencies,
+    shard_of,
     shares,
     written_share,
 )
@@ -27,6 +30,7 @@ from protrain_plan.records.plan import (
     Offload,
     Persistent,
     Recompute,
+    StateTier,
     Swap,
     SwapInput,
     UnitPlan,
@@ -58,12 +62,18 @@ class _Compiler:
     ) -> None:
         self.units, self.chunks = units, chunks
         self.settings, self.updating = settings, updating
+        self.sharded = settings.num_devices > 1
+        # What stands on the device while a chunk is there, and what this rank has of its states.
+        self.whole = [padded(chunk, settings) for chunk in chunks] if self.sharded else chunks
+        self.own = [shard_of(chunk, settings) for chunk in chunks] if self.sharded else chunks
         count = len(units)
         self.slots = [
             Slot(unit=min(t, 2 * count - 1 - t), forward=t < count) for t in range(2 * count)
         ]
         self.moves: list[Move] = []
         self.last: list[int] = []
+        self.reduced: list[int] = []
+        self.gathered: dict[tuple[int, int, float], int] = {}  # unit, slot served, share's start
         self.fetches: list[tuple[int, int, Move]] = []  # (slot to submit in, slot served, move)
         self.written: list[int] = []  # the "write states" moves so far, for the staging pool
         self.added: list[int] = []  # the "add gradients" moves so far, for the arriving buffers
@@ -90,6 +100,7 @@ class _Compiler:
             last=tuple(self.last),
             settings=self.settings,
             updating=self.updating,
+            reduced=tuple(self.reduced),
         )
 
     # Fetches
@@ -126,22 +137,33 @@ class _Compiler:
                 assert_never(plan.activations)
 
     def _plan_gather(
-        self, unit: int, tier: TierName, served: int, earliest: int, lead: float
+        self, unit: int, tier: StateTier, served: int, earliest: int, lead: float
     ) -> None:
-        sizes = self.chunks[unit].parameter_pieces or (self.chunks[unit].parameter_bytes,)
+        own, whole = _parameter_pieces(self.own[unit]), _parameter_pieces(self.whole[unit])
         for slot, share in self._fetch_slots(served, earliest, lead):
-            held = pieces_in(sizes, share)
+            held = pieces_in(whole, share)
             if not held:
                 continue
-            move = Move(
-                kind="gather",
-                unit=unit,
-                slot=served,
-                lane=Lane("fetch", tier),
-                bytes=sum(sizes[held.start : held.stop]),
-                share=share,
-            )
-            self.fetches.append((slot, served, move))
+            if tier != "device":
+                move = Move(
+                    kind="gather",
+                    unit=unit,
+                    slot=served,
+                    lane=Lane("fetch", tier),
+                    bytes=sum(own[held.start : held.stop]),
+                    share=share,
+                )
+                self.fetches.append((slot, served, move))
+            if self.sharded:
+                move = Move(
+                    kind="all-gather",
+                    unit=unit,
+                    slot=served,
+                    lane=COLLECT,
+                    bytes=sum(whole[held.start : held.stop]),
+                    share=share,
+                )
+                self.fetches.append((slot, served, move))
 
     def _fetch_slots(
         self, served: int, earliest: int, lead: float
@@ -156,7 +178,12 @@ class _Compiler:
     def _add_fetch(self, move: Move) -> int:
         if move.kind == "swap in":
             move = move._replace(after=tuple(self.swapped_out[move.unit]))
+        key = move.unit, move.slot, move.share[0]
+        if move.kind == "all-gather" and key in self.gathered:
+            move = move._replace(after=(self.gathered[key],))
         index = self._add(move)
+        if move.kind == "gather":
+            self.gathered[key] = index
         self.slots[move.slot].ready.append(index)
         return index
 
@@ -179,7 +206,12 @@ class _Compiler:
                     assert_never(plan.activations)
             return
         chunk = self.chunks[unit]
-        if not chunk.used_by or not chunk.num_parameters or isinstance(plan.states, Persistent):
+        if not chunk.used_by or not chunk.num_parameters:
+            return
+        if self.sharded:
+            self._add_reduced(index, slot)
+            return
+        if isinstance(plan.states, Persistent):
             return
         drain = plan.schedule.update_drain
         home = gradient_home(plan.states, self.settings)
@@ -187,24 +219,79 @@ class _Compiler:
         match home:
             case "in place":
                 if in_backward:
-                    writes = self._add_updates(index, unit, slot.finish, plan.states.tier, ())
+                    writes = self._add_updates(index, unit, slot.finish, plan.states, ())
                     self._drain_in_place(unit, index, writes, drain)
             case "device":
                 pass
             case "host" | "disk":
                 spills = self._add_spills(index, slot, home)
                 if in_backward:
-                    self._add_updates(index, unit, slot.finish, plan.states.tier, spills)
+                    self._add_updates(index, unit, slot.finish, plan.states, spills)
             case _:
                 assert_never(home)
+
+    def _add_reduced(self, index: int, slot: Slot) -> None:
+        """The sum of a chunk's gradients over all ranks, and on to the optimizer.
+
+        What the micro-batches before the last add up stays as it is on each rank.
+        """
+        if not self.updating:
+            return
+        unit, plan = slot.unit, self.units[slot.unit]
+        if isinstance(plan.states, Persistent):
+            num_bytes = self.chunks[unit].gradient_bytes
+            move = Move(kind="all-reduce", unit=unit, slot=index, lane=COLLECT, bytes=num_bytes)
+            self.reduced.append(self._add(move))
+            slot.finish.append(self.reduced[-1])
+            return
+        whole, own = _gradient_pieces(self.whole[unit]), _gradient_pieces(self.own[unit])
+        home = gradient_home(plan.states, self.settings)
+        arrived: list[int] = []
+        longest: int | None = 0
+        for slots, share in _drain_shares(plan.schedule.update_drain):
+            held = pieces_in(whole, share)
+            if not held:
+                continue
+            move = Move(
+                kind="reduce-scatter",
+                unit=unit,
+                slot=index,
+                lane=COLLECT,
+                bytes=sum(whole[held.start : held.stop]),
+                share=share,
+            )
+            arrived.append(self._add(move))
+            self.reduced.append(arrived[-1])
+            slot.finish.append(arrived[-1])
+            self._drain(arrived[-1], index, slots)
+            longest = slots
+            if home == "host":
+                move = Move(
+                    kind="spill gradients",
+                    unit=unit,
+                    slot=index,
+                    lane=Lane("spill", home),
+                    bytes=sum(own[held.start : held.stop]),
+                    after=(arrived[-1],),
+                    share=share,
+                )
+                arrived[-1] = self._add(move)
+                slot.finish.append(arrived[-1])
+                self._drain(arrived[-1], index, slots)
+        if plan.states.tier != "device" and self.settings.updates == "in backward":
+            ends = self._add_updates(index, unit, slot.finish, plan.states, tuple(arrived))
+            if home == "device":  # the shard of the gradients has left with the last piece
+                self._drain(ends[-1], index, longest)
 
     def _add_last(self, unit: int) -> None:
         """The update of a chunk that waited for the end of backward."""
         plan, chunk = self.units[unit], self.chunks[unit]
         if not chunk.used_by or not chunk.num_parameters or isinstance(plan.states, Persistent):
             return
+        if plan.states.tier == "device":
+            return
         index = 2 * len(self.units) - 1 - unit
-        self._add_updates(index, unit, self.last, plan.states.tier, ())
+        self._add_updates(index, unit, self.last, plan.states, ())
 
     def _add_swap_out(self, index: int, slot: Slot, tier: TierName) -> None:
         unit, schedule = slot.unit, self.units[slot.unit].schedule
@@ -270,14 +357,19 @@ class _Compiler:
         return tuple(spills)
 
     def _add_updates(
-        self, index: int, unit: int, into: list[int], tier: TierName, gradients: tuple[int, ...]
+        self,
+        index: int,
+        unit: int,
+        into: list[int],
+        states: Offload | Buffer,
+        gradients: tuple[int, ...],
     ) -> list[int]:
         """Reads, steps and writes a chunk's states piece by piece; returns the ends of pieces.
 
         `gradients` are the moves that bring them to the optimizer.
         """
-        chunk, states = self.chunks[unit], self.units[unit].states
-        assert not isinstance(states, Persistent)
+        chunk, tier = self.own[unit], states.tier
+        assert tier != "device", "updated with the persistent chunks"
         home = gradient_home(states, self.settings)
         on_disk = tier == "disk"
         ends: list[int] = []
@@ -374,6 +466,14 @@ class _Compiler:
         slot = produced + drain + 1
         if slot < len(self.slots):
             self.slots[slot].drained.append(move)
+
+
+def _parameter_pieces(chunk: ChunkSize) -> tuple[int, ...]:
+    return chunk.parameter_pieces or (chunk.parameter_bytes,)
+
+
+def _gradient_pieces(chunk: ChunkSize) -> tuple[int, ...]:
+    return chunk.gradient_pieces or (chunk.gradient_bytes,)
 
 
 def _drain_shares(drain: float | None) -> list[tuple[int | None, tuple[float, float]]]:

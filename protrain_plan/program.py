@@ -12,7 +12,8 @@ What happens around a slot, in this order, in both readers:
 5. the chunks in `release` leave the device, and the `finish` moves (what the slot produced) enter
    their lanes.
 
-After the last slot the device updates the persistent chunks. Where offloaded chunks are updated
+After the last slot the moves in `reduced` have ended, and the device updates the persistent chunks
+and its shares of those that are sharded over the devices. Where offloaded chunks are updated
 after backward, all moves end first (clipping needs the norm of all gradients), and the `last` moves
 enter their lanes when that update begins.
 
@@ -20,10 +21,17 @@ A lane runs its moves one at a time in the order in which they were submitted; a
 the moves in `after` have ended. Every move waits only for moves submitted before it, so no order
 of events can deadlock. Since each wait is stated here and none depends on a clock, the bytes that
 can stand on the device in a slot do not depend on how fast the lanes are.
+
+On several devices every rank has the same programme. All collectives are on the one lane
+`collect`, so that every rank meets them in the same order. A chunk's buffers are padded so that
+each rank's shard of a group is a range of `shard_bytes`; `padded` and `shard_of` say what that
+makes of a chunk. A fetch is then the gather of the rank's own range and an all-gather of the
+others', and a unit's gradients are summed when its own backward slot has ended: those of a
+persistent chunk for every rank, those of others for the rank that has them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import floor
 from typing import Literal, NamedTuple, assert_never
@@ -36,7 +44,10 @@ from protrain_plan.records.plan import (
 )
 
 MoveKind = Literal[
-    "gather",  # a chunk's parameters to the device
+    "gather",  # a chunk's parameters to the device; of several devices: the rank's shard of them
+    "all-gather",  # the other ranks' shards to this device
+    "all-reduce",  # a persistent chunk's gradients, summed over all ranks
+    "reduce-scatter",  # a sharded chunk's gradients, summed; each rank keeps its shard of them
     "swap in",  # a unit's swapped activations back to the device
     "swap out",  # a unit's activations off the device
     "spill gradients",  # a chunk's gradients to where its optimizer runs
@@ -45,7 +56,7 @@ MoveKind = Literal[
     "update",  # the optimizer's step on a piece
     "write states",  # the piece's new parameters and states to disk
 ]
-Direction = Literal["fetch", "read", "spill", "write", "update"]
+Direction = Literal["fetch", "read", "spill", "write", "update", "collect"]
 
 SAVING_BYTES = 2**20
 """What bytes pass through on their way to a checkpoint and back, in host memory."""
@@ -69,14 +80,23 @@ class Lane(NamedTuple):
     What compute waits for is fetched and spilled on lanes of its own; "read" and "write" carry
     optimizer states, of which there is so much that nothing should stand behind them in a queue.
     Updates of chunks on disk wait for their states, those of chunks in host memory do not: they
-    have a lane each, too.
+    have a lane each, too. `COLLECT` is the network between devices: no tier.
     """
 
     direction: Direction
-    tier: TierName
+    tier: TierName | None
 
     def __str__(self) -> str:
-        return f"{self.direction} {self.tier}"
+        return self.direction if self.tier is None else f"{self.direction} {self.tier}"
+
+
+COLLECT = Lane("collect", None)
+"""All collectives, in one order."""
+
+SHARD_ALIGNMENT = 256
+"""Parameters of sharded chunks start, and are cut, at multiples of this many bytes: 64 float32
+elements, so that a rank's optimizer meets the code that it would meet on the whole parameter (see
+PIECE_ALIGNMENT; twice the widest vectors is what kernels that are unrolled ask for)."""
 
 
 MAX_PIECES = 8
@@ -91,12 +111,21 @@ class Settings:
     piece_bytes    optimizer states move and are updated in pieces of at most this size
     updates        of offloaded chunks: while backward goes on, or after it (clipping)
     micro_batches  forwards and backwards per update
+    num_devices    ranks of the data-parallel group
+    num_replicas   groups of ranks that each have a whole copy of the sharded states
     """
 
     device: DeviceKind
     piece_bytes: int
     updates: Updates = "in backward"
     micro_batches: int = 1
+    num_devices: int = 1
+    num_replicas: int = 1
+
+    @property
+    def num_shards(self) -> int:
+        """The ranks that share the states of a chunk."""
+        return self.num_devices // self.num_replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +144,64 @@ class ChunkSize:
     gradient_pieces: tuple[int, ...] = ()
 
 
+def shard_bytes(num_bytes: int, num_shards: int) -> int:
+    """A rank's range of a buffer that all of them share."""
+    return -(-num_bytes // (num_shards * SHARD_ALIGNMENT)) * SHARD_ALIGNMENT
+
+
+def shard_of(chunk: ChunkSize, settings: Settings) -> ChunkSize:
+    """What one rank has of a sharded chunk; on one device, the chunk itself.
+
+    In each group of whole parameters, the trainable ones and the frozen ones are shared by
+    themselves. Padding counts as trainable parameters.
+    """
+    if settings.num_devices == 1:
+        return chunk
+    parameters = chunk.parameter_pieces or (chunk.parameter_bytes,)
+    gradients = chunk.gradient_pieces or (chunk.gradient_bytes,)
+    count = settings.num_shards
+    trainable = tuple(shard_bytes(size, count) for size in gradients)
+    pieces = tuple(
+        own + shard_bytes(size - gradient, count)
+        for own, size, gradient in zip(trainable, parameters, gradients, strict=True)
+    )
+    num_parameters = state_bytes = 0
+    if chunk.num_parameters:
+        num_parameters = sum(trainable) * chunk.num_parameters // chunk.gradient_bytes
+        state_bytes = -(-chunk.state_bytes * num_parameters // chunk.num_parameters)
+    several = bool(chunk.parameter_pieces)
+    return replace(
+        chunk,
+        parameter_bytes=sum(pieces),
+        gradient_bytes=sum(trainable),
+        state_bytes=state_bytes,
+        num_parameters=num_parameters,
+        parameter_pieces=pieces if several else (),
+        gradient_pieces=trainable if several else (),
+    )
+
+
+def padded(chunk: ChunkSize, settings: Settings) -> ChunkSize:
+    """What all ranks that share a chunk have of it together: the size of its buffers."""
+    if settings.num_devices == 1:
+        return chunk
+    own, count = shard_of(chunk, settings), settings.num_shards
+    return replace(
+        own,
+        parameter_bytes=own.parameter_bytes * count,
+        gradient_bytes=own.gradient_bytes * count,
+        state_bytes=own.state_bytes * count,
+        num_parameters=own.num_parameters * count,
+        parameter_pieces=tuple(size * count for size in own.parameter_pieces),
+        gradient_pieces=tuple(size * count for size in own.gradient_pieces),
+    )
+
+
 class Move(NamedTuple):
     """One transfer or update. (Not a dataclass: searches make millions, and tuples are quick.)
+
+    Of a collective, `bytes` are those of the buffers that it fills or sums on each rank, of which
+    others have all but the rank's own shard.
 
     `start:stop` are the trainable parameters of a piece of states. `share` is the part of a
     chunk's or a unit's bytes that a gather, a swap or a spill moves; see `pieces_in`. That of
@@ -161,6 +246,7 @@ class Program:
     last: tuple[int, ...]  # moves that are submitted when the device's update begins
     settings: Settings
     updating: bool
+    reduced: tuple[int, ...] = ()  # that have ended before backward does: sums of gradients
 
     @property
     def num_units(self) -> int:
@@ -269,6 +355,7 @@ def residencies(
 
 
 GradientHome = Literal["in place", "device", "host", "disk"]
+"""See `gradient_home`."""
 
 
 def gradient_home(states: Offload | Buffer, settings: Settings) -> GradientHome:
@@ -279,7 +366,13 @@ def gradient_home(states: Offload | Buffer, settings: Settings) -> GradientHome:
                runs in the device's memory. There it is one chain: read states, update, write.
     disk       on disk, if that update comes after backward
     device     on the device, if it comes after backward and micro-batches add up there
+
+    Of several devices, each one's shard of the sum is in host memory (with its states) or on the
+    device.
     """
+    if settings.num_devices > 1:
+        on_device = states.tier == "device" or (settings.device == "cpu" and states.tier == "disk")
+        return "device" if on_device else "host"
     if not (settings.device == "cpu" and states.tier == "disk"):
         return "host"
     if settings.updates == "in backward":

@@ -116,8 +116,10 @@ def _tiers(unit: UnitPlan) -> list[TierName]:
         case Keep() | Recompute():
             pass
     match unit.states:
-        case Offload(tier=tier) | Buffer(tier=tier):
-            tiers.append(tier)
         case Persistent():
+            pass
+        case Offload() | Buffer() as states if states.tier != "device":
+            tiers.append(states.tier)
+        case _:
             pass
     return tiers

@@ -224,6 +224,7 @@ def _state_option(
             pass
         case _:
             assert_never(decision)
+    assert decision.tier != "device"
     fetches: list[Fetch] = []
     earliest = 0
     pieces = unit.parameter_pieces or (unit.parameter_bytes,)

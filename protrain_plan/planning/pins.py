@@ -235,7 +235,11 @@ def _cannot(
 
 
 def _tier(decision: Activations | Placement) -> TierName | None:
-    return decision.tier if isinstance(decision, Swap | SwapInput | Offload | Buffer) else None
+    if isinstance(decision, Swap | SwapInput):
+        return decision.tier
+    if isinstance(decision, Offload | Buffer) and decision.tier != "device":
+        return decision.tier
+    return None
 
 
 def _tiers(options: Sequence[UnitOptions]) -> list[TierName]:

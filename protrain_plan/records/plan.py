@@ -36,24 +36,34 @@ class SwapInput:
 
 Activations = Keep | Recompute | Swap | SwapInput
 
+StateTier = Literal["device", "host", "disk"]
+"""Where a rank's share of a chunk lives. On several devices it can be the device itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Persistent:
-    """P: parameters, gradients and optimizer states stay on the device, updated there."""
+    """P: parameters, gradients and optimizer states stay on the device, updated there.
+
+    On several devices each one has all of them, and gradients are summed over all.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """O: states live on `tier`; parameters are fetched for forward and again for backward."""
+    """O: states live on `tier`; parameters are fetched for forward and again for backward.
 
-    tier: TierName
+    On several devices each one has its share there, and all-gathers what was fetched. Shares on
+    `device` only have to be gathered; see `Plan.num_devices`.
+    """
+
+    tier: StateTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
     """B: states live on `tier`; parameters are fetched once and held until backward."""
 
-    tier: TierName
+    tier: StateTier
 
 
 Placement = Persistent | Offload | Buffer
@@ -130,7 +140,11 @@ class Budgets:
 class Plan:
     """A training step under budgets: one decision per unit, in execution order.
 
-    `tensors` says what the model holds, as in its profile.
+    `tensors` says what the model holds, as in its profile. The step runs on `num_devices` ranks of
+    one data-parallel group, each with batches of its own; workload, budgets (`host` and `disk`
+    too) and peaks are those of one rank. Ranks that follow one another form a group of
+    `num_devices / num_replicas` that shares the states of each chunk that is not persistent; the
+    groups are replicas of each other.
     """
 
     workload: Workload
@@ -145,6 +159,8 @@ class Plan:
     units: tuple[UnitPlan, ...]
     updates: Updates = "in backward"
     micro_batches: int = 1  # forwards and backwards per update
+    num_devices: int = 1
+    num_replicas: int = 1  # of the sharded states; divides num_devices
     tensors: tuple[str, ...] = ()
 
     @property

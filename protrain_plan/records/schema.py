@@ -29,6 +29,7 @@ from protrain_plan.records.plan import (
     Plan,
     Prediction,
     Recompute,
+    StateTier,
     Swap,
     SwapInput,
     TierBytes,
@@ -71,10 +72,14 @@ def activations_text(activations: Activations) -> str:
 
 
 def states_text(states: Placement) -> str:
-    """The placement as a phrase: `persistent`, `offload to disk`, `buffer from host`, ..."""
+    """The placement as a phrase: `persistent`, `offload to disk`, `shard`, ..."""
     match states:
         case Persistent():
             return "persistent"
+        case Offload(tier="device"):
+            return "shard"
+        case Buffer(tier="device"):
+            return "buffer from shards"
         case Offload(tier=tier):
             return f"offload to {tier}"
         case Buffer(tier=tier):
@@ -84,6 +89,7 @@ def states_text(states: Placement) -> str:
 
 
 _TIERS: tuple[TierName, ...] = get_args(TierName)
+_STATE_TIERS: tuple[StateTier, ...] = (*_TIERS, "device")
 _FORMS: tuple[RecomputedForm, ...] = ("full", "lite", "mlp", "attn")
 FORM_WORDS = _FORMS[1:]
 """How the phrases of decisions end that name a form of recomputation."""
@@ -95,8 +101,8 @@ _ACTIVATIONS: tuple[Activations, ...] = (
 )
 _STATES: tuple[Placement, ...] = (
     Persistent(),
-    *(Offload(tier=tier) for tier in _TIERS),
-    *(Buffer(tier=tier) for tier in _TIERS),
+    *(Offload(tier=tier) for tier in _STATE_TIERS),
+    *(Buffer(tier=tier) for tier in _STATE_TIERS),
 )
 ACTIVATIONS: dict[str, Activations] = {activations_text(a): a for a in _ACTIVATIONS}
 STATES: dict[str, Placement] = {states_text(s): s for s in _STATES}
@@ -157,5 +163,7 @@ LIMITS: dict[tuple[type, str], Limits] = {
     (Prediction, "lower_bound_seconds"): _POSITIVE,
     (Plan, "piece_bytes"): _COUNT,
     (Plan, "micro_batches"): _COUNT,
+    (Plan, "num_devices"): _COUNT,
+    (Plan, "num_replicas"): _COUNT,
 }
 """Where a field takes less than all numbers that are not negative."""

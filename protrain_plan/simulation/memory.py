@@ -12,6 +12,10 @@ and in the backward slot of unit u
 where level(u) sums kept - swapped over the units up to u, and transfers are the chunk buffers on
 the device, what was fetched ahead, and what has not left yet by the programme's own waits. Since
 a programme waits for moves and never for a clock, no speed of the lanes makes it exceed this.
+
+On several devices all of it is one rank's. Gradients are copied to the buffers in which they are
+reduced, group by group, when their slot ends: room for the largest group, and for the rank's
+shard of the sum, is counted in that slot.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,9 +35,11 @@ from protrain_plan.program import (
     Settings,
     gradient_home,
     num_pieces,
+    padded,
     pieces_in,
     pinned_bytes,
     residencies,
+    shard_of,
 )
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
@@ -121,6 +127,8 @@ def compile_units(
     updates: Updates = "in backward",
     micro_batches: int = 1,
     updating: bool = True,
+    num_devices: int = 1,
+    num_replicas: int = 1,
 ) -> Program:
     """The programme of `units` for the model and machine of `profile`."""
     settings = Settings(
@@ -128,6 +136,8 @@ def compile_units(
         piece_bytes=piece_bytes,
         updates=updates,
         micro_batches=micro_batches,
+        num_devices=num_devices,
+        num_replicas=num_replicas,
     )
     chunks = [chunk_size(unit) for unit in profile.units]
     return compile_plan(units, chunks, settings, updating=updating)
@@ -156,13 +166,16 @@ def holdings(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> I
 
 
 def device_workspace(states: Placement, unit: Unit, profile: Profile, settings: Settings) -> float:
-    """What the device's update asks for besides: the workspace of its step on a persistent chunk.
+    """What the device's update asks for besides: the workspace of its step on what it has.
 
     Of a gradient that waits below the device, the norm may be asked for after it has left: one at a
     time comes back.
     """
     if isinstance(states, Persistent):
         return unit.gradient_bytes * profile.optimizer.workspace_fraction * unit.reached
+    if settings.num_devices > 1:
+        own = shard_of(chunk_size(unit), settings).gradient_bytes
+        return own * profile.optimizer.workspace_fraction if states.tier == "device" else 0.0
     if settings.updates == "after backward" and gradient_home(states, settings) in ("host", "disk"):
         return max(unit.gradient_pieces or (unit.gradient_bytes,))
     return 0.0
@@ -187,10 +200,14 @@ def chunk_holdings(
 ) -> Iterator[Holding]:
     """A chunk's states or buffers, and the gradients that wait between slots.
 
-    Gradients to which micro-batches add up on the device stand there all the time. A persistent
-    chunk that no gradient reaches is its parameters alone; an offloaded one has room for all.
+    Gradients to which micro-batches add up on the device stand there all the time; on several
+    devices all do, whole, until they are reduced. A persistent chunk that no gradient reaches is
+    its parameters alone; an offloaded one has room for all.
     """
     if not unit.used_by:
+        return
+    if settings.num_devices > 1:
+        yield from _sharded_holdings(index, states, unit, count, settings)
         return
     end = 2 * count
     first_gradient = end - 1 - max(unit.used_by)
@@ -216,6 +233,39 @@ def chunk_holdings(
     yield Holding("gradients", index, first_gradient + 1, last, unit.gradient_bytes)
 
 
+def _sharded_holdings(
+    index: int, states: Placement, unit: Unit, count: int, settings: Settings
+) -> Iterator[Holding]:
+    """The same of several devices, for one of them."""
+    end = 2 * count
+    first_gradient = end - 1 - max(unit.used_by)
+    reduced = end - 1 - min(unit.used_by)
+    chunk = chunk_size(unit)
+    whole, own = padded(chunk, settings), shard_of(chunk, settings)
+    if settings.micro_batches > 1:
+        yield Holding("gradients", index, 0, end, unit.gradient_bytes)
+    else:
+        yield Holding("gradients", index, first_gradient + 1, reduced, unit.gradient_bytes)
+    if isinstance(states, Persistent):
+        yield Holding("states", index, 0, end, unit.parameter_bytes + unit.state_bytes)
+        copied = max(unit.gradient_pieces or (unit.gradient_bytes,))
+        yield Holding("gradients", index, reduced, reduced, copied)
+        yield Holding("gradients", index, reduced + 1, end, unit.gradient_bytes)
+        return
+    for stay in residencies(states, unit.used_by, count):
+        yield Holding("buffers", index, stay.first, stay.last, whole.parameter_bytes)
+    if states.tier == "device":
+        yield Holding("states", index, 0, end, own.parameter_bytes + own.state_bytes)
+    if not unit.num_parameters:
+        return
+    copied = max(whole.gradient_pieces or (whole.gradient_bytes,))
+    yield Holding("gradients", index, reduced, reduced, copied + own.gradient_bytes)
+    # The shard that an update in backward takes away leaves with a move of the programme.
+    waits = settings.updates == "after backward" or states.tier == "device"
+    if waits and gradient_home(states, settings) == "device":
+        yield Holding("gradients", index, reduced + 1, end, own.gradient_bytes)
+
+
 def checkpoint_bytes(plans: Sequence[UnitPlan], profile: Profile) -> int:
     """What stands on a CPU machine while a checkpoint is written or read, between two steps."""
     standing = sum(
@@ -234,7 +284,9 @@ def _transfer_holdings(
         for number in slot.submit:
             move = program.moves[number]
             size = moved_bytes(move, plans, profile)
-            if slot_index < move.slot:
+            # A rank's shard is read into its place among the others', which are gathered there.
+            read = move.kind == "gather" and program.settings.num_devices > 1
+            if slot_index < move.slot and not read:
                 yield Holding("fetched ahead", move.unit, slot_index, move.slot - 1, size)
     end = len(program.slots)
     gone_at = _gone_at(program)
@@ -283,14 +335,35 @@ def _held_until_moved(
     """Device bytes that stand until the move has ended."""
     move, unit = program.moves[number], profile.units[program.moves[number].unit]
     match move.kind:
-        case "swap out" | "spill gradients":
+        case "swap out" | "spill gradients" | "reduce-scatter":
             return moved_bytes(move, plans, profile)
+        case "write states" if program.settings.num_devices > 1:
+            return _shard_until_written(move, plans, unit, program)
         case "write states":
             return in_place_bytes(unit, move.share, program.settings)
-        case "gather" | "swap in" | "add gradients" | "read states" | "update":
+        case (
+            "gather"
+            | "all-gather"
+            | "all-reduce"
+            | "swap in"
+            | "add gradients"
+            | "read states"
+            | "update"
+        ):
             return 0
         case _:
             assert_never(move.kind)
+
+
+def _shard_until_written(
+    move: Move, plans: Sequence[UnitPlan], unit: Unit, program: Program
+) -> int:
+    """The gradients that wait on the device for an update in backward: until its last piece."""
+    states, settings = plans[move.unit].states, program.settings
+    assert not isinstance(states, Persistent)
+    own = shard_of(chunk_size(unit), settings)
+    waits = gradient_home(states, settings) == "device" and settings.updates == "in backward"
+    return own.gradient_bytes if waits and move.stop == own.num_parameters else 0
 
 
 def in_place_bytes(unit: Unit, share: tuple[float, float], settings: Settings) -> int:
@@ -323,15 +396,19 @@ def chunk_staging(states: Placement, unit: Unit, settings: Settings) -> Staging:
     """The staging of one chunk; nothing for what the device updates."""
     if isinstance(states, Persistent) or not unit.num_parameters:
         return Staging()
-    pieces = num_pieces(chunk_size(unit), settings.piece_bytes) if states.tier == "disk" else 1
-    largest = -(-unit.num_parameters // pieces)
-    gradient_width = -(-unit.gradient_bytes // unit.num_parameters)
+    if states.tier == "device":
+        return Staging()
+    chunk = shard_of(chunk_size(unit), settings)
+    pieces = num_pieces(chunk, settings.piece_bytes) if states.tier == "disk" else 1
+    largest = -(-chunk.num_parameters // pieces)
+    gradient_width = -(-chunk.gradient_bytes // chunk.num_parameters)
     workspace = largest * gradient_width * 1.0
     home = gradient_home(states, settings)
-    arriving = unit.gradient_bytes if home == "host" and settings.micro_batches > 1 else 0
+    adds = settings.micro_batches > 1 and settings.num_devices == 1
+    arriving = unit.gradient_bytes if home == "host" and adds else 0
     if states.tier != "disk":
         return Staging(workspace=workspace, arriving=arriving)
-    width = -(-unit.state_bytes // unit.num_parameters)
+    width = -(-chunk.state_bytes // chunk.num_parameters)
     # Parameters come with the states, and gradients where they were on disk too.
     width += {"in place": 0, "device": 1, "host": 1, "disk": 2}[home] * gradient_width
     return Staging(largest * width, width, workspace, arriving)
@@ -401,11 +478,12 @@ def chunk_tier_bytes(tier: TierName, states: Placement, unit: Unit, settings: Se
     """What an offloaded chunk takes of `tier`: its states, and gradients on their way."""
     if isinstance(states, Persistent) or not unit.used_by:
         return 0
+    chunk = shard_of(chunk_size(unit), settings)
     regions: list[int] = []
     if states.tier == tier:
-        regions += [unit.parameter_bytes, unit.state_bytes]
+        regions += [chunk.parameter_bytes, chunk.state_bytes]
     if gradient_home(states, settings) == tier:
-        regions.append(unit.gradient_bytes)
+        regions.append(chunk.gradient_bytes)
     if tier == "host" and settings.device == "cuda":
         # Each region is pinned by itself, each of up to STATE_REGIONS optimizer states too.
         parts = STATE_REGIONS if states.tier == tier else 0

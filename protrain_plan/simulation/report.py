@@ -175,7 +175,7 @@ def stall_cause(stall: Stall, move: Move) -> str:
     what = carried(move.kind)
     match stall.reason:
         case "fetch":
-            return f"{what} from {move.lane.tier}"
+            return f"{what} from {move.lane.tier or 'the other devices'}"
         case "drain":
             return f"{what} to leave"
         case "end":
@@ -189,11 +189,11 @@ def stall_cause(stall: Stall, move: Move) -> str:
 def carried(kind: MoveKind) -> str:
     """What a move of this kind moves or works on."""
     match kind:
-        case "gather":
+        case "gather" | "all-gather":
             return "parameters"
         case "swap in" | "swap out":
             return "activations"
-        case "spill gradients" | "add gradients":
+        case "spill gradients" | "add gradients" | "all-reduce" | "reduce-scatter":
             return "gradients"
         case "read states" | "update" | "write states":
             return "optimizer states"

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, assert_never
 
-from protrain_plan.program import Lane, Move, Program
+from protrain_plan.program import Lane, Move, Program, Settings, shard_of
 from protrain_plan.records.hardware import Contention, TierName
 from protrain_plan.records.plan import Persistent, UnitPlan
 from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import activation_bytes, moved_bytes
+from protrain_plan.simulation.memory import activation_bytes, chunk_size, moved_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,8 @@ class Timeline:
 
 def move_seconds(move: Move, plans: Sequence[UnitPlan], profile: Profile) -> float:
     """How long a move takes when nothing interferes: latency + bytes / bandwidth."""
+    if move.lane.tier is None:
+        return 0.0  # of collectives, which no profile measures yet
     if move.lane.direction == "update":
         return (move.stop - move.start) / profile.optimizer.host_parameters_per_s
     link = profile.hardware.tier(move.lane.tier).link
@@ -77,6 +79,8 @@ def move_seconds(move: Move, plans: Sequence[UnitPlan], profile: Profile) -> flo
             return link.latency_s + size / link.read_bytes_per_s
         case "spill" | "write":
             return link.latency_s + size / link.write_bytes_per_s
+        case "collect":
+            raise AssertionError("has no tier")
         case _:
             assert_never(move.lane.direction)
 
@@ -93,13 +97,14 @@ def slot_seconds(program: Program, plans: Sequence[UnitPlan], profile: Profile) 
     ]
 
 
-def device_update_seconds(plans: Sequence[UnitPlan], profile: Profile) -> float:
-    """Seconds of the optimizer's step on the persistent chunks."""
-    parameters = sum(
-        unit.num_parameters
-        for plan, unit in zip(plans, profile.units, strict=True)
-        if isinstance(plan.states, Persistent)
-    )
+def device_update_seconds(plans: Sequence[UnitPlan], profile: Profile, settings: Settings) -> float:
+    """Seconds of the optimizer's step on the persistent chunks, and on shards on the device."""
+    parameters = 0
+    for plan, unit in zip(plans, profile.units, strict=True):
+        if isinstance(plan.states, Persistent):
+            parameters += unit.num_parameters
+        elif plan.states.tier == "device":
+            parameters += shard_of(chunk_size(unit), settings).num_parameters
     return parameters / profile.optimizer.device_parameters_per_s
 
 
@@ -155,7 +160,7 @@ class _Simulation:
         self.work = [move_seconds(move, plans, profile) for move in moves]
         self.compute_work = [
             *slot_seconds(program, plans, profile),
-            device_update_seconds(plans, profile) if program.updating else 0.0,
+            device_update_seconds(plans, profile, program.settings) if program.updating else 0.0,
         ]
         self.lanes = sorted({move.lane for move in moves}, key=str)
         numbers = {lane: number for number, lane in enumerate(self.lanes)}
@@ -185,6 +190,8 @@ class _Simulation:
             self._compute(self.compute_work[index])
             if slot.finish:
                 self._submit(slot.finish)
+        if self.program.reduced:
+            self._wait(self.program.reduced, len(self.program.slots), "drain")
         if self.program.last:
             # Clipping: no update before the norm of all gradients is known.
             last = set(self.program.last)

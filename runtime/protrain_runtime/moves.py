@@ -177,6 +177,8 @@ class Moves:
                 return self._update(move, chunk)
             case "write states":
                 return self._write_states(move)
+            case "all-gather" | "all-reduce" | "reduce-scatter":
+                raise AssertionError("of several devices")
             case _:
                 assert_never(move.kind)
 

@@ -291,6 +291,7 @@ def _attach(
         if isinstance(unit.states, Persistent) or not chunk.slices:
             continue
         undo.append(lambda chunk=chunk: bring_back(chunk))  # type: ignore[misc]
+        assert unit.states.tier != "device"
         offload(chunk, stores.get(unit.states.tier), states)
         home = gradient_home(unit.states, settings)
         if home in ("host", "disk"):
