@@ -7,7 +7,7 @@ buffer of its own, in the same layout, so that groups can come and go one after 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from protrain_plan.program import PIECE_ALIGNMENT, ChunkSize, grouped, pieces_in
 from protrain_runtime.stores import Store
 from protrain_runtime.taken import TakenGradient
 from protrain_runtime.waiting import Waiting
+
+if TYPE_CHECKING:
+    from protrain_runtime.sharding import Sharding
 
 ALIGNMENT = 64
 """Every parameter starts at a multiple of what the CPU allocator aligns tensors to, so that kernels
@@ -38,6 +41,7 @@ class Slice:
     stride: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
+    first: int = 0  # of a rank's part of a parameter: the element at which it begins
 
     @property
     def numel(self) -> int:
@@ -63,10 +67,11 @@ class Group:
     offset: int  # bytes from the start of the chunk's parameters in the store
     num_bytes: int
     slices: tuple[Slice, ...]
+    padding: int = 0  # bytes besides the trainable parameters' own, where ranks share a group
 
     @property
     def gradient_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.slices if part.trainable)
+        return self.padding + sum(part.num_bytes for part in self.slices if part.trainable)
 
 
 def flat_storage_order(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,7 +101,10 @@ class StateLayout:
 
 @dataclass(slots=True)
 class Chunk:
-    """The states first used in one unit. Without a store, its placement is persistent."""
+    """The states first used in one unit. Without a store, its placement is persistent.
+
+    With `sharding`, this is what stands on the device, and `own` what this rank has in the store.
+    """
 
     unit: int
     slices: tuple[Slice, ...]
@@ -119,9 +127,19 @@ class Chunk:
     # What the optimizer keeps per parameter that is not elementwise (AdamW's step), by name.
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     updated: set[str] = field(default_factory=set[str])  # parameters that have states
+    sharding: "Sharding | None" = None
+    element_bytes: int = 0  # of trainable elements, where ranks share them
+
+    @property
+    def own(self) -> "Chunk":
+        """The chunk whose states are in the store."""
+        return self if self.sharding is None else self.sharding.own
 
     @property
     def num_trainable(self) -> int:
+        """Trainable elements; of a shared chunk, with the padding between them."""
+        if self.element_bytes:
+            return self.gradient_bytes // self.element_bytes
         return sum(part.numel for part in self.slices if part.trainable)
 
     @property
@@ -143,16 +161,16 @@ class Chunk:
         return ChunkSize(
             parameter_bytes=self.parameter_bytes,
             gradient_bytes=self.gradient_bytes,
-            state_bytes=sum(
-                part.numel * state_bytes_per_parameter[part.dtype]
-                for part in self.slices
-                if part.trainable
-            ),
+            state_bytes=self._state_bytes(state_bytes_per_parameter),
             num_parameters=self.num_trainable,
             used_by=self.used_by,
             parameter_pieces=self._parameter_pieces if several else (),
             gradient_pieces=self._gradient_pieces if several else (),
         )
+
+    def _state_bytes(self, per_parameter: Mapping[torch.dtype, int]) -> int:
+        dtypes = {part.dtype for part in self.slices if part.trainable}
+        return sum(self.num_trainable * per_parameter[dtype] for dtype in dtypes)
 
     @property
     def _parameter_pieces(self) -> tuple[int, ...]:

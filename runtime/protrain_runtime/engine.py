@@ -11,13 +11,15 @@ from contextlib import suppress
 
 import torch
 
-from protrain_plan.program import Lane, Program
+from protrain_plan.program import COLLECT, Lane, Program
 from protrain_plan.records.plan import Swap, SwapInput, UnitPlan
 from protrain_runtime.activations import SavedTensors
 from protrain_runtime.chunks import Chunk
 from protrain_runtime.lanes import Backend, LaneError, ThreadLane, Ticket, WorkLane, nothing
 from protrain_runtime.moves import Moves
+from protrain_runtime.ranks import Ranks
 from protrain_runtime.step_times import StepTimes
+from protrain_runtime.stores import DeviceStore
 
 Observer = Callable[[str], None]
 """Told of every boundary: "begin", "slot 3" when what must leave before slot 3 has left, and
@@ -41,10 +43,14 @@ class Engine:
         *,
         backend: Backend,
         shared: frozenset[int],
+        ranks: Ranks | None = None,
+        shared_buffers: Sequence[torch.Tensor] = (),
     ) -> None:
         self._updating, self._accumulating, self._program = program, accumulating, program
         self._plans, self._chunks = plans, chunks
         self._moves, self._backend, self._shared = moves, backend, shared
+        self._ranks, self._buffers = ranks, tuple(shared_buffers)
+        self._cut_short = False  # on this rank: the others are elsewhere
         self.observer: Observer | None = None
         self.recorder: StepTimes | None = None  # of steps of `program`
         self._times: StepTimes | None = None  # the recorder, while such a step runs
@@ -52,8 +58,13 @@ class Engine:
             lane: backend.lane(
                 str(lane), on_device=lane.tier == "host" and lane.direction != "update"
             )
-            for lane in sorted({move.lane for move in program.moves}, key=str)
+            for lane in sorted({move.lane for move in program.moves} - {COLLECT}, key=str)
         }
+        if ranks is not None:
+            self.lanes = {
+                **self.lanes,
+                COLLECT: backend.lane(str(COLLECT), on_device=True, patient=True),
+            }
         self._offloaded = [chunk for chunk in chunks if chunk.store is not None]
         self._reads = [
             [chunk for chunk in self._offloaded if unit in chunk.used_by]
@@ -82,8 +93,9 @@ class Engine:
 
     def begin(self, *, training: bool) -> None:
         if self._slot >= 0:
-            self.abort()  # the last forward had no backward, or was cut short
+            self._give_up()  # the last forward had no backward, or was cut short
         self.settle("a second forward began" if training else "the model was evaluated")
+        self._share_buffers()
         self._times = None
         self._training = training
         if training:
@@ -123,6 +135,10 @@ class Engine:
         self._end_slot()
         if not (self._updates and self._in_backward and self._program is self._updating):
             self._end_moves()
+        for number in self._program.reduced:
+            if number in self._running:
+                self._tickets[number].synchronize()
+                self._end(number)
         self._slot = -1
         self._num_backwards += 1
         for chunk in self._offloaded:
@@ -130,12 +146,18 @@ class Engine:
         self._observe("backward ended")
 
     def abort(self) -> None:
+        """The model raised, on this rank perhaps alone."""
+        self._cut_short = self._ranks is not None
+        self._give_up()
+
+    def _give_up(self) -> None:
         """Give the forward and backward up: nothing in flight, no buffers, no hooks.
 
         Gradients of micro-batches before it stay what they are, unless its backward had begun.
         """
         in_backward = self._slot >= self._program.num_units
         self._close_saved()
+        self._cut_short |= in_backward and self._ranks is not None
         ends = [lane.submit("the end", nothing, ()) for lane in self.lanes.values()]
         for end in ends:
             # Behind everything that is in flight, also where a signal came before its ticket was
@@ -157,6 +179,11 @@ class Engine:
 
     def _begin_micro_batch(self) -> None:
         """Choose the programme, and see what the training loop has left of gradients."""
+        if self._cut_short:
+            raise RuntimeError(
+                "a forward or backward was cut short on this rank, and the others have gone on:"
+                " start all ranks again, from a checkpoint"
+            )
         for chunk in self._offloaded:
             chunk.forget_dropped()
         parameters = [part.parameter for chunk in self._chunks for part in chunk.slices]
@@ -164,14 +191,16 @@ class Engine:
             self._num_backwards = 0  # none so far, or dropped: a loss scaler skips steps
         settings = self._updating.settings
         waiting = any(chunk.waiting for chunk in self._offloaded)
-        if waiting and settings.micro_batches == 1:
+        summed = self._ranks is not None and self._num_backwards >= settings.micro_batches
+        if summed or (waiting and settings.micro_batches == 1):
             raise RuntimeError(
                 "a second forward began between backward() and optimizer.step(): this plan has room"
                 " for the gradients of one backward; to add several up, plan with --accumulate"
             )
         for chunk in self._offloaded:
             chunk.hide_taken()
-        last = not self._in_backward or self._num_backwards + 1 == settings.micro_batches
+        any_may_be = not self._in_backward and self._ranks is None
+        last = any_may_be or self._num_backwards + 1 == settings.micro_batches
         self._program = self._updating if last else self._accumulating
         self._moves.clear(self._program)
         self._moves.make_staging()
@@ -209,8 +238,14 @@ class Engine:
             self.settle("optimizer.step() was called")
         if self._slot >= 0:
             raise RuntimeError("optimizer.step() was called before backward() had ended")
+        count = self._updating.settings.micro_batches
+        if self._ranks is not None and 0 < self._num_backwards < count:
+            raise RuntimeError(
+                f"optimizer.step() was called after {self._num_backwards} of {count} micro-batches:"
+                f" this plan sums gradients over the devices in backward {count}. Run {count} per"
+                " step"
+            )
         if self._updates and self._in_backward and self._num_backwards and not self._updated:
-            count = self._updating.settings.micro_batches
             raise RuntimeError(
                 f"optimizer.step() was called after {self._num_backwards} of {count} micro-batches:"
                 f" this plan updates offloaded parameters in backward {count}. Run {count} per"
@@ -228,8 +263,21 @@ class Engine:
         for chunk in self._offloaded:
             chunk.forget_dropped()
             chunk.take_gradients()
+            if chunk.sharding is not None and chunk.gradients:
+                raise RuntimeError(
+                    "a gradient was replaced between backward() and optimizer.step(): on several"
+                    " devices each one has a part of it; clip it, unscale it, or set it to None"
+                )
         for number in self._updating.last:
             self._submit(number)
+
+    def update_shards(self) -> None:
+        """Update what this rank has on the device of chunks that are shared."""
+        if not self._num_backwards:
+            return
+        for chunk in self._offloaded:
+            if isinstance(chunk.store, DeviceStore):
+                self._moves.update_shard(chunk)
 
     def finish_step(self) -> None:
         """Wait until every move has ended. Called by the optimizer's step."""
@@ -254,7 +302,7 @@ class Engine:
     def close(self) -> None:
         """End the lanes."""
         if self._slot >= 0 or self._tickets:
-            self.abort()
+            self._give_up()
         for lane in self.lanes.values():
             lane.close()
 
@@ -335,13 +383,31 @@ class Engine:
         unit = self._program.slots[self._slot].unit
         self._moves.take_swapped(unit, saved.swapped(outputs=self._outputs))
 
+    def _share_buffers(self) -> None:
+        """Let every rank compute with the buffers of rank 0, from the first micro-batch on."""
+        if self._ranks is None or self._num_backwards or not self._buffers:
+            return
+        ranks, buffers = self._ranks, self._buffers
+        self._collect("broadcast buffers", lambda: ranks.broadcast(buffers))
+
+    def _collect(self, what: str, work: Callable[[], None]) -> None:
+        """Run a collective on its lane, behind all before it, and wait for it."""
+        lane = self.lanes[COLLECT]
+        after = self._backend.fence() if isinstance(lane, ThreadLane) else ()
+        ticket = lane.submit(what, work, after)
+        ticket.wait()
+
     def _enter_untracked(self, slot: int) -> None:
         """Evaluation: bring what the unit reads, and take away what only the unit before read."""
         self._slot = slot
         for chunk in self._offloaded:
             if slot in chunk.used_by:
                 if not chunk.buffers:
-                    self._moves.gather(chunk, chunk.every_group)()
+                    if not isinstance(chunk.store, DeviceStore):
+                        self._moves.gather(chunk, chunk.every_group)()
+                    if chunk.sharding is not None:
+                        work = self._moves.all_gather(chunk, chunk.every_group)
+                        self._collect(f"all-gather {chunk.unit}", work)
                     chunk.bind(chunk.every_group)
             elif chunk.buffers:
                 chunk.release(chunk.every_group)

@@ -24,6 +24,9 @@ from protrain_plan.program import pinned_bytes
 WAIT_LIMIT_S = 600.0
 """No transfer of one chunk takes ten minutes; a wait that does is a fault, not a slow disk."""
 
+PATIENCE_S = 10.0
+"""What a collective that fails may take to find out which rank is missing, and more."""
+
 LONGEST_NAP_S = 1e-3
 """Between two looks at a CUDA event: what a wait for one may take too long, at most."""
 
@@ -278,13 +281,17 @@ class Backend:
         weakref.finalize(buffer, cuda.cudaHostUnregister, address)
         return buffer
 
-    def lane(self, name: str, *, on_device: bool) -> WorkLane:
-        """A lane; `on_device` where the device's copy engines can do its work."""
+    def lane(self, name: str, *, on_device: bool, patient: bool = False) -> WorkLane:
+        """A lane; `on_device` where the device's copy engines can do its work.
+
+        A `patient` one has work with a time limit of its own, which is to say first what is late.
+        """
+        limit_s = self._limit_s * (2 if patient else 1) + (PATIENCE_S if patient else 0)
         if self.is_cuda and on_device:
-            return StreamLane(name, self.device, limit_s=self._limit_s)
+            return StreamLane(name, self.device, limit_s=limit_s)
         threads = torch.get_num_threads()
         device = self.device if self.is_cuda else None
-        lane = ThreadLane(name, delay=self._delay, device=device, limit_s=self._limit_s)
+        lane = ThreadLane(name, delay=self._delay, device=device, limit_s=limit_s)
         lane.submit("the start", nothing, ()).synchronize()
         # The worker's own number of threads also became the default of threads to come.
         torch.set_num_threads(threads)

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from protrain_plan.records.plan import UnitPlan
+from protrain_plan.records.plan import Persistent, UnitPlan
 from protrain_runtime.chunks import Chunk, make_chunk
+from protrain_runtime.ranks import Ranks
+from protrain_runtime.sharding import make_sharded_chunk
 
 
 def unit_parameters(
@@ -33,12 +35,20 @@ def unit_parameters(
     return chunks
 
 
-def make_chunks(model: nn.Module, units: Sequence[UnitPlan]) -> list[Chunk]:
-    """One chunk per unit, empty where the unit has no parameters of its own."""
+def make_chunks(
+    model: nn.Module, units: Sequence[UnitPlan], ranks: Ranks | None = None
+) -> list[Chunk]:
+    """One chunk per unit, empty where the unit has no parameters of its own.
+
+    With `ranks`, they share those that are not persistent.
+    """
     index_of = {unit.name: index for index, unit in enumerate(units)}
     shape = [(unit.kind, unit.name, unit.parameters) for unit in units]
     chunks: list[Chunk] = []
     for index, parameters in enumerate(unit_parameters(model, shape)):
         users = (index, *(index_of[name] for name in units[index].also_used_by))
-        chunks.append(make_chunk(index, parameters, users if parameters else ()))
+        if ranks is None or isinstance(units[index].states, Persistent) or not parameters:
+            chunks.append(make_chunk(index, parameters, users if parameters else ()))
+        else:
+            chunks.append(make_sharded_chunk(index, parameters, users, ranks))
     return chunks

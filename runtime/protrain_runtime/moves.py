@@ -30,7 +30,9 @@ from protrain_runtime.chunks import Chunk, OptimizerFactory, flat_storage_order
 from protrain_runtime.gradients import GradientMoves, dense
 from protrain_runtime.lanes import Backend
 from protrain_runtime.pieces import Piece
-from protrain_runtime.stores import HostStore, Store
+from protrain_runtime.ranks import Ranks
+from protrain_runtime.reducing import Reductions
+from protrain_runtime.stores import DeviceStore, HostStore, Store
 
 Options = Mapping[str, Mapping[str, Any]]
 """Hyperparameters by parameter name."""
@@ -85,6 +87,7 @@ class Moves:
         swap_stores: Mapping[TierName, Store],
         factory: OptimizerFactory,
         options: Callable[[], Options],
+        ranks: Ranks | None = None,
     ) -> None:
         self._program, self._plans, self._chunks = program, plans, chunks
         self._backend, self._swap_stores = backend, swap_stores
@@ -95,12 +98,15 @@ class Moves:
         self._ring: list[torch.Tensor] = []
         self._swap_offsets: dict[tuple[int, int], tuple[int, int]] = {}
         self._gradients = GradientMoves(program, backend)
+        self._reductions = None if ranks is None else Reductions(program, ranks, backend)
         self.clear(program)
 
     def clear(self, program: Program) -> None:
         """Forget the programme that ran, and do the moves of this one."""
         self._program = program
         self._gradients.clear()
+        if self._reductions is not None:
+            self._reductions.clear()
         self._swapped: dict[int, SwappedUnit] = {}  # what a unit's forward left
         # By move: what stands until it has ended.
         self._held: dict[int, list[torch.Tensor]] = {}
@@ -118,7 +124,7 @@ class Moves:
         if self._ring:
             return
         reads = self._reads
-        chunks = [self._chunks[move.unit] for move in reads]
+        chunks = [self._chunks[move.unit].own for move in reads]
         if not any(chunk.updated or self._reads_parameters(chunk) for chunk in chunks):
             return
         largest = 0
@@ -162,6 +168,13 @@ class Moves:
         match move.kind:
             case "gather":
                 return self.gather(chunk, chunk.groups_in(move.share))
+            case "all-gather":
+                return self.all_gather(chunk, chunk.groups_in(move.share))
+            case "all-reduce" | "reduce-scatter":
+                return self._reduce(number, move, chunk)
+            case "spill gradients" if self._reductions is not None:
+                work, self._held[number] = self._reductions.spill(move, chunk)
+                return work
             case "swap out":
                 return self._swap_out(number, move)
             case "swap in":
@@ -172,23 +185,21 @@ class Moves:
             case "add gradients":
                 return self._gradients.add(move)
             case "read states":
-                return self._read_states(number, move, chunk)
+                return self._read_states(number, move, chunk.own)
             case "update":
-                return self._update(move, chunk)
+                return self._update(move, chunk.own)
             case "write states":
                 return self._write_states(move)
-            case "all-gather" | "all-reduce" | "reduce-scatter":
-                raise AssertionError("of several devices")
             case _:
                 assert_never(move.kind)
 
     def arrive(self, number: int) -> None:
         """A fetch has ended and its slot begins: give what it brought to the model."""
         move = self._program.moves[number]
-        if move.kind == "gather":
-            chunk = self._chunks[move.unit]
+        chunk = self._chunks[move.unit]
+        if move.kind == "all-gather" or (move.kind == "gather" and chunk.sharding is None):
             chunk.bind(chunk.groups_in(move.share))
-        else:
+        elif move.kind == "swap in":
             # From here on the saved tensors alone own what came back.
             self._arriving.pop(number, None)
 
@@ -198,9 +209,14 @@ class Moves:
         for storage in self._leaving.pop(number, ()):
             storage.source = None
         move = self._program.moves[number]
-        if move.kind == "write states":
+        chunk = self._chunks[move.unit]
+        if self._reductions is not None:
+            if move.kind in ("all-reduce", "reduce-scatter"):
+                self._reductions.end(move, number, chunk)
+            elif move.kind == "write states" and move.stop == chunk.own.num_trainable:
+                chunk.waiting.clear()  # with the last piece, the sum of its gradients has been used
+        elif move.kind == "write states":
             # Updated in place, and no later piece needs them: these groups' last bytes are written.
-            chunk = self._chunks[move.unit]
             gone = chunk.groups_in(move.share)
             chunk.release(gone)
             for part in chunk.slices:
@@ -208,20 +224,66 @@ class Moves:
                     chunk.gradients.pop(part.name, None)
 
     def gather(self, chunk: Chunk, groups: Iterable[int]) -> Work:
-        """Bring groups of a chunk to the device, one read per group."""
-        store = chunk.store
+        """Bring groups of a chunk to the device, one read per group.
+
+        Of a shared chunk, this rank's ranges, each into its place among the others'.
+        """
+        store, sharding = chunk.store, chunk.sharding
         assert store is not None
         pairs: list[tuple[int, torch.Tensor]] = []
         for number in groups:
-            group = chunk.groups[number]
-            buffer = chunk.buffers[number] = self._backend.empty(group.num_bytes)
-            pairs.append((chunk.offset + group.offset, buffer))
+            group = chunk.own.groups[number]
+            size = chunk.groups[number].num_bytes
+            buffer = chunk.buffers[number] = self._backend.empty(size)
+            if sharding is None:
+                pairs.append((chunk.offset + group.offset, buffer))
+                continue
+            for region in sharding.regions[number]:
+                place = chunk.own.offset + group.offset + region.own
+                pairs.append((place, region.of(buffer, sharding.ranks.shard)))
 
         def work() -> None:
             for offset, buffer in pairs:
                 store.read(offset, buffer)
 
         return work
+
+    def all_gather(self, chunk: Chunk, groups: Iterable[int]) -> Work:
+        """Bring the other ranks' ranges of groups; shards on the device are read by it."""
+        sharding, own = chunk.sharding, chunk.own
+        assert sharding is not None
+        ranks = sharding.ranks
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for number in groups:
+            if number not in chunk.buffers:
+                size = chunk.groups[number].num_bytes
+                chunk.buffers[number] = self._backend.empty(size)
+            buffer = chunk.buffers[number]
+            for region in sharding.regions[number]:
+                mine = region.of(buffer, ranks.shard)
+                if isinstance(own.store, DeviceStore):
+                    place = own.offset + own.groups[number].offset + region.own
+                    mine = own.store.view(place, region.shard)
+                pairs.append((region.whole(buffer, ranks.num_shards), mine))
+
+        def work() -> None:
+            for whole, mine in pairs:
+                ranks.all_gather(whole, mine)
+
+        return work
+
+    def update_shard(self, chunk: Chunk) -> None:
+        """The optimizer's step on a shard on the device, by the thread that computes."""
+        piece = Piece(chunk.own, 0, chunk.own.num_trainable)
+        piece.view_store()
+        piece.update(self._factory, self._options(), piece.waiting_gradients())
+        piece.write(parameters=False)
+
+    def _reduce(self, number: int, move: Move, chunk: Chunk) -> Work:
+        assert self._reductions is not None
+        if move.kind == "all-reduce":
+            return self._reductions.all_reduce(number, chunk)
+        return self._reductions.reduce_scatter(number, move, chunk, self._plans[chunk.unit].states)
 
     def take_swapped(self, unit: int, storages: Sequence[SwappedStorage]) -> None:
         """What a unit's forward saved for a swap to take away."""

@@ -92,6 +92,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._engine.begin_update()
         for chunk in self._chunks:
             chunk.drop_taken()
+        self._engine.update_shards()
         self._inner.step()
         self._engine.finish_step()
         self._used = []
@@ -105,10 +106,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._settle("optimizer.state_dict() was called")
         added: list[nn.Parameter] = []
         for chunk in self._chunks:
+            scalars = _scalars(chunk)
             for part in chunk.slices:
-                if part.name in chunk.updated:
-                    state = dict(chunk.scalars[part.name])
-                    for layout in chunk.states:
+                if part.name in scalars:
+                    state = dict(scalars[part.name])
+                    for layout in chunk.own.states:
                         state[layout.key] = read_state(chunk, layout, part)
                     if state:  # plain SGD has none
                         self._inner.state[part.parameter] = state
@@ -135,7 +137,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 if state is None:
                     chunk.updated.discard(part.name)
                     continue
-                for layout in chunk.states:
+                for layout in chunk.own.states:
+                    if chunk.sharding is not None:
+                        chunk.sharding.keep_state(layout, part, state.pop(layout.key))
+                        continue
                     values = torch.empty_strided(part.shape, part.stride, dtype=layout.dtype)
                     flat = flat_storage_order(values.copy_(state.pop(layout.key)))
                     place = layout.offset + part.start * layout.dtype.itemsize
@@ -146,10 +151,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def give_back(self) -> None:
         """Bring every state home to the inner optimizer, and act as it from now on."""
         for chunk in self._chunks:
+            scalars = _scalars(chunk)
             for part in chunk.slices:
-                if part.name in chunk.updated:
-                    state = dict(chunk.scalars[part.name])
-                    for layout in chunk.states:
+                if part.name in scalars:
+                    state = dict(scalars[part.name])
+                    for layout in chunk.own.states:
                         value = read_state(chunk, layout, part)
                         state[layout.key] = value.to(part.parameter.device)
                     if state:
@@ -161,9 +167,29 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self._engine.settle(what)
 
 
+def _scalars(chunk: Chunk) -> dict[str, dict[str, Any]]:
+    """What the optimizer keeps besides elementwise states of each parameter that it updated.
+
+    Of what ranks share, all of them ask for it: one may have nothing of a parameter.
+    """
+    own = {name: chunk.scalars[name] for name in chunk.updated}
+    if chunk.sharding is None:
+        return own
+    merged: dict[str, dict[str, Any]] = {}
+    for of_rank in chunk.sharding.ranks.all_objects(own):
+        merged |= of_rank
+    return merged
+
+
 def read_state(chunk: Chunk, layout: StateLayout, part: Slice) -> torch.Tensor:
-    """One state of one parameter, from the store.  # layout.dtype [shape], on the host"""
+    """One state of one parameter, from the store.  # layout.dtype [shape], on the host
+
+    Of what ranks share, all of them ask for it.
+    """
     assert chunk.store is not None
+    if chunk.sharding is not None:
+        state = chunk.sharding.gather_state(layout, part).cpu()
+        return flat_storage_order(state).clone().as_strided(part.shape, part.stride)
     flat = torch.empty(part.numel * layout.dtype.itemsize, dtype=torch.uint8)
     chunk.store.read(layout.offset + part.start * layout.dtype.itemsize, flat)
     return flat.view(layout.dtype).as_strided(part.shape, part.stride)

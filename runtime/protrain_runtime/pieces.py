@@ -109,7 +109,7 @@ class Piece:
         found: dict[str, torch.Tensor] = {}
         for part, low, high in self.parts():
             waiting = self.chunk.waiting.get(part.name)
-            if waiting is not None:
+            if waiting is not None and not waiting.is_none():
                 read = self.gradients.get(part.name)
                 elements = waiting.in_host(low, high) if read is None else read
                 found[part.name] = scaled(elements, waiting.factors)

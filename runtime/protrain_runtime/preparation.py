@@ -11,11 +11,12 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from protrain_plan.compiling import compile_plan
 from protrain_plan.errors import ProtrainError
 from protrain_plan.program import Settings, gradient_home
-from protrain_plan.records import read_plan
+from protrain_plan.records import fingerprint, read_plan
 from protrain_plan.records.plan import (
     Keep,
     Persistent,
@@ -47,6 +48,8 @@ from protrain_runtime.moves import Moves
 from protrain_runtime.optimizer import ParameterGroups, PlannedOptimizer, make_inner
 from protrain_runtime.pieces import elementwise_states
 from protrain_runtime.preflight import check_room, room_here, warn_of_slow_disk
+from protrain_runtime.ranks import Ranks, check_ranks
+from protrain_runtime.sharding import offload_shard
 from protrain_runtime.state_dicts import (
     Undo,
     add_state_dict_hooks,
@@ -84,6 +87,7 @@ def prepare(
     check: Literal["bitwise"] | None = None,
     wait_limit_s: float = WAIT_LIMIT_S,
     lane_delay: Callable[[], float] | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> tuple[nn.Module, PlannedOptimizer]:
     """Make `model` follow `plan` in place, and build its optimizer.
 
@@ -99,6 +103,9 @@ def prepare(
     The training loop stays as it is: the plan's number of micro-batches, each with a forward and
     a backward, then one `step()`. Where the plan's updates come after backward, gradients may be
     clipped (`torch.nn.utils.clip_grad_norm_`) and unscaled (`torch.amp.GradScaler`) before it.
+    Under a plan for several devices, every rank of `process_group` (by default of all there are)
+    calls `prepare` with the same plan and model; all of them get rank 0's parameters and buffers,
+    and go through forward, backward, `step()` and state dicts together (see `ranks`).
     Before anything is allocated, the plan's predicted peaks are compared with the memory and the
     disk that there are (see `preflight`). Under a plan of master precision, the optimizer steps on
     float32 copies (see `masters`).
@@ -110,6 +117,7 @@ def prepare(
     if not isinstance(plan, Plan):
         plan = read_plan(Path(plan))
     modules = check_model(model, plan)
+    _check_devices(model, plan, process_group, check)
     if not keeps_everything(plan):
         refuse_compiled_around(model, modules)
     directory = Path(spill_directory if spill_directory is not None else gettempdir())
@@ -134,7 +142,11 @@ def prepare(
                 partial(parameter_values, model),
             )
         backend = Backend(device, delay=lane_delay, limit_s=wait_limit_s)
-        _attach(model, modules, prepared, optimizer, directory, backend)
+        ranks = None
+        if plan.num_devices > 1:
+            ranks = _meet(model, plan, process_group, device, wait_limit_s)
+            undo.append(ranks.close)
+        _attach(model, modules, prepared, optimizer, directory, backend, ranks)
     except BaseException:
         _undo_all(undo)
         raise
@@ -144,6 +156,63 @@ def prepare(
         checking.start(facade)
         undo.append(checking.stop)
     return model, facade
+
+
+def _check_devices(
+    model: nn.Module,
+    plan: Plan,
+    group: ProcessGroup | None,
+    check: Literal["bitwise"] | None,
+) -> None:
+    """ProtrainError where the plan is not for the devices that there are."""
+    check_ranks(plan, group)
+    if plan.num_devices % plan.num_replicas:
+        raise ProtrainError(
+            f"{plan.num_devices} devices cannot be {plan.num_replicas} replicas of the same size",
+            key="num_replicas",
+            fix="let it divide num_devices",
+        )
+    if plan.num_devices == 1:
+        for index, unit in enumerate(plan.units):
+            if not isinstance(unit.states, Persistent) and unit.states.tier == "device":
+                raise ProtrainError(
+                    "one device has nobody to share states with",
+                    key=f"units[{index}].states",
+                    fix="let them be persistent, or plan with --num-devices",
+                )
+        return
+    if check is not None:
+        raise ProtrainError(
+            'check="bitwise" trains a plain copy on this rank alone, which is another training than'
+            " that of several devices",
+            fix="check a plan for one device, or compare with DistributedDataParallel",
+        )
+    from torch.distributed.tensor import DTensor  # takes a second to import
+
+    distributed = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    if distributed:
+        raise ProtrainError(
+            f"the parameter '{distributed[0]}' is a DTensor: it is spread over devices already, and"
+            " a chunk is made of whole parameters",
+            fix="prepare the model before it is made tensor-parallel, without it, or leave tensor"
+            " parallelism to DistributedDataParallel or FSDP",
+        )
+
+
+def _meet(
+    model: nn.Module, plan: Plan, group: ProcessGroup | None, device: torch.device, limit_s: float
+) -> Ranks:
+    """Find the other ranks, and start from the parameters and buffers of rank 0."""
+    facts = {"plan": fingerprint(plan), "model": model_fingerprint(model)}
+    ranks = Ranks(
+        group, num_replicas=plan.num_replicas, device=device, facts=facts, limit_s=limit_s
+    )
+    try:
+        ranks.broadcast([*model.parameters(), *model.buffers()])
+    except BaseException:
+        ranks.close()
+        raise
+    return ranks
 
 
 def _plain_optimizer(
@@ -227,7 +296,7 @@ def parameter_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def keeps_everything(plan: Plan) -> bool:
     """Whether nothing is to be done: plain PyTorch is what the plan says."""
-    return all(
+    return plan.num_devices == 1 and all(
         isinstance(unit.activations, Keep) and isinstance(unit.states, Persistent)
         for unit in plan.units
     )
@@ -274,6 +343,7 @@ def _attach(
     factory: OptimizerFactory,
     directory: Path,
     backend: Backend,
+    ranks: Ranks | None,
 ) -> None:
     plan, undo = prepared.plan, prepared.undo
     settings = Settings(
@@ -281,8 +351,10 @@ def _attach(
         piece_bytes=plan.piece_bytes,
         updates=plan.updates,
         micro_batches=plan.micro_batches,
+        num_devices=plan.num_devices,
+        num_replicas=plan.num_replicas,
     )
-    chunks = make_chunks(model, plan.units)
+    chunks = make_chunks(model, plan.units, ranks)
     stores = Stores(backend, directory)
     undo.append(stores.close)
     dtypes = {part.dtype for chunk in chunks for part in chunk.slices if part.trainable}
@@ -291,12 +363,16 @@ def _attach(
         if isinstance(unit.states, Persistent) or not chunk.slices:
             continue
         undo.append(lambda chunk=chunk: bring_back(chunk))  # type: ignore[misc]
-        assert unit.states.tier != "device"
-        offload(chunk, stores.get(unit.states.tier), states)
+        store = stores.get(unit.states.tier)
+        if chunk.sharding is None:
+            offload(chunk, store, states)
+        else:
+            offload_shard(chunk, store, states)
         home = gradient_home(unit.states, settings)
         if home in ("host", "disk"):
-            chunk.gradient_store = stores.get(home)
-            chunk.gradient_offset = chunk.gradient_store.reserve(chunk.gradient_bytes)
+            own = chunk.own
+            own.gradient_store = stores.get(home)
+            own.gradient_offset = own.gradient_store.reserve(own.gradient_bytes)
         backend.synchronize()
         chunk.unbind(chunk.every_group)
     swap_stores = {
@@ -318,6 +394,7 @@ def _attach(
         swap_stores=swap_stores,
         factory=factory,
         options=prepared.optimizer.options,
+        ranks=ranks,
     )
     # Addresses that stay what they are. Those of offloaded parameters do not: what stands in for
     # them is freed by the first gather, and an activation may come to lie there.
@@ -326,7 +403,15 @@ def _attach(
         tensor.untyped_storage().data_ptr() for tensor in (*staying, *model.buffers())
     )
     engine = Engine(
-        program, accumulating, plan.units, chunks, moves, backend=backend, shared=shared
+        program,
+        accumulating,
+        plan.units,
+        chunks,
+        moves,
+        backend=backend,
+        shared=shared,
+        ranks=ranks,
+        shared_buffers=tuple(model.buffers()),
     )
     # A model that is dropped without `restore` frees its threads and files all the same.
     last_resort = weakref.finalize(model, _shut, tuple(engine.lanes.values()), stores)

@@ -24,8 +24,14 @@ def offloaded_parameters(chunks: Sequence[Chunk]) -> dict[str, tuple[Chunk, Slic
 
 
 def read_parameter(chunk: Chunk, part: Slice) -> torch.Tensor:
-    """An offloaded parameter's values, from its store.  # part.dtype [part.shape], on the host"""
+    """An offloaded parameter's values, from its store.  # part.dtype [part.shape], on the host
+
+    Of what ranks share, all of them ask for it.
+    """
     assert chunk.store is not None
+    if chunk.sharding is not None:
+        buffer = chunk.sharding.gather(chunk, part.group)
+        return part.flat(buffer).clone().as_strided(part.shape, part.stride).cpu()
     flat = torch.empty(part.num_bytes, dtype=torch.uint8)
     chunk.store.read(chunk.offset + part.offset, flat)
     return flat.view(part.dtype).as_strided(part.shape, part.stride)
@@ -38,6 +44,9 @@ def bring_back(chunk: Chunk) -> None:
     assert chunk.store is not None
     for part in chunk.slices:
         if part.group not in chunk.hollow:
+            continue
+        if chunk.sharding is not None:
+            part.parameter.data = read_parameter(chunk, part).to(part.parameter.device)
             continue
         whole = torch.empty(part.num_bytes, dtype=torch.uint8, device=part.parameter.device)
         chunk.store.read(chunk.offset + part.offset, whole)
@@ -89,6 +98,9 @@ def add_state_dict_hooks(
     def after_load(*_: object) -> None:
         for chunk, part in offloaded.values():
             assert chunk.store is not None
+            if chunk.sharding is not None:
+                chunk.sharding.keep(part, part.parameter)
+                continue
             values = flat_storage_order(part.parameter.detach())
             chunk.store.write(chunk.offset + part.offset, values.view(torch.uint8))
         for chunk in below:

@@ -10,12 +10,12 @@ import errno
 import os
 import tempfile
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, assert_never
 
 import torch
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.records.hardware import TierName
+from protrain_plan.records.plan import StateTier
 from protrain_plan.units import format_bytes
 from protrain_runtime.lanes import Backend
 
@@ -52,8 +52,18 @@ class HostStore:
 
     def reserve(self, num_bytes: int) -> int:
         offset = self.num_bytes
-        self._buffers[offset] = self._backend.empty_host(num_bytes)
+        self._buffers[offset] = self._empty(num_bytes)
         self.num_bytes += num_bytes
+        return offset
+
+    def _empty(self, num_bytes: int) -> torch.Tensor:
+        return self._backend.empty_host(num_bytes)
+
+    def hold(self, buffer: torch.Tensor) -> int:
+        """Take a buffer that there is as a reservation; returns its offset.  # uint8 [bytes]"""
+        offset = self.num_bytes
+        self._buffers[offset] = buffer
+        self.num_bytes += buffer.numel()
         return offset
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
@@ -69,6 +79,13 @@ class HostStore:
 
     def close(self) -> None:
         self._buffers.clear()
+
+
+class DeviceStore(HostStore):
+    """Shards on the device itself. Every reservation is a buffer of exactly its size."""
+
+    def _empty(self, num_bytes: int) -> torch.Tensor:
+        return self._backend.empty(num_bytes)
 
 
 class DiskStore:
@@ -141,14 +158,23 @@ class Stores:
 
     def __init__(self, backend: Backend, directory: Path) -> None:
         self._backend, self._directory = backend, directory
-        self._stores: dict[TierName, Store] = {}
+        self._stores: dict[StateTier, Store] = {}
 
-    def get(self, tier: TierName) -> Store:
+    def get(self, tier: StateTier) -> Store:
         if tier not in self._stores:
-            self._stores[tier] = (
-                HostStore(self._backend) if tier == "host" else DiskStore(self._directory)
-            )
+            self._stores[tier] = self._open(tier)
         return self._stores[tier]
+
+    def _open(self, tier: StateTier) -> Store:
+        match tier:
+            case "device":
+                return DeviceStore(self._backend)
+            case "host":
+                return HostStore(self._backend)
+            case "disk":
+                return DiskStore(self._directory)
+            case _:
+                assert_never(tier)
 
     @property
     def host_bytes(self) -> int:

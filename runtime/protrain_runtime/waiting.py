@@ -22,7 +22,8 @@ class Waiting:
     """One parameter's gradient in a store.
 
     `norm` is that of order 2 of the whole, where it was computed before the gradient left. The
-    store's bytes are multiplied by `factors`, in order, when they are read.
+    store's bytes are multiplied by `factors`, in order, when they are read. `shared`: it is this
+    rank's part of a gradient, `norm` that of all parts, and `count` says how many ranks had one.
     """
 
     store: Store
@@ -32,6 +33,8 @@ class Waiting:
     dtype: torch.dtype
     device: torch.device  # that of the parameter
     norm: torch.Tensor | None = None
+    shared: bool = False
+    count: torch.Tensor | None = None
     factors: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
 
     @property
@@ -40,9 +43,17 @@ class Waiting:
 
     def whole(self) -> torch.Tensor:
         """The gradient on the parameter's device.  # dtype [shape]"""
+        if self.shared:
+            raise RuntimeError(
+                "under a plan for several devices, a gradient is clipped by its norm of order 2"
+            )
         flat = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
         self.store.read(self.offset, flat)
         return scaled(flat.view(self.dtype), self.factors).as_strided(self.shape, self.stride)
+
+    def is_none(self) -> bool:
+        """Whether no rank had a gradient."""
+        return self.count is not None and not self.count.item()
 
     def in_host(self, low: int, high: int) -> torch.Tensor:
         """A range of the elements where they lie in host memory.  # dtype [high - low]"""
@@ -53,7 +64,8 @@ class Waiting:
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply the gradient by a scalar, later."""
         self.factors.append(factor)
-        self.norm = None
+        if self.norm is not None:
+            self.norm = self.norm * factor.abs().to(self.norm) if self.shared else None
 
 
 def scaled(elements: torch.Tensor, factors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -69,10 +81,14 @@ class WaitingGradient(TakenGradient):
     waiting: Waiting
 
     @classmethod
-    def of(cls, waiting: Waiting) -> "WaitingGradient":
-        """A stand-in of the gradient's shape, dtype and device that holds a single element."""
+    def of(cls, waiting: Waiting, shape: torch.Size | None = None) -> "WaitingGradient":
+        """A stand-in of the gradient's shape, dtype and device that holds a single element.
+
+        `shape` is that of the whole gradient, where this rank has a part of it.
+        """
         single = torch.zeros((), dtype=waiting.dtype, device=waiting.device)
-        found: WaitingGradient = torch.Tensor._make_subclass(cls, single.expand(waiting.shape))
+        expanded = single.expand(waiting.shape if shape is None else shape)
+        found: WaitingGradient = torch.Tensor._make_subclass(cls, expanded)
         found.waiting = waiting
         return found
 
@@ -145,7 +161,9 @@ def _unscale_(
             unscale([gradient], found_inf, inverse_scale)
             continue
         norm = gradient.waiting.norm
-        if norm is None or not norm.isfinite():
+        if gradient.waiting.shared and norm is not None:
+            found_inf.masked_fill_(~norm.isfinite(), 1.0)  # on every rank alike
+        elif norm is None or not norm.isfinite():
             # A norm may overflow where no element does. A factor of one only checks.
             unscale([gradient.waiting.whole()], found_inf, torch.ones_like(inverse_scale))
         gradient.waiting.scale(inverse_scale)

@@ -1,0 +1,266 @@
+"""This rank among the others: the groups that collectives run in, agreement, and who is missing.
+
+Every rank runs the same programme, so that all of them meet in the same collectives in the same
+order. A rank that does not come makes the others wait. Collectives have a time limit, and who fails
+in one asks at the ranks' store who is still there: a thread of every rank answers.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.records.plan import Plan
+
+ANSWER_S = 3.0
+"""How long a rank that is there may take to say so; it looks four times a second."""
+
+_LOOK_S = 0.25
+_SERIAL = count()
+"""Tells the groups that this process is in apart; every rank counts alike."""
+
+
+class RanksError(ProtrainError, RuntimeError):
+    """Another rank did not come, or disagrees."""
+
+
+class Ranks:
+    """The ranks of one data-parallel group, of which this one is number `rank` of `count`.
+
+    `shard` of `num_shards` is its place among those that share the states of a chunk. RanksError
+    where the ranks have not all come, with equal `facts`, within `limit_s`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        num_replicas: int,
+        device: torch.device,
+        facts: Mapping[str, str],
+        limit_s: float,
+    ) -> None:
+        self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+        self.num_shards = self.count // num_replicas
+        self.shard = self.rank % self.num_shards
+        self.on_stream = device.type == "cuda"
+        self._device, self._limit_s = device, limit_s
+        self._members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        members = "-".join(map(str, self._members))
+        self._store = dist.PrefixStore(f"protrain/{members}/{next(_SERIAL)}", _get_default_store())
+        self._agree(facts)
+        self._answering = _Answering(self._store.clone(), self.rank)
+        try:
+            first = self.rank - self.shard
+            self._all = self._new_group(range(self.count))
+            self._sharing = self._replicas = self._all
+            if 1 < self.num_shards < self.count:
+                self._sharing = self._new_group(range(first, first + self.num_shards))
+                self._replicas = self._new_group(range(self.shard, self.count, self.num_shards))
+        except BaseException:
+            self._answering.close()
+            raise
+
+    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(
+            [self._members[rank] for rank in ranks],
+            timeout=timedelta(seconds=self._limit_s),
+            backend="nccl" if self.on_stream else "gloo",
+            use_local_synchronization=True,
+        )
+        return group
+
+    def close(self) -> None:
+        """Leave the groups."""
+        self._answering.close()
+        for group in {self._all, self._sharing, self._replicas}:
+            with suppress(RuntimeError, ValueError):  # gone with the world already
+                dist.destroy_process_group(group)
+
+    # ---- before the first collective ----------------------------------------------------------
+
+    def _agree(self, facts: Mapping[str, str]) -> None:
+        """Let every rank see every other's facts: all of them raise, or none."""
+        self._store.set(f"facts/{self.rank}", json.dumps(dict(facts)))
+        others: list[Mapping[str, str]] = []
+        end = time.monotonic() + self._limit_s
+        for rank in range(self.count):
+            key = f"facts/{rank}"
+            try:
+                left = max(end - time.monotonic(), 0.001)
+                self._store.wait([key], timedelta(seconds=left))
+            except RuntimeError as error:
+                raise RanksError(
+                    f"rank {rank} of {self.count} did not come to prepare() within"
+                    f" {self._limit_s:g} s",
+                    fix="see what that rank says; every rank calls prepare() once per model, in the"
+                    " same order",
+                ) from error
+            others.append(json.loads(self._store.get(key)))
+        for rank, other in enumerate(others):
+            for name, value in others[0].items():
+                if other[name] != value:
+                    raise RanksError(
+                        f"rank {rank} has another {name} than rank 0: {other[name]} instead of"
+                        f" {value}",
+                        fix="start every rank with the same model and the same plan",
+                    )
+
+    # ---- collectives --------------------------------------------------------------------------
+
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+        """Fill `whole` with the shards of all ranks that share it; `own` may lie in its place."""
+        if self.num_shards > 1:
+            with self._meeting():
+                dist.all_gather_into_tensor(whole, own, group=self._sharing)
+        elif own.data_ptr() != whole.data_ptr():
+            whole.copy_(own)
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        """The sum over all ranks, in place."""
+        with self._meeting():
+            dist.all_reduce(values, group=self._all)
+
+    def sum_of_shards(self, values: torch.Tensor) -> None:
+        """The sum over the ranks that share states, in place."""
+        if self.num_shards > 1:
+            with self._meeting():
+                dist.all_reduce(values, group=self._sharing)
+
+    def reduce_scatter(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+        """The sum of `whole` over all ranks: this rank's range of it goes to `own`.
+
+        `whole` is used up. Gloo's own reduce-scatter sums a copy of it.
+        """
+        size = own.numel()
+        mine = whole[self.shard * size : (self.shard + 1) * size]
+        with self._meeting():
+            if self.num_shards > 1 and self.on_stream:
+                dist.reduce_scatter_tensor(mine, whole, group=self._sharing)
+            elif self.num_shards > 1:
+                dist.all_reduce(whole, group=self._sharing)
+            if self.num_shards < self.count:
+                dist.all_reduce(mine, group=self._replicas)
+        own.copy_(mine)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Rank 0's values on every rank.  # dense tensors"""
+        with self._meeting():
+            for tensor in tensors:
+                values = tensor.detach()
+                dense = values.contiguous()
+                flat = dense.view(-1).view(torch.uint8)
+                dist.broadcast(flat, src=self._members[0], group=self._all)
+                if dense is not values:
+                    values.copy_(dense)
+
+    def all_objects(self, mine: Any) -> list[Any]:
+        """What every rank has, by rank."""
+        found: list[Any] = [None] * self.count
+        with self._meeting():
+            dist.all_gather_object(found, mine, group=self._all)
+        return found
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks."""
+        return self._all
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RanksError(
+                self._who_is_missing(),
+                fix="see what that rank said last; start all ranks again, from a checkpoint",
+            ) from error
+
+    def _who_is_missing(self) -> str:
+        """Ask who is there, and say who is not."""
+        here = f"rank {self.rank} of {self.count} waited for the others"
+        try:
+            self._answering.ask(self._store)
+            time.sleep(ANSWER_S)
+            present = [self._store.check([_answer(rank)]) for rank in range(self.count)]
+        except RuntimeError:
+            return (
+                f"{here}, and their meeting place is gone: the rank that keeps it (rank 0, or the"
+                " launcher) has ended"
+            )
+        absent = [rank for rank, answered in enumerate(present) if not answered]
+        if not absent:
+            return (
+                f"{here} for {self._limit_s:g} s, and all of them run: one hangs, or has taken"
+                " another path"
+            )
+        which = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {_listed(absent)}"
+        return f"{here}, and {which} ended or hangs"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
+
+
+def _answer(rank: int) -> str:
+    return f"here/{rank}"
+
+
+_ASKED = "asked"
+
+
+class _Answering:
+    """A thread that says that this rank is there, once somebody has asked."""
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="protrain answers", daemon=True)
+        self._thread.start()
+
+    def ask(self, store: dist.Store) -> None:
+        """Ask all ranks to answer, this one too."""
+        store.set(_ASKED, "1")
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join(ANSWER_S)
+
+    def _run(self) -> None:
+        with suppress(RuntimeError):  # the store is gone: there is nobody to answer
+            while not self._closed.wait(_LOOK_S):
+                if self._store.check([_ASKED]):
+                    self._store.set(_answer(self._rank), "1")
+                    return
+
+
+def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> int:
+    """How many ranks run; ProtrainError where the plan is for another number of them."""
+    running = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    if plan.num_devices == running:
+        return running
+    if running == 1:
+        fix = f"start it with torchrun --nproc-per-node {plan.num_devices}"
+        if not (dist.is_available() and dist.is_initialized()):
+            fix += ", and call torch.distributed.init_process_group() before prepare()"
+    else:
+        fix = f"plan with --num-devices {running}"
+    raise ProtrainError(
+        f"the plan is for {_devices(plan.num_devices)}, and {running} run"
+        + ("s" if running == 1 else ""),
+        key="num_devices",
+        fix=fix,
+    )
+
+
+def _devices(number: int) -> str:
+    return "1 device" if number == 1 else f"{number} devices"

@@ -1,0 +1,185 @@
+"""Sums of gradients over all ranks: the work of "all-reduce" and "reduce-scatter".
+
+The arithmetic is that of DistributedDataParallel: every rank multiplies its gradients by one over
+the number of ranks, then they are added. When a slot has ended, its unit's gradients are copied,
+group by group, to the buffers in which they are added; what a rank has no gradient for counts as
+zeros, if another rank has one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from protrain_plan.program import Move, Program, gradient_home
+from protrain_plan.records.plan import Buffer, Offload, Placement
+from protrain_runtime.chunks import Chunk, Slice, flat_storage_order
+from protrain_runtime.gradients import dense
+from protrain_runtime.lanes import Backend
+from protrain_runtime.ranks import Ranks
+from protrain_runtime.stores import DeviceStore, Store
+from protrain_runtime.waiting import Waiting, WaitingGradient
+
+Work = Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Sum:
+    """What is being added up: by group its buffer, and how many ranks have a gradient of what."""
+
+    buffers: dict[int, torch.Tensor]  # dtype [elements of the group, with padding]
+    parts: list[Slice]
+    counts: torch.Tensor  # int32 [parts]
+
+
+class Reductions:
+    """The sums of a programme that runs on several ranks."""
+
+    def __init__(self, program: Program, ranks: Ranks, backend: Backend) -> None:
+        self._settings, self._ranks, self._backend = program.settings, ranks, backend
+        self._sums: dict[int, _Sum] = {}
+        # By unit and group: this rank's part of a sum, on its way to where its optimizer runs.
+        self._leaving: dict[tuple[int, int], torch.Tensor] = {}
+
+    def clear(self) -> None:
+        """Forget the sums of a step that was given up."""
+        self._sums.clear()
+        self._leaving.clear()
+
+    def all_reduce(self, number: int, chunk: Chunk) -> Work:
+        """Add up a persistent chunk's gradients; `end` gives them to the parameters."""
+        offsets: dict[str, int] = {}
+        for group in chunk.groups:
+            done = 0
+            for part in group.slices:
+                offsets[part.name] = done
+                done += part.numel if part.trainable else 0
+        total = self._sums[number] = self._collect(chunk, range(len(chunk.groups)), offsets)
+        return lambda: self._add(total, self._ranks.all_reduce)
+
+    def _add(self, total: _Sum, reduce: Callable[[torch.Tensor], None]) -> None:
+        self._ranks.all_reduce(total.counts)
+        for buffer in total.buffers.values():
+            reduce(buffer)
+
+    def _collect(self, chunk: Chunk, groups: range, offsets: dict[str, int]) -> _Sum:
+        """Copy gradients to the buffers in which they are added, and free them.
+
+        `offsets` say where in its group's buffer a parameter's elements begin.
+        """
+        buffers: dict[int, torch.Tensor] = {}
+        parts: list[Slice] = []
+        present: list[int] = []
+        for number in groups:
+            group = chunk.groups[number]
+            trainable = [part for part in group.slices if part.trainable]
+            if not trainable:
+                continue
+            buffer = self._backend.empty(group.gradient_bytes).view(trainable[0].dtype)
+            for part in trainable:
+                gradient = chunk.gradients.pop(part.name, None)
+                place = buffer[offsets[part.name] : offsets[part.name] + part.numel]
+                if gradient is None:
+                    place.zero_()
+                else:
+                    source = flat_storage_order(dense(gradient, part.stride))
+                    torch.mul(source, 1.0 / self._ranks.count, out=place)
+                parts.append(part)
+                present.append(gradient is not None)
+            buffers[number] = buffer
+        counts = torch.tensor(present, dtype=torch.int32, device=self._backend.device)
+        return _Sum(buffers, parts, counts)
+
+    def end(self, move: Move, number: int, chunk: Chunk) -> None:
+        """The sum is there: a persistent chunk's parameters get theirs."""
+        total = self._sums.pop(number)
+        counts = total.counts.tolist()
+        if move.kind == "all-reduce":
+            done: dict[int, int] = {}
+            for part, present in zip(total.parts, counts, strict=True):
+                first = done.get(part.group, 0)
+                done[part.group] = first + part.numel
+                buffer = total.buffers[part.group][first : first + part.numel]
+                summed = buffer.as_strided(part.shape, part.stride, buffer.storage_offset())
+                part.parameter.grad = summed if present else None
+            return
+        for part, present in zip(total.parts, counts, strict=True):
+            if not present:
+                chunk.waiting.pop(part.name, None)
+                part.parameter.grad = None
+
+    def reduce_scatter(self, number: int, move: Move, chunk: Chunk, states: Placement) -> Work:
+        """Add up a share of a chunk's gradients, of which this rank keeps its shard."""
+        assert isinstance(states, Offload | Buffer) and chunk.sharding is not None
+        own, settings, ranks = chunk.own, self._settings, self._ranks
+        offsets = {part.name: part.inside // part.dtype.itemsize for part in chunk.slices}
+        total = self._collect(chunk, chunk.gradient_groups_in(move.share), offsets)
+        self._sums[number] = total
+        shards = {
+            group: self._backend.empty(chunk.sharding.gradient_range(group)[1])
+            for group in total.buffers
+        }
+        spills = gradient_home(states, settings) == "host"
+        held = DeviceStore(self._backend)
+        norms = None
+        if settings.updates == "after backward" and total.parts:
+            dtype = total.parts[0].dtype
+            norms = torch.zeros(len(total.parts), dtype=dtype, device=self._backend.device)
+        mine = {part.name: part for part in own.slices}
+        places: dict[int, tuple[Store, int]] = {}
+        for group, shard in shards.items():
+            start, _ = chunk.sharding.gradient_range(group)
+            if spills:
+                assert own.gradient_store is not None
+                places[group] = own.gradient_store, own.gradient_offset + start
+                self._leaving[move.unit, group] = shard
+            else:
+                places[group] = held, held.hold(shard)
+        for index, part in enumerate(total.parts):
+            local = mine.get(part.name)
+            store, offset = places[part.group]
+            waiting = chunk.waiting[part.name] = Waiting(
+                store=store,
+                offset=offset + (0 if local is None else local.inside),
+                shape=torch.Size([0]) if local is None else local.shape,
+                stride=(1,),
+                dtype=part.dtype,
+                device=part.parameter.device,
+                norm=None if norms is None else norms[index],
+                shared=True,
+                count=total.counts[index],
+            )
+            if norms is not None:
+                part.parameter.grad = WaitingGradient.of(waiting, part.shape)
+
+        def work() -> None:
+            ranks.all_reduce(total.counts)
+            for group, buffer in total.buffers.items():
+                ranks.reduce_scatter(buffer, shards[group].view(buffer.dtype))
+            if norms is not None:
+                squares = torch.zeros(len(total.parts), device=norms.device)
+                for index, part in enumerate(total.parts):
+                    if part.name in mine:
+                        elements = mine[part.name].flat(shards[part.group])
+                        squares[index] = torch.linalg.vector_norm(elements, dtype=torch.float32)
+                ranks.sum_of_shards(squares.square_())
+                norms.copy_(squares.sqrt_())
+
+        return work
+
+    def spill(self, move: Move, chunk: Chunk) -> tuple[Work, list[torch.Tensor]]:
+        """Bring a share of the sum to where its optimizer runs; with the work, what it reads."""
+        own = chunk.own
+        store, sharding = own.gradient_store, chunk.sharding
+        assert store is not None and sharding is not None
+        writes: list[tuple[int, torch.Tensor]] = []
+        for group in chunk.gradient_groups_in(move.share):
+            shard = self._leaving.pop((move.unit, group), None)
+            if shard is not None:
+                writes.append((own.gradient_offset + sharding.gradient_range(group)[0], shard))
+
+        def work() -> None:
+            for offset, shard in writes:
+                store.write(offset, shard)
+
+        return work, [shard for _, shard in writes]

@@ -1,0 +1,87 @@
+"""Real processes that train together on this machine, over gloo: shared by the tests of ranks."""
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+JOIN_S = 240.0
+"""Far more than any of these tests takes; what hangs is ended and reported."""
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+# The server imports what takes long, once, and runs nothing: ranks are forked from it.
+_CONTEXT.set_forkserver_preload(["tests.ranks_cases", "tests.runtime_cases", "protrain_runtime"])
+
+Work = Callable[..., Any]
+"""Called on every rank with its number, how many there are, and the arguments given."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended: with a result, or with an error's type and message."""
+
+    result: Any = None
+    error: str = ""
+    exit_code: int = 0
+
+
+def run_ranks(work: Work, count: int, folder: Path, *arguments: Any) -> list[Any]:
+    """What `work` returns on each of `count` ranks; fails where one of them does."""
+    ended = end_ranks(work, count, folder, *arguments)
+    for rank, end in enumerate(ended):
+        assert not end.error and end.exit_code == 0, f"rank {rank} ({end.exit_code}): {end.error}"
+    return [end.result for end in ended]
+
+
+def end_ranks(work: Work, count: int, folder: Path, *arguments: Any) -> list[Ended]:
+    """How each of `count` ranks ends. Their store is in this process: it outlives them all."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
+    folder.mkdir(parents=True, exist_ok=True)
+    ranks = [
+        _CONTEXT.Process(
+            target=_run, args=(work, rank, count, store.port, folder, arguments), daemon=True
+        )
+        for rank in range(count)
+    ]
+    for process in ranks:
+        process.start()
+    ended: list[Ended] = []
+    for rank, process in enumerate(ranks):
+        process.join(JOIN_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            ended.append(Ended(error="did not end", exit_code=-1))
+            continue
+        path = folder / f"rank-{rank}.pt"
+        left = torch.load(path, weights_only=False) if path.exists() else Ended()
+        path.unlink(missing_ok=True)
+        ended.append(Ended(left.result, left.error, process.exitcode or 0))
+    return ended
+
+
+def _run(
+    work: Work, rank: int, count: int, port: int, folder: Path, arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=60)
+    )
+    try:
+        end = Ended(work(rank, count, *arguments))
+    except Exception as error:  # noqa: BLE001 - reported to the test
+        expected = type(error).__name__ in ("RanksError", "LaneError", "ProtrainError")
+        end = Ended(error=f"{error}" if expected else traceback.format_exc())
+    torch.save(end, folder / f"rank-{rank}.pt")
+    with suppress(RuntimeError, ValueError):
+        dist.destroy_process_group()
