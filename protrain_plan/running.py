@@ -7,12 +7,14 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch, byte_tokens, call_model, loss_of
@@ -27,6 +29,7 @@ from protrain_runtime.exhaustion import explained_exhaustion
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.measure import storage_bytes
 from protrain_runtime.preparation import below_device, parameter_values, prepare
+from protrain_runtime.ranks import check_ranks
 from protrain_runtime.recording import Recorder, measure_step, record
 from protrain_runtime.resuming import load, read_extra
 from protrain_runtime.saving import save
@@ -92,6 +95,7 @@ def train(
     recorded: bool = False,
     on_step: OnStep = lambda *_: None,
     checkpoints: Checkpoints = NO_CHECKPOINTS,
+    rank: int = 0,
 ) -> Run:
     """Build the plan's model and train it until `num_steps` are done; `plain`: ordinary PyTorch.
 
@@ -99,7 +103,8 @@ def train(
     A step has the plan's micro-batches, its loss is their mean; where the plan updates after
     backward, gradients are clipped to CLIP_NORM. With `checked` a plain copy trains beside the
     first steps. With `recorded` the run has a recording, of two steps: when things ran is that of
-    the last step but one, bytes are those of the last.
+    the last step but one, bytes are those of the last. Of several devices this is rank `rank`,
+    with every batch of its turn; `plain` is then DistributedDataParallel.
     ProtrainError where the model cannot be built, the plan is not for it, memory ran out, or a
     checkpoint cannot be read or written, or is of another run.
     """
@@ -129,11 +134,16 @@ def train(
             text=text,
             seed=workload.seed,
         )
+        batches = islice(batches, rank, None, plan.num_devices)
+        call: nn.Module = model
         optimizer: torch.optim.Optimizer
         if plain:
             masters = workload.precision == "master"
             make = with_master_weights(factory) if masters else factory
             optimizer = make(p for p in model.parameters() if p.requires_grad)
+            if plan.num_devices > 1:
+                check_ranks(plan, None)
+                call = DistributedDataParallel(model)
         else:
             model, optimizer = prepare(
                 model,
@@ -142,9 +152,9 @@ def train(
                 spill_directory=spill_directory,
                 check="bitwise" if checked else None,
             )
-        torch.manual_seed(workload.seed)  # of dropout
+        torch.manual_seed(workload.seed + rank)  # of dropout
         training = _training(plan, text)
-        trainer = _Trainer(plan, model, optimizer, checkpoints, training, recorded=recorded)
+        trainer = _Trainer(plan, model, call, optimizer, checkpoints, training, recorded=recorded)
         return trainer.run(batches, num_steps, on_step)
 
 
@@ -163,6 +173,7 @@ def _training(plan: Plan, text: Path | None) -> dict[str, object]:
         "optimizer": plan.optimizer,
         "updates": plan.updates,
         "micro_batches": plan.micro_batches,
+        **({"num_devices": plan.num_devices} if plan.num_devices > 1 else {}),
         "text": "" if text is None else hashlib.sha256(byte_tokens(text)).hexdigest(),
     }
 
@@ -172,6 +183,7 @@ class _Trainer:
         self,
         plan: Plan,
         model: nn.Module,
+        call: nn.Module,
         optimizer: torch.optim.Optimizer,
         checkpoints: Checkpoints,
         training: Mapping[str, object],
@@ -179,6 +191,7 @@ class _Trainer:
         recorded: bool,
     ) -> None:
         self._plan, self._model, self._optimizer = plan, model, optimizer
+        self._call = call  # the model, or what runs it on several devices
         self._checkpoints, self._training = checkpoints, dict(training)
         self._recorded = recorded
         self._losses: list[float] = []
@@ -253,9 +266,11 @@ class _Trainer:
 
     def _step(self, micro_batches: Sequence[Batch], observe: Observer | None = None) -> None:
         total = 0.0
-        for batch in micro_batches:
-            loss = loss_of(call_model(self._model, batch)) / len(micro_batches)
-            loss.backward()
+        for number, batch in enumerate(micro_batches, start=1):
+            ddp = self._call if isinstance(self._call, DistributedDataParallel) else None
+            with ddp.no_sync() if ddp and number < len(micro_batches) else nullcontext():
+                loss = loss_of(call_model(self._call, batch)) / len(micro_batches)
+                loss.backward()
             total += loss.item()
         if observe is not None:
             observe("update")

@@ -77,6 +77,7 @@ def run(
     if memory_limit is not None:
         _limit(size("--memory-limit", memory_limit, 0))
     from protrain_plan.running import NO_CHECKPOINTS, Checkpoints, Run, train
+    from protrain_runtime.launching import joined
     from protrain_runtime.measure import return_freed_memory
 
     if record.workload.device == "cpu":
@@ -103,14 +104,20 @@ def run(
             recorded=recording is not None and not plain,
             on_step=on_step,
             checkpoints=checkpoints,
+            rank=rank,
         )
 
     checkpoints = Checkpoints(resume=resume, directory=save, every=save_every)
 
-    with progress(quiet=as_json) as report:
+    with (
+        joined(record.workload.device) as (rank, _),
+        progress(quiet=as_json or rank > 0) as report,
+    ):
         label = "plain" if plain else "planned"
         result = trained(label, report, plain=plain, checkpoints=checkpoints)
         reference = trained("plain", report, plain=True) if verify else None
+    if rank > 0:  # one speaks for all
+        return
     if recording is not None and result.recording is not None:
         write_recording(result.recording, recording)
     verified = None

@@ -135,6 +135,12 @@ class Chunk:
         """The chunk whose states are in the store."""
         return self if self.sharding is None else self.sharding.own
 
+    def has_states(self, name: str) -> bool:
+        """Whether a parameter has optimizer states here: updated, and of ranks, this one's too."""
+        if name not in self.updated:
+            return False
+        return self.sharding is None or self.sharding.part_of(name) is not None
+
     @property
     def num_trainable(self) -> int:
         """Trainable elements; of a shared chunk, with the padding between them."""

@@ -172,7 +172,7 @@ def _scalars(chunk: Chunk) -> dict[str, dict[str, Any]]:
 
     Of what ranks share, all of them ask for it: one may have nothing of a parameter.
     """
-    own = {name: chunk.scalars[name] for name in chunk.updated}
+    own = {name: chunk.scalars[name] for name in chunk.updated if chunk.has_states(name)}
     if chunk.sharding is None:
         return own
     merged: dict[str, dict[str, Any]] = {}

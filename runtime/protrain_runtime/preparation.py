@@ -75,6 +75,7 @@ class Prepared:
     undo: Undo
     plan: Plan
     below: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    ranks: Ranks | None = None
 
 
 def prepare(
@@ -145,6 +146,7 @@ def prepare(
         ranks = None
         if plan.num_devices > 1:
             ranks = _meet(model, plan, process_group, device, wait_limit_s)
+            prepared.ranks = ranks
             undo.append(ranks.close)
         _attach(model, modules, prepared, optimizer, directory, backend, ranks)
     except BaseException:

@@ -53,7 +53,8 @@ class Ranks:
         self.num_shards = self.count // num_replicas
         self.shard = self.rank % self.num_shards
         self.on_stream = device.type == "cuda"
-        self._device, self._limit_s = device, limit_s
+        self._limit_s = limit_s
+        self._checkpoints: dist.ProcessGroup | None = None
         self._members = dist.get_process_group_ranks(group or dist.group.WORLD)
         members = "-".join(map(str, self._members))
         self._store = dist.PrefixStore(f"protrain/{members}/{next(_SERIAL)}", _get_default_store())
@@ -82,9 +83,10 @@ class Ranks:
     def close(self) -> None:
         """Leave the groups."""
         self._answering.close()
-        for group in {self._all, self._sharing, self._replicas}:
+        for group in {self._all, self._sharing, self._replicas, self._checkpoints}:
             with suppress(RuntimeError, ValueError):  # gone with the world already
-                dist.destroy_process_group(group)
+                if group is not None:
+                    dist.destroy_process_group(group)
 
     # ---- before the first collective ----------------------------------------------------------
 
@@ -170,10 +172,14 @@ class Ranks:
             dist.all_gather_object(found, mine, group=self._all)
         return found
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """All ranks."""
-        return self._all
+    def checkpoint_group(self) -> dist.ProcessGroup:
+        """All ranks, for what runs beside training; made when it is first asked for, by all."""
+        if self._checkpoints is None:
+            members = list(self._members)
+            self._checkpoints = dist.new_group(
+                members, backend="gloo", use_local_synchronization=True
+            )
+        return self._checkpoints
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:

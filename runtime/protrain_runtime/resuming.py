@@ -12,6 +12,7 @@ from torch import nn
 from protrain_plan.errors import ProtrainError
 from protrain_runtime.checkpoints import TRAINING, read_index
 from protrain_runtime.chunks import Chunk, Slice
+from protrain_runtime.distributed_checkpoints import Saved, is_distributed
 from protrain_runtime.preparation import Prepared
 from protrain_runtime.saving import (
     VERSION,
@@ -46,6 +47,8 @@ def load(
     """
     directory = Path(directory)
     prepared = settled(model, optimizer, "load() was called")
+    if is_distributed(directory):
+        return _load_parts(model, optimizer, prepared, directory)
     index = read_index(directory)
     saved = _entries(directory, set(index.weight_map.values()))
     targets = _matched(model, saved, index.weight_map, prepared, directory)
@@ -54,15 +57,53 @@ def load(
         training = _training(directory / index.folder / TRAINING)
     resumed = None
     if optimizer is not None:
-        resumed = _Resumed(model, optimizer, prepared, directory, index.folder, training)
+        states = None
+        if index.folder is not None and "optimizer" in training:
+            states = _entries(directory / index.folder, training["files"])
+        resumed = _Resumed(model, optimizer, prepared, directory, states, training)
         targets += resumed.targets
     fill_values(targets)
+    return _finish(model, resumed, training, training.get("random"))
+
+
+def _load_parts(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    prepared: Prepared | None,
+    directory: Path,
+) -> dict[str, Any]:
+    """The same of a checkpoint of several ranks: each takes what it is to have."""
+    ranks = prepared.ranks if prepared else None
+    saved = Saved(directory)
+    weights = saved.entries("model.")
+    names = dict.fromkeys(weights, directory.name)
+    targets = _matched(model, weights, names, prepared, directory)
+    training = _read_training(saved.packed("training"), directory)
+    resumed = None
+    if optimizer is not None:
+        states = saved.entries("optimizer.state.") if "optimizer" in training else None
+        resumed = _Resumed(model, optimizer, prepared, directory, states, training)
+        targets += resumed.targets
+    saved.fill(targets)
+    own = saved.packed(f"random.{ranks.rank if ranks else 0}")
+    random_states = None if own is None else torch.load(own, weights_only=True)
+    return _finish(model, resumed, training, random_states)
+
+
+def _finish(
+    model: nn.Module,
+    resumed: "_Resumed | None",
+    training: dict[str, Any],
+    random_states: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """What is no tensor; returns the `extra`."""
     for name, module in with_extra_state(model):
         if name in training.get("modules", {}):
             module.set_extra_state(training["modules"][name])
     if resumed is not None:
         resumed.finish()
-        _set_random(training["random"])
+        if random_states is not None:  # a rank that was not there goes on with its own
+            _set_random(random_states)
     extra: dict[str, Any] = training.get("extra", {})
     return extra
 
@@ -70,6 +111,9 @@ def load(
 def read_extra(directory: Path | str) -> dict[str, Any]:
     """The `extra` of a checkpoint, without loading anything. ProtrainError as `load`."""
     directory = Path(directory)
+    if is_distributed(directory):
+        found: dict[str, Any] = _read_training(Saved(directory).packed("training"), directory)
+        return dict(found["extra"])
     folder = read_index(directory).folder
     extra: dict[str, Any] = (
         {} if folder is None else _training(directory / folder / TRAINING)["extra"]
@@ -92,7 +136,12 @@ def _training(path: Path) -> dict[str, Any]:
         raise ProtrainError(
             f"cannot be read: {error.strerror}", source=str(path), fix="load another checkpoint"
         ) from None
+    return _read_training(packed, path)
+
+
+def _read_training(packed: io.BytesIO | None, path: Path) -> dict[str, Any]:
     try:
+        assert packed is not None
         read: dict[str, Any] = torch.load(packed, weights_only=True, map_location="cpu")
         version = read["version"]
     except Exception:  # noqa: BLE001 - of any damage, torch.load has many
@@ -162,18 +211,17 @@ class _Resumed:
         optimizer: torch.optim.Optimizer,
         prepared: Prepared | None,
         directory: Path,
-        folder: str | None,
+        entries: Mapping[str, Entry] | None,
         training: Mapping[str, Any],
     ) -> None:
         self._model, self._optimizer, self._source = model, optimizer, str(directory)
         self._offloaded = offloaded_parameters(prepared.chunks if prepared else ())
         self.targets: list[tuple[Entry, Value]] = []
         self._states: dict[str, dict[str, Any]] = {}  # by parameter: what memory is to hold
-        if folder is None or "optimizer" not in training:
+        if entries is None:
             raise self._other("it was saved without an optimizer")
         self._saved: dict[str, Any] = training["optimizer"]
         self._check()
-        entries = _entries(directory / folder, training["files"])
         groups = zip(parameter_names(model, optimizer), self._saved["groups"], strict=True)
         options = {name: group for names, group in groups for name in names}
         own = dict(model.named_parameters())

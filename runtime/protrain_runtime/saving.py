@@ -15,12 +15,15 @@ from torch import nn
 
 from protrain_plan.errors import ProtrainError
 from protrain_runtime.checkpoints import TRAINING, commit, next_save
+from protrain_runtime.distributed_checkpoints import Saving, is_distributed, save_parts
 from protrain_runtime.optimizer import PlannedOptimizer
 from protrain_runtime.preparation import Prepared, prepared_of
+from protrain_runtime.ranks import Ranks
 from protrain_runtime.state_dicts import offloaded_parameters
 from protrain_runtime.tensor_files import write_tensors
 from protrain_runtime.values import (
     Held,
+    Shared,
     Stored,
     Value,
     num_bytes,
@@ -40,7 +43,8 @@ def save(
     *,
     extra: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
-) -> None:
+    beside: bool = False,
+) -> Saving | None:
     """Write what `load` continues from, under any plan or plainly, bit for bit.
 
     Saved are parameters, persistent buffers, the optimizer's states and groups, the random states
@@ -53,6 +57,11 @@ def save(
     new one is whole and on the disk, the old one stands, however the process ends. Bytes go from
     where they lie to the files, so that this takes SAVING_BYTES of memory besides (a tensor's, for
     one that is not row-major).
+
+    Under a plan for several devices all ranks call it, and each writes what it has, through
+    `torch.distributed.checkpoint` (see `distributed_checkpoints`). With `beside` the states are
+    copied to host memory, and written while training goes on: `wait()` for what is returned before
+    the next save. It takes host memory for a rank's part of them.
 
     ProtrainError where the directory cannot be written, or the optimizer is not the model's;
     RuntimeError between backward and step under plans that update in backward.
@@ -68,6 +77,18 @@ def save(
     }
     if optimizer is not None:
         states, training["optimizer"] = _optimizer_values(model, optimizer, prepared)
+    if prepared is not None and prepared.ranks is not None:
+        return _save_parts(Path(directory), prepared.ranks, weights, states, training, beside)
+    if beside:
+        raise ProtrainError(
+            "one device saves before it trains on", fix="leave beside= out, or plan for several"
+        )
+    if is_distributed(Path(directory)):
+        raise ProtrainError(
+            "the directory holds a checkpoint of several devices",
+            source=str(directory),
+            fix="save to another directory",
+        )
     with next_save(Path(directory)) as folder:
         model_files = _write(folder, "model", weights, shard_bytes)
         state_files = _write(folder, "optimizer", states, shard_bytes)
@@ -78,6 +99,28 @@ def save(
             os.fsync(file.fileno())
         total = sum(num_bytes(value) for value in weights.values())
         commit(folder, model_files, total_bytes=total)
+    return None
+
+
+def _save_parts(
+    directory: Path,
+    ranks: Ranks,
+    weights: Mapping[str, Value],
+    states: Mapping[str, Value],
+    training: dict[str, Any],
+    beside: bool,
+) -> Saving | None:
+    values = {f"model.{name}": value for name, value in weights.items()}
+    values |= {f"optimizer.state.{name}": value for name, value in states.items()}
+    if "optimizer" in training:
+        known: dict[str, Any] = {}
+        for others in ranks.all_objects(training["optimizer"]["states"]):
+            known |= others  # a rank knows of what it has
+        training["optimizer"]["states"] = known
+    own = io.BytesIO()
+    torch.save(training["random"], own)
+    packed = _packed(training)
+    return save_parts(directory, ranks, values, packed, own.getvalue(), beside=beside)
 
 
 def settled(
@@ -153,13 +196,14 @@ def _optimizer_values(
         state: Mapping[str, Any] = optimizer.state.get(parameter, {})
         if name in offloaded:
             chunk, part = offloaded[name]
-            updated = name in chunk.updated
-            state = chunk.scalars[name] | stored_states(chunk, part) if updated else {}
+            updated = chunk.has_states(name)
+            stored = stored_states(chunk, part)
+            state = {**chunk.scalars[name], **stored} if updated else {}
         for key in sorted(state):
             value = state[key]
             if isinstance(value, torch.Tensor):
                 tensors[f"{name}.{key}"] = Held(value)
-            elif isinstance(value, Stored):
+            elif isinstance(value, Stored | Shared):
                 tensors[f"{name}.{key}"] = value
             else:
                 others.setdefault(name, {})[key] = value

@@ -61,6 +61,10 @@ class Sharding:
         before = sum(each.gradient_bytes for each in self.own.groups[:group])
         return before, self.own.groups[group].gradient_bytes
 
+    def part_of(self, name: str) -> Slice | None:
+        """What this rank has of a parameter."""
+        return next((part for part in self.own.slices if part.name == name), None)
+
     def gather(self, chunk: Chunk, number: int) -> torch.Tensor:
         """A group's parameters as they are in the ranks' stores; all ranks call.  # uint8"""
         own, group = self.own, self.own.groups[number]

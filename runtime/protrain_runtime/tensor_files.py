@@ -49,6 +49,7 @@ class Entry:
     dtype: torch.dtype
     shape: torch.Size
     start: int  # bytes from the start of the file
+    key: str = ""  # its name, in a checkpoint of several ranks
 
 
 def write_tensors(path: Path, values: Mapping[str, Value]) -> None:

@@ -6,6 +6,7 @@ through a copy of that one tensor.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -134,9 +135,53 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def stored_parameter(chunk: Chunk, part: Slice) -> Stored:
+@dataclass(frozen=True, slots=True)
+class Local:
+    """The elements first:first + count, in the order of storage, from `offset` on in a store."""
+
+    store: Store
+    offset: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """A tensor of which every rank has a part, and this one `local`.
+
+    All ranks hand it out together, each takes its part by itself.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    local: Local | None
+    gather: Callable[[], torch.Tensor]
+    keep: Callable[[torch.Tensor], None]
+
+    def copy_to(self, write: Write) -> None:
+        Held(self.gather()).copy_to(write)
+
+    def copy_from(self, fill: Fill) -> None:
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        Held(whole).copy_from(fill)
+        self.keep(whole)
+
+
+def stored_parameter(chunk: Chunk, part: Slice) -> Stored | Shared:
     """An offloaded parameter."""
     assert chunk.store is not None
+    if (sharding := chunk.sharding) is not None:
+        own, mine = chunk.own, sharding.part_of(part.name)
+        local = None
+        if mine is not None:
+            local = Local(chunk.store, own.offset + mine.offset, mine.first, mine.numel)
+        return Shared(
+            local=local,
+            dtype=part.dtype,
+            shape=part.shape,
+            gather=lambda: part.view(sharding.gather(chunk, part.group)),
+            keep=lambda whole: sharding.keep(part, whole),
+        )
     return Stored(
         store=chunk.store,
         offset=chunk.offset + part.offset,
@@ -146,9 +191,28 @@ def stored_parameter(chunk: Chunk, part: Slice) -> Stored:
     )
 
 
-def stored_states(chunk: Chunk, part: Slice) -> dict[str, Stored]:
+def stored_states(chunk: Chunk, part: Slice) -> dict[str, Stored | Shared]:
     """An offloaded parameter's elementwise optimizer states, by key."""
     assert chunk.store is not None
+    if (sharding := chunk.sharding) is not None:
+        mine = sharding.part_of(part.name)
+        return {
+            layout.key: Shared(
+                local=None
+                if mine is None
+                else Local(
+                    chunk.store,
+                    layout.offset + mine.start * layout.dtype.itemsize,
+                    mine.first,
+                    mine.numel,
+                ),
+                dtype=layout.dtype,
+                shape=part.shape,
+                gather=partial(sharding.gather_state, layout, part),
+                keep=partial(sharding.keep_state, layout, part),
+            )
+            for layout in chunk.own.states
+        }
     return {
         layout.key: Stored(
             store=chunk.store,
