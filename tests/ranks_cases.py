@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 JOIN_S = 240.0
 """Far more than any of these tests takes; what hangs is ended and reported."""
@@ -43,7 +44,7 @@ def run_ranks(work: Work, count: int, folder: Path, *arguments: Any) -> list[Any
 
 def end_ranks(work: Work, count: int, folder: Path, *arguments: Any) -> list[Ended]:
     """How each of `count` ranks ends. Their store is in this process: it outlives them all."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
     folder.mkdir(parents=True, exist_ok=True)
     ranks = [
         _CONTEXT.Process(
@@ -73,7 +74,7 @@ def _run(
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank))
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=60)
     )

@@ -18,8 +18,11 @@ reduced, group by group, when their slot ends: room for the largest group, and f
 shard of the sum, is counted in that slot.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from math import prod
 from typing import Literal, NamedTuple, assert_never
 
 from protrain_plan.compiling import compile_plan
@@ -28,6 +31,7 @@ from protrain_plan.program import (
     PAGE_BYTES,
     PIECE_ALIGNMENT,
     SAVING_BYTES,
+    SHARD_ALIGNMENT,
     STAGING_PIECES,
     ChunkSize,
     Move,
@@ -151,6 +155,8 @@ def holdings(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> I
     count, end = program.num_units, 2 * program.num_units
     settings = program.settings
     yield Holding("base", 0, 0, end, profile.base_bytes)
+    if settings.num_devices > 1 and (gaps := gap_bytes(profile.tensors)):
+        yield Holding("base", 0, 0, end, gaps)
     for index, (plan, unit) in enumerate(zip(plans, profile.units, strict=True)):
         yield from activation_holdings(index, plan.activations, unit, count)
         yield from chunk_holdings(index, plan.states, unit, count, settings)
@@ -163,6 +169,31 @@ def holdings(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> I
         for unit, plan in zip(profile.units, plans, strict=True)
     )
     yield Holding("staging", 0, end, end, round(largest))
+
+
+_SHARDED_COPIES = 3
+"""Of a parameter on a device: in its chunk's buffer, its gradient, and a shard of either."""
+
+_RUN = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
+_WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@cache
+def gap_bytes(tensors: tuple[str, ...]) -> int:
+    """What lies between the parameters of sharded chunks at most, from a profile's `tensors`.
+
+    Each starts at a multiple of SHARD_ALIGNMENT; those of most models are as long.
+    """
+    total = 0
+    for line in tensors:
+        name, shape, dtype, *role = line.split(" ")[:4]
+        if role not in (["trainable"], ["frozen"]):
+            continue
+        num_bytes = prod(int(size) for size in shape.split("x") if size.isdigit())
+        num_bytes *= _WIDTHS.get(dtype, 1)
+        count = prod(int(last) - int(first) + 1 for first, last in _RUN.findall(name))
+        total += count * (-num_bytes % SHARD_ALIGNMENT)
+    return _SHARDED_COPIES * total
 
 
 def device_workspace(states: Placement, unit: Unit, profile: Profile, settings: Settings) -> float:

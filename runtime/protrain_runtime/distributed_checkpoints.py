@@ -22,15 +22,12 @@ from threading import Thread
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import (
+from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
-    FileSystemReader,
-    FileSystemWriter,
+    create_default_local_load_plan,
 )
-from torch.distributed.checkpoint import load as load_planned
-from torch.distributed.checkpoint import save as save_planned
-from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -45,6 +42,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load as load_planned
+from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.files import replace_text
@@ -189,6 +188,7 @@ class _Loads(DefaultLoadPlanner):
             if isinstance(part, _Part):
                 chunks = [box.chunk for box in part.boxes()]
                 saved = self.metadata.state_dict_metadata[name]
+                assert isinstance(saved, TensorStorageMetadata)
                 items += create_read_items_for_chunk_list(name, saved, chunks)
         return LoadPlan(items)
 
@@ -307,7 +307,8 @@ def _next_folder(directory: Path, ranks: Ranks) -> Path:
             (directory / name).mkdir()
         except OSError as error:
             problem = (f"the checkpoint cannot be written: {error.strerror}", "another directory")
-    problem, name = ranks.all_objects((problem, name))[0]
+    told: tuple[tuple[str, str] | None, str] = ranks.all_objects((problem, name))[0]
+    problem, name = told
     if problem is not None:
         raise ProtrainError(problem[0], source=str(directory), fix=f"save to {problem[1]}")
     return directory / name

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from protrain_plan.errors import ProtrainError
@@ -57,9 +58,12 @@ class Ranks:
         self._checkpoints: dist.ProcessGroup | None = None
         self._members = dist.get_process_group_ranks(group or dist.group.WORLD)
         members = "-".join(map(str, self._members))
-        self._store = dist.PrefixStore(f"protrain/{members}/{next(_SERIAL)}", _get_default_store())
+        self._store = PrefixStore(f"protrain/{members}/{next(_SERIAL)}", _get_default_store())
         self._agree(facts)
-        self._answering = _Answering(self._store.clone(), self.rank)
+        self._answering = _Answering(
+            self._store.clone(),  # type: ignore[attr-defined] # a connection of its own
+            self.rank,
+        )
         try:
             first = self.rank - self.shard
             self._all = self._new_group(range(self.count))
@@ -227,13 +231,13 @@ _ASKED = "asked"
 class _Answering:
     """A thread that says that this rank is there, once somebody has asked."""
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
+    def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="protrain answers", daemon=True)
         self._thread.start()
 
-    def ask(self, store: dist.Store) -> None:
+    def ask(self, store: Store) -> None:
         """Ask all ranks to answer, this one too."""
         store.set(_ASKED, "1")
 

@@ -78,6 +78,9 @@ def save(
     if optimizer is not None:
         states, training["optimizer"] = _optimizer_values(model, optimizer, prepared)
     if prepared is not None and prepared.ranks is not None:
+        if prepared.ranks.rank > 0:  # buffers are rank 0's, as they are in the next forward
+            own = dict(model.named_parameters())
+            weights = {name: value for name, value in weights.items() if name in own}
         return _save_parts(Path(directory), prepared.ranks, weights, states, training, beside)
     if beside:
         raise ProtrainError(

@@ -8,6 +8,7 @@
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -57,6 +58,8 @@ def use_plan(
     )
     check_settings(record, settings, ACCELERATE, source=source)
     keep_no_casts(accelerator)
+    if record.num_devices > 1:
+        wrap_nothing(accelerator)
     model.to(accelerator.device)
     return follow(model, record, optimizer, spill_directory=spill_directory)
 
@@ -70,6 +73,14 @@ def autocast_of(accelerator: Accelerator) -> DType | None:
 def compiles(accelerator: Accelerator) -> bool:
     """Whether `accelerator.prepare` compiles models."""
     return bool(accelerator.state.dynamo_plugin.backend != DynamoBackend.NO)
+
+
+def wrap_nothing(accelerator: Accelerator) -> None:
+    """Let `accelerator.prepare` leave models as they are on several ranks: the plan sums gradients.
+
+    What it does for evaluation is all that a planned model needs of it.
+    """
+    accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
 
 
 def keep_no_casts(accelerator: Accelerator) -> None:

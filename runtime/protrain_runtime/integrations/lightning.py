@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from protrain_plan.errors import ProtrainError
@@ -29,6 +30,16 @@ LIGHTNING = Framework(
     },
 )
 _AUTOCAST: dict[str, DType] = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}
+
+
+class PlannedRanks(DDPStrategy):
+    """The strategy of several ranks: their processes and samplers; the plan sums gradients.
+
+    trainer = lightning.Trainer(strategy=PlannedRanks(), callbacks=[UsePlan("plan.yaml")])
+    """
+
+    def configure_ddp(self) -> None:
+        """Leave the module as it is."""
 
 
 class UsePlan(Callback):
@@ -61,6 +72,12 @@ class UsePlan(Callback):
                 " clipped by their norm alone",
                 source=self._source,
                 fix='Trainer(gradient_clip_algorithm="norm")',
+            )
+        if trainer.world_size > 1 and not isinstance(trainer.strategy, PlannedRanks):
+            raise ProtrainError(
+                f"{type(trainer.strategy).__name__} would sum gradients, as the plan does",
+                source=self._source,
+                fix="Trainer(strategy=protrain_runtime.integrations.lightning.PlannedRanks())",
             )
         settings = Settings(
             micro_batches=trainer.accumulate_grad_batches,

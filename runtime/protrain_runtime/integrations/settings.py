@@ -33,9 +33,14 @@ def check_settings(
 ) -> None:
     """ProtrainError where the framework would not do what the plan counts on."""
     name = framework.name
-    if settings.num_ranks > 1:
+    if settings.num_ranks != plan.num_devices:
+        planned_for = "one" if plan.num_devices == 1 else str(plan.num_devices)
+        ranks = "rank" if settings.num_ranks == 1 else "ranks"
         raise ProtrainError(
-            f"{name} trains on {settings.num_ranks} ranks, and a plan is for one", source=source
+            f"{name} trains on {settings.num_ranks} {ranks}, and the plan is for {planned_for}",
+            source=source,
+            key="num_devices",
+            fix=f"plan with --num-devices {settings.num_ranks}, or launch {plan.num_devices}",
         )
     if settings.compiles:
         raise ProtrainError(
@@ -65,10 +70,10 @@ def check_settings(
             key="updates",
             fix="plan with --clip",
         )
-    # With updates after backward a plan for several micro-batches has room for any number.
-    if settings.micro_batches != plan.micro_batches and not (
-        after_backward and plan.micro_batches > 1
-    ):
+    # With updates after backward a plan for several micro-batches has room for any number; several
+    # ranks have to know which one is the last, whose gradients they sum.
+    any_number = after_backward and plan.micro_batches > 1 and plan.num_devices == 1
+    if settings.micro_batches != plan.micro_batches and not any_number:
         raise ProtrainError(
             f"the plan is for {plan.micro_batches} micro-batches per update, and {name} runs"
             f" {settings.micro_batches}",

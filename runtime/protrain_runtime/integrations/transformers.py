@@ -6,7 +6,7 @@
 
 The plan is attached when the trainer makes its optimizer: `create_optimizer` is the method that
 `transformers` documents for being overridden. It runs once the model is where it trains and before
-anything wraps it. Nothing else is replaced.
+anything wraps it. On several ranks nothing wraps it, and all of them save together.
 """
 
 import warnings
@@ -19,7 +19,12 @@ from transformers import Trainer
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.plan import Plan
-from protrain_runtime.integrations.accelerate import autocast_of, compiles, keep_no_casts
+from protrain_runtime.integrations.accelerate import (
+    autocast_of,
+    compiles,
+    keep_no_casts,
+    wrap_nothing,
+)
 from protrain_runtime.integrations.adopting import follow, loaded
 from protrain_runtime.integrations.settings import Framework, Settings, check_settings
 
@@ -68,6 +73,9 @@ def use_plan(
         create(model)
         if trainer.model is not following:  # a later train() has another one from model_init
             keep_no_casts(trainer.accelerator)
+            if record.num_devices > 1:
+                wrap_nothing(trainer.accelerator)
+                _save_together(trainer)
             trainer.optimizer = follow(
                 trainer.model, record, trainer.optimizer, spill_directory=spill_directory
             )
@@ -76,6 +84,21 @@ def use_plan(
         return optimizer
 
     trainer.create_optimizer = create_optimizer
+
+
+def _save_together(trainer: Trainer) -> None:
+    """Let all ranks come to where rank 0 saves: each has a part of what it writes."""
+    save, save_optimizer = trainer._save, trainer._save_optimizer_and_scheduler
+
+    def save_model(output_dir: str | None = None, state_dict: Any = None) -> None:
+        save(output_dir, trainer.model.state_dict() if state_dict is None else state_dict)
+
+    def save_states(output_dir: str) -> None:
+        if not trainer.args.should_save:
+            trainer.optimizer.state_dict()
+        save_optimizer(output_dir)
+
+    trainer._save, trainer._save_optimizer_and_scheduler = save_model, save_states
 
 
 def _switch_off_checkpointing(args: Any) -> None:

@@ -1,0 +1,304 @@
+"""What goes wrong between ranks ends with a message, on all of them, within a time limit."""
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.records.plan import Keep, Offload, Persistent, Placement, Plan, UnitPlan
+from protrain_runtime import prepare
+from tests.ranks_cases import end_ranks, run_ranks
+from tests.runtime_cases import ADAMW, copied, differences, plan_for
+
+SHARED: tuple[Placement, ...] = (Persistent(), Offload(tier="device"), Offload(tier="disk"))
+
+
+class Block(nn.Module):
+    """A residual block with two experts, of which a call uses one, and running statistics."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, hidden: Tensor, expert: int) -> Tensor:  # [batch, width], twice
+        result: Tensor = hidden + self.experts[expert](self.norm(hidden))
+        return result
+
+
+class Routed(nn.Module):
+    """Three blocks; the call says which expert, and 2 that none of the last block is used."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, tokens: Tensor, expert: int) -> Tensor:  # int64 [batch] -> []
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden, expert)
+        return nn.functional.cross_entropy(self.head(hidden), tokens)
+
+
+def built(seed: int = 0) -> Routed:
+    torch.manual_seed(seed)
+    return Routed()
+
+
+def plan_of(model: nn.Module, count: int, places: tuple[Placement, ...], **options: Any) -> Plan:
+    names = [("embed", ("embed.weight",)), *((f"blocks.{n}", ()) for n in range(3))]
+    units = [
+        UnitPlan(
+            name=name,
+            kind="part" if parameters else "block",
+            activations=Keep(),
+            states=places[number % len(places)],
+            parameters=parameters,
+        )
+        for number, (name, parameters) in enumerate(
+            [*names, ("head", ("head.bias", "head.weight"))]
+        )
+    ]
+    plan = plan_for(model, units, piece_bytes=2000)
+    return replace(plan, num_devices=count, **options)
+
+
+def made(
+    rank: int, count: int, places: tuple[Placement, ...], *, limit_s: float = 60, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = built(rank)
+    plan = plan_of(model, count, places, **options)
+    return prepare(model, plan, optimizer=ADAMW, wait_limit_s=limit_s)
+
+
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: int, expert: int = 0
+) -> Tensor:
+    tokens = torch.randint(16, (8,), generator=torch.Generator().manual_seed(10 * number + rank))
+    loss: Tensor = model(tokens, expert)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+# --- what only some ranks do ------------------------------------------------------------------
+
+
+def routed(rank: int, count: int) -> list[str]:
+    """Experts that both ranks, one or none of them meet; running statistics of rank 0."""
+    routes = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 0)]
+    results = []
+    for planned in (False, True):
+        if planned:
+            model, optimizer = made(rank, count, SHARED)
+            plain = model
+        else:
+            plain = built()
+            model = DistributedDataParallel(plain, find_unused_parameters=True)
+            optimizer = ADAMW(list(plain.parameters()))
+        losses = [step(model, optimizer, n, rank, route[rank]) for n, route in enumerate(routes)]
+        results.append((losses, copied(plain.state_dict()), copied(optimizer.state_dict())))
+    return list(differences(results[1], results[0], ""))
+
+
+def test_gradients_that_some_ranks_have_and_running_statistics_match_ddp_bitwise(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(routed, 2, tmp_path) == [[], []]
+
+
+def evaluated(rank: int, count: int) -> bool:
+    model, optimizer = made(rank, count, SHARED)
+    step(model, optimizer, 0, rank)
+    tokens = torch.arange(16)
+    model.eval()
+    with torch.no_grad():
+        here = model(tokens, 0)
+    plain = built()
+    plain.load_state_dict(copied(model.state_dict()))
+    return torch.equal(here, plain.eval()(tokens, 0)) and bool(here.requires_grad) is False
+
+
+def test_ranks_evaluate_together(tmp_path: Path) -> None:
+    assert run_ranks(evaluated, 2, tmp_path) == [True, True]
+
+
+# --- before the first collective --------------------------------------------------------------
+
+
+def with_another_plan(rank: int, count: int) -> None:
+    made(rank, count, SHARED if rank < 2 else (Persistent(),))
+
+
+def test_another_plan_on_one_rank_is_told_by_its_number_on_all(tmp_path: Path) -> None:
+    for end in end_ranks(with_another_plan, 3, tmp_path):
+        assert re.fullmatch(
+            r"rank 2 has another plan than rank 0: sha256:\w+ instead of sha256:\w+\n"
+            r"  fix: start every rank with the same model and the same plan",
+            end.error,
+        ), end.error
+
+
+def without_one(rank: int, count: int) -> None:
+    if rank != 1:
+        made(rank, count, SHARED, limit_s=2)
+
+
+def test_a_rank_that_does_not_come_is_told_by_its_number(tmp_path: Path) -> None:
+    ended = end_ranks(without_one, 2, tmp_path)
+    assert ended[0].error == (
+        "rank 1 of 2 did not come to prepare() within 2 s\n"
+        "  fix: see what that rank says; every rank calls prepare() once per model, in the same"
+        " order"
+    )
+
+
+def of_another_number(rank: int, count: int) -> None:
+    made(rank, count + 1, SHARED)
+
+
+def test_a_plan_for_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    message = "num_devices: the plan is for 3 devices, and 2 run\n  fix: plan with --num-devices 2"
+    assert [end.error for end in end_ranks(of_another_number, 2, tmp_path)] == [message] * 2
+
+
+def test_a_plan_for_several_devices_needs_a_launcher() -> None:
+    with pytest.raises(ProtrainError) as caught:
+        made(0, 2, SHARED)
+    assert str(caught.value) == (
+        "num_devices: the plan is for 2 devices, and 1 runs\n"
+        "  fix: start it with torchrun --nproc-per-node 2, and call"
+        " torch.distributed.init_process_group() before prepare()"
+    )
+
+
+def test_one_device_shares_with_nobody() -> None:
+    with pytest.raises(ProtrainError) as caught:
+        made(0, 1, SHARED)
+    assert str(caught.value) == (
+        "units[1].states: one device has nobody to share states with\n"
+        "  fix: let them be persistent, or plan with --num-devices"
+    )
+
+
+def in_tensor_parallel(rank: int, count: int) -> None:
+    model = built()
+    plan = plan_of(model, count, SHARED)
+    mesh = init_device_mesh("cpu", (count,))
+    parallelize_module(model.head, mesh, ColwiseParallel())
+    prepare(model, replace(plan, model_fingerprint=of(model)), optimizer=ADAMW)
+
+
+def of(model: nn.Module) -> str:
+    from protrain_runtime.fingerprint import model_fingerprint
+
+    return model_fingerprint(model)
+
+
+def test_tensor_parallel_parameters_are_refused(tmp_path: Path) -> None:
+    for end in end_ranks(in_tensor_parallel, 2, tmp_path):
+        assert end.error.startswith(
+            "the parameter 'head.weight' is a DTensor: it is spread over devices already, and a"
+            " chunk is made of whole parameters\n"
+        ), end.error
+
+
+# --- on the way -------------------------------------------------------------------------------
+
+
+def dying(rank: int, count: int) -> None:
+    model, optimizer = made(rank, count, SHARED, limit_s=4)
+    for number in range(4):
+        if (number, rank) == (2, 1):
+            os._exit(7)
+        step(model, optimizer, number, rank)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_others_end_with_a_message_that_names_the_rank_that_died(
+    count: int, tmp_path: Path
+) -> None:
+    for rank, end in enumerate(end_ranks(dying, count, tmp_path)):
+        if rank == 1:
+            assert (end.exit_code, end.error) == (7, "")
+            continue
+        assert re.fullmatch(
+            rf"(all-gather|broadcast|reduce|all-reduce).* failed on lane 'collect': rank {rank} of"
+            rf" {count} waited for the others, and rank 1 ended or hangs\n"
+            r"  fix: see what that rank said last; start all ranks again, from a checkpoint",
+            end.error,
+        ), end.error
+
+
+def hanging(rank: int, count: int) -> str:
+    model, optimizer = made(rank, count, SHARED, limit_s=2)
+    step(model, optimizer, 0, rank)
+    if rank == 1:
+        dist.distributed_c10d._get_default_store().wait(["rank 0 has ended"])
+        return ""
+    try:
+        step(model, optimizer, 1, rank)
+    except ProtrainError as error:
+        return str(error)
+    finally:
+        dist.distributed_c10d._get_default_store().set("rank 0 has ended", "1")
+    return "nothing was raised"
+
+
+def test_a_rank_that_takes_another_path_is_waited_for_and_no_longer(tmp_path: Path) -> None:
+    told = run_ranks(hanging, 2, tmp_path)[0]
+    assert told.split("'collect': ")[1] == (
+        "rank 0 of 2 waited for the others for 2 s, and all of them run: one hangs, or has taken"
+        " another path\n"
+        "  fix: see what that rank said last; start all ranks again, from a checkpoint"
+    )
+
+
+def refusing(rank: int, count: int, misuse: str) -> str:
+    options: dict[str, Any] = {"micro_batches": 2 if misuse == "early" else 1}
+    if misuse == "replace":
+        options["updates"] = "after backward"
+    model, optimizer = made(rank, count, SHARED, **options)
+    tokens = torch.arange(8)
+    try:
+        model(tokens, 0).backward()
+        if misuse == "twice":
+            model(tokens, 0)
+        elif misuse == "replace":
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros(parameter.shape)
+        elif misuse == "norm":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+MISUSES = {
+    "twice": "a second forward began between backward() and optimizer.step(): this plan",
+    "early": "optimizer.step() was called after 1 of 2 micro-batches: this plan sums gradients over"
+    " the devices in backward 2. Run 2 per step",
+    "replace": "a gradient was replaced between backward() and optimizer.step(): on several devices"
+    " each one has a part of it; clip it, unscale it, or set it to None",
+    "norm": "the gradient of an offloaded parameter was used after backward(): this plan updates",
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_loops_that_would_compute_something_else_are_refused(misuse: str, tmp_path: Path) -> None:
+    for told in run_ranks(refusing, 2, tmp_path, misuse):
+        assert told.startswith(MISUSES[misuse]), told

@@ -1,0 +1,208 @@
+"""Predicted bytes of every rank against measured ones, slot by slot."""
+
+import gc
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from protrain_plan.models.sources import load_source
+from protrain_plan.profiling.measured import measure
+from protrain_plan.program import padded, shard_of
+from protrain_plan.records import read_profile, write_profile
+from protrain_plan.records.plan import (
+    Buffer,
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    Plan,
+    Recompute,
+    UnitPlan,
+    Updates,
+)
+from protrain_plan.records.profile import Profile
+from protrain_plan.running import train
+from protrain_plan.simulation.memory import (
+    chunk_size,
+    compile_units,
+    device_bytes,
+    gap_bytes,
+    tier_bytes,
+)
+from protrain_runtime.measure import storage_bytes
+from protrain_runtime.taken import TakenGradient
+from tests.ranks_cases import run_ranks
+from tests.runtime_cases import (
+    activation_decisions,
+    decided,
+    described_by,
+    made_once,
+    plan_of,
+    random_schedule,
+)
+
+PIECE_BYTES = 1 << 15
+SLACK_BYTES = 4096  # as on one device
+NUM_STEPS = 3  # the last one is measured
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    def make(path: Path) -> None:
+        record = measure(
+            load_source("tiny-llama"),
+            batch_size=4,
+            seq_len=64,
+            dtype="float32",
+            device="cpu",
+            seed=0,
+            num_steps=1,
+            spill_directory=path.parent,
+            text=None,
+            progress=lambda *_: None,
+        )
+        write_profile(record, path)
+
+    return read_profile(made_once(tmp_path_factory, "peaks-tiny-llama.yaml", make))
+
+
+def measured(rank: int, _: int, plans: Sequence[Plan], spill: Path) -> list[tuple[list[int], int]]:
+    """By plan, the bytes on the device in every slot, and on disk."""
+    found: list[tuple[list[int], int]] = []
+    for plan in plans:
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+        others = storage_bytes(each for each in tensors if not isinstance(each, TakenGradient))
+        run = train(
+            plan, num_steps=NUM_STEPS, plain=False, text=None, spill_directory=spill, rank=rank
+        )
+        assert run.measured_peak_bytes is not None
+        slots = [size - others for size in run.slot_bytes]
+        found.append((slots, run.measured_peak_bytes.disk))
+    return found
+
+
+def assert_within_the_promise(
+    profile: Profile,
+    cases: Sequence[tuple[UnitPlan, ...]],
+    folder: Path,
+    *,
+    count: int = 2,
+    updates: Updates = "in backward",
+    micro_batches: int = 1,
+    excess: bool = True,
+) -> None:
+    plans = [
+        replace(
+            plan_of(
+                units,
+                fingerprint=profile.model_fingerprint,
+                workload=profile.workload,
+                piece_bytes=PIECE_BYTES,
+            ),
+            updates=updates,
+            micro_batches=micro_batches,
+            num_devices=count,
+        )
+        for units in cases
+    ]
+    for by_plan in run_ranks(measured, count, folder, plans, folder):
+        for units, (slots, disk) in zip(cases, by_plan, strict=True):
+            program = compile_units(
+                units,
+                profile,
+                piece_bytes=PIECE_BYTES,
+                updates=updates,
+                micro_batches=micro_batches,
+                num_devices=count,
+            )
+            predicted = [slot.total for slot in device_bytes(program, units, profile)]
+            pairs = list(zip(predicted, slots, strict=True))
+            assert [(n, have - most) for n, (most, have) in enumerate(pairs) if have > most] == []
+            if excess:
+                copied = room_for_copies(profile, units, count)
+                above = [most - have for most, have in pairs]
+                assert [n for n, size in enumerate(above) if size > copied[n] + SLACK_BYTES] == []
+            assert disk == tier_bytes("disk", units, profile, program.settings)
+
+
+def room_for_copies(profile: Profile, units: Sequence[UnitPlan], count: int) -> list[int]:
+    """By slot, what is counted for the moment in which gradients are copied to be added up."""
+    end = 2 * len(units)
+    settings = compile_units(units, profile, piece_bytes=1, num_devices=count).settings
+    rooms = [0] * (end + 1)
+    for index, (plan, unit) in enumerate(zip(units, profile.units, strict=True)):
+        chunk = chunk_size(unit)
+        if not isinstance(plan.states, Persistent):
+            rooms[end - 1 - index] = shard_of(chunk, settings).gradient_bytes
+            chunk = padded(chunk, settings)
+        rooms[end - 1 - index] += max(chunk.gradient_pieces or (chunk.gradient_bytes,))
+    return rooms
+
+
+PLACES: tuple[Placement, ...] = (
+    Persistent(),
+    Offload(tier="device"),
+    Buffer(tier="device"),
+    Offload(tier="disk"),
+    Buffer(tier="disk"),
+)
+
+
+def without_freedom(units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
+    """The units with every byte gone before the next slot: what stands depends on no clock."""
+    return tuple(
+        replace(unit, schedule=replace(unit.schedule, swap_drain=0, update_drain=0))
+        for unit in units
+    )
+
+
+def test_measured_bytes_of_two_ranks_match_predicted_in_every_slot(
+    profile: Profile, tmp_path: Path
+) -> None:
+    """But for the room in which gradients are copied, which not every slot's peak meets."""
+    units = described_by(profile)
+    cases = [without_freedom(decided(units, Keep(), place)) for place in PLACES]
+    assert_within_the_promise(profile, cases, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("updates", "micro_batches"), [("after backward", 1), ("in backward", 2), ("in backward", 1)]
+)
+def test_measured_bytes_of_two_ranks_never_exceed_predicted(
+    profile: Profile, updates: Updates, micro_batches: int, tmp_path: Path
+) -> None:
+    """Decisions and drains at random: the promise is for the slowest lanes."""
+    cases = [decided(described_by(profile), Recompute(), PLACES[1])]
+    for seed in range(2):
+        rng = random.Random(seed)
+        cases.append(
+            tuple(
+                replace(
+                    unit,
+                    activations=rng.choice(activation_decisions("disk"))
+                    if unit.kind == "block"
+                    else Keep(),
+                    states=rng.choice(PLACES),
+                    schedule=random_schedule(rng),
+                )
+                for unit in described_by(profile)
+            )
+        )
+    assert_within_the_promise(
+        profile, cases, tmp_path, updates=updates, micro_batches=micro_batches, excess=False
+    )
+
+
+def test_gaps_between_parameters_are_counted() -> None:
+    lines = (
+        "model.layers.0-29.norm.weight 100 float32 trainable",  # 400 bytes: 112 to the next 256
+        "model.embed.weight 64x64 bfloat16 trainable",
+        "model.layers.0-3.bias 3 bfloat16 frozen",  # 6 bytes: 250
+        "model.inv_freq 5 float32 buffer",
+    )
+    assert gap_bytes(lines) == 3 * (30 * 112 + 4 * 250)
