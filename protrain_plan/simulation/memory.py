@@ -281,7 +281,8 @@ def _sharded_holdings(
         yield Holding("states", index, 0, end, unit.parameter_bytes + unit.state_bytes)
         copied = max(unit.gradient_pieces or (unit.gradient_bytes,))
         yield Holding("gradients", index, reduced, reduced, copied)
-        yield Holding("gradients", index, reduced + 1, end, unit.gradient_bytes)
+        if settings.micro_batches == 1:
+            yield Holding("gradients", index, reduced + 1, end, unit.gradient_bytes)
         return
     for stay in residencies(states, unit.used_by, count):
         yield Holding("buffers", index, stay.first, stay.last, whole.parameter_bytes)

@@ -205,7 +205,11 @@ def _meet(
     model: nn.Module, plan: Plan, group: ProcessGroup | None, device: torch.device, limit_s: float
 ) -> Ranks:
     """Find the other ranks, and start from the parameters and buffers of rank 0."""
-    facts = {"plan": fingerprint(plan), "model": model_fingerprint(model)}
+    facts = {
+        "plan": fingerprint(plan),
+        "model": model_fingerprint(model),
+        "limit of waits": f"{limit_s:g} s",
+    }
     ranks = Ranks(
         group, num_replicas=plan.num_replicas, device=device, facts=facts, limit_s=limit_s
     )

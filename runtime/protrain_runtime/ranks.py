@@ -30,6 +30,10 @@ _SERIAL = count()
 """Tells the groups that this process is in apart; every rank counts alike."""
 
 
+CHECKPOINT_LIMIT_S = 3600.0
+"""What a rank may take longer than another one to write its part of a checkpoint."""
+
+
 class RanksError(ProtrainError, RuntimeError):
     """Another rank did not come, or disagrees."""
 
@@ -76,21 +80,12 @@ class Ranks:
             raise
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(
-            [self._members[rank] for rank in ranks],
-            timeout=timedelta(seconds=self._limit_s),
-            backend="nccl" if self.on_stream else "gloo",
-            use_local_synchronization=True,
-        )
-        return group
+        members = tuple(self._members[rank] for rank in ranks)
+        return _group(members, "nccl" if self.on_stream else "gloo", self._limit_s)
 
     def close(self) -> None:
-        """Leave the groups."""
+        """Answer no more. The groups stay, for the next one: see `_group`."""
         self._answering.close()
-        for group in {self._all, self._sharing, self._replicas, self._checkpoints}:
-            with suppress(RuntimeError, ValueError):  # gone with the world already
-                if group is not None:
-                    dist.destroy_process_group(group)
 
     # ---- before the first collective ----------------------------------------------------------
 
@@ -179,10 +174,7 @@ class Ranks:
     def checkpoint_group(self) -> dist.ProcessGroup:
         """All ranks, for what runs beside training; made when it is first asked for, by all."""
         if self._checkpoints is None:
-            members = list(self._members)
-            self._checkpoints = dist.new_group(
-                members, backend="gloo", use_local_synchronization=True
-            )
+            self._checkpoints = _group(tuple(self._members), "gloo", CHECKPOINT_LIMIT_S)
         return self._checkpoints
 
     @contextmanager
@@ -215,6 +207,30 @@ class Ranks:
             )
         which = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {_listed(absent)}"
         return f"{here}, and {which} ended or hangs"
+
+
+_groups: dict[tuple[tuple[int, ...], str, float], dist.ProcessGroup] = {}
+_world: list[dist.ProcessGroup | None] = [None]  # in which they were made
+
+
+def _group(members: tuple[int, ...], backend: str, limit_s: float) -> dist.ProcessGroup:
+    """The group of these ranks of the world, made when first asked for, and kept.
+
+    PyTorch names such a group by its members and by how many groups there are: one that is
+    destroyed and made anew has the name of the one before, and finds its addresses at the store.
+    """
+    if _world[0] is not dist.group.WORLD:
+        _groups.clear()
+        _world[0] = dist.group.WORLD
+    key = members, backend, limit_s
+    if key not in _groups:
+        _groups[key] = dist.new_group(
+            list(members),
+            timeout=timedelta(seconds=limit_s),
+            backend=backend,
+            use_local_synchronization=True,
+        )
+    return _groups[key]
 
 
 def _listed(ranks: Sequence[int]) -> str:
