@@ -197,7 +197,11 @@ def assert_as_ddp(
         assert found == [[]] * len(plans)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "functional"])
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", slow("llama"), slow("gpt2"), slow("functional")])
 def test_two_ranks_match_ddp_bitwise_in_every_placement(name: str, tmp_path: Path) -> None:
     """A sum of two numbers does not depend on their order."""
     loop, units = Loop(name), described(name)
@@ -205,7 +209,7 @@ def test_two_ranks_match_ddp_bitwise_in_every_placement(name: str, tmp_path: Pat
     assert_as_ddp(2, loop, plans, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
+@pytest.mark.parametrize("name", ["gpt2", slow("llama-tied")])
 def test_two_ranks_match_ddp_bitwise_under_mixed_plans(name: str, tmp_path: Path) -> None:
     """Recomputed and swapped units, cut transfers, slow lanes."""
     loop = Loop(name)
@@ -228,7 +232,7 @@ def test_two_ranks_add_micro_batches_up_as_ddp_does_bitwise(tmp_path: Path) -> N
 SGD: Factory = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 
 
-@pytest.mark.parametrize("factory", [partial(torch.optim.Adam, lr=1e-3, foreach=False), SGD])
+@pytest.mark.parametrize("factory", [SGD, slow(partial(torch.optim.Adam, lr=1e-3, foreach=False))])
 def test_two_ranks_match_ddp_bitwise_with_other_optimizers(
     factory: Factory, tmp_path: Path
 ) -> None:
@@ -240,7 +244,7 @@ ROUNDING = 1e-11
 """In float64, of what five steps make of roundings in the last of 53 bits."""
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", [2, slow(1)])
 def test_two_ranks_clip_one_norm(micro_batches: int, tmp_path: Path) -> None:
     """A norm of parts is rounded otherwise than that of the whole."""
     loop = Loop("functional", clips=True, double=True, micro_batches=micro_batches)

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as load_without_protrain
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.plan import Buffer, Offload, Persistent, Placement
 from protrain_runtime import load, save
-from protrain_runtime.distributed_checkpoints import POINTER, boxes
+from protrain_runtime.checkpoints import POINTER
+from protrain_runtime.distributed_checkpoints import boxes
 from tests.ranks_cases import end_ranks, run_ranks
 from tests.runtime_cases import ADAMW, copied, differences
 from tests.test_ranks_guards import built, made, step
@@ -104,7 +105,7 @@ def test_four_ranks_save_and_two_one_and_plain_pytorch_go_on(tmp_path: Path) -> 
     # And without protrain.
     plain = built(9)
     folder = json.loads((tmp_path / "first" / POINTER).read_text())["protrain_save"]
-    dcp.load({"model": plain.state_dict()}, checkpoint_id=tmp_path / "first" / folder)
+    load_without_protrain({"model": plain.state_dict()}, checkpoint_id=tmp_path / "first" / folder)
     assert list(differences(plain.state_dict(), then[0], "")) == []
 
 

@@ -29,6 +29,7 @@ from protrain_runtime.tensor_files import read_entries
 
 INDEX = "model.safetensors.index.json"
 TRAINING = "training.pt"
+POINTER = "protrain-distributed.json"  # the index of several ranks: see `distributed_checkpoints`
 _FOLDER = re.compile(r"protrain-save-([0-9]{1,9})")
 _SINGLE_FILE = "model.safetensors"  # readers of Hugging Face's layout take it before any index
 
@@ -62,6 +63,11 @@ def read_index(directory: Path) -> Index:
     if not all(isinstance(file, str) for file in (*weight_map.values(), folder or "")):
         raise ProtrainError("this is no index of safetensors files", source=str(path))
     return Index(weight_map=weight_map, folder=folder)
+
+
+def is_distributed(directory: Path) -> bool:
+    """Whether several ranks saved there."""
+    return (directory / POINTER).exists()
 
 
 def check_writable(directory: Path) -> None:

@@ -47,12 +47,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.files import replace_text
-from protrain_runtime.checkpoints import INDEX
+from protrain_runtime.checkpoints import INDEX, POINTER, is_distributed
 from protrain_runtime.ranks import Ranks
 from protrain_runtime.tensor_files import Entry
 from protrain_runtime.values import Held, Local, Shared, Stored, Value, num_bytes
 
-POINTER = "protrain-distributed.json"
 TRAINING = "training"
 _FOLDER = re.compile(r"protrain-ranks-([0-9]{1,9})")
 
@@ -316,11 +315,6 @@ def _next_folder(directory: Path, ranks: Ranks) -> Path:
 
 def _folders(directory: Path) -> list[Path]:
     return [path for path in directory.iterdir() if _FOLDER.fullmatch(path.name)]
-
-
-def is_distributed(directory: Path) -> bool:
-    """Whether several ranks saved there."""
-    return (directory / POINTER).exists()
 
 
 def _pointer(directory: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -55,6 +55,23 @@ class Room:
     disk_bytes: int | None = None
     file_limit: int | None = None
     disk_is_memory: bool = False
+
+
+def for_each(room: Room, num_ranks: int) -> Room:
+    """What each of a machine's ranks can have; limits of processes and devices are each one's own.
+
+    The ranks start at the same time, so that what each of them holds already is still to come.
+    """
+
+    def part(num_bytes: int | None) -> int | None:
+        return None if num_bytes is None else num_bytes // num_ranks
+
+    return replace(
+        room,
+        memory_bytes=part(room.memory_bytes),
+        swap_bytes=room.swap_bytes // num_ranks,
+        disk_bytes=part(room.disk_bytes),
+    )
 
 
 def check_room(plan: Plan, room: Room, directory: Path) -> None:

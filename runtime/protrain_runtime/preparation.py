@@ -1,5 +1,6 @@
 """`prepare`: make a model follow a plan, in place, and give it back."""
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -47,7 +48,7 @@ from protrain_runtime.model_changes import model_changes
 from protrain_runtime.moves import Moves
 from protrain_runtime.optimizer import ParameterGroups, PlannedOptimizer, make_inner
 from protrain_runtime.pieces import elementwise_states
-from protrain_runtime.preflight import check_room, room_here, warn_of_slow_disk
+from protrain_runtime.preflight import check_room, for_each, room_here, warn_of_slow_disk
 from protrain_runtime.ranks import Ranks, check_ranks
 from protrain_runtime.sharding import offload_shard
 from protrain_runtime.state_dicts import (
@@ -123,7 +124,10 @@ def prepare(
         refuse_compiled_around(model, modules)
     directory = Path(spill_directory if spill_directory is not None else gettempdir())
     device = device_of(model)
-    check_room(plan, room_here(device, directory), directory)
+    room = room_here(device, directory)
+    if plan.num_devices > 1:
+        room = for_each(room, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    check_room(plan, room, directory)
     if plan.workload.precision == "master":
         optimizer = with_master_weights(optimizer)
     inner = make_inner(optimizer, model, param_groups)

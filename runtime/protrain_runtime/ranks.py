@@ -34,6 +34,11 @@ CHECKPOINT_LIMIT_S = 3600.0
 """What a rank may take longer than another one to write its part of a checkpoint."""
 
 
+# Their names since PyTorch 2.13, and before.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class RanksError(ProtrainError, RuntimeError):
     """Another rank did not come, or disagrees."""
 
@@ -122,7 +127,7 @@ class Ranks:
         """Fill `whole` with the shards of all ranks that share it; `own` may lie in its place."""
         if self.num_shards > 1:
             with self._meeting():
-                dist.all_gather_into_tensor(whole, own, group=self._sharing)
+                _gather(whole, own, group=self._sharing)
         elif own.data_ptr() != whole.data_ptr():
             whole.copy_(own)
 
@@ -146,7 +151,7 @@ class Ranks:
         mine = whole[self.shard * size : (self.shard + 1) * size]
         with self._meeting():
             if self.num_shards > 1 and self.on_stream:
-                dist.reduce_scatter_tensor(mine, whole, group=self._sharing)
+                _reduce_scatter(mine, whole, group=self._sharing)
             elif self.num_shards > 1:
                 dist.all_reduce(whole, group=self._sharing)
             if self.num_shards < self.count:

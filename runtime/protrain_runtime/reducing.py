@@ -157,11 +157,12 @@ class Reductions:
             for group, buffer in total.buffers.items():
                 ranks.reduce_scatter(buffer, shards[group].view(buffer.dtype))
             if norms is not None:
-                squares = torch.zeros(len(total.parts), device=norms.device)
+                wide = torch.promote_types(norms.dtype, torch.float32)
+                squares = torch.zeros(len(total.parts), dtype=wide, device=norms.device)
                 for index, part in enumerate(total.parts):
                     if part.name in mine:
                         elements = mine[part.name].flat(shards[part.group])
-                        squares[index] = torch.linalg.vector_norm(elements, dtype=torch.float32)
+                        squares[index] = torch.linalg.vector_norm(elements, dtype=wide)
                 ranks.sum_of_shards(squares.square_())
                 norms.copy_(squares.sqrt_())
 

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from protrain_plan.errors import ProtrainError
-from protrain_runtime.checkpoints import TRAINING, read_index
+from protrain_runtime.checkpoints import TRAINING, is_distributed, read_index
 from protrain_runtime.chunks import Chunk, Slice
-from protrain_runtime.distributed_checkpoints import Saved, is_distributed
 from protrain_runtime.preparation import Prepared
 from protrain_runtime.saving import (
     VERSION,
@@ -73,6 +72,8 @@ def _load_parts(
     directory: Path,
 ) -> dict[str, Any]:
     """The same of a checkpoint of several ranks: each takes what it is to have."""
+    from protrain_runtime.distributed_checkpoints import Saved  # as in `saving`
+
     ranks = prepared.ranks if prepared else None
     saved = Saved(directory)
     weights = saved.entries("model.")
@@ -112,6 +113,8 @@ def read_extra(directory: Path | str) -> dict[str, Any]:
     """The `extra` of a checkpoint, without loading anything. ProtrainError as `load`."""
     directory = Path(directory)
     if is_distributed(directory):
+        from protrain_runtime.distributed_checkpoints import Saved  # as in `saving`
+
         found: dict[str, Any] = _read_training(Saved(directory).packed("training"), directory)
         return dict(found["extra"])
     folder = read_index(directory).folder

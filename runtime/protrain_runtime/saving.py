@@ -8,14 +8,13 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from protrain_plan.errors import ProtrainError
-from protrain_runtime.checkpoints import TRAINING, commit, next_save
-from protrain_runtime.distributed_checkpoints import Saving, is_distributed, save_parts
+from protrain_runtime.checkpoints import TRAINING, commit, is_distributed, next_save
 from protrain_runtime.optimizer import PlannedOptimizer
 from protrain_runtime.preparation import Prepared, prepared_of
 from protrain_runtime.ranks import Ranks
@@ -31,6 +30,9 @@ from protrain_runtime.values import (
     stored_states,
 )
 
+if TYPE_CHECKING:
+    from protrain_runtime.distributed_checkpoints import Saving
+
 VERSION = 1
 SHARD_BYTES = 4 * 2**30
 """What a file of tensors holds at most, unless one tensor alone is more."""
@@ -44,7 +46,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
     beside: bool = False,
-) -> Saving | None:
+) -> "Saving | None":
     """Write what `load` continues from, under any plan or plainly, bit for bit.
 
     Saved are parameters, persistent buffers, the optimizer's states and groups, the random states
@@ -112,7 +114,10 @@ def _save_parts(
     states: Mapping[str, Value],
     training: dict[str, Any],
     beside: bool,
-) -> Saving | None:
+) -> "Saving | None":
+    # Takes a second to import, and memory that one device does without.
+    from protrain_runtime.distributed_checkpoints import save_parts
+
     values = {f"model.{name}": value for name, value in weights.items()}
     values |= {f"optimizer.state.{name}": value for name, value in states.items()}
     if "optimizer" in training:
