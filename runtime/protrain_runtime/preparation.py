@@ -424,7 +424,7 @@ def _attach(
         shared_buffers=tuple(model.buffers()),
     )
     # A model that is dropped without `restore` frees its threads and files all the same.
-    last_resort = weakref.finalize(model, _shut, tuple(engine.lanes.values()), stores)
+    last_resort = weakref.finalize(model, _shut, tuple(engine.lanes.values()), stores, ranks)
     undo.append(last_resort.detach)
     undo.append(engine.close)
     for unit, module in zip(plan.units, modules, strict=True):
@@ -456,10 +456,12 @@ def _states(
     return found[0]
 
 
-def _shut(lanes: Sequence[WorkLane], stores: Stores) -> None:
+def _shut(lanes: Sequence[WorkLane], stores: Stores, ranks: Ranks | None) -> None:
     for lane in lanes:
         lane.close()
     stores.close()
+    if ranks is not None:
+        ranks.close()
 
 
 def wrap_forward(module: nn.Module, form: RecomputedForm) -> Callable[[], None]:

@@ -29,7 +29,15 @@ class _Sum:
 
     buffers: dict[int, torch.Tensor]  # dtype [elements of the group, with padding]
     parts: list[Slice]
+    present: list[bool]  # by part: whether this rank has a gradient
     counts: torch.Tensor  # int32 [parts]
+
+    def absent(self) -> list[Slice]:
+        """What no rank has a gradient for; looks at the device only where this one lacks some."""
+        if all(self.present):
+            return []
+        counts = self.counts.tolist()
+        return [part for part, count in zip(self.parts, counts, strict=True) if not count]
 
 
 class Reductions:
@@ -69,7 +77,7 @@ class Reductions:
         """
         buffers: dict[int, torch.Tensor] = {}
         parts: list[Slice] = []
-        present: list[int] = []
+        present: list[bool] = []
         for number in groups:
             group = chunk.groups[number]
             trainable = [part for part in group.slices if part.trainable]
@@ -88,25 +96,23 @@ class Reductions:
                 present.append(gradient is not None)
             buffers[number] = buffer
         counts = torch.tensor(present, dtype=torch.int32, device=self._backend.device)
-        return _Sum(buffers, parts, counts)
+        return _Sum(buffers, parts, present, counts)
 
     def end(self, move: Move, number: int, chunk: Chunk) -> None:
         """The sum is there: a persistent chunk's parameters get theirs."""
         total = self._sums.pop(number)
-        counts = total.counts.tolist()
         if move.kind == "all-reduce":
             done: dict[int, int] = {}
-            for part, present in zip(total.parts, counts, strict=True):
+            for part in total.parts:
                 first = done.get(part.group, 0)
                 done[part.group] = first + part.numel
                 buffer = total.buffers[part.group][first : first + part.numel]
-                summed = buffer.as_strided(part.shape, part.stride, buffer.storage_offset())
-                part.parameter.grad = summed if present else None
-            return
-        for part, present in zip(total.parts, counts, strict=True):
-            if not present:
-                chunk.waiting.pop(part.name, None)
-                part.parameter.grad = None
+                part.parameter.grad = buffer.as_strided(
+                    part.shape, part.stride, buffer.storage_offset()
+                )
+        for part in total.absent():
+            chunk.waiting.pop(part.name, None)
+            part.parameter.grad = None
 
     def reduce_scatter(self, number: int, move: Move, chunk: Chunk, states: Placement) -> Work:
         """Add up a share of a chunk's gradients, of which this rank keeps its shard."""
@@ -147,7 +153,7 @@ class Reductions:
                 device=part.parameter.device,
                 norm=None if norms is None else norms[index],
                 shared=True,
-                count=total.counts[index],
+                count=None if total.present[index] else total.counts[index],
             )
             if norms is not None:
                 part.parameter.grad = WaitingGradient.of(waiting, part.shape)

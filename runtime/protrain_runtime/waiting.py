@@ -23,7 +23,8 @@ class Waiting:
 
     `norm` is that of order 2 of the whole, where it was computed before the gradient left. The
     store's bytes are multiplied by `factors`, in order, when they are read. `shared`: it is this
-    rank's part of a gradient, `norm` that of all parts, and `count` says how many ranks had one.
+    rank's part of a gradient, `norm` that of all parts, and `count` says how many ranks had one,
+    where this one had none.
     """
 
     store: Store
