@@ -73,7 +73,10 @@ def _run(
     work: Work, rank: int, count: int, port: int, folder: Path, arguments: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank))
+    # As torchrun says it; the address is for frameworks that ask, and nobody listens there.
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    os.environ.update({name: str(value) for name, value in told.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=60)

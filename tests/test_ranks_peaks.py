@@ -122,11 +122,13 @@ def assert_within_the_promise(
             )
             predicted = [slot.total for slot in device_bytes(program, units, profile)]
             pairs = list(zip(predicted, slots, strict=True))
-            assert [(n, have - most) for n, (most, have) in enumerate(pairs) if have > most] == []
+            over = [(n, have - most) for n, (most, have) in enumerate(pairs) if have > most]
+            assert over == [], [unit.states for unit in units]
             if excess:
                 copied = room_for_copies(profile, units, count)
                 above = [most - have for most, have in pairs]
-                assert [n for n, size in enumerate(above) if size > copied[n] + SLACK_BYTES] == []
+                loose = [(n, a) for n, a in enumerate(above) if a > copied[n] + SLACK_BYTES]
+                assert loose == [], [unit.states for unit in units]
             assert disk == tier_bytes("disk", units, profile, program.settings)
 
 
@@ -205,4 +207,4 @@ def test_gaps_between_parameters_are_counted() -> None:
         "model.layers.0-3.bias 3 bfloat16 frozen",  # 6 bytes: 250
         "model.inv_freq 5 float32 buffer",
     )
-    assert gap_bytes(lines) == 3 * (30 * 112 + 4 * 250)
+    assert gap_bytes(lines) == 3 * (30 * 112 + 4 * 250) + 8 * (30 + 1 + 4)

@@ -243,7 +243,7 @@ PLAN_ERRORS = [
         "states: persistent",
         "states: zzz",
         "a.yaml:34: units[3].states: expected persistent, offload to host, offload to disk, "
-        "buffer from host or buffer from disk, got 'zzz'",
+        "shard, buffer from host, buffer from disk or buffer from shards, got 'zzz'",
     ),
     # units
     (

@@ -174,6 +174,10 @@ def holdings(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> I
 _SHARDED_COPIES = 3
 """Of a parameter on a device: in its chunk's buffer, its gradient, and a shard of either."""
 
+_COUNTER_BYTES = 8
+"""What an optimizer keeps of a parameter besides elementwise states, such as AdamW's step: as much
+of a part of it as of the whole."""
+
 _RUN = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 _WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -182,7 +186,7 @@ _WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 def gap_bytes(tensors: tuple[str, ...]) -> int:
     """What lies between the parameters of sharded chunks at most, from a profile's `tensors`.
 
-    Each starts at a multiple of SHARD_ALIGNMENT; those of most models are as long.
+    Each starts at a multiple of SHARD_ALIGNMENT; those of most models are as long. With counters.
     """
     total = 0
     for line in tensors:
@@ -192,8 +196,8 @@ def gap_bytes(tensors: tuple[str, ...]) -> int:
         num_bytes = prod(int(size) for size in shape.split("x") if size.isdigit())
         num_bytes *= _WIDTHS.get(dtype, 1)
         count = prod(int(last) - int(first) + 1 for first, last in _RUN.findall(name))
-        total += count * (-num_bytes % SHARD_ALIGNMENT)
-    return _SHARDED_COPIES * total
+        total += count * (_SHARDED_COPIES * (-num_bytes % SHARD_ALIGNMENT) + _COUNTER_BYTES)
+    return total
 
 
 def device_workspace(states: Placement, unit: Unit, profile: Profile, settings: Settings) -> float:
@@ -321,7 +325,7 @@ def _transfer_holdings(
             if slot_index < move.slot and not read:
                 yield Holding("fetched ahead", move.unit, slot_index, move.slot - 1, size)
     end = len(program.slots)
-    gone_at = _gone_at(program)
+    gone_at = dict.fromkeys(program.reduced, end) | _gone_at(program)
     for number, move in enumerate(program.moves):
         size = _held_until_moved(number, program, plans, profile)
         gone = gone_at.get(number, end + 1)

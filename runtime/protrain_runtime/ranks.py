@@ -124,12 +124,24 @@ class Ranks:
     # ---- collectives --------------------------------------------------------------------------
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        """Fill `whole` with the shards of all ranks that share it; `own` may lie in its place."""
-        if self.num_shards > 1:
+        """Fill `whole` with the shards of all ranks that share it; `own` may lie in its place.
+
+        Gloo's own all-gather makes a copy of `whole`: there, each rank sends its range to all.
+        """
+        if self.on_stream and self.num_shards > 1:
             with self._meeting():
                 _gather(whole, own, group=self._sharing)
-        elif own.data_ptr() != whole.data_ptr():
-            whole.copy_(own)
+            return
+        size, first = own.numel(), self.rank - self.shard
+        mine = whole[self.shard * size : (self.shard + 1) * size]
+        if own.data_ptr() != mine.data_ptr():
+            mine.copy_(own)
+        if self.num_shards == 1:
+            return
+        with self._meeting():
+            for shard in range(self.num_shards):
+                place = whole[shard * size : (shard + 1) * size]
+                dist.broadcast(place, src=self._members[first + shard], group=self._sharing)
 
     def all_reduce(self, values: torch.Tensor) -> None:
         """The sum over all ranks, in place."""
