@@ -207,4 +207,4 @@ def test_gaps_between_parameters_are_counted() -> None:
         "model.layers.0-3.bias 3 bfloat16 frozen",  # 6 bytes: 250
         "model.inv_freq 5 float32 buffer",
     )
-    assert gap_bytes(lines) == 3 * (30 * 112 + 4 * 250) + 8 * (30 + 1 + 4)
+    assert gap_bytes(lines) == 3 * (30 * 112 + 4 * 250) + 16 * (30 + 1 + 4)

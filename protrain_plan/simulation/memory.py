@@ -174,9 +174,9 @@ def holdings(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> I
 _SHARDED_COPIES = 3
 """Of a parameter on a device: in its chunk's buffer, its gradient, and a shard of either."""
 
-_COUNTER_BYTES = 8
+_COUNTER_BYTES = 16
 """What an optimizer keeps of a parameter besides elementwise states, such as AdamW's step: as much
-of a part of it as of the whole."""
+of a part of it as of the whole, and once more while a step is made."""
 
 _RUN = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 _WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

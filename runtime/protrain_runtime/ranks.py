@@ -5,6 +5,7 @@ order. A rank that does not come makes the others wait. Collectives have a time 
 in one asks at the ranks' store who is still there: a thread of every rank answers.
 """
 
+import ctypes
 import json
 import threading
 import time
@@ -141,18 +142,19 @@ class Ranks:
         with self._meeting():
             for shard in range(self.num_shards):
                 place = whole[shard * size : (shard + 1) * size]
-                dist.broadcast(place, src=self._members[first + shard], group=self._sharing)
+                source = self._members[first + shard]
+                dist.broadcast(_lent(place), src=source, group=self._sharing)
 
     def all_reduce(self, values: torch.Tensor) -> None:
         """The sum over all ranks, in place."""
         with self._meeting():
-            dist.all_reduce(values, group=self._all)
+            dist.all_reduce(_lent(values), group=self._all)
 
     def sum_of_shards(self, values: torch.Tensor) -> None:
         """The sum over the ranks that share states, in place."""
         if self.num_shards > 1:
             with self._meeting():
-                dist.all_reduce(values, group=self._sharing)
+                dist.all_reduce(_lent(values), group=self._sharing)
 
     def reduce_scatter(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         """The sum of `whole` over all ranks: this rank's range of it goes to `own`.
@@ -165,9 +167,9 @@ class Ranks:
             if self.num_shards > 1 and self.on_stream:
                 _reduce_scatter(mine, whole, group=self._sharing)
             elif self.num_shards > 1:
-                dist.all_reduce(whole, group=self._sharing)
+                dist.all_reduce(_lent(whole), group=self._sharing)
             if self.num_shards < self.count:
-                dist.all_reduce(mine, group=self._replicas)
+                dist.all_reduce(_lent(mine), group=self._replicas)
         own.copy_(mine)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -224,6 +226,18 @@ class Ranks:
             )
         which = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {_listed(absent)}"
         return f"{here}, and {which} ended or hangs"
+
+
+def _lent(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor's memory as a flat tensor that does not keep it.
+
+    Gloo's own thread may hold what it was given for a moment longer than the collective takes, and
+    would then be the one that frees it: see [Note: who frees what] in `moves`.
+    """
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return tensor
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype)
 
 
 _groups: dict[tuple[tuple[int, ...], str, float], dist.ProcessGroup] = {}
