@@ -63,6 +63,8 @@ class Engine:
         self._in_backward = program.settings.updates == "in backward"
         self._num_backwards = 0  # that have ended since the last update
         self._stepping = False  # `optimizer.step()` has begun, and not ended
+        self._began = False  # an update of this step has been submitted
+        self._torn = False  # a backward that had begun to update was given up
         self._reset()
 
     def _reset(self) -> None:
@@ -135,6 +137,7 @@ class Engine:
         Gradients of micro-batches before it stay what they are, unless its backward had begun.
         """
         in_backward = self._slot >= self._program.num_units
+        self._torn = self._torn or (in_backward and self._began)
         self._close_saved()
         ends = [lane.submit("the end", nothing, ()) for lane in self.lanes.values()]
         for end in ends:
@@ -188,8 +191,15 @@ class Engine:
         """RuntimeError, saying `what`, where some parameters are updated and some are not.
 
         So it is between backward and `optimizer.step()`, where updates are in backward, and after a
-        step that a signal or an error has ended.
+        step, or such a backward, that a signal or an error has ended.
         """
+        if self._torn or (self._began and self._slot >= self._program.num_units):
+            raise RuntimeError(
+                f"{what} after backward() was cut short: this plan updates offloaded parameters"
+                " during backward, so that some are updated and some are not. Go on from a"
+                " checkpoint, with a model that is built anew; under a plan with --clip a step that"
+                " is cut short is given up"
+            )
         if self._stepping:
             raise RuntimeError(
                 f"{what} after optimizer.step() was cut short: some parameters are updated and some"
@@ -242,7 +252,7 @@ class Engine:
         for chunk in self._offloaded:
             chunk.clear_gradients()
         self._num_backwards = 0
-        self._stepping = False
+        self._stepping = self._began = False
 
     def _end_moves(self) -> None:
         for number in sorted(self._running):
@@ -300,6 +310,7 @@ class Engine:
 
     def _submit(self, number: int) -> None:
         move = self._program.moves[number]
+        self._began = self._began or move.kind == "update"
         lane = self.lanes[move.lane]
         after = [self._tickets[other] for other in move.after]
         if isinstance(lane, ThreadLane):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from protrain_plan.errors import ProtrainError
 from protrain_runtime.chunks import Chunk, OptimizerFactory, Slice
 from protrain_runtime.stores import HostStore, Store
 from protrain_runtime.waiting import scaled
@@ -193,6 +194,43 @@ def elementwise_states(
         for key, value in state.items()
         if isinstance(value, torch.Tensor) and value.shape == dummy.shape
     }
+
+
+def check_elementwise(factory: OptimizerFactory, dtype: torch.dtype) -> None:
+    """ProtrainError where a step on a matrix is another than steps on its rows, or these fail."""
+    values = torch.linspace(-1, 1, 64).reshape(4, 16).to(dtype)  # rows that fused kernels cut at
+    whole = _stepped(factory, values)
+    try:
+        rows = [_stepped(factory, row) for row in values]
+    except ValueError as error:
+        raise _not_elementwise(whole, str(error)) from error
+    parts = [[row.param_groups[0]["params"][0] for row in rows]]
+    wholes = [whole.param_groups[0]["params"][0]]
+    state = whole.state[wholes[0]]
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.numel() > 1:
+            wholes.append(value)
+            parts.append([row.state[row.param_groups[0]["params"][0]].get(key) for row in rows])
+    for one, several in zip(wholes, parts, strict=True):
+        if any(part is None for part in several) or not torch.equal(one, torch.stack(several)):
+            raise _not_elementwise(whole, "one element's update depends on others")
+
+
+def _stepped(factory: OptimizerFactory, values: torch.Tensor) -> torch.optim.Optimizer:
+    """The optimizer of one parameter, after a step."""
+    parameter = nn.Parameter(values.clone())
+    parameter.grad = values.flip(-1) + 0.25
+    optimizer = factory([{"params": [parameter]}])
+    optimizer.step()
+    return optimizer
+
+
+def _not_elementwise(optimizer: torch.optim.Optimizer, problem: str) -> ProtrainError:
+    return ProtrainError(
+        f"{type(optimizer).__name__} cannot update a parameter in pieces: {problem}",
+        fix="an elementwise optimizer, such as AdamW or SGD; or a plan whose states stay on the"
+        " device",
+    )
 
 
 def scalar_state_bytes(factory: OptimizerFactory) -> int:
