@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     Keep,
     Offload,
@@ -85,6 +86,26 @@ def test_states_with_numbers_of_their_own_load_unrounded_into_master_precision()
     other.load_state_dict(one.state_dict())
     assert one.state[first]["mu_product"].dtype == torch.float32
     assert list(differences(other.state_dict(), one.state_dict(), "states")) == []
+
+
+@pytest.mark.parametrize("tier", ["disk", "host"])
+def test_pieces_are_cut_where_kernels_give_the_bits_of_the_whole(
+    tier: TierName, tmp_path: Path
+) -> None:
+    """SGD on bfloat16 rounds the ends of ranges of odd lengths in another way."""
+    shape = Shape(blocks=("linear",) * 2, between=("nothing",) * 2, unused=True)
+    factory = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+
+    def model() -> nn.Module:
+        return random_model(shape).to(torch.bfloat16)
+
+    reference = model()
+    expected = trained(reference, factory(reference.parameters()), 1)
+    units = decided(units_of(random_model(shape), random_batch(0)), Keep(), Offload(tier=tier))
+    planned = model()
+    plan = plan_for(planned, units, piece_bytes=1_100)
+    planned, optimizer = prepare(planned, plan, optimizer=factory, spill_directory=tmp_path)
+    assert_bitwise(trained(planned, optimizer, 1), expected)
 
 
 class WholeNorm(torch.optim.SGD):

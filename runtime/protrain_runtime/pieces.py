@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.program import PIECE_ALIGNMENT
 from protrain_runtime.chunks import Chunk, OptimizerFactory, Slice
 from protrain_runtime.stores import HostStore, Store
 from protrain_runtime.waiting import scaled
@@ -198,7 +199,7 @@ def elementwise_states(
 
 def check_elementwise(factory: OptimizerFactory, dtype: torch.dtype) -> None:
     """ProtrainError where a step on a matrix is another than steps on its rows, or these fail."""
-    values = torch.linspace(-1, 1, 64).reshape(4, 16).to(dtype)  # rows that fused kernels cut at
+    values = torch.linspace(-1, 1, 4 * PIECE_ALIGNMENT).reshape(4, PIECE_ALIGNMENT).to(dtype)
     whole = _stepped(factory, values)
     try:
         rows = [_stepped(factory, row) for row in values]
