@@ -81,7 +81,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--comparisons", nargs="+", metavar="NAME", choices=comparisons, default=comparisons
     )
-    parser.add_argument("--pairs", type=int, default=11, help="of steps per comparison")
+    parser.add_argument("--pairs", type=int, default=15, help="of steps per comparison")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/runtime.json"))
     parser.add_argument("--work", type=Path, default=Path("out/runtime"), help="for profiles")
     parser.add_argument("--resume", action="store_true", help="leave what --out has already")

@@ -27,12 +27,14 @@ SIMULATED_SHARE = 0.10
 
 NOTES = (
     "A ratio is a planned step by the other's step that ran next to it; both train the same model"
-    " on the same batches from the same random state. Quartiles are of the ratios of all pairs.",
+    " on the same batches from the same random state. The ratio is the median of all pairs,"
+    " quartiles are of the same, *fastest* is the fastest step of each.",
     "*plain PyTorch against itself* is two models in one process: no other row can be told apart"
     " from 1 by less than its quartiles.",
     "On a CPU machine host memory is where the model is: `save_on_cpu` copies nothing there unless"
     " pinning is asked for, and then copies out only. Swapping copies out and back, on lanes that"
     " compute shares its two processors with; on a GPU copy engines do that.",
+    "As under `protrain run` on a CPU, freed memory goes back to the system at once.",
     "The loop that loads, computes and saves is benchmarks/runtime_loop.py. Its simulated step is"
     " the sum of what the plan computes and moves.",
 )
@@ -125,7 +127,7 @@ def _model(name: str, model: Found) -> Iterator[str]:
     for comparison, found in model["comparisons"].items():
         ours, other = AGAINST[comparison]
         if "error" in found:
-            rows.append((ours, other, found["error"], *[""] * 5))
+            rows.append((ours, other, found["error"], *[""] * 6))
             continue
         pairs = read_pairs(found)
         low, high = pairs.quartiles
@@ -136,16 +138,15 @@ def _model(name: str, model: Found) -> Iterator[str]:
                 other,
                 f"{pairs.ratio:.3f}",
                 f"{low:.3f} to {high:.3f}",
+                f"{pairs.fastest:.3f}",
                 f"{1e3 * sorted(pairs.ours)[len(pairs.ours) // 2]:.1f}",
                 f"{1e3 * sorted(pairs.other)[len(pairs.other) // 2]:.1f}",
                 "equal" if pairs.same_losses else "**differ**",
                 "" if says is None else f"{says:.3f}",
             )
         )
-    yield from _table(
-        ("ours", "other", "ratio", "quartiles", "ours, ms", "other, ms", "losses", "simulated"),
-        rows,
-    )
+    seconds = ("ours, ms", "other, ms", "losses", "simulated")
+    yield from _table(("ours", "other", "ratio", "quartiles", "fastest", *seconds), rows)
 
 
 def _ratio(pairs: Pairs) -> str:
