@@ -20,7 +20,9 @@ FACTORY = "tests.functional_model:relu_factory"
 
 def test_a_factorys_larger_batch_is_refused_and_a_smaller_one_trains(tmp_path: Path) -> None:
     source = load_source(FACTORY)
-    profile = estimate(source, hardware=load_hardware("cpu"), batch_size=1, seq_len=1)
+    profile = estimate(
+        source, hardware=load_hardware("cpu"), batch_size=1, seq_len=1, dtype="float32"
+    )
     assert profile.workload.inputs == ("tokens 4x64",)
     units = decided(described_by(profile), Recompute(), Offload(tier="disk"))
     plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
