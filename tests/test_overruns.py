@@ -164,8 +164,8 @@ def test_memory_that_is_not_there_and_no_profile(profile_path: Path, tmp_path: P
         rf"out of memory in forward of model.layers.1: {REFUSED}\n"
         rf"    there: states 0 B, gradients {SIZE}, chunks, swaps {SIZE}, staging {SIZE},"
         rf" activations, all else {SIZE}; planned for the whole step: 3.03 GiB at most\n"
-        r"    likely: other processes have taken memory that was free when the run began: all that"
-        r" stands here was planned\n"
+        r"    likely: all that stands here was planned: other processes have taken memory that was"
+        r" free when the run began, or \(CUDA\) what is free is in pieces too small\n"
         r"  fix: end them, or plan with a smaller --device-memory, and run that plan\n",
         said,
     ), said

@@ -170,7 +170,7 @@ def _reason(needed: int, most: int, peak: int, room: Room) -> tuple[str, str]:
             "plan with a smaller --device-memory than the limit, and run that plan",
         )
     return (
-        "other processes have taken memory that was free when the run began: all that stands here"
-        " was planned",
+        "all that stands here was planned: other processes have taken memory that was free when the"
+        " run began, or (CUDA) what is free is in pieces too small",
         "end them, or plan with a smaller --device-memory, and run that plan",
     )
