@@ -137,7 +137,8 @@ class Engine:
         Gradients of micro-batches before it stay what they are, unless its backward had begun.
         """
         in_backward = self._slot >= self._program.num_units
-        self._given_up = self.standing()
+        with suppress(MemoryError):  # what this is for must not keep anything from being freed
+            self._given_up = self.standing()
         self._close_saved()
         ends = [lane.submit("the end", nothing, ()) for lane in self.lanes.values()]
         for end in ends:
