@@ -34,7 +34,8 @@ NOTES = (
     "On a CPU machine host memory is where the model is: `save_on_cpu` copies nothing there unless"
     " pinning is asked for, and then copies out only. Swapping copies out and back, on lanes that"
     " compute shares its two processors with; on a GPU copy engines do that.",
-    "As under `protrain run` on a CPU, freed memory goes back to the system at once.",
+    "Where a ratio is simulated, freed memory goes back to the system at once, as it does in"
+    " profiles and under `protrain run` on a CPU; steps take longer then, and vary more.",
     "The loop that loads, computes and saves is benchmarks/runtime_loop.py. Its simulated step is"
     " the sum of what the plan computes and moves.",
 )

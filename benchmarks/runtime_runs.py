@@ -319,9 +319,11 @@ def compare(
 ) -> dict[str, Any]:
     """Steps of two ways to train, which take turns.
 
-    Freed memory goes back to the system, as `protrain run` has it on a CPU, and as it was profiled.
+    For what is compared with the simulator, freed memory goes back to the system: so it is profiled,
+    and so `protrain run` has it on a CPU.
     """
-    return_freed_memory()
+    if comparison == "offload":
+        return_freed_memory()
     profiled = read_profile(folder / PROFILE)
     with TemporaryDirectory(dir=folder) as spill, ExitStack() as stack:
         pairs = _pairs(specimen, comparison, profiled, Path(spill), num_pairs, stack)
