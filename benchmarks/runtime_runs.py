@@ -319,8 +319,8 @@ def compare(
 ) -> dict[str, Any]:
     """Steps of two ways to train, which take turns.
 
-    For what is compared with the simulator, freed memory goes back to the system: so it is profiled,
-    and so `protrain run` has it on a CPU.
+    For what is compared with the simulator, freed memory goes back to the system: so it is
+    profiled, and so `protrain run` has it on a CPU.
     """
     if comparison == "offload":
         return_freed_memory()
