@@ -96,10 +96,10 @@ def _sizes(
         arguments = signature.bind_partial(*args, **kwargs).arguments
     except TypeError:  # the call itself will say what is wrong
         return
-    for path, leaf in tree_flatten_with_path(arguments)[0]:
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            key, *rest = path
-            yield f"{key.key}{keystr(tuple(rest))}".replace(" ", ""), tuple(leaf.shape)
+    for name, argument in arguments.items():
+        for path, leaf in tree_flatten_with_path(argument)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.dim():
+                yield f"{name}{keystr(path)}".replace(" ", ""), tuple(leaf.shape)
 
 
 def _product(size: tuple[int, ...]) -> str:
