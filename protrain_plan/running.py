@@ -19,6 +19,7 @@ from protrain_plan.models.batches import Batch, byte_tokens, call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.records.plan import Plan, TierBytes
+from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.recording import Recording
 from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.checkpoints import check_writable
@@ -26,6 +27,7 @@ from protrain_runtime.engine import Observer
 from protrain_runtime.exhaustion import explained_exhaustion
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.measure import storage_bytes
+from protrain_runtime.overruns import explain_memory
 from protrain_runtime.preparation import below_device, parameter_values, prepare
 from protrain_runtime.recording import Recorder, measure_step, record
 from protrain_runtime.resuming import load, read_extra
@@ -92,14 +94,16 @@ def train(
     recorded: bool = False,
     on_step: OnStep = lambda *_: None,
     checkpoints: Checkpoints = NO_CHECKPOINTS,
+    profile: Callable[[], Profile | None] = lambda: None,
 ) -> Run:
     """Build the plan's model and train it until `num_steps` are done; `plain`: ordinary PyTorch.
 
     A run that resumes computes what it would have computed without a break.
     A step has the plan's micro-batches, its loss is their mean; where the plan updates after
     backward, gradients are clipped to CLIP_NORM. With `checked` a plain copy trains beside the
-    first steps. With `recorded` the run has a recording, of two steps: when things ran is that of
-    the last step but one, bytes are those of the last.
+    first steps. `profile` finds the plan's profile, to say what was planned where memory runs out.
+    With `recorded` the run has a recording, of two steps: when things ran is that of the last step
+    but one, bytes are those of the last.
     ProtrainError where the model cannot be built, the plan is not for it, memory ran out, or a
     checkpoint cannot be read or written, or is of another run.
     """
@@ -145,7 +149,8 @@ def train(
         torch.manual_seed(workload.seed)  # of dropout
         training = _training(plan, text)
         trainer = _Trainer(plan, model, optimizer, checkpoints, training, recorded=recorded)
-        return trainer.run(batches, num_steps, on_step)
+        with explain_memory(model, profile):
+            return trainer.run(batches, num_steps, on_step)
 
 
 def _training(plan: Plan, text: Path | None) -> dict[str, object]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import paper
+from benchmarks import paper, runtime_page
 from benchmarks.gpu import parts as gpu
 from benchmarks.peers.building import built
 from benchmarks.peers.cells import Results, run_all
@@ -18,6 +18,7 @@ from benchmarks.peers.comparing import train_cell
 from benchmarks.peers.tables import markdown
 from benchmarks.peers.timeline import compared
 from benchmarks.peers.work import Work
+from benchmarks.runtime_runs import COMPARISONS, read_pairs
 from protrain_plan.models.sources import load_source
 from protrain_plan.simulation.recording import Event, Recording
 from protrain_plan.simulation.timeline import Span
@@ -67,6 +68,22 @@ def test_accuracy_of_two_small_models(tmp_path: Path) -> None:
     assert "| peak, never under-predicted | in no slot of any step | held | 4 of 4 |" in (
         out.with_suffix(".md").read_text()
     )
+
+
+def test_the_runtimes_speed_on_a_tiny_model(tmp_path: Path) -> None:
+    """Every comparison runs and trains alike; nothing is asked of seconds."""
+    out = tmp_path / "runtime.json"
+    files = ("--out", str(out), "--work", str(tmp_path / "work"))
+    _run("benchmarks.runtime", "--quick", "--pairs", "1", *files)
+    found = json.loads(out.read_text())
+    comparisons = found["models"]["tiny"]["comparisons"]
+    assert tuple(comparisons) == COMPARISONS
+    for name, comparison in comparisons.items():
+        pairs = read_pairs(comparison)
+        assert pairs.same_losses, name
+        assert len(pairs.ratios) == 1
+        assert (pairs.simulated_ratio is not None) == (name == "offload")
+    assert out.with_suffix(".md").read_text() == runtime_page.page(found)
 
 
 def _run(*arguments: str) -> str:
@@ -198,12 +215,21 @@ def test_a_prediction_for_the_papers_models(tmp_path: Path) -> None:
 
 
 RESULTS = ROOT / "benchmarks/results"
-MADE_BY = [path for path in sorted(RESULTS.glob("*.json")) if path.stem in ("cpu", "gpu", "paper")]
+MADE_BY = [
+    path
+    for path in sorted(RESULTS.glob("*.json"))
+    if path.stem in ("cpu", "gpu", "paper", "runtime")
+]
 
 
 @pytest.mark.parametrize("path", MADE_BY, ids=lambda path: path.stem)
 def test_committed_tables_follow_from_committed_results(path: Path) -> None:
     document = json.loads(path.read_text())
-    predicted = path.stem == "paper"
-    expected = paper.markdown(document) if predicted else markdown(document, title=path.stem)
+    match path.stem:
+        case "paper":
+            expected = paper.markdown(document)
+        case "runtime":
+            expected = runtime_page.page(document)
+        case stem:
+            expected = markdown(document, title=stem)
     assert path.with_suffix(".md").read_text() == expected

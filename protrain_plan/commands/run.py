@@ -7,10 +7,12 @@ from typing import Annotated
 import typer
 
 from protrain_plan import rendering
+from protrain_plan.checking.cases import opened, read_files
 from protrain_plan.commands.options import JsonOption, SpillOption, size, writable
 from protrain_plan.commands.output import progress, show
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records import read_plan
+from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.recording import write_recording
 
 EXAMPLES = (
@@ -103,7 +105,12 @@ def run(
             recorded=recording is not None and not plain,
             on_step=on_step,
             checkpoints=checkpoints,
+            profile=beside,
         )
+
+    def beside() -> Profile | None:
+        case = opened(read_files(plan))
+        return case.profile if case else None
 
     checkpoints = Checkpoints(resume=resume, directory=save, every=save_every)
 

@@ -42,6 +42,7 @@ from protrain_plan.units import four_digits
 from protrain_runtime.checkpointing import switch_off_checkpointing
 from protrain_runtime.compiled import refuse_compiled_around
 from protrain_runtime.fingerprint import model_fingerprint
+from protrain_runtime.inputs import with_batch_sizes
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.measure import MemoryMeter
 from protrain_runtime.model_changes import model_tensors
@@ -163,6 +164,7 @@ def measure_model(
         stack.enter_context(undisturbed(model))
         stack.callback(switch_off_checkpointing(model))
         batch = next(batches)
+        workload = with_batch_sizes(workload, model, batch)
         progress("finding units", 0.05)
         whole = running is None
         if running is None:

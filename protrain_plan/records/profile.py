@@ -41,6 +41,7 @@ class Workload:
     seed: int
     precision: Precision = "pure"
     adapter: str = ""  # "lora r=16": what was added to the model, and trained instead of it
+    inputs: tuple[str, ...] = ()  # of a factory's profiled batch: "tokens 4x64", a tensor each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

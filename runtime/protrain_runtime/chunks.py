@@ -121,6 +121,10 @@ class Chunk:
     updated: set[str] = field(default_factory=set[str])  # parameters that have states
 
     @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [part.parameter for part in self.slices]
+
+    @property
     def num_trainable(self) -> int:
         return sum(part.numel for part in self.slices if part.trainable)
 
@@ -197,11 +201,15 @@ class Chunk:
                 part.parameter.data = hollow.expand(part.shape)
             self.hollow.add(number)
 
-    def release(self, groups: Iterable[int]) -> None:
-        """Take the buffers of these groups off the device."""
+    def release(self, groups: Iterable[int]) -> list[torch.Tensor]:
+        """Take the buffers of these groups from the model; they are the caller's to free."""
+        released: list[torch.Tensor] = []
         for number in groups:
             self.unbind((number,))
-            self.buffers.pop(number, None)
+            buffer = self.buffers.pop(number, None)
+            if buffer is not None:
+                released.append(buffer)
+        return released
 
     def take_gradients(self) -> None:
         """Move the gradients from the parameters to the chunk."""

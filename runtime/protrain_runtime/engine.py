@@ -17,6 +17,7 @@ from protrain_runtime.activations import SavedTensors
 from protrain_runtime.chunks import Chunk
 from protrain_runtime.lanes import Backend, LaneError, ThreadLane, Ticket, WorkLane, nothing
 from protrain_runtime.moves import Moves
+from protrain_runtime.standing import Standing, all_bytes, held_bytes
 from protrain_runtime.step_times import StepTimes
 
 Observer = Callable[[str], None]
@@ -65,6 +66,7 @@ class Engine:
         self._stepping = False  # `optimizer.step()` has begun, and not ended
         self._began = False  # an update of this step has been submitted
         self._torn = False  # a backward that had begun to update was given up
+        self._given_up: Standing | None = None  # as it was when the last forward was cut short
         self._reset()
 
     def _reset(self) -> None:
@@ -86,7 +88,7 @@ class Engine:
         if self._slot >= 0:
             self.abort()  # the last forward had no backward, or was cut short
         self.settle("a second forward began" if training else "the model was evaluated")
-        self._times = None
+        self._times, self._given_up = None, None
         self._training = training
         if training:
             self._begin_micro_batch()
@@ -138,6 +140,8 @@ class Engine:
         """
         in_backward = self._slot >= self._program.num_units
         self._torn = self._torn or (in_backward and self._began)
+        with suppress(MemoryError):  # what this is for must not keep anything from being freed
+            self._given_up = self.standing()
         self._close_saved()
         ends = [lane.submit("the end", nothing, ()) for lane in self.lanes.values()]
         for end in ends:
@@ -157,6 +161,26 @@ class Engine:
             self._num_backwards = 0
         self._moves.clear(self._program)
         self._reset()
+
+    def standing(self) -> Standing | None:
+        """What stands in the slot that runs, or stood in the one that was given up."""
+        slot = len(self._program.slots) if self._stepping else self._slot
+        if slot < 0:
+            return self._given_up
+        device = self._backend.device
+        moving, staging = self._moves.standing()
+        parameters = [parameter for chunk in self._chunks for parameter in chunk.parameters]
+        taken = [gradient for chunk in self._chunks for gradient in chunk.gradients.values()]
+        buffers = [buffer for chunk in self._chunks for buffer in chunk.buffers.values()]
+        kept = [p for chunk in self._chunks if chunk.store is None for p in chunk.parameters]
+        return Standing(
+            slot=slot,
+            states=held_bytes(kept, device),
+            gradients=held_bytes((*(p.grad for p in parameters), *taken), device),
+            transfers=held_bytes((*buffers, *moving), device),
+            staging=held_bytes(staging, device),
+            in_all=all_bytes(device),
+        )
 
     def _begin_micro_batch(self) -> None:
         """Choose the programme, and see what the training loop has left of gradients."""
@@ -285,6 +309,7 @@ class Engine:
             for earlier in sorted(n for n in self._running if n <= number):
                 if self._program.moves[earlier].lane == lane:
                     self._end(earlier)
+        self._moves.pass_boundary(slot.submit)
         self._observe(f"slot {index}")
         for number in slot.submit:
             self._submit(number)
@@ -304,7 +329,8 @@ class Engine:
         if not slot.forward and slot.finish:  # gradients go where these moves take them
             self._chunks[slot.unit].take_gradients()
         for unit in slot.release:
-            self._chunks[unit].release(self._chunks[unit].every_group)
+            chunk = self._chunks[unit]
+            self._moves.buffers.give_up(chunk.release(chunk.every_group))
         for number in slot.finish:
             self._submit(number)
 

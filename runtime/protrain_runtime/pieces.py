@@ -129,13 +129,21 @@ class Piece:
         the piece covers, flat in storage order. Elementwise optimizers compute every element by
         itself, so a range of a parameter gets the bits that the whole would get.
         """
+        shadows: list[tuple[nn.Parameter, Slice, int, int]] = []
+        groups: dict[int, dict[str, Any]] = {}  # by the options that parameters share
         for part, low, high in self.parts():
             gradient = gradients.get(part.name)
-            if gradient is None:
-                continue
-            shadow = nn.Parameter(self.parameters[part.name])
-            shadow.grad = gradient
-            worker = factory([{**options[part.name], "params": [shadow]}])
+            if gradient is not None:
+                shadow = nn.Parameter(self.parameters[part.name])
+                shadow.grad = gradient
+                chosen = options[part.name]
+                group = groups.setdefault(id(chosen), {**chosen, "params": []})
+                group["params"].append(shadow)
+                shadows.append((shadow, part, low, high))
+        if not shadows:
+            return
+        worker = factory(groups.values())
+        for shadow, part, low, high in shadows:
             first = part.start + low - self.start
             if part.name in self.chunk.updated:
                 state = {
@@ -145,7 +153,8 @@ class Piece:
                 for key, values in self.staging.items():
                     state[key] = values[first : first + high - low]
                 worker.state[shadow] = state
-            worker.step()
+        worker.step()
+        for shadow, part, low, high in shadows:
             self.made.append((part, low, high, dict(worker.state[shadow])))
 
     def write(self, *, parameters: bool) -> None:
