@@ -1,6 +1,7 @@
 """The benchmarks run: one case each here, whole grids when somebody asks for them."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -14,10 +15,19 @@ from benchmarks import paper, runtime_page
 from benchmarks.gpu import parts as gpu
 from benchmarks.peers.building import built
 from benchmarks.peers.cells import Results, run_all
-from benchmarks.peers.comparing import train_cell
+from benchmarks.peers.comparing import (
+    limit_text,
+    plan_cell,
+    planned_cell,
+    profile_cell,
+    train_cell,
+)
+from benchmarks.peers.deepspeed_zero import config_of
+from benchmarks.peers.registry import ADAPTERS
+from benchmarks.peers.tables import compared as compared_rows
 from benchmarks.peers.tables import markdown
 from benchmarks.peers.timeline import compared
-from benchmarks.peers.work import Work
+from benchmarks.peers.work import Work, optimizer_of
 from benchmarks.runtime_runs import COMPARISONS, read_pairs
 from protrain_plan.models.sources import load_source
 from protrain_plan.simulation.recording import Event, Recording
@@ -113,6 +123,29 @@ def test_everything_of_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     assert len(again["runs"]) == 2
 
 
+def test_every_peer_runs_on_a_cpu(tmp_path: Path) -> None:
+    out = ("--smoke", "--out", str(tmp_path))
+    assert _run("benchmarks.cpu", *out).endswith("every cell has an outcome\n")
+    document = json.loads((tmp_path / "cpu.json").read_text())
+    trained = {
+        cell["arguments"]["adapter"]: cell
+        for cell in document["cells"].values()
+        if cell["task"] == "train"
+    }
+    assert trained.keys() == ADAPTERS.keys()
+    for name, cell in trained.items():
+        # What the adapter itself says, and nothing else, keeps it from running.
+        missing = ADAPTERS[name].missing(Work(**cell["arguments"]["work"]))
+        assert (cell["status"], cell.get("reason")) == (
+            ("ran", None) if missing is None else ("skipped", missing)
+        )
+    # The same model, batches and optimizer: losses are plain PyTorch's, but for rounding.
+    for name, cell in trained.items():
+        if cell["status"] == "ran":
+            losses = trained["plain"]["result"]["losses"]
+            assert cell["result"]["losses"] == pytest.approx(losses, rel=1e-5), name
+
+
 WORK = Work(
     model="tiny-llama",
     batch_size=1,
@@ -140,6 +173,32 @@ def test_a_cell_beyond_its_limits_ends_alone(tmp_path: Path) -> None:
     ]
 
 
+def test_a_planned_run_is_refused_before_it_begins(tmp_path: Path) -> None:
+    """By the planner, or by the runtime where a plan is for more than there is."""
+    small = replace(WORK, cap_bytes=2**20)
+    profile = profile_cell("peers", WORK)
+    plan, unplanned = plan_cell("peers", WORK, profile), plan_cell("peers", small, profile)
+    untrained = planned_cell("peers", small, unplanned)
+    results = Results(path=tmp_path / "cells.json")
+    stop_at = time.monotonic() + 3600
+    assert run_all([profile, plan, unplanned, untrained], results, command="", stop_at=stop_at) == 0
+    predicted = results.cells[plan.key]["result"]["device_bytes"]
+    tight = replace(WORK, cap_bytes=predicted - 2**20)
+    planned = planned_cell("peers", tight, plan)
+    assert run_all([planned], results, command="", stop_at=stop_at) == 0
+    outcome = results.cells[planned.key]
+    assert (outcome["status"], outcome["reason"]) == ("refused", "needs 1.00 MiB more")
+    # Without a plan there is nothing to run, for the same reason.
+    outcome = results.cells[unplanned.key]
+    assert outcome["status"] == "refused"
+    assert re.fullmatch(r"needs [\d.]+ MiB more device memory", outcome["reason"])
+    assert results.cells[untrained.key]["status"] == "refused"
+    assert results.cells[untrained.key]["reason"] == outcome["reason"]
+    rows = {(row[1], row[3]): row[4] for row in compared_rows(results.cells)}
+    assert rows[limit_text(tight.cap_bytes), "protrain-plan"] == "refused: needs 1.00 MiB more"
+    assert rows[limit_text(small.cap_bytes), "protrain-plan"] == f"refused: {outcome['reason']}"
+
+
 def test_a_run_without_time_leaves_everything_for_the_next(tmp_path: Path) -> None:
     cell = train_cell("peers", WORK, "plain")
     after = train_cell("peers", replace(WORK, batch_size=2), "plain", needs=[cell.key])
@@ -163,6 +222,19 @@ def test_a_benchmarks_model_is_the_catalogues(model: str, masters: bool) -> None
         assert name == other
         assert torch.equal(buffer, expected)
     assert all(not parameter.is_meta for parameter in ours.parameters())
+
+
+def test_deepspeed_s_optimizer_is_everybody_s() -> None:
+    """Its own defaults are others: without weight decay it would train something else."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    defaults = optimizer_of(WORK)([parameter]).defaults
+    given = config_of(WORK, stage=2)["optimizer"]["params"]
+    assert given == {
+        "lr": defaults["lr"],
+        "betas": list(defaults["betas"]),
+        "eps": defaults["eps"],
+        "weight_decay": defaults["weight_decay"],
+    }
 
 
 def test_cells_of_the_gpu_benchmark_need_what_precedes_them() -> None:
