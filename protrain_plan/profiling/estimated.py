@@ -246,4 +246,5 @@ def _optimizer(name: str, workload: Workload, rates: Rates) -> OptimizerCost:
             rates.memory_bytes_per_s * rates.memory_efficiency / moved
         ),
         workspace_fraction=workspace_fraction(name, workload.dtype, workload.precision),
+        host_piece_s=rates.host_piece_s,
     )

@@ -38,7 +38,9 @@ from protrain_plan.program import (
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     Activations,
+    Buffer,
     Keep,
+    Offload,
     Persistent,
     Placement,
     Recompute,
@@ -319,11 +321,16 @@ class Staging(NamedTuple):
     arriving: int = 0
 
 
+def num_updates(states: Offload | Buffer, unit: Unit, settings: Settings) -> int:
+    """In how many pieces the host's optimizer works on a chunk."""
+    return num_pieces(chunk_size(unit), settings.piece_bytes) if states.tier == "disk" else 1
+
+
 def chunk_staging(states: Placement, unit: Unit, settings: Settings) -> Staging:
     """The staging of one chunk; nothing for what the device updates."""
     if isinstance(states, Persistent) or not unit.num_parameters:
         return Staging()
-    pieces = num_pieces(chunk_size(unit), settings.piece_bytes) if states.tier == "disk" else 1
+    pieces = num_updates(states, unit, settings)
     largest = -(-unit.num_parameters // pieces)
     gradient_width = -(-unit.gradient_bytes // unit.num_parameters)
     workspace = largest * gradient_width * 1.0
