@@ -8,39 +8,23 @@ one process at a time: run that part on a quiet machine. Everything is written a
 
 import argparse
 import json
-import multiprocessing
-import os
-import platform
-import subprocess
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
-from importlib.metadata import version
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from benchmarks import accuracy_runs as runs
 from benchmarks.accuracy_cases import PLAN_KINDS, QUICK, SPECIMENS, PlanKind
 from benchmarks.accuracy_page import page, summary_lines
+from benchmarks.processes import Found, Processes, described
 
-ROOT = Path(__file__).parent.parent
 QUICK_PLANS: tuple[PlanKind, ...] = ("keep", "recompute")
 STAGES = ("memory", "time")
-TIMEOUT_S = 600
-
-Found = dict[str, Any]
 
 
 def main() -> None:
     arguments = _arguments()
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for the processes that compute
-    # No thread of NumPy's in the process that others are forked from: its stack of 8 MiB would be
-    # theirs, and whether a thread of theirs takes it depends on which comes first.
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     benchmark = _Benchmark(arguments)
     if "memory" in arguments.stages:
         with ThreadPoolExecutor(arguments.jobs) as pool:
@@ -67,9 +51,11 @@ class _Benchmark:
         before: Found = {}
         if arguments.resume and self._out.exists():
             before = json.loads(self._out.read_text())
-        self.document: Found = {**_described(), "cases": before.get("cases", {})}
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["benchmarks.accuracy_runs"])
+        self.document: Found = {
+            **described("benchmarks.accuracy"),
+            "cases": before.get("cases", {}),
+        }
+        self._processes = Processes("benchmarks.accuracy_runs")
         self._machine = self._probed(before)
 
     def _probed(self, before: Found) -> Path | None:
@@ -78,7 +64,7 @@ class _Benchmark:
             return None
         path = self._work / runs.MACHINE
         if not path.exists() or "hardware" not in before:
-            self.document["hardware"] = self._in_process(runs.machine, self._work)
+            self.document["hardware"] = self._processes.run(runs.machine, self._work)
         else:
             self.document["hardware"] = before["hardware"]
         return path
@@ -90,16 +76,16 @@ class _Benchmark:
         case = self._case(name)
         if "profile" not in case or not (folder / runs.MEASURED).exists():
             case.clear()
-            found = self._in_process(runs.profile, specimen, folder, self._machine)
+            found = self._processes.run(runs.profile, specimen, folder, self._machine)
             self._add(case, "profile", found)
             if "error" in found:
                 return
         if "plans" not in case:
-            self._add(case, "plans", self._in_process(runs.plans, self._kinds, folder))
+            self._add(case, "plans", self._processes.run(runs.plans, self._kinds, folder))
         memory = case.setdefault("memory", {})
         for kind in self._kinds:
             if kind not in memory:
-                found = self._in_process(runs.memory, specimen, kind, folder)
+                found = self._processes.run(runs.memory, specimen, kind, folder)
                 self._add(memory, kind, found)
                 print(f"{name}, {kind}: {found.get('error') or 'counted'}", file=sys.stderr)
 
@@ -109,7 +95,7 @@ class _Benchmark:
         if "time" in case or "error" in case.get("profile", {"error": ""}):
             return
         folder = self._work / name
-        found = self._in_process(
+        found = self._processes.run(
             runs.seconds, SPECIMENS[name], self._kinds, folder, self._num_steps
         )
         self._add(case, "time", found)
@@ -127,63 +113,13 @@ class _Benchmark:
             self._out.write_text(json.dumps(self.document, indent=1) + "\n")
             self._out.with_suffix(".md").write_text(page(self.document))
 
-    def _in_process(self, work: Callable[..., Found], *arguments: object) -> Found:
-        """What `work` returns in a process of its own, or {"error": its last line}."""
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_report, args=(theirs, work, arguments))
-        process.start()
-        theirs.close()
-        found: Found = {"error": f"not done in {TIMEOUT_S} s"}
-        if ours.poll(TIMEOUT_S):
-            try:
-                found = ours.recv()
-            except EOFError:
-                found = {"error": "the process ended without an answer"}
-        else:
-            process.kill()
-        process.join()
-        return found
-
-
-def _report(answer: Connection, work: Callable[..., Found], arguments: Sequence[object]) -> None:
-    """In the process: the result, or what went wrong."""
-    try:
-        answer.send(work(*arguments))
-    except Exception as error:  # noqa: BLE001 (of any specimen: the others go on)
-        traceback.print_exc()
-        answer.send({"error": f"{type(error).__name__}: {error}"})
-
-
-def _described() -> Found:
-    return {
-        "command": " ".join(("python -m benchmarks.accuracy", *sys.argv[1:])),
-        "commit": _commit(),
-        "date": datetime.now(tz=UTC).date().isoformat(),
-        "system": f"{platform.system()} {platform.release()}, {os.cpu_count()} processors",
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "transformers", "protrain-plan")},
-        },
-    }
-
-
-def _commit() -> str:
-    result = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return result.stdout.strip() or "unknown"
-
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.accuracy", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=tuple(SPECIMENS))
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--jobs", type=int, default=2, help="specimens at once, for bytes")
-    parser.add_argument("--steps", type=int, default=7, help="timed per plan")
+    parser.add_argument("--steps", type=int, default=7, help="timed per plan at least")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/accuracy.json"))
     parser.add_argument("--work", type=Path, default=Path("out/accuracy"), help="for profiles")
     parser.add_argument("--resume", action="store_true", help="leave what --out has already")

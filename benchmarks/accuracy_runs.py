@@ -52,6 +52,10 @@ from protrain_runtime.taken import TakenGradient
 
 NUM_WARM_STEPS = 2
 TIMED_STEPS_PER_FORM = 3
+SAMPLED_S = 1.5
+MOST_REPEATS = 6
+"""Short steps vary more and cost less to repeat: as many times the steps asked for, at most, until
+a plan has been timed for so long."""
 
 MEASURED = Path("measured.yaml")
 ESTIMATED = Path("estimated.yaml")
@@ -140,6 +144,13 @@ class TimeResult:
         """Planned by plain, the median over pairs of steps that followed each other."""
         pairs = zip(self.planned, self.plain, strict=True)
         return statistics.median(planned / plain for planned, plain in pairs)
+
+    @property
+    def noise(self) -> float:
+        """How far a slowdown of plain steps by plain ones, in the same turns, is from 1."""
+        pairs = zip(self.plain[::2], self.plain[1::2], strict=False)
+        ratios = [one / other for one, other in pairs]
+        return abs(statistics.median(ratios) - 1) if ratios else 0.0
 
 
 # --- profiles -------------------------------------------------------------------------------------
@@ -390,11 +401,13 @@ def seconds(
         plain = _Training(specimen, None, Path(spill))
         for kind, planned in plans.items():
             training = _Training(specimen, planned, Path(spill))
+            about = 0.0
             for _ in range(NUM_WARM_STEPS):
                 plain.seconds()
-                training.seconds()
+                about = training.seconds()
+            count = min(max(num_steps, round(SAMPLED_S / about)), MOST_REPEATS * num_steps)
             estimated = _read_estimate(folder, planned)
-            taken = [(training.seconds(), plain.seconds()) for _ in range(num_steps)]
+            taken = [(training.seconds(), plain.seconds()) for _ in range(count)]
             training.close()
             result = TimeResult(
                 planned=tuple(own for own, _ in taken),

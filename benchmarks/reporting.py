@@ -1,6 +1,7 @@
 """What a run of the planner's benchmark amounts to: a summary, tables, files."""
 
 import json
+import os
 import platform
 import statistics
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.table import Table
+
+from benchmarks.provenance import commit, today
 
 TIE = 1e-9
 """Relative seconds below which two plans are equally fast."""
@@ -170,7 +173,10 @@ def write(
     document = {
         "command": command,
         "jobs": jobs,
+        "date": today(),
+        "commit": commit(),
         "machine": f"{platform.machine()}, {platform.system()}",
+        "processors": os.cpu_count(),
         "versions": {"python": platform.python_version()} | {n: version(n) for n in names},
         "summary": numbers,
         "cases": [asdict(r) for r in results],
@@ -181,7 +187,7 @@ def write(
     text = [
         "# Planner benchmark",
         "",
-        f"`{command}`",
+        f"`{command}`, {document['date']}, commit {document['commit']}",
         "",
         *summary_lines(numbers),
         "",

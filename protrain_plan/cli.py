@@ -15,8 +15,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import typer
+from rich.markup import escape
 
-from protrain_plan import __version__, rendering
+from protrain_plan import __version__
 from protrain_plan.commands import (
     check,
     diff,
@@ -77,7 +78,7 @@ def main() -> None:
 
 
 def _fail(message: str, code: int, *, hint: str | None = None) -> NoReturn:
-    err.print(f"[bold red]error:[/] {rendering.escaped(message)}", soft_wrap=True, highlight=False)
+    err.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
     if hint:
         err.print(f"  {hint}", highlight=False)
     sys.exit(code)

@@ -21,6 +21,7 @@ from protrain_plan.models.batches import Batch, byte_tokens, call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.records.plan import Plan, TierBytes
+from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.recording import Recording
 from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.checkpoints import check_writable
@@ -28,6 +29,7 @@ from protrain_runtime.engine import Observer
 from protrain_runtime.exhaustion import explained_exhaustion
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.measure import storage_bytes
+from protrain_runtime.overruns import explain_memory
 from protrain_runtime.preparation import below_device, parameter_values, prepare
 from protrain_runtime.ranks import check_ranks
 from protrain_runtime.recording import Recorder, measure_step, record
@@ -96,15 +98,17 @@ def train(
     on_step: OnStep = lambda *_: None,
     checkpoints: Checkpoints = NO_CHECKPOINTS,
     rank: int = 0,
+    profile: Callable[[], Profile | None] = lambda: None,
 ) -> Run:
     """Build the plan's model and train it until `num_steps` are done; `plain`: ordinary PyTorch.
 
     A run that resumes computes what it would have computed without a break.
     A step has the plan's micro-batches, its loss is their mean; where the plan updates after
     backward, gradients are clipped to CLIP_NORM. With `checked` a plain copy trains beside the
-    first steps. With `recorded` the run has a recording, of two steps: when things ran is that of
-    the last step but one, bytes are those of the last. Of several devices this is rank `rank`,
-    with every batch of its turn; `plain` is then DistributedDataParallel.
+    first steps. `profile` finds the plan's profile, to say what was planned where memory runs out.
+    With `recorded` the run has a recording, of two steps: when things ran is that of the last step
+    but one, bytes are those of the last. Of several devices this is rank `rank`, with the batches
+    of its turn; `plain` is then DistributedDataParallel.
     ProtrainError where the model cannot be built, the plan is not for it, memory ran out, or a
     checkpoint cannot be read or written, or is of another run.
     """
@@ -155,7 +159,8 @@ def train(
         torch.manual_seed(workload.seed + rank)  # of dropout
         training = _training(plan, text)
         trainer = _Trainer(plan, model, call, optimizer, checkpoints, training, recorded=recorded)
-        return trainer.run(batches, num_steps, on_step)
+        with explain_memory(model, profile):
+            return trainer.run(batches, num_steps, on_step)
 
 
 def _training(plan: Plan, text: Path | None) -> dict[str, object]:

@@ -238,4 +238,9 @@ def random_profile(rng: random.Random, *, max_blocks: int = 6) -> Profile:
                 gradient_pieces=(),
             )
         units.append(one)
-    return replace(profile, units=tuple(units))
+    return replace(
+        profile,
+        units=tuple(units),
+        hardware=replace(hardware, move_s=rng.choice([0.0, 1e-4, 1e-2])),
+        optimizer=replace(profile.optimizer, host_piece_s=rng.choice([0.0, 1e-3, 0.1])),
+    )

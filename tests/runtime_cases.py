@@ -143,8 +143,12 @@ def batch(name: str, step: int) -> Batch:
 
 @cache
 def described(name: str) -> tuple[UnitPlan, ...]:
-    """What the model's units are, with nothing decided, as the profiler finds them."""
-    model, first = build(name), batch(name, 0)
+    """What the units of one of the models are, with nothing decided."""
+    return units_of(build(name), batch(name, 0))
+
+
+def units_of(model: nn.Module, first: Batch) -> tuple[UnitPlan, ...]:
+    """What a model's units are, with nothing decided, as the profiler finds them."""
     found = discover(model, first)
     own = saved_bytes(model, [unit.module for unit in found], first, "keep")
     return tuple(
@@ -308,6 +312,12 @@ def plan_of(
 def plan_for(model: nn.Module, units: Iterable[UnitPlan], *, piece_bytes: int = 20_000) -> Plan:
     """A plan that `prepare` takes for this model, in pieces far smaller than its chunks."""
     return plan_of(units, fingerprint=model_fingerprint(model), piece_bytes=piece_bytes)
+
+
+def delays(seed: int) -> Callable[[], float]:
+    """Up to two milliseconds before every transfer and update: more than a slot computes."""
+    rng = random.Random(seed)
+    return lambda: rng.random() * 0.002
 
 
 # --- training -------------------------------------------------------------------------------------

@@ -255,7 +255,8 @@ def test_a_backward_through_another_forward_than_the_last_is_refused(tmp_path: P
         first.backward()
     assert str(caught.value) == (
         "backward ran through a forward that was not the last one: under a plan every forward has"
-        " its backward before the next begins"
+        " its backward before the next begins. Where one loss compares several inputs, give them to"
+        " one forward, as one batch"
     )
     second.backward()
     optimizer.step()

@@ -1,6 +1,7 @@
 """The benchmarks run: one case each here, whole grids when somebody asks for them."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -10,14 +11,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import paper
+from benchmarks import paper, runtime_page
 from benchmarks.gpu import parts as gpu
 from benchmarks.peers.building import built
 from benchmarks.peers.cells import Results, run_all
-from benchmarks.peers.comparing import train_cell
+from benchmarks.peers.comparing import (
+    limit_text,
+    plan_cell,
+    planned_cell,
+    profile_cell,
+    train_cell,
+)
+from benchmarks.peers.deepspeed_zero import config_of
+from benchmarks.peers.registry import ADAPTERS
+from benchmarks.peers.tables import compared as compared_rows
 from benchmarks.peers.tables import markdown
 from benchmarks.peers.timeline import compared
-from benchmarks.peers.work import Work
+from benchmarks.peers.work import Work, optimizer_of
+from benchmarks.runtime_runs import COMPARISONS, read_pairs
 from protrain_plan.models.sources import load_source
 from protrain_plan.simulation.recording import Event, Recording
 from protrain_plan.simulation.timeline import Span
@@ -69,6 +80,22 @@ def test_accuracy_of_two_small_models(tmp_path: Path) -> None:
     )
 
 
+def test_the_runtimes_speed_on_a_tiny_model(tmp_path: Path) -> None:
+    """Every comparison runs and trains alike; nothing is asked of seconds."""
+    out = tmp_path / "runtime.json"
+    files = ("--out", str(out), "--work", str(tmp_path / "work"))
+    _run("benchmarks.runtime", "--quick", "--pairs", "1", *files)
+    found = json.loads(out.read_text())
+    comparisons = found["models"]["tiny"]["comparisons"]
+    assert tuple(comparisons) == COMPARISONS
+    for name, comparison in comparisons.items():
+        pairs = read_pairs(comparison)
+        assert pairs.same_losses, name
+        assert len(pairs.ratios) == 1
+        assert (pairs.simulated_ratio is not None) == (name == "offload")
+    assert out.with_suffix(".md").read_text() == runtime_page.page(found)
+
+
 def _run(*arguments: str) -> str:
     command = [sys.executable, "-m", *arguments]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -94,6 +121,29 @@ def test_everything_of_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     again = json.loads((tmp_path / "gpu.json").read_text())
     assert again["cells"] == first["cells"]
     assert len(again["runs"]) == 2
+
+
+def test_every_peer_runs_on_a_cpu(tmp_path: Path) -> None:
+    out = ("--smoke", "--out", str(tmp_path))
+    assert _run("benchmarks.cpu", *out).endswith("every cell has an outcome\n")
+    document = json.loads((tmp_path / "cpu.json").read_text())
+    trained = {
+        cell["arguments"]["adapter"]: cell
+        for cell in document["cells"].values()
+        if cell["task"] == "train"
+    }
+    assert trained.keys() == ADAPTERS.keys()
+    for name, cell in trained.items():
+        # What the adapter itself says, and nothing else, keeps it from running.
+        missing = ADAPTERS[name].missing(Work(**cell["arguments"]["work"]))
+        assert (cell["status"], cell.get("reason")) == (
+            ("ran", None) if missing is None else ("skipped", missing)
+        )
+    # The same model, batches and optimizer: losses are plain PyTorch's, but for rounding.
+    for name, cell in trained.items():
+        if cell["status"] == "ran":
+            losses = trained["plain"]["result"]["losses"]
+            assert cell["result"]["losses"] == pytest.approx(losses, rel=1e-5), name
 
 
 WORK = Work(
@@ -123,6 +173,32 @@ def test_a_cell_beyond_its_limits_ends_alone(tmp_path: Path) -> None:
     ]
 
 
+def test_a_planned_run_is_refused_before_it_begins(tmp_path: Path) -> None:
+    """By the planner, or by the runtime where a plan is for more than there is."""
+    small = replace(WORK, cap_bytes=2**20)
+    profile = profile_cell("peers", WORK)
+    plan, unplanned = plan_cell("peers", WORK, profile), plan_cell("peers", small, profile)
+    untrained = planned_cell("peers", small, unplanned)
+    results = Results(path=tmp_path / "cells.json")
+    stop_at = time.monotonic() + 3600
+    assert run_all([profile, plan, unplanned, untrained], results, command="", stop_at=stop_at) == 0
+    predicted = results.cells[plan.key]["result"]["device_bytes"]
+    tight = replace(WORK, cap_bytes=predicted - 2**20)
+    planned = planned_cell("peers", tight, plan)
+    assert run_all([planned], results, command="", stop_at=stop_at) == 0
+    outcome = results.cells[planned.key]
+    assert (outcome["status"], outcome["reason"]) == ("refused", "needs 1.00 MiB more")
+    # Without a plan there is nothing to run, for the same reason.
+    outcome = results.cells[unplanned.key]
+    assert outcome["status"] == "refused"
+    assert re.fullmatch(r"needs [\d.]+ MiB more device memory", outcome["reason"])
+    assert results.cells[untrained.key]["status"] == "refused"
+    assert results.cells[untrained.key]["reason"] == outcome["reason"]
+    rows = {(row[1], row[3]): row[4] for row in compared_rows(results.cells)}
+    assert rows[limit_text(tight.cap_bytes), "protrain-plan"] == "refused: needs 1.00 MiB more"
+    assert rows[limit_text(small.cap_bytes), "protrain-plan"] == f"refused: {outcome['reason']}"
+
+
 def test_a_run_without_time_leaves_everything_for_the_next(tmp_path: Path) -> None:
     cell = train_cell("peers", WORK, "plain")
     after = train_cell("peers", replace(WORK, batch_size=2), "plain", needs=[cell.key])
@@ -146,6 +222,19 @@ def test_a_benchmarks_model_is_the_catalogues(model: str, masters: bool) -> None
         assert name == other
         assert torch.equal(buffer, expected)
     assert all(not parameter.is_meta for parameter in ours.parameters())
+
+
+def test_deepspeed_s_optimizer_is_everybody_s() -> None:
+    """Its own defaults are others: without weight decay it would train something else."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    defaults = optimizer_of(WORK)([parameter]).defaults
+    given = config_of(WORK, stage=2)["optimizer"]["params"]
+    assert given == {
+        "lr": defaults["lr"],
+        "betas": list(defaults["betas"]),
+        "eps": defaults["eps"],
+        "weight_decay": defaults["weight_decay"],
+    }
 
 
 def test_cells_of_the_gpu_benchmark_need_what_precedes_them() -> None:
@@ -198,12 +287,21 @@ def test_a_prediction_for_the_papers_models(tmp_path: Path) -> None:
 
 
 RESULTS = ROOT / "benchmarks/results"
-MADE_BY = [path for path in sorted(RESULTS.glob("*.json")) if path.stem in ("cpu", "gpu", "paper")]
+MADE_BY = [
+    path
+    for path in sorted(RESULTS.glob("*.json"))
+    if path.stem in ("cpu", "gpu", "paper", "runtime")
+]
 
 
 @pytest.mark.parametrize("path", MADE_BY, ids=lambda path: path.stem)
 def test_committed_tables_follow_from_committed_results(path: Path) -> None:
     document = json.loads(path.read_text())
-    predicted = path.stem == "paper"
-    expected = paper.markdown(document) if predicted else markdown(document, title=path.stem)
+    match path.stem:
+        case "paper":
+            expected = paper.markdown(document)
+        case "runtime":
+            expected = runtime_page.page(document)
+        case stem:
+            expected = markdown(document, title=stem)
     assert path.with_suffix(".md").read_text() == expected

@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+import jsonschema
 import pytest
+from xmlschema import XMLSchema
 
 from protrain_plan.checking.budgets import find_budgets
 from protrain_plan.checking.cases import find_plans
@@ -26,6 +28,7 @@ from tests.test_cli import protrain
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ("check", "--records-only")
+FORMATS = Path(__file__).parent / "formats"
 
 
 def checked(*plans: Path, budgets: str = "", on: tuple[Hardware, ...] = ()) -> Report:
@@ -313,6 +316,25 @@ def test_json_and_junit_are_read_by_programs(repository: Path) -> None:
     assert [suite.attrib["failures"] for suite in suites] == ["0", "1"]
     assert len(suites.findall(".//failure")) == 1
     assert len(suites.findall(".//skipped")) == 2
+
+
+def test_junit_is_what_its_readers_take(repository: Path) -> None:
+    found = protrain(*RECORDS, "--format", "junit", folder=repository).stdout
+    schema = XMLSchema(FORMATS / "junit.xsd")
+    assert [str(error) for error in schema.iter_errors(found)] == []
+    assert not schema.is_valid(found.replace("classname=", "class="))  # the schema says something
+
+
+def test_sarif_is_what_its_readers_take(repository: Path) -> None:
+    found = json.loads(protrain(*RECORDS, "--format", "sarif", folder=repository).stdout)
+    schema = json.loads((FORMATS / "sarif.schema.json").read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(found, schema, cls=jsonschema.Draft202012Validator)
+    run = found["runs"][0]
+    rules = run["tool"]["driver"]["rules"]
+    assert [rules[r["ruleIndex"]]["id"] for r in run["results"]] == [
+        r["ruleId"] for r in run["results"]
+    ]
 
 
 def test_strict_fails_what_cannot_be_checked(tmp_path: Path) -> None:

@@ -87,11 +87,14 @@ def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
     profile = read_profile(tiny_llama)
     assert profile.model_fingerprint == profiled["model_fingerprint"]
 
-    # Halfway between what plain training takes and nothing but the context.
+    # Halfway between what the fastest step takes and the least that any takes. Which is fastest is
+    # measured, so that no share of it alone has to be enough.
     ample = printed(protrain("plan", tiny_llama, "--json", folder=tmp_path))
     peak = ample["peak_bytes"]
     assert peak["disk"] == 0
-    budget = peak["context"] + peak["device"] // 2
+    refused = protrain("plan", tiny_llama, "--device-memory", "100MiB", "--json", folder=tmp_path)
+    least = json.loads(refused.stdout)["smallest_budget_bytes"]
+    budget = (peak["context"] + peak["device"] + least) // 2
     solved = printed(
         protrain("plan", tiny_llama, "--device-memory", budget, "--json", folder=tmp_path)
     )

@@ -2,11 +2,14 @@
 
 import json
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from protrain_plan.checking.diffing import plan_diff
+from protrain_plan.checking.formats.diffs import diff_markdown, diff_text
 from protrain_plan.checking.predicting import predicted
 from protrain_plan.records import write_plan
 from protrain_plan.records.plan import Keep, Persistent, Plan, Schedule
@@ -74,6 +77,21 @@ def test_units_that_come_and_go() -> None:
     assert (change.units, change.num_units, change.after) == ("layers.2-3", 2, None)
     [change] = plan_diff(gone, OLD).decisions
     assert (change.units, change.num_units, change.before) == ("layers.2-3", 2, None)
+
+
+def test_names_on_a_terminal_leave_out_what_all_begin_with() -> None:
+    """An adapter's models have long names, which a table of 80 columns would fold."""
+    before, after = (
+        replace(plan, units=tuple(replace(u, name=f"base.model.{u.name}") for u in plan.units))
+        for plan in (OLD, faster())
+    )
+    console = Console(width=80, file=StringIO())
+    console.print(diff_text(plan_diff(before, after)))
+    assert isinstance(console.file, StringIO)
+    text = console.file.getvalue()
+    assert "\nlayers.1-2  recompute; offload to disk  keep; persistent" in text
+    markdown = diff_markdown(plan_diff(before, after), title="")
+    assert "| base.model.layers.1-2 | recompute; offload to disk | keep; persistent |" in markdown
 
 
 def test_what_is_given_is_compared() -> None:

@@ -5,6 +5,7 @@ stands in bash, in a folder of its own. The reference is made from the code: `--
 """
 
 import functools
+import json
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.quotes import BLOCK, BLOCKS, with_quotes
 from docs.generating import cli_page, files_page
 from plans.make import PAIRS
 from tests.browsers import chromium, needs_chromium
@@ -179,11 +181,46 @@ def test_the_files_page_is_today_s(assert_golden: AssertGolden) -> None:
     assert_golden(ROOT / "docs/reference/files.md", files_page())
 
 
-def test_the_cost_model_quotes_the_benchmark() -> None:
-    page = (ROOT / "docs/reference/cost-model.md").read_text(encoding="utf-8")
-    [quoted] = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
-    results = (ROOT / "benchmarks/results/planner.md").read_text(encoding="utf-8")
-    assert [line for line in quoted.splitlines() if line not in results.splitlines()] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_numbers_of_benchmarks_are_quoted_from_their_results(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<!-- quoted: ") == len(BLOCK.findall(text))
+    assert with_quotes(text) == text, "python -m benchmarks.quotes writes it anew"
+
+
+def test_every_block_is_quoted_somewhere() -> None:
+    quoted = {name for page in PAGES for name, _ in BLOCK.findall(page.read_text(encoding="utf-8"))}
+    assert quoted == BLOCKS.keys()
+
+
+def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
+    page = "<!-- quoted: runtime -->\nold\n<!-- end of quote -->\nmore\n"
+    assert with_quotes(page, results=tmp_path) == (
+        "<!-- quoted: runtime -->\n"
+        "Not measured yet: there is no `benchmarks/results/runtime.json`.\n"
+        "<!-- end of quote -->\nmore\n"
+    )
+
+
+def test_the_runtime_s_results_are_quoted(tmp_path: Path) -> None:
+    pairs = {"ours": [1.0, 3.0, 2.0], "other": [1.0, 2.0, 2.0], "same_losses": True}
+    simulated = {**pairs, "simulated_ours": 1.1, "simulated_other": 1.0}
+    comparisons = {"keep": pairs, "swap": simulated, "offload": {"error": "not done in 600 s"}}
+    models = {"llama-512": {"comparisons": comparisons}, "wide": {"error": "out of memory"}}
+    document = {"date": "2026-11-21", "commit": "abc", "models": models}
+    (tmp_path / "runtime.json").write_text(json.dumps(document))
+    page = "<!-- quoted: runtime -->\n<!-- end of quote -->\n"
+    assert with_quotes(page, results=tmp_path).splitlines()[3:] == [
+        "| llama-512 | everything kept / plain PyTorch | 1.000 | 1.000 to 1.500 |  | equal bits |",
+        "| llama-512 | every block swapped to host memory / `save_on_cpu` that copies | 1.000"
+        " | 1.000 to 1.500 | 1.100 | equal bits |",
+        "| llama-512 | all blocks' states on disk, recomputed / a loop that loads, computes, saves"
+        " | not done in 600 s |  |  |  |",
+        "| wide |  | out of memory |  |  |  |",
+        "",
+        "(`benchmarks/results/runtime.md`, 2026-11-21, commit abc)",
+        "<!-- end of quote -->",
+    ]
 
 
 # --- the site -------------------------------------------------------------------------------------

@@ -8,13 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.planning.explaining import (
-    MAX_GROUPS,
-    Alternative,
-    Explanation,
-    explain,
-    in_words,
-)
+from protrain_plan.planning.alternatives import Alternative
+from protrain_plan.planning.explaining import MAX_GROUPS, Explanation, explain, in_words
 from protrain_plan.planning.fluid import Fluid
 from protrain_plan.planning.judging import Judge
 from protrain_plan.planning.limiting import GIB, LaneLimit, MemoryLimit

@@ -157,6 +157,20 @@ def test_the_trainer_under_a_plan_equals_the_trainer_bitwise(
     assert_same_training(found, expected)
 
 
+def test_the_trainer_trains_blocks_that_are_compiled_under_a_plan_bitwise(tmp_path: Path) -> None:
+    def run(planned: bool) -> Trainer:
+        torch.compiler.reset()
+        made = trainer("llama-tied", tmp_path, max_steps=2)
+        for number in range(4):
+            made.model.get_submodule(f"model.layers.{number}").compile(backend="aot_eager")
+        if planned:
+            in_transformers.use_plan(made, plan("llama-tied"), spill_directory=tmp_path)
+        made.train()
+        return made
+
+    assert_same_training(run(planned=True), run(planned=False))
+
+
 def test_the_trainer_evaluates_and_generates_under_a_plan(tmp_path: Path) -> None:
     def run(planned: bool) -> list[Any]:
         made = trainer("llama-tied", tmp_path)
@@ -296,7 +310,8 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"torch_compile": True},
         {},
         "{file}: the Trainer compiles the model, and a plan counts what PyTorch keeps without"
-        " compiling\n  fix: let the Trainer not compile",
+        " compiling\n  fix: let the Trainer not compile; compile each block by itself before it"
+        " gets the model: for block in ...: block.compile()",
     ),
     "changes dtype": (
         {"bf16_full_eval": True},
@@ -447,7 +462,8 @@ def test_settings_of_accelerate_that_the_plan_is_not_for_are_refused(tmp_path: P
     )
     assert attach(dynamo_plugin=TorchDynamoPlugin(backend="eager")) == (
         "Accelerate compiles the model, and a plan counts what PyTorch keeps without compiling\n"
-        "  fix: let Accelerate not compile"
+        "  fix: let Accelerate not compile; compile each block by itself before it gets the model:"
+        " for block in ...: block.compile()"
     )
 
 
@@ -474,7 +490,7 @@ def test_optimizers_that_are_not_of_the_model_or_were_used_are_refused(tmp_path:
     compiled: Any = torch.compile(build("gpt2"))
     assert attach(compiled, ADAMW(compiled.parameters())) == (
         "the model is compiled, and a plan acts between the blocks of one that is not\n"
-        "  fix: give the model before torch.compile"
+        "  fix: compile each block by itself: for block in ...: block.compile()"
     )
 
 

@@ -25,6 +25,8 @@ def check_rates(hardware: Hardware) -> None:
     assert 1e7 < rates.memory_bytes_per_s < 1e14
     assert 1e-8 < rates.operator_s < 1e-2
     assert 1e5 < rates.host_parameters_per_s < 1e12
+    assert 0 < rates.host_piece_s < 1
+    assert 0 <= hardware.move_s < 1
     assert (rates.compute_efficiency, rates.memory_efficiency) == (1, 1)
     assert hardware.sources == (f"measured on the machine itself, with torch {torch.__version__}",)
 
@@ -99,7 +101,7 @@ def test_the_command_writes_what_records_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_update_speeds_are_those_of_a_machine(dtype: str) -> None:
     assert dtype in ("float32", "bfloat16")
-    lane, device = update_speeds("float32" if dtype == "float32" else "bfloat16")
+    lane, device = update_speeds("float32" if dtype == "float32" else "bfloat16", (64, 4096))
     assert 0 < lane < 1e12
     assert 0 < device < 1e12
 

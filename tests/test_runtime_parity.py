@@ -62,6 +62,7 @@ from tests.runtime_cases import (
     decided,
     decision_name,
     decisions,
+    delays,
     described,
     differences,
     mixed,
@@ -74,12 +75,6 @@ from tests.runtime_cases import (
 )
 
 CPU = torch.device("cpu")
-
-
-def delays(seed: int) -> Callable[[], float]:
-    """Up to two milliseconds before every transfer and update: more than a slot computes."""
-    rng = random.Random(seed)
-    return lambda: rng.random() * 0.002
 
 
 def assert_trains_bitwise(

@@ -30,7 +30,7 @@ from protrain_plan.program import SAVING_BYTES
 from protrain_plan.records import read_plan, write_plan
 from protrain_plan.records.plan import Budgets, Keep, Offload, Persistent, Plan, Swap
 from protrain_plan.records.profile import Precision, Workload
-from protrain_plan.rendering import solved_text
+from protrain_plan.rendering.plans import solved_text
 from protrain_plan.running import Checkpoints, Run, train
 from protrain_plan.simulation.memory import checkpoint_bytes
 from protrain_plan.units import format_bytes

@@ -169,3 +169,18 @@ def test_states_on_disk_are_read_updated_and_written_in_turn() -> None:
     assert found["read states 0 @3 [0:500000000]"] == [8, 14]
     assert found["update 0 @3 [0:500000000]"] == [14, 14.5]
     assert found["write states 0 @3 [0:500000000]"] == [14.5, 21.5]
+
+
+def test_what_the_runtime_itself_costs_is_time_of_compute_and_of_the_update_lane() -> None:
+    """A second per move that is submitted around a slot, a quarter of one per piece."""
+    profile = two_units(replace(machine(), move_s=1.0))
+    profile = replace(profile, optimizer=replace(profile.optimizer, host_piece_s=0.25))
+    now = (Keep(), Offload(tier="host"), Schedule())
+    found = times(timeline(profile, now, PLAIN))
+    assert found["forward 0"] == [1, 3]  # after its gather, with a second for having submitted it
+    assert found["forward 1"] == [3, 4]
+    assert found["backward 1"] == [4, 6]
+    # The next gather, 2 s of backward, and a second each for the gather, the gradients and update.
+    assert found["backward 0"] == [7, 12]
+    assert found["spill gradients 0 @3"] == [12, 13]
+    assert found["update 0 @3 [0:500000000]"] == [13, 13.75]

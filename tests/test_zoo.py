@@ -27,6 +27,7 @@ from protrain_plan.records.plan import (
     Offload,
     Recompute,
     Swap,
+    SwapInput,
     UnitPlan,
 )
 from protrain_plan.records.profile import Form, OptimizerCost, Profile
@@ -178,9 +179,18 @@ def assert_trains_like_plain(
 
 
 def open_to(profile: Profile, units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
-    """The decisions, with activations kept where the profile's unit has no other form."""
+    """The decisions in forms that the profile's units have: the full one else, or all kept."""
+
+    def opened(plan: UnitPlan, forms: set[Form]) -> UnitPlan:
+        decision = plan.activations
+        if len(forms) == 1:
+            return replace(plan, activations=Keep())
+        if isinstance(decision, Recompute | SwapInput) and decision.form not in forms:
+            return replace(plan, activations=replace(decision, form="full"))
+        return plan
+
     return tuple(
-        replace(plan, activations=Keep()) if len(unit.forms) == 1 else plan
+        opened(plan, {cost.form for cost in unit.forms})
         for plan, unit in zip(units, profile.units, strict=True)
     )
 

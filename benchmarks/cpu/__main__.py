@@ -33,10 +33,16 @@ SMOKE = replace(WORK, model="tiny-llama", seq_len=32, num_steps=1)
 
 
 def cells(work: Work, limits: list[int]) -> list[Cell]:
-    """A profile; for every limit a plan, its run, and all peers, that without a limit too."""
-    works = [replace(work, cap_bytes=limit) for limit in limits]
-    planned = planned_cells("peers", works)
-    return once([*planned, *peer_cells("peers", works, batches=(work.batch_size,))])
+    """A profile; for one limit after the other a plan, its run, and all peers.
+
+    So a run that is cut off has compared everybody under some of the limits.
+    """
+    found: list[Cell] = []
+    for limit in limits:
+        works = [replace(work, cap_bytes=limit)]
+        found += planned_cells("peers", works)
+        found += peer_cells("peers", works, batches=(work.batch_size,))
+    return once(found)
 
 
 def main() -> int:

@@ -24,9 +24,9 @@ import torch
 from benchmarks.peers import tasks
 from benchmarks.peers.registry import ADAPTERS
 from benchmarks.peers.work import Work
+from benchmarks.provenance import commit, today
 from protrain_plan.records.files import replace_text
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "transformers", "protrain-plan", "triton", "torchao", "deepspeed")
 MIN_SECONDS = 5.0
 """Less than this is not enough to start a cell."""
@@ -102,9 +102,7 @@ def run_all(
             left += 1  # what it needs is left for the next run, too
             continue
         if missing:
-            reason = results.cells[missing[0]].get("reason", "")
-            outcome: dict[str, Any]
-            outcome = {"status": "skipped", "reason": f"needs {missing[0]}: {reason}".rstrip(": ")}
+            outcome = _without(missing[0], results.cells[missing[0]])
         elif reason := _not_here(cell):
             outcome = {"status": "skipped", "reason": reason}
         else:
@@ -133,6 +131,14 @@ def run_all(
         said = outcome.get("reason", "").splitlines() or [""]
         print(f"[{number}/{len(cells)}] {cell.key}: {outcome['status']} {said[-1]}", flush=True)
     return left
+
+
+def _without(key: str, needed: dict[str, Any]) -> dict[str, Any]:
+    """The outcome of a cell that needs one which did not run: who has no plan is refused, too."""
+    reason = needed.get("reason", "")
+    if needed["status"] == "refused":
+        return {"status": "refused", "reason": reason}
+    return {"status": "skipped", "reason": f"needs {key}: {reason}".rstrip(": ")}
 
 
 def _not_here(cell: Cell) -> str | None:
@@ -200,14 +206,15 @@ def _says_out_of_memory(printed: str) -> bool:
 
 
 def environment() -> dict[str, Any]:
-    """Machine, versions and commit; nothing of where files lie."""
+    """Day, machine, versions and commit; nothing of where files lie."""
     found: dict[str, Any] = {
+        "date": today(),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load": os.getloadavg()[0],  # of a shared machine: what seconds are worth
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": commit(),
         "versions": {name: _version(name) for name in PACKAGES},
     }
     if torch.cuda.is_available():
@@ -222,12 +229,3 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _commit() -> str | None:
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return None
-    return ended.stdout.strip() or None

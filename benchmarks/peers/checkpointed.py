@@ -39,7 +39,7 @@ CHECKPOINTED = Adapter(
 )
 CHECKPOINT_OFFLOADED = Adapter(
     name="checkpoint-offload",
-    settings="the same by transformers, with offload=True: blocks' inputs in pinned host memory",
+    settings="checkpointing by transformers, offload=True: blocks' inputs in pinned host memory",
     set_up=partial(_set_up, offload=True),
     missing=_missing_offload,
 )

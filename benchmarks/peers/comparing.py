@@ -18,9 +18,12 @@ def named(work: Work) -> str:
 
 
 def limit_text(cap_bytes: int) -> str:
-    """Decimal where it is one: 24 GB; else as everywhere."""
-    whole, rest = divmod(cap_bytes, 10**9)
-    return f"{whole}GB" if not rest else format_bytes(cap_bytes).replace(" ", "")
+    """As one would type it, 24GB or 1100MiB; else as everywhere."""
+    for size, unit in ((10**9, "GB"), (2**20, "MiB")):
+        whole, rest = divmod(cap_bytes, size)
+        if not rest:
+            return f"{whole}{unit}"
+    return format_bytes(cap_bytes).replace(" ", "")
 
 
 def file_of(kind: str, name: str, suffix: str = ".yaml") -> str:

@@ -37,7 +37,11 @@ def config_of(work: Work, *, stage: int) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": work.dtype == "bfloat16"},
         "zero_optimization": zero,
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+        # Its own default has no weight decay; these are PyTorch's defaults.
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 3e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01},
+        },
         "steps_per_print": 10**9,
     }
 

@@ -61,4 +61,5 @@ FSDP2 = Adapter(
     missing=_missing,
     home="host",
     masters=True,
+    on_a_cpu="moves nothing: offloading is to where the model is; what is left is its cost",
 )

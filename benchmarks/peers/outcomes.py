@@ -5,5 +5,9 @@ class Skipped(Exception):  # noqa: N818 (an outcome)
     """The cell cannot run here; the text says why."""
 
 
+class Refused(Exception):  # noqa: N818 (an outcome)
+    """The planner, or the runtime before it began, said what is missing; nothing ran."""
+
+
 class DidNotFit(Exception):  # noqa: N818 (an outcome)
-    """Memory ran out, or no plan meets the limit."""
+    """Memory ran out."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.peers.building import built
 from benchmarks.peers.limits import Limit
-from benchmarks.peers.outcomes import DidNotFit
+from benchmarks.peers.outcomes import Refused
 from benchmarks.peers.work import Work
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.objectives import Objective, Question, ask
@@ -17,6 +17,7 @@ from protrain_plan.profiling.measured import measure_model
 from protrain_plan.records import read_profile, write_plan, write_profile
 from protrain_plan.records.plan import Budgets
 from protrain_plan.records.profile import Profile
+from protrain_plan.units import format_bytes
 
 HOST_SHARE = 0.8
 """Of the host's memory, for plans: the rest is for the process, and for building the model."""
@@ -103,8 +104,8 @@ def plan(
     answer = ask(question, objective, effort=Effort(time_limit_s=TIME_LIMIT_S), solver=solver)
     if answer.solved is None:
         assert answer.infeasible is not None, "without a front there is a plan or a reason"
-        needed = answer.infeasible.smallest_budget_bytes
-        raise DidNotFit(f"no plan: {answer.infeasible.tier} would have to have {needed} bytes")
+        missing = format_bytes(answer.infeasible.shortfall_bytes)
+        raise Refused(f"needs {missing} more {answer.infeasible.tier} memory")
     write_plan(answer.solved.plan, out)
     predicted = answer.solved.plan.prediction
     return {

@@ -18,4 +18,5 @@ SAVED_ON_CPU = Adapter(
     name="save-on-cpu",
     settings="torch.autograd.graph.save_on_cpu around forward, pin_memory on CUDA",
     set_up=_set_up,
+    on_a_cpu="moves nothing: what is saved is in host memory already; this is plain PyTorch",
 )

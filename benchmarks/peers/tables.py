@@ -5,16 +5,20 @@ Every number comes from the JSON file; a test makes the committed tables again.
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.comparing import limit_text
+from benchmarks.peers.registry import ADAPTERS
 from protrain_plan.records.files import replace_text
 from protrain_plan.units import format_bytes, format_seconds
 
 Outcome = dict[str, Any]
 PLANNED = "protrain-plan"
+_TOO_LARGE = ("did not fit", "refused")
+_MEMORIES = {"device_bytes": "device memory", "process_bytes": "host memory"}
 
 
 def write_tables(path: Path) -> None:
@@ -29,9 +33,15 @@ def markdown(document: dict[str, Any], *, title: str) -> str:
     lines = [f"# Benchmark: {title}", ""]
     for run in document["runs"]:
         lines += [f"- `{run['command']}`: {_machine(run)}"]
+    timed = {(work["num_steps"], work["num_warmup"]) for _, _, work in _trained(cells)}
+    lines += [
+        f"- Seconds of a step: the median of {steps}, after {warmup} of warm-up"
+        for steps, warmup in sorted(timed)
+    ]
     sections = (
         ("Predicted and measured", _truth(cells)),
-        ("Peers under the same limit", _compared(cells)),
+        ("Peers under the same limit", compared(cells)),
+        ("How each of them was run", _settings(cells)),
         ("The largest model", _sizes(cells)),
         ("Parity with plain PyTorch", _parity(cells)),
         ("Recorded and simulated", _timelines(cells)),
@@ -39,7 +49,7 @@ def markdown(document: dict[str, Any], *, title: str) -> str:
     )
     for heading, rows in sections:
         if len(rows) > 1:
-            lines += ["", f"## {heading}", "", *_table(rows)]
+            lines += ["", f"## {heading}", "", *markdown_table(rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -54,11 +64,13 @@ def _machine(run: dict[str, Any]) -> str:
     )
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown_table(rows: Sequence[Sequence[str]], *, numbers_from: int | None = None) -> list[str]:
+    """The first row as header; columns from `numbers_from` on stand to the right."""
     header, *body = rows
+    words = len(header) if numbers_from is None else numbers_from
     return [
         "| " + " | ".join(header) + " |",
-        "|" + " --- |" * len(header),
+        "|" + " --- |" * words + " ---: |" * (len(header) - words),
         *("| " + " | ".join(row) + " |" for row in body),
     ]
 
@@ -111,9 +123,12 @@ def _bytes(value: int | None) -> str:
     return "-" if value is None else format_bytes(value)
 
 
-def _compared(cells: dict[str, Outcome]) -> list[list[str]]:
+def compared(cells: dict[str, Outcome]) -> list[list[str]]:
     """A row per work, limit, batch and way to train; what did not run says why in one word."""
-    rows = [["work", "limit", "batch", "by", "tokens/s", "step", "device memory", "host memory"]]
+    on_a_cpu = all(work["device"] == "cpu" for _, _, work in _trained(cells))
+    # On a CPU machine the device's memory is the process's, and the host's is the same.
+    memories = {"process_bytes": "process memory"} if on_a_cpu else _MEMORIES
+    rows: list[tuple[tuple[str, int, int], list[str]]] = []
     limits = {
         (_work(work), work["cap_bytes"])
         for _, cell, work in _trained(cells)
@@ -129,25 +144,41 @@ def _compared(cells: dict[str, Outcome]) -> list[list[str]]:
         row = [_work(work), _limit(work["cap_bytes"]), str(batch), by]
         if found:
             step = format_seconds(found["median_step_seconds"])
-            memory = [format_bytes(found[key]) for key in ("device_bytes", "process_bytes")]
-            row += [f"{found['tokens_per_s']:.1f}", step, *memory]
-        elif cell["status"] == "did not fit":
-            row += ["did not fit", "", "", ""]
+            memory = [format_bytes(found[key]) for key in memories]
+            # The same batches from the same parameters: who trains the same has the same loss.
+            row += [f"{found['tokens_per_s']:.1f}", step, *memory, f"{found['losses'][-1]:.4f}"]
+        elif cell["status"] in _TOO_LARGE:
+            row += [_too_large(cell), "", *[""] * len(memories), ""]
         else:
             continue  # among those without a number
-        rows.append(row)
-    rows[1:] = sorted(rows[1:], key=lambda row: (row[0], _number(row[1]), row[2]))
+        at = found["batch_size"] if found else work["batch_size"]
+        rows.append(((row[0], work["cap_bytes"], at), row))
+    rows.sort(key=lambda place_and_row: place_and_row[0])
+    header = ["work", "limit", "batch", "trained by", "tokens/s", "step", *memories.values()]
+    header.append("last loss")
+    return [header, *(row for _, row in rows)]
+
+
+def _too_large(cell: Outcome) -> str:
+    """Ours says what is missing before anything runs; others find out."""
+    return f"refused: {cell['reason']}" if cell["status"] == "refused" else "did not fit"
+
+
+def _settings(cells: dict[str, Outcome]) -> list[list[str]]:
+    """What was set for each that took part, also where it did not run."""
+    used = {cell["arguments"]["adapter"]: work["device"] for _, cell, work in _trained(cells)}
+    rows = [["trained by", "settings"]]
+    for name, device in used.items():
+        adapter = ADAPTERS[name]
+        note = f". On a CPU: {adapter.on_a_cpu}" if device == "cpu" and adapter.on_a_cpu else ""
+        rows.append([name, adapter.settings + note])
     return rows
-
-
-def _number(limit: str) -> tuple[int, str]:
-    return (0 if limit == "none" else 1, limit)
 
 
 def _sizes(cells: dict[str, Outcome]) -> list[list[str]]:
     rows = [["model", "by", "outcome", "tokens/s", "device memory", "host memory"]]
     for key, cell, work in _trained(cells):
-        if cell["part"] != "size" or cell["status"] not in ("ran", "did not fit"):
+        if cell["part"] != "size" or cell["status"] not in ("ran", *_TOO_LARGE):
             continue
         name = key.split("/")[1]
         disk = " and disk" if name.endswith(" with disk") else ""
@@ -156,7 +187,7 @@ def _sizes(cells: dict[str, Outcome]) -> list[list[str]]:
             memory = [format_bytes(found[k]) for k in ("device_bytes", "process_bytes")]
             rows.append([work["model"], by, "trains", f"{found['tokens_per_s']:.1f}", *memory])
         else:
-            rows.append([work["model"], by, "did not fit", "", "", ""])
+            rows.append([work["model"], by, _too_large(cell), "", "", ""])
     return rows
 
 
@@ -210,12 +241,19 @@ def _signed(seconds: float) -> str:
 
 def _others(cells: dict[str, Outcome]) -> list[list[str]]:
     rows = [["cell", "status", "reason"]]
+    skipped: Counter[tuple[str, str, str]] = Counter()
     for key, cell in cells.items():
         shown = cell["task"] == "train" and cell["part"] in ("peers", "size")
-        if cell["status"] == "ran" or (cell["status"] == "did not fit" and shown):
+        if cell["status"] == "ran" or (cell["status"] in _TOO_LARGE and shown):
             continue
-        reason = (cell.get("reason") or "").strip().splitlines() or [""]
-        rows.append([key, cell["status"], reason[-1].replace("|", "/")])
+        lines = (cell.get("reason") or "").strip().splitlines() or [""]
+        reason = lines[-1].replace("|", "/")
+        if cell["task"] == "train" and cell["status"] == "skipped":
+            skipped[cell["arguments"]["adapter"], cell["status"], reason] += 1
+        else:
+            rows.append([key, cell["status"], reason])
+    for (adapter, status, reason), number in skipped.items():
+        rows.append([f"{adapter}, {number} cells" if number > 1 else adapter, status, reason])
     return rows
 
 

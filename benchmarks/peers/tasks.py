@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.outcomes import DidNotFit, Skipped
+from benchmarks.peers.outcomes import DidNotFit, Refused, Skipped
 from benchmarks.peers.planning import estimate, plan, profile
 from benchmarks.peers.timeline import timeline
 from benchmarks.peers.training import train
@@ -27,6 +27,8 @@ def outcome(task: str, given: dict[str, Any]) -> dict[str, Any]:
         return {"status": "ran", "result": _done(task, given)}
     except Skipped as skipped:
         return {"status": "skipped", "reason": str(skipped)}
+    except Refused as reason:
+        return {"status": "refused", "reason": str(reason)}
     except DidNotFit as reason:
         return {"status": "did not fit", "reason": str(reason)}
     except ProtrainError as error:

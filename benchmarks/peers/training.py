@@ -10,13 +10,15 @@ import torch
 
 from benchmarks.peers.building import built
 from benchmarks.peers.limits import Limit
-from benchmarks.peers.outcomes import DidNotFit
+from benchmarks.peers.outcomes import DidNotFit, Refused
 from benchmarks.peers.registry import ADAPTERS
 from benchmarks.peers.work import Work
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.sources import load_source
 from protrain_plan.records import read_plan
+from protrain_plan.units import format_bytes
 from protrain_runtime.exhaustion import out_of_memory
+from protrain_runtime.preflight import NoRoomError
 from protrain_runtime.preparation import parameter_values
 from protrain_runtime.stores import memory_of
 
@@ -55,6 +57,8 @@ def train(work: Work, adapter_name: str) -> dict[str, Any]:
         peaks = limit.peaks()
         parameters = _digest(model) if work.deterministic else None
         training.close()
+    except NoRoomError as error:
+        raise Refused(f"needs {format_bytes(error.missing_bytes)} more") from error
     except (RuntimeError, MemoryError, ProtrainError) as error:
         # A model whose building ran out of memory is refused with that as the cause.
         if not out_of_memory(error) and not out_of_memory(error.__cause__ or error):

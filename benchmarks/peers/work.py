@@ -64,6 +64,7 @@ class Adapter:
     """One way to train.
 
     settings  what was set, for the reader of a table
+    on_a_cpu  what a reader of a CPU machine's table has to know besides
     missing   why it cannot run this work here; None where it can
     set_up    makes the built model ready
     home      where the worker builds the model's parameters
@@ -76,6 +77,7 @@ class Adapter:
     missing: Callable[[Work], str | None] = lambda _: None
     home: Literal["device", "host"] = "device"
     masters: bool = False
+    on_a_cpu: str = ""
 
 
 def optimizer_of(work: Work) -> OptimizerFactory:

@@ -6,13 +6,13 @@ from typing import Annotated, get_args
 
 import typer
 
-from protrain_plan import rendering
 from protrain_plan.commands.options import JsonOption, choice, integers, size
 from protrain_plan.commands.output import progress, show
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.records.hardware import Hardware, TierName
 from protrain_plan.records.plan import Budgets
 from protrain_plan.records.profile import DType, Precision
+from protrain_plan.rendering.fits import fits_json, fits_text
 
 EXAMPLES = (
     "Examples: protrain fit llama-3.1-8b --on rtx-4090,a100-80gb --seq-len 2048,8192"
@@ -110,7 +110,7 @@ def fit(
                     micro_batches=accumulate,
                 )
                 fits.append(fitted(question, effort=Effort(gap_target=GAP)))
-    show(as_json, rendering.fits_json(fits), lambda: rendering.fits_text(fits))
+    show(as_json, fits_json(fits), lambda: fits_text(fits))
     if all(one.verdict == "does not fit" for one in fits):
         raise typer.Exit(3)
 

@@ -6,12 +6,18 @@ from typing import Annotated, get_args
 
 import typer
 
-from protrain_plan import rendering
 from protrain_plan.commands.options import JsonOption, SpillOption, choice, writable
 from protrain_plan.commands.output import progress, show
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_plan.records import write_hardware
 from protrain_plan.records.hardware import DeviceKind
+from protrain_plan.rendering.machines import (
+    machine_json,
+    machine_text,
+    machines_json,
+    machines_text,
+    probed_text,
+)
 
 HELP = "The machines that estimates are for: those of the catalogue, and this one, measured."
 EXAMPLES = (
@@ -26,7 +32,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 def list_machines(as_json: JsonOption = False) -> None:
     """List the machines of the catalogue."""
     machines = [load_hardware(name) for name in hardware_names()]
-    show(as_json, rendering.machines_json(machines), lambda: rendering.machines_text(machines))
+    show(as_json, machines_json(machines), lambda: machines_text(machines))
 
 
 @app.command(
@@ -44,7 +50,7 @@ def show_machine(
 ) -> None:
     """Say what a machine offers, and where the numbers are from."""
     machine = load_hardware(name)
-    show(as_json, rendering.machine_json(machine), lambda: rendering.machine_text(machine))
+    show(as_json, machine_json(machine), lambda: machine_text(machine))
 
 
 @app.command(epilog="Example: protrain hardware probe -o my-machine.yaml --name my-machine")
@@ -78,6 +84,6 @@ def probe(
     write_hardware(machine, output)
     show(
         as_json,
-        rendering.machine_json(machine),
-        lambda: rendering.probed_text(machine, output),
+        machine_json(machine),
+        lambda: probed_text(machine, output),
     )

@@ -7,16 +7,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-from protrain_plan import rendering
 
 # No emoji: `package.module:factory: ...` is a message, not a picture of a factory.
 out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 
-def show(as_json: bool, data: object, text: Callable[[], rendering.Renderable]) -> None:
+def show(as_json: bool, data: object, text: Callable[[], RenderableType]) -> None:
     """Print a result: as one JSON object, or for people."""
     if as_json:
         print_json(data)

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from protrain_plan import rendering
 from protrain_plan.commands.options import JsonOption, choice, size, writable
 from protrain_plan.commands.output import interruptible, progress, show
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records import read_profile, write_plan
 from protrain_plan.records.plan import Budgets
+from protrain_plan.rendering.answers import answer_json, answer_text, search_text
 
 if TYPE_CHECKING:
     from protrain_plan.planning.growth import Quantity
@@ -132,7 +132,7 @@ def plan(
             Fluid(question.problem()).write_lp(lp)
 
         def tell(stage: str, step_seconds: float | None, bound_seconds: float | None) -> None:
-            report(rendering.search_text(stage, step_seconds, bound_seconds), 0.5)
+            report(search_text(stage, step_seconds, bound_seconds), 0.5)
 
         effort = Effort(
             gap_target=gap, time_limit_s=time_limit, seed=seed, stopped=interrupted.is_set
@@ -147,8 +147,8 @@ def plan(
         explanation = explained(answer.profile, answer.solved.plan)
     show(
         as_json,
-        rendering.answer_json(answer, explanation),
-        lambda: rendering.answer_text(answer, explanation, output),
+        answer_json(answer, explanation),
+        lambda: answer_text(answer, explanation, output),
     )
     if answer.infeasible is not None:
         raise typer.Exit(3)

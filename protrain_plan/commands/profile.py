@@ -6,7 +6,6 @@ from typing import Annotated, get_args
 
 import typer
 
-from protrain_plan import rendering
 from protrain_plan.commands.options import JsonOption, SpillOption, choice, writable
 from protrain_plan.commands.output import progress, show
 from protrain_plan.errors import ProtrainError
@@ -14,6 +13,7 @@ from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.records import write_profile
 from protrain_plan.records.hardware import DeviceKind
 from protrain_plan.records.profile import DType, Precision
+from protrain_plan.rendering.profiles import profile_json, profile_text
 
 EXAMPLES = (
     "Examples: protrain profile smollm2-135m --batch-size 1 --seq-len 256 -o profile.yaml"
@@ -144,4 +144,4 @@ def profile(
                     **options,
                 )
     write_profile(record, output)
-    show(as_json, rendering.profile_json(record), lambda: rendering.profile_text(record, output))
+    show(as_json, profile_json(record), lambda: profile_text(record, output))

@@ -54,9 +54,9 @@ def _front(step: "Step", points: int) -> "tuple[FrontPoint, ...]":
     """The front up to all of the device, with the plan's other budgets."""
     from dataclasses import replace
 
-    from protrain_plan import rendering
     from protrain_plan.planning.objectives import Objective, Question, ask
     from protrain_plan.planning.search import Effort
+    from protrain_plan.rendering.answers import search_text
     from protrain_plan.reporting.data import FrontPoint
 
     plan, device = step.plan, step.profile.hardware.device
@@ -73,7 +73,7 @@ def _front(step: "Step", points: int) -> "tuple[FrontPoint, ...]":
             question,
             Objective(pareto_points=points),
             effort=Effort(stopped=interrupted.is_set),
-            progress=lambda *found: tell(rendering.search_text(*found), 0.5),
+            progress=lambda *found: tell(search_text(*found), 0.5),
         )
     return tuple(
         FrontPoint(point.device_bytes, point.solved.plan.prediction.step_seconds, point.solved.gap)

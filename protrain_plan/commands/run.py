@@ -6,11 +6,13 @@ from typing import Annotated
 
 import typer
 
-from protrain_plan import rendering
+from protrain_plan.checking.cases import opened, read_files
 from protrain_plan.commands.options import JsonOption, SpillOption, size, writable
 from protrain_plan.commands.output import progress, show
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records import read_plan
+from protrain_plan.records.profile import Profile
+from protrain_plan.rendering.runs import run_json, run_text
 from protrain_plan.simulation.recording import write_recording
 
 EXAMPLES = (
@@ -105,7 +107,12 @@ def run(
             on_step=on_step,
             checkpoints=checkpoints,
             rank=rank,
+            profile=beside,
         )
+
+    def beside() -> Profile | None:
+        case = opened(read_files(plan))
+        return case.profile if case else None
 
     checkpoints = Checkpoints(resume=resume, directory=save, every=save_every)
 
@@ -126,8 +133,8 @@ def run(
         verified = same and reference.parameters_sha256 == result.parameters_sha256
     show(
         as_json,
-        rendering.run_json(record, result, plain=plain, verified=verified),
-        lambda: rendering.run_text(record, result, plain=plain, verified=verified),
+        run_json(record, result, plain=plain, verified=verified),
+        lambda: run_text(record, result, plain=plain, verified=verified),
     )
     if verified is False:
         raise typer.Exit(1)

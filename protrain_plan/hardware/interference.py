@@ -8,7 +8,7 @@ imported, is worth a factor of up to 15 here.
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -29,16 +29,28 @@ _TOKENS, _WIDTH = 256, 768  # a small model's: a few ms on two cores, so windows
 
 
 def update_speeds(
-    dtype: DType, *, device: DeviceKind = "cpu", optimizer: str = DEFAULT_OPTIMIZER
+    dtype: DType,
+    sizes: Sequence[int],
+    *,
+    device: DeviceKind = "cpu",
+    optimizer: str = DEFAULT_OPTIMIZER,
 ) -> tuple[float, float]:
     """Parameters per second that one step updates: (in the update lane, on the device).
 
     The lane is a worker thread with one intra-op thread; the device is the calling thread with
-    the threads it has, or the GPU. Both from the median of short steps, first ones excluded.
+    the threads it has, or the GPU, and updates tensors of a model's `sizes`: many small ones take
+    longer than few large ones. Both from the median of short steps, first ones excluded.
     """
     lane = host_update_speed(dtype, optimizer=optimizer)
-    step = update_step(dtype, device=device, optimizer=optimizer)
-    return lane, _UPDATE_PARAMETERS / _median_seconds(step)
+    alike = _alike(sizes)
+    step = update_step(dtype, alike, device=device, optimizer=optimizer)
+    return lane, sum(alike) / _median_seconds(step)
+
+
+def _alike(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Every n-th of the sizes, of some _UPDATE_PARAMETERS in all; cut where one is larger."""
+    every = max(1, round(sum(sizes) / _UPDATE_PARAMETERS))
+    return tuple(min(size, _UPDATE_PARAMETERS) for size in sizes[::every]) or (_UPDATE_PARAMETERS,)
 
 
 def host_update_speed(dtype: DType, *, optimizer: str = DEFAULT_OPTIMIZER) -> float:
@@ -48,14 +60,20 @@ def host_update_speed(dtype: DType, *, optimizer: str = DEFAULT_OPTIMIZER) -> fl
 
 
 def update_step(
-    dtype: DType, *, device: DeviceKind, optimizer: str = DEFAULT_OPTIMIZER
+    dtype: DType,
+    sizes: Sequence[int] = (_UPDATE_PARAMETERS,),
+    *,
+    device: DeviceKind,
+    optimizer: str = DEFAULT_OPTIMIZER,
 ) -> Callable[[], None]:
-    """One optimizer step; on CUDA it returns when the step has ended."""
-    parameter = nn.Parameter(
-        torch.full((_UPDATE_PARAMETERS,), 0.5, dtype=TORCH_DTYPES[dtype], device=device)
-    )
-    parameter.grad = torch.full_like(parameter, 1e-3)
-    stepper = optimizer_factory(optimizer)([parameter])
+    """One optimizer step on tensors of `sizes`; on CUDA it returns when the step has ended."""
+    parameters = [
+        nn.Parameter(torch.full((size,), 0.5, dtype=TORCH_DTYPES[dtype], device=device))
+        for size in sizes
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    stepper = optimizer_factory(optimizer)(parameters)
 
     def step() -> None:
         stepper.step()

@@ -6,7 +6,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,15 +20,19 @@ from protrain_plan.hardware.interference import (
     runs_per_second,
     update_step,
 )
+from protrain_plan.hardware.overheads import Overheads, measure_overheads
 from protrain_plan.hardware.rates import measure_rates
 from protrain_plan.records.hardware import Contention, Device, DeviceKind, Hardware, Link, Tier
 from protrain_plan.records.profile import DType
+from protrain_plan.units import four_digits
 from protrain_runtime.lanes import Backend
 from protrain_runtime.measure import process_memory
 from protrain_runtime.stores import DiskStore
 
-_PIECE_BYTES = 16 * 2**20
-_FILE_BYTES = 8 * _PIECE_BYTES  # per direction
+_BUFFER_BYTES = 2**20
+"""What models that a CPU trains move at a time: tensors of up to a few MiB, too small for the huge
+pages that larger buffers ask for, which are read more than twice as fast (docs/decisions.md)."""
+_FILE_BYTES = 128 * _BUFFER_BYTES  # per direction
 _ROUNDS = 3
 
 Progress = Callable[[str, float], None]
@@ -61,6 +65,8 @@ def probe(
     below = _below(device, spill_directory, dtype, progress)
     progress("measuring compute and memory", 0.8)
     rates = measure_rates(device, dtype=dtype)
+    if below.overheads is not None:
+        rates = replace(rates, host_piece_s=four_digits(below.overheads.piece_s))
     progress("done", 1.0)
     described = _device(device, _held_bytes(device) if context_bytes is None else context_bytes)
     return Hardware(
@@ -72,17 +78,22 @@ def probe(
         update_contention=below.update,
         rates=rates,
         sources=(f"measured on the machine itself, with torch {torch.__version__}",),
+        move_s=four_digits(below.overheads.move_s) if below.overheads else 0.0,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Below:
-    """The tiers below a device, and how their lanes and updates interfere with compute."""
+    """The tiers below a device, and how their lanes and updates interfere with compute.
+
+    Without overheads, the hardware moves by itself while the host prepares what is next.
+    """
 
     tiers: tuple[Tier, ...]
     read: Contention
     write: Contention
     update: Contention
+    overheads: Overheads | None = None
 
 
 def _below(device: DeviceKind, directory: Path, dtype: DType, progress: Progress) -> _Below:
@@ -91,18 +102,19 @@ def _below(device: DeviceKind, directory: Path, dtype: DType, progress: Progress
         contextlib.closing(_SpillFile(directory)) as writes,
     ):
         progress("measuring the disk", 0.0)
-        disk = Tier(
-            name="disk",
-            capacity_bytes=shutil.disk_usage(directory).free,
-            link=_disk_link(reads, writes),
-        )
+        link = _disk_link(reads, writes)
+        disk = Tier(name="disk", capacity_bytes=shutil.disk_usage(directory).free, link=link)
         if device == "cuda":
             progress("measuring the link to host memory", 0.5)
             alone = Contention(compute=1.0, lane=1.0)
             return _Below(tiers=(_pinned_host(), disk), read=alone, write=alone, update=alone)
+        progress("measuring the runtime itself", 0.25)
+        overheads = measure_overheads(directory)
         progress("measuring what lanes and compute leave each other", 0.3)
+        link = replace(link, latency_s=overheads.transfer_s)
         return _Below(
-            tiers=(disk,),
+            tiers=(replace(disk, link=link),),
+            overheads=overheads,
             read=contention(reads.read),
             write=contention(writes.write),
             update=contention(update_step(dtype, device="cpu")),
@@ -165,7 +177,7 @@ def _processor() -> str:
 class _SpillFile:
     """A spill file of the runtime's, and memory of the same size to write it from.
 
-    Memory for the whole file, because one piece used again and again would stay in the cache. What
+    Memory for the whole file, because one buffer used again and again would stay in the cache. What
     is read goes to fresh memory, as in a run: touching that for the first time is part of a read.
     """
 
@@ -173,26 +185,27 @@ class _SpillFile:
         self._backend = Backend(torch.device("cpu"))
         self._store = DiskStore(directory)
         free_bytes = shutil.disk_usage(directory).free
-        num_pieces = min(_FILE_BYTES, free_bytes // 4) // _PIECE_BYTES
-        if num_pieces == 0:
+        num_buffers = min(_FILE_BYTES, free_bytes // 4) // _BUFFER_BYTES
+        if num_buffers == 0:
             raise ProtrainError(
                 f"too little room to measure the disk: {free_bytes} bytes free",
                 source=str(directory),
                 fix="free some space there, or name another spill directory",
             )
-        self.num_bytes = num_pieces * _PIECE_BYTES
+        self.num_bytes = num_buffers * _BUFFER_BYTES
         self._source = torch.ones(self.num_bytes, dtype=torch.uint8)
         self._store.reserve(self.num_bytes)
         self.write()  # allocates the blocks: what a run does once, in its first step
 
     def read(self) -> None:
-        """Read the whole file, piece by piece."""
-        for at in range(0, self.num_bytes, _PIECE_BYTES):
-            self._store.read(at, self._backend.empty(_PIECE_BYTES))
+        """Read the whole file, buffer by buffer."""
+        for at in range(0, self.num_bytes, _BUFFER_BYTES):
+            self._store.read(at, self._backend.empty(_BUFFER_BYTES))
 
     def write(self) -> None:
-        """Write the whole file over."""
-        self._store.write(0, self._source)
+        """Write the whole file over, buffer by buffer."""
+        for at in range(0, self.num_bytes, _BUFFER_BYTES):
+            self._store.write(at, self._source[at : at + _BUFFER_BYTES])
 
     def read_little(self, target: torch.Tensor) -> None:
         """Read as much as `target` holds: what a read costs apart from its bytes."""

@@ -96,6 +96,8 @@ def grown(
         batch_size=workload.batch_size if batch_size is None else batch_size,
         seq_len=workload.seq_len if seq_len is None else seq_len,
     )
+    if target != workload:
+        target = replace(target, inputs=())  # those were of the profiled size
     assert target.batch_size >= 1 and target.seq_len >= 1
     if target == workload:
         return profile
@@ -216,6 +218,7 @@ def fitted(
             first.workload,
             batch_size=first.workload.batch_size if batch_size is None else batch_size,
             seq_len=first.workload.seq_len if seq_len is None else seq_len,
+            inputs=(),
         ),
         base_bytes=_aligned(line.bytes(low.base_bytes, high.base_bytes)),
         units=tuple(

@@ -32,7 +32,9 @@ from protrain_plan.simulation.memory import (
     chunk_tier_bytes,
     device_workspace,
     in_place_bytes,
+    num_updates,
 )
+from protrain_plan.simulation.timeline import update_seconds
 
 NO_STAGING = Staging()
 
@@ -263,7 +265,9 @@ def _state_option(
         update_slot=slot if settings.updates == "in backward" else last_slot,
         read_bytes=read,
         write_bytes=write,
-        update_s=unit.num_parameters / optimizer.host_parameters_per_s,
+        update_s=update_seconds(
+            optimizer, unit.num_parameters, num_pieces=num_updates(decision, unit, settings)
+        ),
         staging=chunk_staging(decision, unit, settings),
         device_workspace=device_workspace(decision, unit, profile, settings),
     )

@@ -14,6 +14,7 @@ the same plan on every machine.
 
 import time
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Literal
 
 from protrain_plan.planning.advice import infeasible
@@ -254,7 +255,8 @@ class _Planning:
         self.fluid.minimise_seconds()
         self.fluid.set_margin(0.0)
         answer = self._search_tree()
-        if answer.bound > -float("inf"):
+        # At the smallest budget, where one plan is left, solvers may find none: infinity then.
+        if isfinite(answer.bound):
             self.bound = max(self.bound, self.fluid.lower_bound_seconds(answer.bound))
         self._keep(self.judge.judge_well(self.best.choice, rule=self.best.rule))
         self._tell("whole numbers of units")

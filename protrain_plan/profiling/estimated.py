@@ -45,6 +45,7 @@ from protrain_plan.records.profile import (
 )
 from protrain_plan.units import four_digits
 from protrain_runtime.fingerprint import model_fingerprint
+from protrain_runtime.inputs import with_batch_sizes
 from protrain_runtime.model_changes import model_tensors
 from protrain_runtime.pieces import elementwise_states
 
@@ -146,6 +147,7 @@ def _estimates(
         progress("building the model", 0.05)
         model = fake_model(source, dtype=dtype, precision=precision, adapter=adapter, seed=seed)
         batch = fake_batch(mode, given)
+        workload = with_batch_sizes(workload, model, batch)
         with undisturbed(model):
             progress("finding units", 0.2)
             found = discover(model, batch)
@@ -244,4 +246,5 @@ def _optimizer(name: str, workload: Workload, rates: Rates) -> OptimizerCost:
             rates.memory_bytes_per_s * rates.memory_efficiency / moved
         ),
         workspace_fraction=workspace_fraction(name, workload.dtype, workload.precision),
+        host_piece_s=rates.host_piece_s,
     )

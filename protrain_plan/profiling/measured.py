@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from protrain_plan.hardware.interference import update_speeds
+from protrain_plan.hardware.overheads import measure_overheads
 from protrain_plan.hardware.probe import probe
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
@@ -42,6 +43,7 @@ from protrain_plan.units import four_digits
 from protrain_runtime.checkpointing import switch_off_checkpointing
 from protrain_runtime.compiled import refuse_compiled_around
 from protrain_runtime.fingerprint import model_fingerprint
+from protrain_runtime.inputs import with_batch_sizes
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.measure import MemoryMeter
 from protrain_runtime.model_changes import model_tensors
@@ -163,6 +165,7 @@ def measure_model(
         stack.enter_context(undisturbed(model))
         stack.callback(switch_off_checkpointing(model))
         batch = next(batches)
+        workload = with_batch_sizes(workload, model, batch)
         progress("finding units", 0.05)
         whole = running is None
         if running is None:
@@ -226,7 +229,7 @@ def measure_model(
         hardware=replace(machine, device=replace(machine.device, context_bytes=context)),
         method="measured",
         model_fingerprint=model_fingerprint(model),
-        optimizer=_optimizer(workload, optimizer),
+        optimizer=_optimizer(workload, optimizer, model, spill_directory),
         base_bytes=anatomy.base_bytes,
         units=tuple(filled(_timed(units, seconds, elision), elision)),
         tensors=model_tensors(model),
@@ -247,13 +250,20 @@ def _gradients_aside(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _optimizer(workload: Workload, name: str) -> OptimizerCost:
+def _optimizer(
+    workload: Workload, name: str, model: nn.Module, spill_directory: Path
+) -> OptimizerCost:
+    """Its speeds on tensors of the model's sizes. A GPU's host is not asked about pieces."""
     dtype = stepped_dtype(workload.dtype, workload.precision)
-    host, device = update_speeds(dtype, device=workload.device, optimizer=name)
+    sizes = [p.numel() for p in model.parameters() if p.requires_grad]
+    host, device = update_speeds(dtype, sizes, device=workload.device, optimizer=name)
+    on_cpu = workload.device == "cpu"
+    piece_s = measure_overheads(spill_directory, optimizer=name).piece_s if on_cpu else 0.0
     return OptimizerCost(
         name=name,
         host_parameters_per_s=four_digits(host),
         device_parameters_per_s=four_digits(device),
+        host_piece_s=four_digits(piece_s),
         workspace_fraction=workspace_fraction(
             name, workload.dtype, workload.precision, device=workload.device
         ),

@@ -76,6 +76,7 @@ class Rates:
     host_parameters_per_s: float  # AdamW's step in host memory
     error_low: float = 0.0
     error_high: float = 0.0
+    host_piece_s: float = 0.0  # of AdamW's step on a piece, besides its parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,8 @@ class Hardware:
     """One machine: a device, the tiers below it in order of distance, and how lanes interfere.
 
     `rates` are there for estimates of a model's seconds; `sources` say where the numbers are from.
+    `move_s` is what a move takes of the time that computes, to be submitted and ended, where that
+    is one processor's work.
     """
 
     name: str
@@ -93,6 +96,7 @@ class Hardware:
     update_contention: Contention
     rates: Rates | None = None
     sources: tuple[str, ...] = ()
+    move_s: float = 0.0
 
     def tier(self, name: TierName) -> Tier:
         """The tier called `name`; KeyError where this machine has none."""

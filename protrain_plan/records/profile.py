@@ -41,6 +41,7 @@ class Workload:
     seed: int
     precision: Precision = "pure"
     adapter: str = ""  # "lora r=16": what was added to the model, and trained instead of it
+    inputs: tuple[str, ...] = ()  # of a factory's profiled batch: "tokens 4x64", a tensor each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,13 +111,15 @@ class OptimizerCost:
     """The optimizer that the profile assumes, and its speed on both sides.
 
     `workspace_fraction` is what a step needs besides its operands, as a fraction of the bytes of
-    the largest parameter that it works on at once.
+    the largest parameter that it works on at once. `host_piece_s` are seconds of a step on a piece
+    on the host, besides its parameters.
     """
 
     name: str
     host_parameters_per_s: float
     device_parameters_per_s: float
     workspace_fraction: float
+    host_piece_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

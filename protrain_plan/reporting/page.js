@@ -673,8 +673,9 @@
     }
     table(byId("lanes-table"), ["lane", "busy", "of the step", "bytes", "moves"], lanes.map((lane) =>
       [lane.name, time(lane.busy_seconds * 1e9), percent(lane.utilisation), lane.bytes ? bytes(lane.bytes) : "", `${lane.num_moves}`]));
-    const lead = (value) => value === 0 ? "" : `${value}`;
-    const drain = (value, moves) => !moves ? "" : value == null ? "end" : `${value}`;
+    const slots = (value) => `${Math.round(value * 100) / 100}`;
+    const lead = (value) => value === 0 ? "" : slots(value);
+    const drain = (value, moves) => !moves ? "" : value == null ? "end" : slots(value);
     table(byId("decisions-table"),
       ["units", "activations", "model states", "forward lead", "backward lead", "swap lead", "swap drain", "update drain"],
       data.decisions.map((run) => {

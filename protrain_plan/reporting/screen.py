@@ -143,17 +143,14 @@ class _Drawing:
 
     def _head(self) -> Iterator[Text]:
         plan, report = self.step.plan, self.step.report
-        yield self._fitted(
-            Text.assemble(
-                (plan.workload.model, "bold"),
-                f": {workload_text(self.step)}, {plan.optimizer} on {plan.hardware}",
-            )
-        )
-        yield self._fitted(
-            Text(
-                f"step {format_seconds(plan.prediction.step_seconds)}, at most {plan.gap:.2%} above"
-                f" the fastest; compute waits {format_seconds(report.stall_seconds)}"
-            )
+        model = plan.workload.model
+        words = f"{model}: {workload_text(self.step)}, {plan.optimizer} on {plan.hardware}"
+        for line in self._sentence(words):
+            line.highlight_words([model], "bold")
+            yield line
+        yield from self._sentence(
+            f"step {format_seconds(plan.prediction.step_seconds)}, at most {plan.gap:.2%} above"
+            f" the fastest; compute waits {format_seconds(report.stall_seconds)}"
         )
         if plan.micro_batches > 1:
             yield Text(f"the last of {plan.micro_batches} micro-batches, with its update:")

@@ -48,7 +48,9 @@ from protrain_plan.program import (
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     Activations,
+    Buffer,
     Keep,
+    Offload,
     Persistent,
     Placement,
     Recompute,
@@ -428,6 +430,12 @@ class Staging(NamedTuple):
     arriving: int = 0
 
 
+def num_updates(states: Offload | Buffer, unit: Unit, settings: Settings) -> int:
+    """In how many pieces the host's optimizer works on a chunk."""
+    chunk = shard_of(chunk_size(unit), settings)
+    return num_pieces(chunk, settings.piece_bytes) if states.tier == "disk" else 1
+
+
 def chunk_staging(states: Placement, unit: Unit, settings: Settings) -> Staging:
     """The staging of one chunk; nothing for what the device updates."""
     if isinstance(states, Persistent) or not unit.num_parameters:
@@ -435,7 +443,7 @@ def chunk_staging(states: Placement, unit: Unit, settings: Settings) -> Staging:
     if states.tier == "device":
         return Staging()
     chunk = shard_of(chunk_size(unit), settings)
-    pieces = num_pieces(chunk, settings.piece_bytes) if states.tier == "disk" else 1
+    pieces = num_updates(states, unit, settings)
     largest = -(-chunk.num_parameters // pieces)
     gradient_width = -(-chunk.gradient_bytes // chunk.num_parameters)
     workspace = largest * gradient_width * 1.0

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, assert_never
 from protrain_plan.program import Lane, Move, Program, Settings, shard_of
 from protrain_plan.records.hardware import Contention, TierName
 from protrain_plan.records.plan import Persistent, UnitPlan
-from protrain_plan.records.profile import Profile
+from protrain_plan.records.profile import OptimizerCost, Profile
 from protrain_plan.simulation.memory import activation_bytes, chunk_size, moved_bytes
 
 
@@ -67,11 +67,14 @@ class Timeline:
 
 
 def move_seconds(move: Move, plans: Sequence[UnitPlan], profile: Profile) -> float:
-    """How long a move takes when nothing interferes: latency + bytes / bandwidth."""
+    """How long a move takes when nothing interferes: latency + bytes / bandwidth.
+
+    The optimizer's step on a piece: piece_s + parameters / speed.
+    """
     if move.lane.tier is None:
         return 0.0  # of collectives, which no profile measures yet
     if move.lane.direction == "update":
-        return (move.stop - move.start) / profile.optimizer.host_parameters_per_s
+        return update_seconds(profile.optimizer, move.stop - move.start)
     link = profile.hardware.tier(move.lane.tier).link
     size = moved_bytes(move, plans, profile)
     match move.lane.direction:
@@ -85,6 +88,12 @@ def move_seconds(move: Move, plans: Sequence[UnitPlan], profile: Profile) -> flo
             assert_never(move.lane.direction)
 
 
+def update_seconds(optimizer: OptimizerCost, num_parameters: int, *, num_pieces: int = 1) -> float:
+    """Seconds of the optimizer's steps on the host, when nothing interferes."""
+    alone = num_parameters / optimizer.host_parameters_per_s
+    return num_pieces * optimizer.host_piece_s + alone
+
+
 def slot_seconds(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> list[float]:
     """Compute seconds of every slot, recomputation included."""
     costs = [
@@ -95,6 +104,15 @@ def slot_seconds(program: Program, plans: Sequence[UnitPlan], profile: Profile) 
         costs[slot.unit].forward_s if slot.forward else costs[slot.unit].backward_s
         for slot in program.slots
     ]
+
+
+def moves_handled(program: Program) -> list[int]:
+    """How many moves the computing thread submits and ends around each slot and the update.
+
+    Counted where a move is submitted: its end is seen at a later boundary.
+    """
+    around = [len(slot.submit) + len(slot.finish) for slot in program.slots]
+    return [*around, len(program.last)]
 
 
 def device_update_seconds(plans: Sequence[UnitPlan], profile: Profile, settings: Settings) -> float:
@@ -158,10 +176,13 @@ class _Simulation:
         self.now = self.stall = 0.0
         moves = program.moves
         self.work = [move_seconds(move, plans, profile) for move in moves]
-        self.compute_work = [
+        work = [
             *slot_seconds(program, plans, profile),
             device_update_seconds(plans, profile, program.settings) if program.updating else 0.0,
         ]
+        move_s = profile.hardware.move_s
+        handled = zip(work, moves_handled(program), strict=True)
+        self.compute_work = [seconds + count * move_s for seconds, count in handled]
         self.lanes = sorted({move.lane for move in moves}, key=str)
         numbers = {lane: number for number, lane in enumerate(self.lanes)}
         self.lane_of = [numbers[move.lane] for move in moves]

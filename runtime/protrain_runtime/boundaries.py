@@ -117,7 +117,8 @@ class Boundaries:
             result: object = self._forward(*args, **kwargs)
             last = len(self._units)
             if self._training:
-                self._watch(_losses(result), last)
+                # Its loss, or what a loop makes one of: backward comes through one of them first.
+                self._watch(tensors_in(result), last)
             self._listener.leave(tensors_in(result))
             self._listener.end_forward()
         except BaseException:
@@ -156,7 +157,8 @@ class Boundaries:
             if step != self._step:
                 raise RuntimeError(
                     "backward ran through a forward that was not the last one: under a plan every"
-                    " forward has its backward before the next begins"
+                    " forward has its backward before the next begins. Where one loss compares"
+                    " several inputs, give them to one forward, as one batch"
                 )
             if not self._backward_began:
                 self._backward_began = True
@@ -184,9 +186,3 @@ def _between(
         return output
 
     return run
-
-
-def _losses(result: object) -> list[torch.Tensor]:
-    """Where backward starts: the output's loss, or else every tensor of the output."""
-    loss = getattr(result, "loss", None)
-    return [loss] if isinstance(loss, torch.Tensor) else tensors_in(result)

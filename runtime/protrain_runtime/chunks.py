@@ -142,6 +142,10 @@ class Chunk:
         return self.sharding is None or self.sharding.part_of(name) is not None
 
     @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [part.parameter for part in self.slices]
+
+    @property
     def num_trainable(self) -> int:
         """Trainable elements; of a shared chunk, with the padding between them."""
         if self.element_bytes:
@@ -221,11 +225,15 @@ class Chunk:
                 part.parameter.data = hollow.expand(part.shape)
             self.hollow.add(number)
 
-    def release(self, groups: Iterable[int]) -> None:
-        """Take the buffers of these groups off the device."""
+    def release(self, groups: Iterable[int]) -> list[torch.Tensor]:
+        """Take the buffers of these groups from the model; they are the caller's to free."""
+        released: list[torch.Tensor] = []
         for number in groups:
             self.unbind((number,))
-            self.buffers.pop(number, None)
+            buffer = self.buffers.pop(number, None)
+            if buffer is not None:
+                released.append(buffer)
+        return released
 
     def take_gradients(self) -> None:
         """Move the gradients from the parameters to the chunk."""

@@ -18,6 +18,7 @@ from protrain_runtime.chunks import Chunk
 from protrain_runtime.lanes import Backend, LaneError, ThreadLane, Ticket, WorkLane, nothing
 from protrain_runtime.moves import Moves
 from protrain_runtime.ranks import Ranks
+from protrain_runtime.standing import Standing, all_bytes, held_bytes
 from protrain_runtime.step_times import StepTimes
 from protrain_runtime.stores import DeviceStore
 
@@ -74,6 +75,9 @@ class Engine:
         self._in_backward = program.settings.updates == "in backward"
         self._num_backwards = 0  # that have ended since the last update
         self._stepping = False  # `optimizer.step()` has begun, and not ended
+        self._began = False  # an update of this step has been submitted
+        self._torn = False  # a backward that had begun to update was given up
+        self._given_up: Standing | None = None  # as it was when the last forward was cut short
         self._reset()
 
     def _reset(self) -> None:
@@ -96,7 +100,7 @@ class Engine:
             self._give_up()  # the last forward had no backward, or was cut short
         self.settle("a second forward began" if training else "the model was evaluated")
         self._share_buffers()
-        self._times = None
+        self._times, self._given_up = None, None
         self._training = training
         if training:
             self._begin_micro_batch()
@@ -156,6 +160,9 @@ class Engine:
         Gradients of micro-batches before it stay what they are, unless its backward had begun.
         """
         in_backward = self._slot >= self._program.num_units
+        self._torn = self._torn or (in_backward and self._began)
+        with suppress(MemoryError):  # what this is for must not keep anything from being freed
+            self._given_up = self.standing()
         self._close_saved()
         self._cut_short |= in_backward and self._ranks is not None
         ends = [lane.submit("the end", nothing, ()) for lane in self.lanes.values()]
@@ -176,6 +183,26 @@ class Engine:
             self._num_backwards = 0
         self._moves.clear(self._program)
         self._reset()
+
+    def standing(self) -> Standing | None:
+        """What stands in the slot that runs, or stood in the one that was given up."""
+        slot = len(self._program.slots) if self._stepping else self._slot
+        if slot < 0:
+            return self._given_up
+        device = self._backend.device
+        moving, staging = self._moves.standing()
+        parameters = [parameter for chunk in self._chunks for parameter in chunk.parameters]
+        taken = [gradient for chunk in self._chunks for gradient in chunk.gradients.values()]
+        buffers = [buffer for chunk in self._chunks for buffer in chunk.buffers.values()]
+        kept = [p for chunk in self._chunks if chunk.store is None for p in chunk.parameters]
+        return Standing(
+            slot=slot,
+            states=held_bytes(kept, device),
+            gradients=held_bytes((*(p.grad for p in parameters), *taken), device),
+            transfers=held_bytes((*buffers, *moving), device),
+            staging=held_bytes(staging, device),
+            in_all=all_bytes(device),
+        )
 
     def _begin_micro_batch(self) -> None:
         """Choose the programme, and see what the training loop has left of gradients."""
@@ -217,8 +244,15 @@ class Engine:
         """RuntimeError, saying `what`, where some parameters are updated and some are not.
 
         So it is between backward and `optimizer.step()`, where updates are in backward, and after a
-        step that a signal or an error has ended.
+        step, or such a backward, that a signal or an error has ended.
         """
+        if self._torn or (self._began and self._slot >= self._program.num_units):
+            raise RuntimeError(
+                f"{what} after backward() was cut short: this plan updates offloaded parameters"
+                " during backward, so that some are updated and some are not. Go on from a"
+                " checkpoint, with a model that is built anew; under a plan with --clip a step that"
+                " is cut short is given up"
+            )
         if self._stepping:
             raise RuntimeError(
                 f"{what} after optimizer.step() was cut short: some parameters are updated and some"
@@ -290,7 +324,7 @@ class Engine:
         for chunk in self._offloaded:
             chunk.clear_gradients()
         self._num_backwards = 0
-        self._stepping = False
+        self._stepping = self._began = False
 
     def _end_moves(self) -> None:
         for number in sorted(self._running):
@@ -323,6 +357,7 @@ class Engine:
             for earlier in sorted(n for n in self._running if n <= number):
                 if self._program.moves[earlier].lane == lane:
                     self._end(earlier)
+        self._moves.pass_boundary(slot.submit)
         self._observe(f"slot {index}")
         for number in slot.submit:
             self._submit(number)
@@ -342,12 +377,14 @@ class Engine:
         if not slot.forward and slot.finish:  # gradients go where these moves take them
             self._chunks[slot.unit].take_gradients()
         for unit in slot.release:
-            self._chunks[unit].release(self._chunks[unit].every_group)
+            chunk = self._chunks[unit]
+            self._moves.buffers.give_up(chunk.release(chunk.every_group))
         for number in slot.finish:
             self._submit(number)
 
     def _submit(self, number: int) -> None:
         move = self._program.moves[number]
+        self._began = self._began or move.kind == "update"
         lane = self.lanes[move.lane]
         after = [self._tickets[other] for other in move.after]
         if isinstance(lane, ThreadLane):

@@ -22,18 +22,24 @@ def explained_exhaustion(*, fix: str) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        raise OutOfMemoryError(f"out of memory: {_first_line(error)}", fix=fix) from error
+        raise OutOfMemoryError(f"out of memory: {refusal(error)}", fix=fix) from error
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator of PyTorch or Python found no memory."""
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether an allocator of PyTorch or Python found no memory, here or on a lane."""
+    if error is None:
+        return False
     seen = str(error)
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        "not enough memory" in seen or "can't allocate memory" in seen
+    return (
+        isinstance(error, MemoryError | torch.OutOfMemoryError)
+        or "not enough memory" in seen
+        or "can't allocate memory" in seen
+        or out_of_memory(error.__cause__)
     )
 
 
-def _first_line(error: BaseException) -> str:
+def refusal(error: BaseException) -> str:
+    """What the allocator said, in one line."""
     lines = str(error).splitlines() or [type(error).__name__]
     line = next((line for line in lines if "memory" in line), lines[0])
     return line.rpartition("] ")[2].strip()

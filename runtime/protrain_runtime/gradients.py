@@ -31,9 +31,9 @@ class GradientMoves:
         self._arrived: dict[int, list[tuple[Waiting, torch.Tensor, list[torch.Tensor]]]] = {}
 
     @property
-    def num_bytes(self) -> int:
-        """Of the buffers."""
-        return sum(room.numel() for room in self._rooms)
+    def rooms(self) -> Sequence[torch.Tensor]:
+        """The buffers in which gradients arrive that are added to others."""
+        return self._rooms
 
     def make_rooms(self, chunks: Sequence[Chunk]) -> None:
         """Allocate the buffers, once."""

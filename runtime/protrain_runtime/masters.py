@@ -94,5 +94,6 @@ class MasterOptimizer(torch.optim.Optimizer):
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         for number, parameter in zip(saved, own, strict=True):
             for key, value in state_dict["state"].get(number, {}).items():
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                    self.state[parameter][key] = value.to(parameter.device, copy=True)
+                if isinstance(value, torch.Tensor):
+                    device = self.state[parameter][key].device
+                    self.state[parameter][key] = value.to(device, copy=True)

@@ -26,6 +26,7 @@ from protrain_plan.program import (
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import Persistent, UnitPlan
 from protrain_runtime.activations import SwappedStorage
+from protrain_runtime.buffers import Buffers
 from protrain_runtime.chunks import Chunk, OptimizerFactory, flat_storage_order
 from protrain_runtime.gradients import GradientMoves, dense
 from protrain_runtime.lanes import Backend
@@ -91,6 +92,7 @@ class Moves:
     ) -> None:
         self._program, self._plans, self._chunks = program, plans, chunks
         self._backend, self._swap_stores = backend, swap_stores
+        self.buffers = Buffers(backend)
         self._factory, self._options = factory, options
         reads = [n for n, move in enumerate(program.moves) if move.kind == "read states"]
         self._reads = [program.moves[number] for number in reads]
@@ -104,6 +106,7 @@ class Moves:
     def clear(self, program: Program) -> None:
         """Forget the programme that ran, and do the moves of this one."""
         self._program = program
+        self.buffers.keep_for(())
         self._gradients.clear()
         if self._reductions is not None:
             self._reductions.clear()
@@ -113,6 +116,7 @@ class Moves:
         self._leaving: dict[int, list[SwappedStorage]] = {}
         self._arriving: dict[int, list[SwappedStorage]] = {}
         self._pieces: dict[tuple[int, int], Piece] = {}
+        self._chosen: Options | None = None  # the hyperparameters of this run's updates
 
     def make_staging(self) -> None:
         """Allocate the staging buffers, once there is something to read.
@@ -137,6 +141,17 @@ class Moves:
         for _ in range(min(STAGING_PIECES, len(self._ring_place))):
             self._ring.append(self._backend.empty_host(largest))
 
+    def standing(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The tensors that are on their way, and those that others pass through."""
+        storages = [
+            storage
+            for storages in (*self._leaving.values(), *self._arriving.values())
+            for storage in storages
+        ]
+        moving = [tensor for held in self._held.values() for tensor in held]
+        moving += [t for s in storages for t in (s.source, s.restored) if t is not None]
+        return moving, [*self._ring, *self._gradients.rooms]
+
     @property
     def host_bytes(self) -> int:
         """Host memory for what passes through to an optimizer there: from disk, and to be added.
@@ -145,7 +160,7 @@ class Moves:
         """
         if not self._backend.is_cuda:
             return 0
-        return sum(buffer.numel() for buffer in self._ring) + self._gradients.num_bytes
+        return sum(buffer.numel() for buffer in (*self._ring, *self._gradients.rooms))
 
     def _home(self, chunk: Chunk) -> GradientHome:
         """Where an offloaded chunk's gradients wait for its update."""
@@ -218,10 +233,25 @@ class Moves:
         elif move.kind == "write states":
             # Updated in place, and no later piece needs them: these groups' last bytes are written.
             gone = chunk.groups_in(move.share)
-            chunk.release(gone)
+            self.buffers.give_up(chunk.release(gone))
             for part in chunk.slices:
                 if part.group in gone:
                     chunk.gradients.pop(part.name, None)
+
+    def pass_boundary(self, fetches: Iterable[int]) -> None:
+        """Free what these fetches, the next to start, do not take of what left before them."""
+        sizes: list[int] = []
+        for move in (self._program.moves[number] for number in fetches):
+            if move.kind == "all-gather" and move.after:
+                continue  # into the buffers of a gather
+            if move.kind in ("gather", "all-gather"):
+                groups = self._chunks[move.unit].groups
+                chosen = self._chunks[move.unit].groups_in(move.share)
+                sizes += [groups[group].num_bytes for group in chosen]
+            else:
+                swapped = self._swapped[move.unit].in_share(move.share)
+                sizes += [storage.num_bytes for _, storage in swapped]
+        self.buffers.keep_for(sizes)
 
     def gather(self, chunk: Chunk, groups: Iterable[int]) -> Work:
         """Bring groups of a chunk to the device, one read per group.
@@ -233,8 +263,8 @@ class Moves:
         pairs: list[tuple[int, torch.Tensor]] = []
         for number in groups:
             group = chunk.own.groups[number]
-            size = chunk.groups[number].num_bytes
-            buffer = chunk.buffers[number] = self._backend.empty(size)
+            buffer = self.buffers.new(chunk.groups[number].num_bytes)
+            chunk.buffers[number] = buffer
             if sharding is None:
                 pairs.append((chunk.offset + group.offset, buffer))
                 continue
@@ -256,8 +286,7 @@ class Moves:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number in groups:
             if number not in chunk.buffers:
-                size = chunk.groups[number].num_bytes
-                chunk.buffers[number] = self._backend.empty(size)
+                chunk.buffers[number] = self.buffers.new(chunk.groups[number].num_bytes)
             buffer = chunk.buffers[number]
             for region in sharding.regions[number]:
                 mine = region.of(buffer, ranks.shard)
@@ -306,7 +335,7 @@ class Moves:
     def _swap_in(self, number: int, move: Move) -> Work:
         storages = [storage for _, storage in self._swapped[move.unit].in_share(move.share)]
         for storage in storages:
-            storage.restored = self._backend.empty(storage.num_bytes)
+            storage.restored = self.buffers.new(storage.num_bytes)
         self._arriving[number] = storages
         store = self._swap_store(move)
         pairs = [(storage.offset, storage.restored) for storage in storages]
@@ -350,7 +379,9 @@ class Moves:
             piece = Piece(chunk, move.start, move.stop)
         else:
             piece = self._pieces[move.unit, move.start]
-        options = self._options()
+        if self._chosen is None:
+            self._chosen = self._options()
+        options = self._chosen
         gradients: dict[str, torch.Tensor] = {}
         for part, low, high in piece.parts():
             gradient = chunk.gradients.get(part.name)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from protrain_plan.errors import ProtrainError
+from protrain_plan.program import PIECE_ALIGNMENT
 from protrain_runtime.chunks import Chunk, OptimizerFactory, Slice
 from protrain_runtime.stores import HostStore, Store
 from protrain_runtime.waiting import scaled
@@ -127,13 +129,21 @@ class Piece:
         the piece covers, flat in storage order. Elementwise optimizers compute every element by
         itself, so a range of a parameter gets the bits that the whole would get.
         """
+        shadows: list[tuple[nn.Parameter, Slice, int, int]] = []
+        groups: dict[int, dict[str, Any]] = {}  # by the options that parameters share
         for part, low, high in self.parts():
             gradient = gradients.get(part.name)
-            if gradient is None:
-                continue
-            shadow = nn.Parameter(self.parameters[part.name])
-            shadow.grad = gradient
-            worker = factory([{**options[part.name], "params": [shadow]}])
+            if gradient is not None:
+                shadow = nn.Parameter(self.parameters[part.name])
+                shadow.grad = gradient
+                chosen = options[part.name]
+                group = groups.setdefault(id(chosen), {**chosen, "params": []})
+                group["params"].append(shadow)
+                shadows.append((shadow, part, low, high))
+        if not shadows:
+            return
+        worker = factory(groups.values())
+        for shadow, part, low, high in shadows:
             first = part.start + low - self.start
             if part.name in self.chunk.updated:
                 state = {
@@ -143,7 +153,8 @@ class Piece:
                 for key, values in self.staging.items():
                     state[key] = values[first : first + high - low]
                 worker.state[shadow] = state
-            worker.step()
+        worker.step()
+        for shadow, part, low, high in shadows:
             self.made.append((part, low, high, dict(worker.state[shadow])))
 
     def write(self, *, parameters: bool) -> None:
@@ -193,6 +204,43 @@ def elementwise_states(
         for key, value in state.items()
         if isinstance(value, torch.Tensor) and value.shape == dummy.shape
     }
+
+
+def check_elementwise(factory: OptimizerFactory, dtype: torch.dtype) -> None:
+    """ProtrainError where a step on a matrix is another than steps on its rows, or these fail."""
+    values = torch.linspace(-1, 1, 4 * PIECE_ALIGNMENT).reshape(4, PIECE_ALIGNMENT).to(dtype)
+    whole = _stepped(factory, values)
+    try:
+        rows = [_stepped(factory, row) for row in values]
+    except ValueError as error:
+        raise _not_elementwise(whole, str(error)) from error
+    parts = [[row.param_groups[0]["params"][0] for row in rows]]
+    wholes = [whole.param_groups[0]["params"][0]]
+    state = whole.state[wholes[0]]
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.numel() > 1:
+            wholes.append(value)
+            parts.append([row.state[row.param_groups[0]["params"][0]].get(key) for row in rows])
+    for one, several in zip(wholes, parts, strict=True):
+        if any(part is None for part in several) or not torch.equal(one, torch.stack(several)):
+            raise _not_elementwise(whole, "one element's update depends on others")
+
+
+def _stepped(factory: OptimizerFactory, values: torch.Tensor) -> torch.optim.Optimizer:
+    """The optimizer of one parameter, after a step."""
+    parameter = nn.Parameter(values.clone())
+    parameter.grad = values.flip(-1) + 0.25
+    optimizer = factory([{"params": [parameter]}])
+    optimizer.step()
+    return optimizer
+
+
+def _not_elementwise(optimizer: torch.optim.Optimizer, problem: str) -> ProtrainError:
+    return ProtrainError(
+        f"{type(optimizer).__name__} cannot update a parameter in pieces: {problem}",
+        fix="an elementwise optimizer, such as AdamW or SGD; or a plan whose states stay on the"
+        " device",
+    )
 
 
 def scalar_state_bytes(factory: OptimizerFactory) -> int:

@@ -28,9 +28,13 @@ SLOW_FROM = 3.0
 
 
 class NoRoomError(ProtrainError):
-    """There is less memory than the plan takes."""
+    """There are `missing_bytes` less of memory than the plan takes."""
 
     exit_code: ClassVar[int] = 4
+
+    def __init__(self, message: str, *, missing_bytes: int, fix: str) -> None:
+        super().__init__(message, fix=fix)
+        self.missing_bytes = missing_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +119,7 @@ def _memory(whose: str, takes: int, there: int | None, what: str, option: str = 
         raise NoRoomError(
             f"the plan takes up to {format_bytes(takes)} of {whose}, and "
             + what.format(format_bytes(there)),
+            missing_bytes=takes - there,
             fix=f"plan with a smaller --{option}-memory, and run that plan",
         )
 

@@ -47,7 +47,7 @@ from protrain_runtime.measure import device_of
 from protrain_runtime.model_changes import model_changes
 from protrain_runtime.moves import Moves
 from protrain_runtime.optimizer import ParameterGroups, PlannedOptimizer, make_inner
-from protrain_runtime.pieces import elementwise_states
+from protrain_runtime.pieces import check_elementwise, elementwise_states
 from protrain_runtime.preflight import check_room, for_each, room_here, warn_of_slow_disk
 from protrain_runtime.ranks import Ranks, check_ranks
 from protrain_runtime.sharding import offload_shard
@@ -365,6 +365,7 @@ def _attach(
         num_replicas=plan.num_replicas,
     )
     chunks = make_chunks(model, plan.units, ranks)
+    _check_pieces(plan, chunks, factory)
     stores = Stores(backend, directory)
     undo.append(stores.close)
     dtypes = {part.dtype for chunk in chunks for part in chunk.slices if part.trainable}
@@ -454,6 +455,25 @@ def _states(
             fix="give all groups the same options of this kind, such as amsgrad",
         )
     return found[0]
+
+
+def _check_pieces(plan: Plan, chunks: Sequence[Chunk], factory: OptimizerFactory) -> None:
+    """ProtrainError where an offloaded chunk cannot be updated in pieces."""
+    updated: set[torch.dtype] = set()
+    for chunk, unit in zip(chunks, plan.units, strict=True):
+        if isinstance(unit.states, Persistent):
+            continue
+        dtypes = {part.dtype for part in chunk.slices if part.trainable}
+        if len(dtypes) > 1:
+            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            raise ProtrainError(
+                f"{unit.name} has trainable parameters of several dtypes ({names}), and states"
+                " that leave the device are of one",
+                fix="convert them to one dtype, or freeze those of the others",
+            )
+        updated |= dtypes
+    for dtype in updated:
+        check_elementwise(factory, dtype)
 
 
 def _shut(lanes: Sequence[WorkLane], stores: Stores, ranks: Ranks | None) -> None:

@@ -229,7 +229,8 @@ class _Replaying(_Mode):
         saved, self._saved = self._saved, None
         tensors: Iterator[torch.Tensor] = iter(saved.grad_fn.saved_tensors)
         for output in outputs:
-            output.result = tree_map_only(_Hole, lambda _: next(tensors), output.result)
+            # What came back from a tier is a view of its bytes, which the block may not write to.
+            output.result = tree_map_only(_Hole, lambda _: _alias(next(tensors)), output.result)
         self._left.extend(outputs)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

@@ -1,6 +1,7 @@
 """A difference of plans as text, as Markdown for a pull request, and as plain data."""
 
 from dataclasses import asdict
+from itertools import takewhile
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -16,7 +17,7 @@ Row = tuple[str, ...]
 def diff_text(diff: PlanDiff) -> RenderableType:
     """What `protrain diff` prints."""
     parts: list[RenderableType] = [Text(in_words(diff))]
-    for head, rows in _tables(diff):
+    for head, rows in _tables(diff, prefix=_shared_prefix(diff)):
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column in head:
             table.add_column(column, overflow="fold")
@@ -39,12 +40,24 @@ def diff_data(diff: PlanDiff) -> dict[str, Any]:
     return asdict(diff) | {"num_changed": diff.num_changed}
 
 
-def _tables(diff: PlanDiff) -> list[tuple[Row, list[Row]]]:
+def _shared_prefix(diff: PlanDiff) -> str:
+    """What all units' names begin with and need not say: `base_model.model.` of adapters' models.
+
+    Two parts of each name stay, as in layers.0, which `protrain plan --pin` takes, too.
+    """
+    heads = [change.units.split(".")[:-2] for change in diff.decisions]
+    columns = zip(*heads, strict=False)  # as far as the shortest goes
+    shared = takewhile(lambda parts: len(set(parts)) == 1, columns)
+    return "".join(f"{part}." for part, *_ in shared)
+
+
+def _tables(diff: PlanDiff, *, prefix: str = "") -> list[tuple[Row, list[Row]]]:
     amounts: list[Row] = [
         (a.name, a.text(a.before), a.text(a.after), a.change) for a in diff.amounts
     ]
     decisions: list[Row] = [
-        (change.units, change.before or ABSENT, change.after or ABSENT) for change in diff.decisions
+        (change.units.removeprefix(prefix), change.before or ABSENT, change.after or ABSENT)
+        for change in diff.decisions
     ]
     facts: list[Row] = [(fact.name, fact.before, fact.after) for fact in diff.facts]
     tables: list[tuple[Row, list[Row]]] = [

@@ -40,7 +40,7 @@ def follow(
     if hasattr(model, "_orig_mod"):
         raise ProtrainError(
             "the model is compiled, and a plan acts between the blocks of one that is not",
-            fix="give the model before torch.compile",
+            fix="compile each block by itself: for block in ...: block.compile()",
         )
     _, planned = prepare(
         model,

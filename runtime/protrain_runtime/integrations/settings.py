@@ -46,7 +46,8 @@ def check_settings(
         raise ProtrainError(
             f"{name} compiles the model, and a plan counts what PyTorch keeps without compiling",
             source=source,
-            fix=f"let {name} not compile",
+            fix=f"let {name} not compile; compile each block by itself before it gets the model:"
+            " for block in ...: block.compile()",
         )
     workload = plan.workload
     planned = workload.dtype if workload.precision == "autocast" else None

@@ -1,0 +1,398 @@
+"""What the runtime benchmark's processes do: profile a model, compare two ways to train it.
+
+Each is a process of its own, so that what one leaves behind does not count in another.
+"""
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from benchmarks.peers.checkpointed import checkpoint_every_block
+from benchmarks.runtime_loop import LoadComputeSave
+from benchmarks.zoo import Specimen
+from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.models.optimizers import optimizer_factory
+from protrain_plan.planning.problem import Problem
+from protrain_plan.profiling.measured import measure_model
+from protrain_plan.records import read_profile, write_profile
+from protrain_plan.records.fingerprint import fingerprint
+from protrain_plan.records.plan import (
+    Activations,
+    Budgets,
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    Plan,
+    Prediction,
+    Recompute,
+    Schedule,
+    Swap,
+    TierBytes,
+)
+from protrain_plan.records.profile import Profile
+from protrain_plan.simulation.memory import device_bytes
+from protrain_plan.simulation.timeline import (
+    device_update_seconds,
+    move_seconds,
+    simulate,
+    slot_seconds,
+)
+from protrain_runtime import prepare, record
+from protrain_runtime.measure import return_freed_memory
+
+PROFILE = Path("profile.yaml")
+NUM_WARM_STEPS = 2
+TIMED_STEPS_PER_FORM = 3
+
+SPECIMENS: dict[str, Specimen] = {
+    specimen.name: specimen
+    for specimen in (
+        Specimen(
+            name="llama-512",  # 6 layers, 512 wide, 24 M parameters
+            config={
+                "model_type": "llama",
+                "vocab_size": 4096,
+                "hidden_size": 512,
+                "intermediate_size": 1408,
+                "num_hidden_layers": 6,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 512,
+                "pad_token_id": 0,
+                "tie_word_embeddings": False,
+            },
+            batch_size=1,
+            seq_len=512,
+        ),
+        Specimen(
+            name="gpt2-4",  # GPT-2 small with 4 of its 12 layers, dropout included
+            config={
+                "model_type": "gpt2",
+                "vocab_size": 50257,
+                "n_embd": 768,
+                "n_layer": 4,
+                "n_head": 12,
+                "n_positions": 1024,
+            },
+            batch_size=1,
+            seq_len=256,
+        ),
+        Specimen(
+            name="llama-256",  # 12 layers of so little work that what the engine adds shows
+            config={
+                "model_type": "llama",
+                "vocab_size": 1024,
+                "hidden_size": 256,
+                "intermediate_size": 704,
+                "num_hidden_layers": 12,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 256,
+                "pad_token_id": 0,
+                "tie_word_embeddings": False,
+            },
+            batch_size=1,
+            seq_len=128,
+        ),
+    )
+}
+QUICK = Specimen(
+    name="tiny",
+    config={
+        "model_type": "llama",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    },
+)
+
+Comparison = Literal["noise", "keep", "recompute", "swap", "swap to disk", "offload", "recording"]
+COMPARISONS: tuple[Comparison, ...] = get_args(Comparison)
+"""
+noise         plain PyTorch against itself: what a ratio of 1 looks like on this machine
+keep          a plan that keeps everything, against plain PyTorch
+recompute     a plan that recomputes every block, against torch.utils.checkpoint around each
+swap          a plan that swaps what every block saves to host memory, against save_on_cpu, which is
+              made to copy (pin_memory: on a CPU it copies nothing otherwise)
+swap to disk  the same to disk, through the page cache
+offload       a plan with the blocks' states on disk and recomputation, against a plain loop that
+              loads, computes and saves (`runtime_loop`)
+recording     that plan recorded, against itself without
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    """Seconds of steps that followed each other, and what the simulator says of their ratio."""
+
+    ours: tuple[float, ...]
+    other: tuple[float, ...]
+    same_losses: bool  # bit by bit, in every step
+    simulated_ours: float | None = None
+    simulated_other: float | None = None
+    load: float = 0.0
+
+    @property
+    def ratios(self) -> list[float]:
+        """Ours by the other, pair by pair."""
+        return [ours / other for ours, other in zip(self.ours, self.other, strict=True)]
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ratios)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """A quarter of the pairs has a smaller ratio, another a larger one."""
+        ratios = self.ratios
+        low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        return low, high
+
+    @property
+    def fastest(self) -> float:
+        """Ours by the other, the fastest step of each: what disturbs one step only is not in it."""
+        return min(self.ours) / min(self.other)
+
+    @property
+    def simulated_ratio(self) -> float | None:
+        if self.simulated_ours is None or self.simulated_other is None:
+            return None
+        return self.simulated_ours / self.simulated_other
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+AMPLE = 1 << 40
+_ONE_AHEAD = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
+
+
+def plan_of(profile: Profile, activations: Activations, states: Placement) -> Plan:
+    """The same decisions for every block; parts keep their activations and persist."""
+    problem = Problem.of(profile, Budgets(device=AMPLE, host=0, disk=AMPLE))
+    units = tuple(
+        problem.unit_plan(
+            index,
+            activations if unit.kind == "block" else Keep(),
+            states if unit.kind == "block" else Persistent(),
+            _ONE_AHEAD,
+        )
+        for index, unit in enumerate(profile.units)
+    )
+    on_host = isinstance(activations, Swap) and activations.tier == "host"  # no tier of a CPU's
+    program = problem.program(units)
+    seconds = 1.0 if on_host else simulate(program, units, profile).step_seconds
+    peak = max(slot.total for slot in device_bytes(program, units, profile))
+    context = profile.hardware.device.context_bytes
+    return Plan(
+        workload=profile.workload,
+        hardware=profile.hardware.name,
+        optimizer=profile.optimizer.name,
+        profile_fingerprint=fingerprint(profile),
+        model_fingerprint=profile.model_fingerprint,
+        exact=True,
+        budgets=Budgets(device=AMPLE, host=0, disk=AMPLE),
+        prediction=Prediction(
+            step_seconds=seconds,
+            lower_bound_seconds=seconds,
+            peak_bytes=TierBytes(device=peak, context=context, host=0, disk=0),
+        ),
+        piece_bytes=problem.settings.piece_bytes,
+        units=units,
+    )
+
+
+def one_after_the_other(plan: Plan, profile: Profile) -> float:
+    """Seconds of all that a plan computes and moves, with nothing beside anything."""
+    problem = Problem.of(profile, plan.budgets, piece_bytes=plan.piece_bytes)
+    program = problem.program(plan.units)
+    return (
+        sum(slot_seconds(program, plan.units, profile))
+        + device_update_seconds(plan.units, profile)
+        + sum(move_seconds(move, plan.units, profile) for move in program.moves)
+    )
+
+
+# --- ways to train --------------------------------------------------------------------------------
+
+
+class Training:
+    """A loop over a specimen's batches; `around` stands around every forward."""
+
+    def __init__(
+        self,
+        specimen: Specimen,
+        attach: Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]],
+        around: Callable[[], AbstractContextManager[object, bool | None]] = nullcontext,
+    ) -> None:
+        model, self._batches = specimen.make()
+        self.model, self._optimizer = attach(model)
+        self._around = around
+        self._random = torch.get_rng_state()
+        self.losses: list[float] = []
+
+    def seconds(self) -> float:
+        """A step; its batch is loaded before the clock starts, with random numbers of its own."""
+        batch: Batch = next(self._batches)
+        torch.set_rng_state(self._random)
+        start = time.perf_counter()
+        with self._around():
+            loss = loss_of(call_model(self.model, batch))
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.losses.append(loss.item())
+        taken = time.perf_counter() - start
+        self._random = torch.get_rng_state()
+        return taken
+
+
+Attach = Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]
+
+
+def _plain(profile: Profile, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return model, optimizer_factory(profile.optimizer.name)(model.parameters())
+
+
+def _checkpointed(profile: Profile, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    checkpoint_every_block(model)
+    return _plain(profile, model)
+
+
+def _looped(
+    profile: Profile, folder: Path, model: nn.Module
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return model, LoadComputeSave(model, profile, folder)
+
+
+def _planned(plan: Plan, folder: Path, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    factory = optimizer_factory(plan.optimizer)
+    return prepare(model, plan, optimizer=factory, spill_directory=folder)
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+def profile(specimen: Specimen, folder: Path, quick: bool) -> dict[str, Any]:
+    """A measured profile as a file in `folder`; the machine that was probed for it.
+
+    `quick`: on the catalogue's machine, which is not this one.
+    """
+    return_freed_memory()
+    model, batches = specimen.make()
+    found = measure_model(
+        model,
+        batches,
+        workload=specimen.workload,
+        num_steps=1 if quick else TIMED_STEPS_PER_FORM,
+        spill_directory=folder,
+        progress=lambda *_: None,
+        machine=load_hardware("cpu") if quick else None,
+    )
+    write_profile(found, folder / PROFILE)
+    return {
+        "num_parameters": sum(unit.num_parameters for unit in found.units),
+        "hardware": asdict(found.hardware),
+    }
+
+
+def compare(
+    specimen: Specimen, comparison: Comparison, folder: Path, num_pairs: int
+) -> dict[str, Any]:
+    """Steps of two ways to train, which take turns.
+
+    For what is compared with the simulator, freed memory goes back to the system: so it is
+    profiled, and so `protrain run` has it on a CPU.
+    """
+    if comparison == "offload":
+        return_freed_memory()
+    profiled = read_profile(folder / PROFILE)
+    with TemporaryDirectory(dir=folder) as spill, ExitStack() as stack:
+        pairs = _pairs(specimen, comparison, profiled, Path(spill), num_pairs, stack)
+    return asdict(pairs)
+
+
+def _pairs(
+    specimen: Specimen,
+    comparison: Comparison,
+    profiled: Profile,
+    spill: Path,
+    num_pairs: int,
+    stack: ExitStack,
+) -> Pairs:
+    plain = Training(specimen, partial(_plain, profiled))
+    ours, other = plain, plain
+    simulated: tuple[float, float] | None = None
+
+    def planned(activations: Activations, states: Placement) -> tuple[Training, Plan]:
+        plan = plan_of(profiled, activations, states)
+        return Training(specimen, partial(_planned, plan, spill)), plan
+
+    match comparison:
+        case "noise":
+            ours = Training(specimen, partial(_plain, profiled))
+        case "keep":
+            ours, _ = planned(Keep(), Persistent())
+        case "recompute":
+            ours, _ = planned(Recompute(), Persistent())
+            other = Training(specimen, partial(_checkpointed, profiled))
+        case "swap" | "swap to disk":
+            ours, _ = planned(Swap(tier="host" if comparison == "swap" else "disk"), Persistent())
+            around = partial(torch.autograd.graph.save_on_cpu, pin_memory=True)
+            other = Training(specimen, partial(_plain, profiled), around)
+        case "offload":
+            ours, plan = planned(Recompute(), Offload(tier="disk"))
+            other = Training(specimen, partial(_looped, profiled, spill))
+            simulated = plan.prediction.step_seconds, one_after_the_other(plan, profiled)
+        case "recording":
+            ours, _ = planned(Recompute(), Offload(tier="disk"))
+            other, _ = planned(Recompute(), Offload(tier="disk"))
+            stack.enter_context(record(ours.model))
+    for _ in range(NUM_WARM_STEPS):
+        ours.seconds()
+        other.seconds()
+    gc.collect()
+    taken = list(_in_turns(ours, other, num_pairs))
+    return Pairs(
+        ours=tuple(seconds for seconds, _ in taken),
+        other=tuple(seconds for _, seconds in taken),
+        same_losses=ours.losses == other.losses,
+        simulated_ours=simulated[0] if simulated else None,
+        simulated_other=simulated[1] if simulated else None,
+        load=os.getloadavg()[0],
+    )
+
+
+def _in_turns(ours: Training, other: Training, num_pairs: int) -> Iterator[tuple[float, float]]:
+    """Pairs of steps; who goes first changes from pair to pair."""
+    for number in range(num_pairs):
+        if number % 2:
+            second = other.seconds()
+            yield ours.seconds(), second
+        else:
+            first = ours.seconds()
+            yield first, other.seconds()
+
+
+def read_pairs(found: Mapping[str, Any]) -> Pairs:
+    """What `compare` returned, from JSON."""
+    lists = {key: tuple(found[key]) for key in ("ours", "other")}
+    return Pairs(**{**found, **lists})

@@ -1,0 +1,92 @@
+"""What `protrain fit` prints."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from protrain_plan.rendering.infeasible import infeasible_json
+from protrain_plan.rendering.plans import solved_json
+from protrain_plan.rendering.tables import table_of
+
+if TYPE_CHECKING:
+    from protrain_plan.fitting import Fit
+
+
+def fits_json(fits: Sequence["Fit"]) -> list[dict[str, Any]]:
+    """What `protrain fit --json` prints: one object per cell."""
+    return [_fit_json(fit) for fit in fits]
+
+
+def _fit_json(fit: "Fit") -> dict[str, Any]:
+    workload, rates = fit.profile.workload, fit.profile.hardware.rates
+    data: dict[str, Any] = {
+        "hardware": fit.profile.hardware.name,
+        "batch_size": workload.batch_size,
+        "seq_len": workload.seq_len,
+        "verdict": fit.verdict,
+        "plain_device_bytes": fit.plain_bytes,
+        "binds": fit.binds,
+        "tokens_per_second": fit.tokens_per_s,
+        "measured_over_estimated": (
+            [rates.error_low, rates.error_high] if rates and rates.error_high else None
+        ),
+    }
+    if fit.solved is not None:
+        data |= solved_json(fit.solved)
+    if fit.infeasible is not None:
+        data |= infeasible_json(fit.infeasible)
+    return data
+
+
+def fits_text(fits: Sequence["Fit"]) -> RenderableType:
+    """What `protrain fit` prints."""
+    table = table_of("machine", "batch", "", "tokens/s", "device", "host", "disk")
+    table.columns[2].justify = "left"
+    for column in table.columns:
+        column.no_wrap = True
+    for fit in fits:
+        cells = ["-"] * 4
+        if fit.solved is not None:
+            peak = fit.solved.plan.prediction.peak_bytes
+            cells = [
+                f"{fit.tokens_per_s:,.0f}",
+                _gib(peak.device + peak.context),
+                *(_gib(size) if size else "-" for size in (peak.host, peak.disk)),
+            ]
+        words, style = _VERDICTS[fit.verdict]
+        machine = fit.profile.hardware.name
+        table.add_row(machine, _fit_size(fit), Text(words, style=style), *cells)
+    return Group(table, "", *(Text(line) for line in _fit_notes(fits)))
+
+
+_VERDICTS = {
+    "fits": ("fits", "green"),
+    "fits with a plan": ("with a plan", "yellow"),
+    "does not fit": ("no", "red"),
+}
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _fit_size(fit: "Fit") -> str:
+    return f"{fit.profile.workload.batch_size} x {fit.profile.workload.seq_len}"
+
+
+def _fit_notes(fits: Sequence["Fit"]) -> list[str]:
+    """What binds in each cell, and how far to trust the seconds on each machine."""
+    lines = ["what makes up the step, or what is missing:"]
+    lines += [f"  {fit.profile.hardware.name} {_fit_size(fit)}: {fit.binds}" for fit in fits]
+    for hardware in dict.fromkeys(fit.profile.hardware for fit in fits):
+        rates = hardware.rates
+        if rates is not None and rates.error_high:
+            band = (
+                f"measured steps took {rates.error_low:.2f} to {rates.error_high:.2f} times as long"
+            )
+        else:
+            band = "estimates of seconds were never compared with this machine"
+        lines.append(f"{hardware.name}: {band}")
+    return lines

@@ -1,0 +1,84 @@
+"""What is printed of a plan that was found."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from protrain_plan.records import activations_text, states_text
+from protrain_plan.records.plan import TierBytes, UnitPlan
+from protrain_plan.records.profile import Profile
+from protrain_plan.rendering.tables import run_name, table_of
+from protrain_plan.simulation.memory import checkpoint_bytes
+from protrain_plan.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from protrain_plan.planning.outcome import Solved
+
+
+def solved_json(solved: "Solved") -> dict[str, Any]:
+    """What `protrain plan --json` prints for a plan."""
+    prediction = solved.plan.prediction
+    return {
+        "status": solved.status,
+        "gap": solved.gap,
+        "lower_bound_seconds": prediction.lower_bound_seconds,
+        "step_seconds": prediction.step_seconds,
+        "stall_seconds": solved.stall_seconds,
+        "solve_seconds": solved.solve_seconds,
+        "peak_bytes": tiers_json(prediction.peak_bytes),
+        "solver": solved.solver,
+    }
+
+
+def tiers_json(peak: TierBytes) -> dict[str, int]:
+    """Bytes by tier."""
+    return {
+        "device": peak.device,
+        "context": peak.context,
+        "host": peak.host,
+        "disk": peak.disk,
+    }
+
+
+def solved_text(solved: "Solved", profile: Profile, path: Path) -> RenderableType:
+    """What `protrain plan` prints for a plan."""
+    plan, prediction = solved.plan, solved.plan.prediction
+    peak = prediction.peak_bytes
+    table = table_of("tier", "predicted peak", "budget")
+    table.add_row(
+        f"device (tensors + {format_bytes(peak.context)} besides)",
+        format_bytes(peak.device + peak.context),
+        format_bytes(plan.budgets.device),
+    )
+    for tier in profile.hardware.tiers:
+        used = peak.host if tier.name == "host" else peak.disk
+        budget = plan.budgets.host if tier.name == "host" else plan.budgets.disk
+        table.add_row(tier.name, format_bytes(used), format_bytes(budget))
+    verdict = Text(
+        f"predicted step {format_seconds(prediction.step_seconds)},"
+        f" at most {solved.gap:.2%} above the fastest possible"
+        f" ({solved.status}, {solved.solver}, {format_seconds(solved.solve_seconds)})"
+    )
+    notes = [verdict]
+    saving = checkpoint_bytes(plan.units, profile) - peak.device
+    if profile.hardware.device.kind == "cpu" and saving > 0:
+        notes.append(Text(f"saving a checkpoint takes {format_bytes(saving)} more than a step"))
+    return Group(_decisions(plan.units), "", table, "", *notes, Text(f"wrote {path}"))
+
+
+def _decisions(units: Sequence[UnitPlan]) -> Table:
+    table = table_of("units", "activations", "model states")
+    same = itertools.groupby(units, key=lambda u: (u.kind, u.activations, u.states))
+    for (_, activations, states), run in same:
+        members = list(run)
+        # Parts that happen to stand side by side are no run of one name.
+        groups = [members] if members[0].kind == "block" else [[unit] for unit in members]
+        for group in groups:
+            name = run_name(group[0].name, group[-1].name)
+            table.add_row(name, activations_text(activations), states_text(states))
+    return table

@@ -1,0 +1,64 @@
+"""What `protrain profile` prints."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from protrain_plan.records.profile import Profile, Unit
+from protrain_plan.rendering.tables import run_name, table_of
+from protrain_plan.units import format_bytes, format_seconds
+
+
+def profile_json(profile: Profile) -> dict[str, Any]:
+    """What `protrain profile --json` prints."""
+    keep = [unit.cost("keep") for unit in profile.units]
+    return {
+        "model": profile.workload.model,
+        "model_fingerprint": profile.model_fingerprint,
+        "num_units": len(profile.units),
+        "num_parameters": sum(unit.num_parameters for unit in profile.units),
+        "model_states_bytes": _states_bytes(profile.units),
+        "activation_bytes": sum(cost.kept_bytes for cost in keep),
+        "forward_seconds": sum(cost.forward_s for cost in keep),
+        "backward_seconds": sum(cost.backward_s for cost in keep),
+        "context_bytes": profile.hardware.device.context_bytes,
+    }
+
+
+def _states_bytes(units: Sequence[Unit]) -> int:
+    return sum(u.parameter_bytes + u.gradient_bytes + u.state_bytes for u in units)
+
+
+def profile_text(profile: Profile, path: Path) -> RenderableType:
+    """What `protrain profile` prints."""
+    table = table_of("unit", "parameters", "states", "kept", "input only", "forward", "backward")
+    alike = itertools.groupby(
+        profile.units, key=lambda u: (u.kind, u.num_parameters, u.parameter_bytes, u.forms)
+    )
+    for _, run in alike:
+        units = list(run)
+        unit, keep = units[0], units[0].cost("keep")
+        forms = {cost.form: cost for cost in unit.forms}
+        table.add_row(
+            run_name(unit.name, units[-1].name),
+            f"{unit.num_parameters / 1e6:.1f} M",
+            format_bytes(_states_bytes([unit])),
+            format_bytes(keep.kept_bytes),
+            format_bytes(forms["full"].kept_bytes) if "full" in forms else "",
+            format_seconds(keep.forward_s),
+            format_seconds(keep.backward_s),
+        )
+    data = profile_json(profile)
+    total = Text(
+        f"{data['num_parameters'] / 1e6:.1f} M parameters,"
+        f" {format_bytes(data['model_states_bytes'])} of model states,"
+        f" {format_bytes(data['activation_bytes'])} of activations,"
+        f" {format_bytes(data['context_bytes'])} besides tensors;"
+        f" forward and backward {format_seconds(data['forward_seconds'])}"
+        f" + {format_seconds(data['backward_seconds'])}"
+    )
+    return Group(table, total, Text(f"wrote {path}"))

@@ -1,0 +1,71 @@
+"""What `protrain run` prints."""
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from protrain_plan.records.plan import Plan
+from protrain_plan.rendering.plans import tiers_json
+from protrain_plan.rendering.tables import table_of
+from protrain_plan.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from protrain_plan.running import Run
+
+
+def run_json(plan: Plan, run: "Run", *, plain: bool, verified: bool | None) -> dict[str, Any]:
+    """What `protrain run --json` prints."""
+    measured = run.measured_peak_bytes
+    return {
+        "plain": plain,
+        "first_step": run.first_step,
+        "losses": list(run.losses),
+        "step_seconds": run.step_seconds,
+        "seconds": list(run.seconds),
+        "predicted_step_seconds": None if plain else plan.prediction.step_seconds,
+        "predicted_peak_bytes": None if plain else tiers_json(plan.prediction.peak_bytes),
+        "measured_peak_bytes": None if measured is None else tiers_json(measured),
+        "parameters_sha256": run.parameters_sha256,
+        "verified": verified,
+    }
+
+
+def run_text(plan: Plan, run: "Run", *, plain: bool, verified: bool | None) -> RenderableType:
+    """What `protrain run` prints."""
+    resumed = f" from step {run.first_step + 1} on" if run.first_step else ""
+    lines: list[RenderableType] = [
+        Text(f"losses{resumed} " + " ".join(f"{loss:.4f}" for loss in run.losses)),
+    ]
+    predicted, measured = plan.prediction.peak_bytes, run.measured_peak_bytes
+    table = table_of("", "predicted", "measured")
+    blank = "-"
+    table.add_row(
+        "step",
+        blank if plain else format_seconds(plan.prediction.step_seconds),
+        format_seconds(run.step_seconds),
+    )
+    rows = (
+        ("device peak, tensors", predicted.device, measured.device if measured else None),
+        ("device, besides tensors", predicted.context, measured.context if measured else None),
+        ("host peak", predicted.host, measured.host if measured else None),
+        ("disk peak", predicted.disk, measured.disk if measured else None),
+    )
+    for label, promise, found in rows:
+        if not promise and not found:
+            continue
+        table.add_row(
+            label,
+            blank if plain else format_bytes(promise),
+            blank if found is None else format_bytes(found),
+        )
+    lines.append(table)
+    if measured is None:
+        lines.append(Text("peaks are measured in the last step of two or more"))
+    if verified is not None:
+        lines.append(
+            Text("verified: losses and parameters equal plain PyTorch's bitwise", style="green")
+            if verified
+            else Text("NOT verified: losses or parameters differ from plain PyTorch's", style="red")
+        )
+    return Group(*lines)

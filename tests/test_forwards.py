@@ -1,0 +1,139 @@
+"""Several forwards in a step, and forwards that generate: as plain PyTorch, or one clear error."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.records.plan import Offload, Recompute, Swap, UnitPlan
+from protrain_runtime import prepare
+from tests.runtime_cases import (
+    ADAMW,
+    assert_bitwise,
+    batch,
+    build,
+    decided,
+    described,
+    differences,
+    outcome,
+    plan_for,
+    step,
+)
+
+NAME = "llama-tied"
+ONE_BACKWARD = (
+    "backward ran through a forward that was not the last one: under a plan every forward has its"
+    " backward before the next begins. Where one loss compares several inputs, give them to one"
+    " forward, as one batch"
+)
+Loop = Callable[[nn.Module, torch.optim.Optimizer], list[Any]]
+
+
+def prepared(
+    folder: Path, *, units: tuple[UnitPlan, ...] | None = None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build(NAME)
+    units = units or decided(described(NAME), Swap(tier="disk"), Offload(tier="disk"))
+    plan = replace(plan_for(model, units), updates="after backward")
+    return prepare(model, plan, optimizer=ADAMW, spill_directory=folder)
+
+
+def assert_same(loop: Loop, folder: Path) -> None:
+    """The loop, plainly and under a plan."""
+    reference = build(NAME)
+    plainly = ADAMW(reference.parameters())
+    expected = loop(reference, plainly)
+    model, optimizer = prepared(folder)
+    found = loop(model, optimizer)
+    assert list(differences(found, expected, "seen")) == []
+    assert_bitwise(outcome(model, optimizer, []), outcome(reference, plainly, []))
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_generating_between_steps_changes_nothing(use_cache: bool, tmp_path: Path) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        generate: Any = model.generate
+        seen: list[Any] = []
+        for number in range(3):
+            seen.append(step(NAME, model, optimizer, number))
+            prompt = torch.arange(16).reshape(2, 8)
+            seen.append(
+                generate(
+                    prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    max_new_tokens=4,
+                    pad_token_id=0,
+                    use_cache=use_cache,
+                )
+            )
+        return seen
+
+    assert_same(loop, tmp_path)
+
+
+def pair_loss(outputs: list[Any]) -> Tensor:
+    """As contrastive losses do: of both outputs at once."""
+    one, other = (output.logits.float().mean(dim=(1, 2)) for output in outputs)
+    loss: Tensor = (one - other).square().mean()
+    return loss
+
+
+def refused(folder: Path, use: Callable[[nn.Module], None]) -> None:
+    """The use is one error, and the steps after it are those of plain PyTorch."""
+    reference = build(NAME)
+    plainly = ADAMW(reference.parameters())
+    expected = outcome(reference, plainly, [step(NAME, reference, plainly, n) for n in range(2)])
+    model, optimizer = prepared(folder)
+    losses = [step(NAME, model, optimizer, 0)]
+    with pytest.raises(RuntimeError) as caught:
+        use(model)
+    assert str(caught.value) == ONE_BACKWARD
+    optimizer.zero_grad()
+    losses.append(step(NAME, model, optimizer, 1))
+    assert_bitwise(outcome(model, optimizer, losses), expected)
+
+
+def test_two_forwards_and_one_backward_is_one_error(tmp_path: Path) -> None:
+    def contrast(model: nn.Module) -> None:
+        pair_loss([call_model(model, batch(NAME, number)) for number in (5, 6)]).backward()
+
+    refused(tmp_path, contrast)
+
+
+def test_a_forward_without_a_graph_before_the_backward_is_one_error(tmp_path: Path) -> None:
+    def look_before_backward(model: nn.Module) -> None:
+        loss = loss_of(call_model(model, batch(NAME, 5)))
+        with torch.no_grad():
+            call_model(model, batch(NAME, 6))
+        loss.backward()
+
+    refused(tmp_path, look_before_backward)
+
+
+def test_two_inputs_in_one_forward_compare_as_ever(tmp_path: Path) -> None:
+    """What the error says to do."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        seen: list[Any] = []
+        for number in range(2):
+            output: Any = call_model(model, batch(NAME, number))
+            one, other = output.logits.float().mean(dim=(1, 2)).chunk(2)
+            loss = (one - other).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.detach())
+        return seen
+
+    reference = build(NAME)
+    plainly = ADAMW(reference.parameters())
+    expected = loop(reference, plainly)
+    units = decided(described(NAME), Recompute(), Offload(tier="disk"))
+    model, optimizer = prepared(tmp_path, units=units)
+    assert list(differences(loop(model, optimizer), expected, "losses")) == []
+    assert_bitwise(outcome(model, optimizer, []), outcome(reference, plainly, []))

@@ -1,0 +1,392 @@
+"""Plans against plain PyTorch, bit for bit, over everything that a training run may combine.
+
+Every two values of two factors meet in some row: an activation decision with a precision, a tier
+with an optimizer, a schedule with a way to resume. Each row trains five steps.
+"""
+
+import itertools
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protrain_plan.models.adapters import adapted
+from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.models.building import seeded
+from protrain_plan.models.precision import computing_in, parameter_dtype
+from protrain_plan.records.hardware import TierName
+from protrain_plan.records.plan import (
+    Activations,
+    Buffer,
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    Plan,
+    Recompute,
+    Schedule,
+    Swap,
+    SwapInput,
+    UnitPlan,
+    Updates,
+)
+from protrain_plan.records.profile import Precision, RecomputedForm, Workload
+from protrain_runtime import load, prepare, restore, save, with_master_weights
+from protrain_runtime.fingerprint import model_fingerprint
+from protrain_runtime.taken import TakenGradient
+from protrain_runtime.waiting import WaitingGradient
+from tests.pairwise import Impossible, Row, allowed_pairs, covering_rows, pairs_of
+from tests.runtime_cases import (
+    BATCH,
+    FRACTIONAL,
+    LARGE,
+    RECOMPUTED,
+    SEQUENCE,
+    Factory,
+    Outcome,
+    activation_decisions,
+    assert_bitwise,
+    batch,
+    build,
+    delays,
+    differences,
+    outcome,
+    placements,
+    plan_of,
+    random_schedule,
+    units_of,
+    weight_decay_groups,
+)
+
+NUM_STEPS, RESUMED_AT = 5, 3
+
+OPTIMIZERS: dict[str, Factory] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-3, fused=True),
+    "adamw, not fused": partial(torch.optim.AdamW, lr=1e-3, amsgrad=True, foreach=False),
+    "momentum": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True),
+    "sgd": partial(torch.optim.SGD, lr=1e-2),
+    "nadam": partial(torch.optim.NAdam, lr=1e-3, foreach=False),
+}
+AHEAD = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
+EVERYTHING = Schedule(forward_lead=LARGE, backward_lead=LARGE, swap_lead=LARGE)
+SCHEDULES: dict[str, Callable[[random.Random], Schedule]] = {
+    "at the last moment": lambda _: Schedule(swap_drain=0, update_drain=0),
+    "one ahead": lambda _: AHEAD,
+    "all at once": lambda _: EVERYTHING,  # as many buffers as offloaded chunks
+    "cut in two": lambda rng: rng.choice(FRACTIONAL),
+    "random": random_schedule,
+}
+PRECISIONS: dict[str, Precision] = {
+    "float32": "pure",
+    "bfloat16": "pure",
+    "autocast": "autocast",
+    "master": "master",
+}
+FACTORS: dict[str, tuple[str, ...]] = {
+    "model": ("llama", "llama-tied", "gpt2", "functional", "t5"),
+    "trained": ("all", "some", "lora"),
+    "activations": ("keep", "recompute", "swap", "swap input", "mixed"),
+    "form": ("none", *RECOMPUTED),
+    "placement": ("persistent", "offload", "buffer", "mixed"),
+    "tier": ("disk", "host", "both"),
+    "schedule": tuple(SCHEDULES),
+    "pieces": ("small", "whole"),
+    "micro-batches": ("1", "2", "3"),
+    "clipping": ("none", "norm", "loss scale"),
+    "updates": ("in backward", "after backward"),
+    "precision": tuple(PRECISIONS),
+    "optimizer": tuple(OPTIMIZERS),
+    "compiled": ("no", "aot_eager"),
+    "resumed": ("no", "files into another plan", "states into another plan", "plainly"),
+    "lanes": ("prompt", "slow"),
+}
+IMPOSSIBLE = (
+    Impossible(
+        reason="what is kept or swapped as a whole is not recomputed; mixed plans draw forms",
+        values={"activations": ("keep", "swap", "mixed"), "form": RECOMPUTED},
+    ),
+    Impossible(
+        reason="what is recomputed has a form",
+        values={"activations": ("recompute", "swap input"), "form": ("none",)},
+    ),
+    Impossible(
+        reason="a norm needs the gradients of all parameters before the first is updated",
+        values={
+            "clipping": ("norm", "loss scale"),
+            "updates": ("in backward",),
+            "placement": ("offload", "buffer", "mixed"),
+        },
+    ),
+    Impossible(
+        reason="adapters stand beside linear modules, and the functional model has none",
+        values={"model": ("functional",), "trained": ("lora",)},
+    ),
+    Impossible(
+        reason="torch.optim rounds NAdam's product of momenta to bfloat16 when it loads a state",
+        values={
+            "optimizer": ("nadam",),
+            "precision": ("bfloat16",),
+            "resumed": ("states into another plan",),
+        },
+    ),
+)
+ROWS = covering_rows(FACTORS, IMPOSSIBLE, costly=("compiled",))
+
+
+def test_rows_cover_every_pair_that_is_possible() -> None:
+    """By the definition: what is not covered is impossible by a reason of its own."""
+    covered = set().union(*(pairs_of(row, FACTORS) for row in ROWS))
+    for one, other in itertools.combinations(FACTORS, 2):
+        for pair in itertools.product(
+            [(one, value) for value in FACTORS[one]], [(other, value) for value in FACTORS[other]]
+        ):
+            assert pair in covered or any(each.holds(dict(pair)) for each in IMPOSSIBLE), pair
+    assert covered == set(allowed_pairs(FACTORS, IMPOSSIBLE))
+    assert not any(each.holds(row) for row in ROWS for each in IMPOSSIBLE)
+    assert covering_rows(FACTORS, IMPOSSIBLE, costly=("compiled",)) == ROWS
+    for each in IMPOSSIBLE:
+        assert all(set(values) < set(FACTORS[factor]) for factor, values in each.values.items())
+
+
+# --- from a row to a model and a plan -------------------------------------------------------------
+
+
+def uncompiled(row: Row, *, seed: int = 0) -> nn.Module:
+    """The model, in its precision and with what is trained."""
+    model = build(row["model"], seed=seed)
+    precision, dtype = workload(row).precision, workload(row).dtype
+    model = model.to(parameter_dtype(dtype, precision))
+    if row["trained"] == "some":
+        for number, parameter in enumerate(model.parameters()):
+            parameter.requires_grad_(number % 3 != 0)  # the embedding is frozen
+    elif row["trained"] == "lora":
+        with seeded(seed):
+            model = adapted(model, "lora r=4", source="").train()
+    return computing_in(model, dtype, precision)
+
+
+def workload(row: Row) -> Workload:
+    precision = row["precision"]
+    return Workload(
+        model="",
+        model_config="",
+        batch_size=BATCH,
+        seq_len=SEQUENCE,
+        dtype="float32" if precision == "float32" else "bfloat16",
+        precision=PRECISIONS[precision],
+        device="cpu",
+        seed=0,
+    )
+
+
+@cache
+def units(model: str, trained: str) -> tuple[UnitPlan, ...]:
+    """As the profiler finds them: the same in every precision, compiled or not."""
+    row = {"model": model, "trained": trained, "precision": "float32"}
+    return units_of(uncompiled(row), batch(model, 0))
+
+
+def built(row: Row, *, seed: int = 0) -> nn.Module:
+    model = uncompiled(row, seed=seed)
+    if row["compiled"] != "no":
+        torch.compiler.reset()
+        for unit in units(row["model"], row["trained"]):
+            if unit.kind == "block":
+                model.get_submodule(unit.name).compile(backend=row["compiled"])
+    return model
+
+
+def plan(row: Row, model: nn.Module, *, seed: int = 0) -> Plan:
+    rng = random.Random(f"{sorted(row.items())} {seed}")
+    tiers: tuple[TierName, ...] = ("disk", "host") if row["tier"] == "both" else (_tier(row),)
+
+    def activations() -> Activations:
+        tier = rng.choice(tiers)
+        match row["activations"]:
+            case "keep":
+                return Keep()
+            case "recompute":
+                return Recompute(form=_form(row))
+            case "swap":
+                return Swap(tier=tier)
+            case "swap input":
+                return SwapInput(tier=tier, form=_form(row))
+            case _:
+                return rng.choice(activation_decisions(tier))
+
+    def states() -> Placement:
+        tier = rng.choice(tiers)
+        match row["placement"]:
+            case "persistent":
+                return Persistent()
+            case "offload":
+                return Offload(tier=tier)
+            case "buffer":
+                return Buffer(tier=tier)
+            case _:
+                return rng.choice(placements(tier))
+
+    decided = [
+        replace(
+            unit,
+            activations=activations() if unit.kind == "block" else Keep(),
+            states=states(),
+            schedule=SCHEDULES[row["schedule"]](rng),
+        )
+        for unit in units(row["model"], row["trained"])
+    ]
+    updates: Updates = "in backward" if row["updates"] == "in backward" else "after backward"
+    return replace(
+        plan_of(
+            decided,
+            fingerprint=model_fingerprint(model),
+            workload=workload(row),
+            piece_bytes=3_000 if row["pieces"] == "small" else 10**9,
+        ),
+        updates=updates,
+        micro_batches=int(row["micro-batches"]),
+    )
+
+
+def _tier(row: Row) -> TierName:
+    return "disk" if row["tier"] == "disk" else "host"
+
+
+def _form(row: Row) -> RecomputedForm:
+    (form,) = [form for form in RECOMPUTED if form == row["form"]]
+    return form
+
+
+# --- training -------------------------------------------------------------------------------------
+
+Pair = tuple[nn.Module, torch.optim.Optimizer]
+
+
+@dataclass
+class Trained:
+    """What a row's training computed.
+
+    `gradients` are those that stand after backward, by step and parameter; of an offloaded one
+    that waits below the device, as its update will see it.
+    """
+
+    outcome: Outcome
+    gradients: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
+    norms: list[Tensor] = field(default_factory=list[Tensor])
+
+
+def trained(row: Row, model: nn.Module, optimizer: torch.optim.Optimizer, resume: Any) -> Trained:
+    """Five steps; before the fourth, training goes on with what `resume` gives."""
+    torch.manual_seed(1)
+    found, losses = Trained(Outcome()), list[Tensor]()
+    scales = row["clipping"] == "loss scale"
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=scales)
+    numbers = itertools.count()
+    for number in range(NUM_STEPS):
+        if number == RESUMED_AT:
+            model, optimizer = resume(model, optimizer)
+        for _ in range(int(row["micro-batches"])):
+            loss = loss_of(call_model(model, batch(row["model"], next(numbers))))
+            scaler.scale(loss).backward()
+            losses.append(loss.detach())
+        if row["clipping"] != "none":
+            scaler.unscale_(optimizer)
+            found.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        found.gradients.append(standing_gradients(model))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    found.outcome = outcome(model, optimizer, losses)
+    return found
+
+
+def standing_gradients(model: nn.Module) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if isinstance(gradient, WaitingGradient):
+            found[name] = gradient.waiting.whole()
+        elif gradient is not None and not isinstance(gradient, TakenGradient):
+            found[name] = gradient.detach().clone()
+    return found
+
+
+def plainly(row: Row, model: nn.Module) -> torch.optim.Optimizer:
+    factory = OPTIMIZERS[row["optimizer"]]
+    factory = with_master_weights(factory) if row["precision"] == "master" else factory
+    return factory(weight_decay_groups(model))
+
+
+def under_plan(row: Row, folder: Path, *, seed: int = 0) -> Pair:
+    model = built(row, seed=seed)
+    return prepare(
+        model,
+        plan(row, model, seed=seed),
+        optimizer=OPTIMIZERS[row["optimizer"]],
+        param_groups=weight_decay_groups(model),
+        spill_directory=folder,
+        lane_delay=delays(seed) if row["lanes"] == "slow" else None,
+    )
+
+
+def resumed(row: Row, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Pair:
+    """What training goes on with: the very same, another plan of other weights, or no plan."""
+    match row["resumed"]:
+        case "files into another plan":
+            save(model, optimizer, folder / "checkpoint")
+            model, optimizer = under_plan(row, folder, seed=1)
+            load(model, optimizer, folder / "checkpoint")
+        case "states into another plan":
+            weights, states, randomness = (
+                model.state_dict(),
+                optimizer.state_dict(),
+                torch.get_rng_state(),
+            )
+            model, optimizer = under_plan(row, folder, seed=1)
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(states)
+            torch.set_rng_state(randomness)
+        case "plainly":
+            restore(model)
+        case _:
+            pass
+    return model, optimizer
+
+
+def assert_row(row: Row, folder: Path) -> None:
+    model = built(row)
+    expected = trained(row, model, plainly(row, model), lambda *pair: pair)
+    found = trained(row, *under_plan(row, folder), partial(resumed, row, folder=folder))
+    assert_bitwise(found.outcome, expected.outcome)
+    assert list(differences(found.norms, expected.norms, "norms")) == []
+    for seen, plain in zip(found.gradients, expected.gradients, strict=True):
+        standing = {name: plain[name] for name in seen}
+        assert list(differences(seen, standing, "gradients")) == []
+    if row["placement"] == "persistent" or row["updates"] == "after backward":
+        assert [seen.keys() for seen in found.gradients] == [
+            plain.keys() for plain in expected.gradients
+        ]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[str(number) for number in range(len(ROWS))])
+def test_five_steps_match_plain_torch_bitwise(row: Row, tmp_path: Path) -> None:
+    assert_row(row, tmp_path)
+
+
+INDUCED = [
+    row for row in ROWS if row["compiled"] == "aot_eager" and row["model"].startswith("llama")
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("row", INDUCED, ids=[str(number) for number in range(len(INDUCED))])
+def test_rows_that_inductor_compiles_match_compiled_torch_bitwise(row: Row, tmp_path: Path) -> None:
+    assert_row({**row, "compiled": "inductor"}, tmp_path)

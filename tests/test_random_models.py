@@ -1,0 +1,118 @@
+"""Random models under random plans, with lanes late at random: the bits of plain PyTorch."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.records.hardware import TierName
+from protrain_runtime import prepare, restore
+from tests.random_models import Between, BlockKind, Extra, Shape, Tie, random_batch, random_model
+from tests.runtime_cases import (
+    ADAMW,
+    Outcome,
+    assert_bitwise,
+    attached,
+    delays,
+    differences,
+    mixed,
+    outcome,
+    plan_for,
+    units_of,
+)
+
+NUM_STEPS = 3
+
+KINDS: tuple[BlockKind, ...] = get_args(BlockKind)
+BETWEEN: tuple[Between, ...] = ("nothing", *get_args(Between))
+EXTRA: tuple[Extra, ...] = get_args(Extra)
+TIES: tuple[Tie, ...] = get_args(Tie)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    count = draw(st.integers(2, 5))
+    return Shape(
+        blocks=tuple(draw(st.lists(st.sampled_from(KINDS), min_size=count, max_size=count))),
+        between=tuple(draw(st.lists(st.sampled_from(BETWEEN), min_size=count, max_size=count))),
+        extra=draw(st.sampled_from(EXTRA)),
+        skip=draw(st.booleans()),
+        tuples=draw(st.booleans()),
+        aside=draw(st.booleans()),
+        tie=draw(st.sampled_from(TIES)),
+        unused=draw(st.booleans()),
+        frozen=draw(st.sampled_from((0, 0, 2, 3, 5))),
+        dropout=draw(st.sampled_from((0.0, 0.1))),
+    )
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int) -> Outcome:
+    """A few steps of a plain loop, with dropout from a known state."""
+    torch.manual_seed(1)
+    losses: list[Tensor] = []
+    for number in range(NUM_STEPS * micro_batches):
+        loss = loss_of(call_model(model, random_batch(number)))
+        loss.backward()
+        losses.append(loss.detach())
+        if (number + 1) % micro_batches == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return outcome(model, optimizer, losses)
+
+
+def assert_trains_like_plain(shape: Shape, seed: int, folder: Path) -> None:
+    """All of the plan is drawn from the seed."""
+    rng = random.Random(seed)
+    tiers: tuple[TierName, ...] = rng.choice((("disk",), ("host",), ("disk", "host")))
+    micro_batches = rng.choice((1, 1, 2))
+    model = random_model(shape)
+    expected = trained(model, ADAMW(model.parameters()), micro_batches)
+    model = random_model(shape)
+    units = mixed(units_of(random_model(shape), random_batch(0)), rng, *tiers)
+    plan = replace(
+        plan_for(model, units, piece_bytes=rng.choice((1_000, 20_000, 10**9))),
+        micro_batches=micro_batches,
+        updates=rng.choice(("in backward", "after backward")),
+    )
+    before = attached(model)
+    model, optimizer = prepare(
+        model,
+        plan,
+        optimizer=ADAMW,
+        param_groups=[{"params": list(model.parameters())}],
+        spill_directory=folder,
+        lane_delay=delays(seed) if rng.random() < 0.5 else None,
+    )
+    assert_bitwise(trained(model, optimizer, micro_batches), expected)
+    restore(model)
+    assert attached(model) == before
+    assert list(differences(model.state_dict(), expected.parameters, "restored")) == []
+
+
+# Every example is a training run: what shrinking would take is better spent on other examples.
+steady = settings(
+    suppress_health_check=[HealthCheck.too_slow], phases=[Phase.explicit, Phase.generate]
+)
+
+
+@settings(steady, max_examples=40)
+@given(shapes(), st.integers(0, 2**32))
+def test_random_models_train_like_plain(shape: Shape, seed: int) -> None:
+    with TemporaryDirectory() as folder:
+        assert_trains_like_plain(shape, seed, Path(folder))
+
+
+@pytest.mark.slow
+@settings(steady, max_examples=400, derandomize=False, database=None)
+@given(shapes(), st.integers(0, 2**32))
+def test_hundreds_of_random_models_train_like_plain(shape: Shape, seed: int) -> None:
+    with TemporaryDirectory() as folder:
+        assert_trains_like_plain(shape, seed, Path(folder))
