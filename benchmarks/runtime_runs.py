@@ -226,7 +226,7 @@ def one_after_the_other(plan: Plan, profile: Profile) -> float:
     program = problem.program(plan.units)
     return (
         sum(slot_seconds(program, plan.units, profile))
-        + device_update_seconds(plan.units, profile)
+        + device_update_seconds(plan.units, profile, program.settings)
         + sum(move_seconds(move, plan.units, profile) for move in program.moves)
     )
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.plan import Keep, Offload, Persistent, Placement, Plan, UnitPlan
 from protrain_runtime import prepare
+from protrain_runtime.preflight import Room, for_each
 from tests.ranks_cases import end_ranks, run_ranks
 from tests.runtime_cases import ADAMW, copied, differences, plan_for
 
@@ -302,3 +303,8 @@ MISUSES = {
 def test_loops_that_would_compute_something_else_are_refused(misuse: str, tmp_path: Path) -> None:
     for told in run_ranks(refusing, 2, tmp_path, misuse):
         assert told.startswith(MISUSES[misuse]), told
+
+
+def test_ranks_of_a_machine_share_its_memory_and_its_disk() -> None:
+    room = Room(memory_bytes=101, swap_bytes=10, disk_bytes=50, data_limit=40, device_bytes=30)
+    assert for_each(room, 2) == replace(room, memory_bytes=50, swap_bytes=5, disk_bytes=25)
