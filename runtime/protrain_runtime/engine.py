@@ -143,6 +143,7 @@ class Engine:
             if number in self._running:
                 self._tickets[number].synchronize()
                 self._end(number)
+        self._moves.pass_boundary(())
         self._slot = -1
         self._num_backwards += 1
         for chunk in self._offloaded:
