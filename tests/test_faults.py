@@ -75,6 +75,7 @@ def spill_descriptor(folder: Path) -> int:
 @contextmanager
 def nothing_left(folder: Path) -> Iterator[None]:
     """Threads, descriptors and files are afterwards what they were before."""
+    gc.collect()  # models that tests before left behind
     before = lanes_alive(), descriptors()
     yield
     gc.collect()
