@@ -154,7 +154,7 @@ def leaves(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):
-        tree = list(tree.values())
+        tree = [tree[key] for key in sorted(tree, key=str)]
     return [leaf for each in tree for leaf in leaves(each)] if isinstance(tree, list) else []
 
 
