@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as lightning
+import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
@@ -76,6 +77,7 @@ def with_accelerate(rank: int, count: int) -> list[float]:
     return far(states[1], states[0])
 
 
+@pytest.mark.slow
 def test_accelerate_trains_as_it_does_without_a_plan(tmp_path: Path) -> None:
     assert run_ranks(with_accelerate, 2, tmp_path) == [[], []]
 
@@ -104,6 +106,7 @@ def with_trainer(rank: int, count: int, folder: Path) -> list[list[float]]:
     return [far(states[1], states[0]), far(states[2], states[0])]
 
 
+@pytest.mark.slow
 def test_the_trainer_trains_saves_and_resumes_as_it_does_without_a_plan(tmp_path: Path) -> None:
     assert run_ranks(with_trainer, 2, tmp_path, tmp_path) == [[[], []], [[], []]]
 
@@ -142,5 +145,6 @@ def with_lightning(rank: int, count: int) -> list[str]:
     return list(differences(states[1], states[0], ""))
 
 
+@pytest.mark.slow
 def test_lightning_trains_as_it_does_without_a_plan_bitwise(tmp_path: Path) -> None:
     assert run_ranks(with_lightning, 2, tmp_path) == [[], []]

@@ -172,6 +172,7 @@ def test_measured_bytes_of_two_ranks_match_predicted_in_every_slot(
     assert_within_the_promise(profile, cases, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("updates", "micro_batches"), [("after backward", 1), ("in backward", 2), ("in backward", 1)]
 )
