@@ -296,7 +296,7 @@ def interrupted_update(model: nn.Module, folder: Path) -> str:
 # --- kill and resume ------------------------------------------------------------------------------
 
 TRAINS = """
-import os, sys, torch
+import os, signal, sys, torch
 from pathlib import Path
 from protrain_runtime import prepare
 from protrain_runtime.preparation import engine_of
@@ -304,6 +304,7 @@ from protrain_runtime.taken import TakenGradient
 from tests.runtime_cases import ADAMW, build, step
 from tests.test_faults import NAME, spilling
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
 folder, place = Path(sys.argv[1]), sys.argv[2]
 model = build(NAME)
 model, optimizer = prepare(model, spilling(model), optimizer=ADAMW, spill_directory=folder)

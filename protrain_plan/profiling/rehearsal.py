@@ -32,7 +32,7 @@ from protrain_plan.records.plan import (
 from protrain_plan.records.profile import Workload
 from protrain_runtime.engine import Observer
 from protrain_runtime.fingerprint import model_fingerprint
-from protrain_runtime.preparation import prepare, restore
+from protrain_runtime.preparation import prepare, restore_as_is
 from protrain_runtime.recording import measure_step
 
 ALLOWANCE_BYTES = 2 * 2**20
@@ -86,7 +86,7 @@ def context_bytes(
         held = measure_step(model, step).context_bytes
         return held + ALLOWANCE_BYTES + len(absent) * ABSENT_UNIT_BYTES
     finally:
-        restore(model)
+        restore_as_is(model)  # the learning rate is zero
 
 
 def _idle(factory: OptimizerFactory) -> OptimizerFactory:

@@ -246,8 +246,14 @@ def restore(model: nn.Module) -> nn.Module:
     prepared: Prepared = model.__dict__[_ATTRIBUTE]
     if prepared.engine is not None:
         prepared.engine.settle("restore() was called")
-        for chunk in prepared.chunks:
-            bring_back_gradients(chunk)
+    return restore_as_is(model)
+
+
+def restore_as_is(model: nn.Module) -> nn.Module:
+    """`restore`, also where an update was cut short: for steps that change no parameter."""
+    prepared: Prepared = model.__dict__[_ATTRIBUTE]
+    for chunk in prepared.chunks if prepared.engine is not None else ():
+        bring_back_gradients(chunk)
     del model.__dict__[_ATTRIBUTE]
     try:
         prepared.optimizer.give_back()
