@@ -83,6 +83,31 @@ def test_numbers_of_a_card_are_in_a_sane_order(name: str) -> None:
     assert (rates.error_low, rates.error_high) == (0, 0), "nothing was measured on a GPU"
 
 
+JOINED = tuple(name for name in CARDS if load_hardware(name).interconnect)
+
+
+def test_these_cards_are_joined() -> None:
+    nvlink = ("a100-40gb", "a100-80gb", "h100-sxm", "h200")
+    assert (*nvlink, "l40s", "rtx-3090", "rtx-4090", "rtx-5090") == JOINED
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_what_joins_devices_is_in_a_sane_order(name: str) -> None:
+    machine = load_hardware(name)
+    joined = machine.interconnect
+    assert joined is not None
+    link, rates = machine.tier("host").link, rates_of(machine)
+    within, far = joined.within, joined.across or joined.within
+    assert 1e9 < far.gather_bytes_per_s <= within.gather_bytes_per_s < rates.memory_bytes_per_s
+    assert 1e9 < far.reduce_bytes_per_s <= within.reduce_bytes_per_s < rates.memory_bytes_per_s
+    # Collectives on PCIe are no faster than a copy on it, and share it; NVLink is a way of its own.
+    on_pcie = within.gather_bytes_per_s <= link.read_bytes_per_s
+    assert joined.link_share == (0.5 if on_pcie else 1.0)
+    assert 0 < joined.library_bytes < machine.device.memory_bytes / 20
+    assert joined.devices_per_node in (4, 8)
+    assert (joined.across is None) == (joined.below == "of the node")
+
+
 def test_the_generic_cpu_is_a_measurement() -> None:
     machine = load_hardware("cpu")
     rates = rates_of(machine)
@@ -99,6 +124,8 @@ def numbers(machine: Hardware) -> Iterator[str]:
     yield from (
         field.name for field in dataclasses.fields(Rates) if field.default is dataclasses.MISSING
     )
+    if joined := machine.interconnect:
+        yield from ("within", "interconnect", *(["across"] if joined.across else []))
 
 
 @pytest.mark.parametrize("name", CARDS)
@@ -214,6 +241,15 @@ def test_a_machine_without_rates_is_shown_too(tmp_path: Path) -> None:
         "contention  compute keeps 95% of its speed beside reads, 95% beside writes, 50%",
         "            beside updates",
     ]
+
+
+def test_what_joins_devices_is_shown() -> None:
+    lines = " ".join(protrain("show", "h100-sxm").stdout.split())
+    assert (
+        "devices 8 in a node, 360 GB/s gathered or reduced, among nodes 300 GB/s gathered or"
+        " reduced; beside a collective compute keeps 82% of its speed, a link to a lower tier"
+        " 100%; 953.67 MiB held by its library; tiers are those of each device"
+    ) in lines
 
 
 def test_mistakes_are_messages() -> None:

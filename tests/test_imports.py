@@ -51,6 +51,7 @@ NAMED = {"rendering": {"fitting", "models", "running"}}
 TORCH = {"torch", "transformers", "peft", "accelerate"}  # all of them import torch
 WITH_TORCH = (
     "protrain_plan.hardware.interference",
+    "protrain_plan.hardware.joined",
     "protrain_plan.hardware.overheads",
     "protrain_plan.hardware.probe",
     "protrain_plan.hardware.rates",

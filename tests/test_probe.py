@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,40 @@ def test_the_command_writes_what_records_read(tmp_path: Path) -> None:
     # An interpreter with torch in it holds that much on every machine, and no tensor of the probe.
     assert 50 * 2**20 < hardware.device.context_bytes < 8 * 2**30
     check_rates(hardware)
+    assert list((tmp_path / "spill").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_what_joins_them(tmp_path: Path) -> None:
+    """Started by torchrun, as people do it; rank 0 alone writes and prints."""
+    (tmp_path / "spill").mkdir()
+    result = subprocess.run(
+        [
+            *(Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--no-python"),
+            *(Path(sys.executable).with_name("protrain"), "hardware", "probe", "--json"),
+            *("-o", "here.yaml", "--name", "here", "--spill-directory", "spill"),
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    hardware = read_hardware(tmp_path / "here.yaml")
+    assert json.loads(result.stdout) == json.loads(json.dumps(dataclasses.asdict(hardware)))
+    joined = hardware.interconnect
+    assert joined is not None
+    assert (joined.devices_per_node, joined.across, joined.below) == (2, None, "of the node")
+    assert 1e5 < joined.within.gather_bytes_per_s < 1e12
+    assert 1e5 < joined.within.reduce_bytes_per_s < 1e12
+    assert 0 < joined.within.latency_s < 10
+    assert 0 < joined.contention.compute <= 1
+    assert 0 < joined.contention.lane <= 1
+    assert 0.5 <= joined.link_share <= 1
+    assert 0 <= joined.library_bytes < 2**30
+    assert hardware.sources[1] == "interconnect: measured by 2 ranks, 2 in a node"
     assert list((tmp_path / "spill").iterdir()) == []
 
 

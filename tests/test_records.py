@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from protrain_plan import records
 from protrain_plan.errors import RecordError
 from protrain_plan.records.folding import fold, runs, unfold
-from protrain_plan.records.hardware import Contention, Device, Hardware, Link, Rates, Tier, TierName
+from protrain_plan.records.hardware import (
+    Collectives,
+    Contention,
+    Device,
+    Hardware,
+    Interconnect,
+    Link,
+    Rates,
+    Tier,
+    TierName,
+)
 from protrain_plan.records.plan import (
     Activations,
     Budgets,
@@ -109,6 +119,27 @@ def test_rates_are_one_line_and_every_source_is_one() -> None:
     assert records.loads_hardware(text) == hardware
     profile = dataclasses.replace(PROFILE, hardware=hardware)
     assert records.loads_profile(records.dumps_profile(profile)) == profile
+
+
+def test_what_joins_devices_is_a_block_of_lines() -> None:
+    joined = Interconnect(
+        devices_per_node=8,
+        within=Collectives(gather_bytes_per_s=3.6e11, reduce_bytes_per_s=3.5e11, latency_s=3e-6),
+        contention=Contention(compute=0.82, lane=0.95),
+        link_share=0.5,
+        library_bytes=10**9,
+    )
+    hardware = dataclasses.replace(HARDWARE, interconnect=joined)
+    text = records.dumps_hardware(hardware)
+    assert text == records.dumps_hardware(HARDWARE) + (
+        "interconnect:\n"
+        "  devices_per_node: 8\n"
+        "  within: {gather_bytes_per_s: 3.6e+11, reduce_bytes_per_s: 3.5e+11, latency_s: 3.0e-6}\n"
+        "  contention: {compute: 0.82, lane: 0.95}\n"
+        "  link_share: 0.5\n"
+        "  library_bytes: 1000000000\n"
+    )
+    assert records.loads_hardware(text) == hardware
 
 
 def test_every_decision_can_be_written() -> None:
@@ -216,6 +247,19 @@ RATES = st.builds(
     error_low=st.just(0.0) | SECONDS,
     error_high=st.just(0.0) | SECONDS,
 )
+COLLECTIVES = st.builds(
+    Collectives, gather_bytes_per_s=SPEEDS, reduce_bytes_per_s=SPEEDS, latency_s=SECONDS
+)
+INTERCONNECTS = st.builds(
+    Interconnect,
+    devices_per_node=st.integers(1, 512),
+    within=COLLECTIVES,
+    across=st.none() | COLLECTIVES,
+    contention=CONTENTIONS,
+    link_share=st.floats(0.5, 1),
+    library_bytes=SIZES,
+    below=st.sampled_from(["of the node", "of each device"]),
+)
 HARDWARES = st.builds(
     Hardware,
     name=TEXTS,
@@ -236,6 +280,7 @@ HARDWARES = st.builds(
     write_contention=CONTENTIONS,
     update_contention=CONTENTIONS,
     rates=st.none() | RATES,
+    interconnect=st.none() | INTERCONNECTS,
     sources=st.lists(TEXTS, max_size=2).map(tuple),
 )
 WORKLOADS = st.builds(

@@ -10,7 +10,7 @@ from protrain_plan.commands.options import JsonOption, SpillOption, choice, writ
 from protrain_plan.commands.output import progress, show
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_plan.records import write_hardware
-from protrain_plan.records.hardware import DeviceKind
+from protrain_plan.records.hardware import DeviceKind, Hardware
 from protrain_plan.rendering.machines import (
     machine_json,
     machine_text,
@@ -53,7 +53,10 @@ def show_machine(
     show(as_json, machine_json(machine), lambda: machine_text(machine))
 
 
-@app.command(epilog="Example: protrain hardware probe -o my-machine.yaml --name my-machine")
+@app.command(
+    epilog="Examples: protrain hardware probe -o my-machine.yaml --name my-machine"
+    " | torchrun --nproc-per-node 4 --no-python protrain hardware probe --device cuda"
+)
 def probe(
     output: Annotated[Path, typer.Option("-o", "--output", help="The hardware to write.")] = Path(
         "hardware.yaml"
@@ -65,22 +68,30 @@ def probe(
     spill_directory: SpillOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure this machine, about ten seconds, and write it as hardware."""
+    """Measure this machine, about ten seconds, and write it as hardware.
+
+    Under torchrun, what joins the ranks too; rank 0 writes.
+    """
     device_name: DeviceKind = choice("--device", device, get_args(DeviceKind))
     writable(output)
     # Torch loads here, so that the catalogue need not wait for it.
+    from protrain_plan.hardware.joined import Rank, probe_with_ranks
     from protrain_plan.hardware.probe import probe as measured
     from protrain_runtime.measure import return_freed_memory
 
     if device_name == "cpu":
         return_freed_memory()
-    with progress(quiet=as_json) as report:
-        machine = measured(
-            device_name,
-            spill_directory=spill_directory or Path(tempfile.gettempdir()),
-            name=name,
-            progress=report,
-        )
+    rank, directory = Rank.launched(), spill_directory or Path(tempfile.gettempdir())
+    machine: Hardware | None
+    with progress(quiet=as_json or (rank is not None and rank.number > 0)) as report:
+        if rank is None:
+            machine = measured(device_name, spill_directory=directory, name=name, progress=report)
+        else:
+            machine = probe_with_ranks(
+                device_name, rank, spill_directory=directory, name=name, progress=report
+            )
+    if machine is None:
+        return
     write_hardware(machine, output)
     show(
         as_json,

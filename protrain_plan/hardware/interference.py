@@ -90,13 +90,7 @@ def contention(lane: Callable[[], None]) -> Contention:
     every result, in the calling thread with the threads it has; the lane is a worker thread with
     one intra-op thread. Medians of short windows, alone and together.
     """
-    tokens = torch.full((_TOKENS, _WIDTH), 0.5)
-    weight = torch.full((_WIDTH, 4 * _WIDTH), 0.5)
-
-    def compute() -> None:
-        hidden = torch.nn.functional.silu(tokens @ weight)
-        torch.add(hidden @ weight.T, tokens)
-
+    compute = small_compute("cpu")
     compute()
     in_worker(lane)
     compute_kept, lane_kept = [], []
@@ -107,6 +101,21 @@ def contention(lane: Callable[[], None]) -> Contention:
         compute_kept.append(compute_beside / compute_alone)
         lane_kept.append(lane_beside / lane_alone)
     return Contention(compute=kept_fraction(compute_kept), lane=kept_fraction(lane_kept))
+
+
+def small_compute(device: DeviceKind) -> Callable[[], None]:
+    """What a model does in some milliseconds; on CUDA it returns when that has ended."""
+    scale = 8 if device == "cuda" else 1
+    tokens = torch.full((scale * _TOKENS, scale * _WIDTH), 0.5, device=device)
+    weight = torch.full((scale * _WIDTH, 4 * scale * _WIDTH), 0.5, device=device)
+
+    def compute() -> None:
+        hidden = torch.nn.functional.silu(tokens @ weight)
+        torch.add(hidden @ weight.T, tokens)
+        if device == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    return compute
 
 
 def kept_fraction(ratios: Iterable[float], *, at_least: float = 0.01) -> float:

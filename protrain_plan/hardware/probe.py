@@ -68,7 +68,7 @@ def probe(
     if below.overheads is not None:
         rates = replace(rates, host_piece_s=four_digits(below.overheads.piece_s))
     progress("done", 1.0)
-    described = _device(device, _held_bytes(device) if context_bytes is None else context_bytes)
+    described = _device(device, held_bytes(device) if context_bytes is None else context_bytes)
     return Hardware(
         name=name or f"{device}-{described.num_threads}",
         device=described,
@@ -98,8 +98,8 @@ class _Below:
 
 def _below(device: DeviceKind, directory: Path, dtype: DType, progress: Progress) -> _Below:
     with (
-        contextlib.closing(_SpillFile(directory)) as reads,
-        contextlib.closing(_SpillFile(directory)) as writes,
+        contextlib.closing(SpillFile(directory)) as reads,
+        contextlib.closing(SpillFile(directory)) as writes,
     ):
         progress("measuring the disk", 0.0)
         link = _disk_link(reads, writes)
@@ -121,7 +121,7 @@ def _below(device: DeviceKind, directory: Path, dtype: DType, progress: Progress
         )
 
 
-def _held_bytes(device: DeviceKind) -> int:
+def held_bytes(device: DeviceKind) -> int:
     """What this process holds besides tensors, of which it has none here; 0 where none can say."""
     if device == "cuda":
         free, total = torch.cuda.mem_get_info()
@@ -174,7 +174,7 @@ def _processor() -> str:
 # --- disk -----------------------------------------------------------------------------------------
 
 
-class _SpillFile:
+class SpillFile:
     """A spill file of the runtime's, and memory of the same size to write it from.
 
     Memory for the whole file, because one buffer used again and again would stay in the cache. What
@@ -216,7 +216,7 @@ class _SpillFile:
         self._store.close()
 
 
-def _disk_link(reads: _SpillFile, writes: _SpillFile) -> Link:
+def _disk_link(reads: SpillFile, writes: SpillFile) -> Link:
     """The directory's speed as the runtime sees it: buffered, without fsync, in a lane's thread.
 
     These are speeds through the page cache. They hold while the spilled bytes fit in memory that

@@ -5,6 +5,7 @@ from typing import Literal
 
 TierName = Literal["host", "disk"]
 DeviceKind = Literal["cpu", "cuda"]
+Shared = Literal["of the node", "of each device"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +81,45 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Collectives:
+    """How fast W ranks gather and reduce together, in bytes that a rank gets from the others.
+
+    Of S bytes that all hold together a rank gets S (W - 1) / W, so these are what nccl-tests calls
+    bus bandwidths. `latency_s` is that of one of the W - 1 hops that a collective takes.
+    """
+
+    gather_bytes_per_s: float  # all-gather
+    reduce_bytes_per_s: float  # reduce-scatter
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interconnect:
+    """What joins the devices that train one model.
+
+    `contention` is that of compute and a collective. `link_share` is the fraction of its own speed
+    that a collective, and a link to a lower tier, keep while both run: 1 for independent ways, 0.5
+    for one that both share. `library_bytes` are what the library of collectives holds on each
+    device besides tensors. `below` says what the capacities of the tiers, the disk's speed and that
+    of the optimizer on the host are: of the node, so that its ranks share them, or each device's.
+    """
+
+    devices_per_node: int
+    within: Collectives  # among the devices of a node
+    across: Collectives | None = None  # among those of several nodes; absent: there is one node
+    contention: Contention = Contention(compute=1.0, lane=1.0)
+    link_share: float = 1.0
+    library_bytes: int = 0
+    below: Shared = "of the node"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """One machine: a device, the tiers below it in order of distance, and how lanes interfere.
 
-    `rates` are there for estimates of a model's seconds; `sources` say where the numbers are from.
-    `move_s` is what a move takes of the time that computes, to be submitted and ended, where that
-    is one processor's work.
+    `rates` are there for estimates of a model's seconds, `interconnect` for several devices;
+    `sources` say where the numbers are from. `move_s` is what a move takes of the time that
+    computes, to be submitted and ended, where that is one processor's work.
     """
 
     name: str
@@ -95,6 +129,7 @@ class Hardware:
     write_contention: Contention
     update_contention: Contention
     rates: Rates | None = None
+    interconnect: Interconnect | None = None
     sources: tuple[str, ...] = ()
     move_s: float = 0.0
 

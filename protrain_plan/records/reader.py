@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from functools import cache, partial
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.folding import unfold
-from protrain_plan.records.hardware import Hardware, Rates, Tier
+from protrain_plan.records.hardware import Hardware, Tier
 from protrain_plan.records.plan import Activations, Placement, Plan, Schedule, UnitPlan
 from protrain_plan.records.profile import FormCost, Profile, Unit
 from protrain_plan.records.schema import (
@@ -87,8 +87,8 @@ def _reader(owner: Any, name: str, hint: Any) -> Reader:
         return lambda value: tuple(item(entry) for entry in value.sequence())
     if hint == float | None:
         return _drain
-    if hint == Rates | None:  # absent where there are none
-        return partial(_read_record, Rates)
+    if NoneType in get_args(hint):  # a record that is absent where there is none
+        return partial(_read_record, get_args(hint)[0])
     if hint is int:
         return lambda value: (
             _size(value, limits) if is_size(owner, name) else _integer(value, limits)

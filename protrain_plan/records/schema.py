@@ -17,7 +17,16 @@ import math
 from dataclasses import dataclass
 from typing import assert_never, get_args
 
-from protrain_plan.records.hardware import Contention, Device, Hardware, Link, Rates, TierName
+from protrain_plan.records.hardware import (
+    Collectives,
+    Contention,
+    Device,
+    Hardware,
+    Interconnect,
+    Link,
+    Rates,
+    TierName,
+)
 from protrain_plan.records.plan import (
     Activations,
     Budgets,
@@ -153,6 +162,10 @@ LIMITS: dict[tuple[type, str], Limits] = {
     (Rates, "memory_bytes_per_s"): _POSITIVE,
     (Rates, "memory_efficiency"): _SHARE,
     (Rates, "host_parameters_per_s"): _POSITIVE,
+    (Collectives, "gather_bytes_per_s"): _POSITIVE,
+    (Collectives, "reduce_bytes_per_s"): _POSITIVE,
+    (Interconnect, "devices_per_node"): _COUNT,
+    (Interconnect, "link_share"): Limits(low=0.5, high=1),
     (FormCost, "kept_bytes"): _ANY,
     (FormCost, "backward_peak_bytes"): _ANY,
     (Workload, "batch_size"): _COUNT,

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any, get_type_hints
 
 from protrain_plan.records.folding import fold, runs
-from protrain_plan.records.hardware import Contention, Hardware, Link, Rates
+from protrain_plan.records.hardware import Collectives, Contention, Hardware, Link, Rates
 from protrain_plan.records.plan import Budgets, Plan, Schedule, TierBytes, UnitPlan
 from protrain_plan.records.profile import FormCost, Profile, Unit
 from protrain_plan.records.schema import (
@@ -55,7 +55,7 @@ class _Sentences(list[str]):
 
 
 _LISTS_OF_LINES = ((Hardware, "sources"), (Profile, "tensors"), (Plan, "tensors"))
-_ON_ONE_LINE = (Link, Contention, Rates, FormCost, Budgets, TierBytes, UnitPlan)
+_ON_ONE_LINE = (Link, Contention, Rates, Collectives, FormCost, Budgets, TierBytes, UnitPlan)
 
 
 def dumps(record: Record) -> str:

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from protrain_plan.records.hardware import Hardware
+from protrain_plan.records.hardware import Collectives, Hardware, Interconnect
 from protrain_plan.rendering.tables import table_of
 from protrain_plan.units import format_bytes, format_seconds
 
@@ -108,6 +108,8 @@ def _facts(machine: Hardware) -> Iterator[tuple[str, str]]:
         f" {machine.write_contention.compute:.0%} beside writes,"
         f" {machine.update_contention.compute:.0%} beside updates",
     )
+    if machine.interconnect is not None:
+        yield "devices", _joined(machine.interconnect)
     if rates is not None and rates.error_high:
         yield (
             "estimates",
@@ -115,6 +117,25 @@ def _facts(machine: Hardware) -> Iterator[tuple[str, str]]:
         )
     elif rates is not None:
         yield "estimates", "of seconds were never compared with this machine"
+
+
+def _joined(joined: Interconnect) -> str:
+    """What joins several devices, as a sentence."""
+    speeds = [f"{joined.devices_per_node} in a node", _collected(joined.within)]
+    if joined.across is not None:
+        speeds.append(f"among nodes {_collected(joined.across)}")
+    return (
+        f"{', '.join(speeds)}; beside a collective compute keeps {joined.contention.compute:.0%}"
+        f" of its speed, a link to a lower tier {joined.link_share:.0%};"
+        f" {format_bytes(joined.library_bytes)} held by its library;"
+        f" tiers are those {joined.below}"
+    )
+
+
+def _collected(speeds: Collectives) -> str:
+    gathered, reduced = speeds.gather_bytes_per_s, speeds.reduce_bytes_per_s
+    how = f"{_rate(gathered, 'B/s')} gathered, {_rate(reduced, 'B/s')} reduced"
+    return how if gathered != reduced else f"{_rate(gathered, 'B/s')} gathered or reduced"
 
 
 def probed_text(machine: Hardware, path: Path) -> RenderableType:
