@@ -10,6 +10,7 @@ from protrain_plan.planning.problem import Problem
 from protrain_plan.planning.search import Effort
 from protrain_plan.planning.wording import lane_words
 from protrain_plan.records.profile import Profile
+from protrain_plan.simulation.ranks import Group
 from protrain_plan.units import format_bytes
 
 Verdict = Literal["fits", "fits with a plan", "does not fit"]
@@ -22,11 +23,13 @@ NOTEWORTHY = 0.1
 class Fit:
     """One workload on one machine: a plan, or why there is none.
 
-    `plain_bytes` is what plain PyTorch would need of the device, what is besides tensors included.
+    `plain_bytes` is what plain PyTorch would need of the device, what is besides tensors included;
+    of several devices, with all states on each.
     `binds` says in words what makes up the step, or what there is too little of.
     """
 
     profile: Profile
+    group: Group
     plain_bytes: int
     solved: Solved | None
     infeasible: Infeasible | None
@@ -42,18 +45,19 @@ class Fit:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens of all micro-batches per second of the predicted step."""
+        """Tokens of all devices' micro-batches per second of the predicted step."""
         if self.solved is None:
             return None
         workload, plan = self.profile.workload, self.solved.plan
-        tokens = workload.batch_size * workload.seq_len * plan.micro_batches
+        tokens = workload.batch_size * workload.seq_len * plan.micro_batches * plan.num_devices
         return tokens / plan.prediction.step_seconds
 
 
 def fit(question: Question, *, effort: Effort) -> Fit:
     """Plan the question's profile, and say what binds."""
     answer = ask(question, Objective(), effort=effort)
-    problem, context = question.problem(), question.profile.hardware.device.context_bytes
+    problem = question.problem()
+    context = problem.profile.hardware.device.context_bytes
     plain = tuple((0, 0) for _ in problem.options)
     if answer.solved is not None:
         binds = _lanes(problem, answer.solved)
@@ -62,6 +66,7 @@ def fit(question: Question, *, effort: Effort) -> Fit:
         binds = _shortage(answer.infeasible)
     return Fit(
         profile=question.profile,
+        group=question.group,
         plain_bytes=max(problem.static_bytes(plain)) + context,
         solved=answer.solved,
         infeasible=answer.infeasible,

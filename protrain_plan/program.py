@@ -113,6 +113,7 @@ class Settings:
     micro_batches  forwards and backwards per update
     num_devices    ranks of the data-parallel group
     num_replicas   groups of ranks that each have a whole copy of the sharded states
+    num_nodes      that the ranks are on, as many on each
     """
 
     device: DeviceKind
@@ -121,6 +122,7 @@ class Settings:
     micro_batches: int = 1
     num_devices: int = 1
     num_replicas: int = 1
+    num_nodes: int = 1
 
     @property
     def num_shards(self) -> int:

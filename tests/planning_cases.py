@@ -3,8 +3,18 @@
 import random
 from dataclasses import replace
 
-from protrain_plan.records.hardware import Contention, Device, Hardware, Link, Tier
+from protrain_plan.records.hardware import (
+    Collectives,
+    Contention,
+    Device,
+    Hardware,
+    Interconnect,
+    Link,
+    Shared,
+    Tier,
+)
 from protrain_plan.records.profile import FormCost, OptimizerCost, Profile, Unit, Workload
+from protrain_plan.simulation.ranks import Group
 
 MB = 1_000_000
 FREE = Contention(compute=1.0, lane=1.0)
@@ -199,6 +209,60 @@ def decoder(
         base_bytes=20 * MB,
         units=tuple(units),
     )
+
+
+def joined(
+    hardware: Hardware,
+    *,
+    network: float = 5e9,
+    devices_per_node: int = 4,
+    across: float | None = 1e9,
+    link_share: float = 1.0,
+    contention: Contention = FREE,
+    library_bytes: int = 0,
+    below: Shared = "of each device",
+) -> Hardware:
+    """The machine with others like it beside it."""
+    speeds = Collectives(
+        gather_bytes_per_s=network, reduce_bytes_per_s=0.8 * network, latency_s=1e-5
+    )
+    far = None
+    if across:
+        far = replace(speeds, gather_bytes_per_s=across, reduce_bytes_per_s=across)
+    return replace(
+        hardware,
+        interconnect=Interconnect(
+            devices_per_node=devices_per_node,
+            within=speeds,
+            across=far,
+            contention=contention,
+            link_share=link_share,
+            library_bytes=library_bytes,
+            below=below,
+        ),
+    )
+
+
+GROUPS = (
+    Group(num_devices=2),
+    Group(num_devices=3),
+    Group(num_devices=4, num_replicas=2),
+    Group(num_devices=8, num_nodes=2),
+    Group(num_devices=8, num_nodes=2, num_replicas=2),
+)
+
+
+def on_several(profile: Profile, rng: random.Random) -> tuple[Profile, Group]:
+    """The profile's machine joined with others in some way, and a group of them."""
+    hardware = joined(
+        profile.hardware,
+        network=rng.choice([2e8, 5e9, 1e11]),
+        link_share=rng.choice([0.5, 0.7, 1.0]),
+        contention=Contention(compute=rng.choice([0.8, 1.0]), lane=rng.choice([0.9, 1.0])),
+        library_bytes=rng.choice([0, 10 * MB]),
+        below=rng.choice(["of the node", "of each device"]),
+    )
+    return replace(profile, hardware=hardware), rng.choice(GROUPS)
 
 
 def random_profile(rng: random.Random, *, max_blocks: int = 6) -> Profile:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import paper, runtime_page
+from benchmarks import paper, ranks, runtime_page
 from benchmarks.gpu import parts as gpu
 from benchmarks.peers.building import built
 from benchmarks.peers.cells import Results, run_all
@@ -52,6 +52,16 @@ def test_one_case_of_the_planners_grid(tmp_path: Path) -> None:
     assert len(found["cases"]) == 1
     assert 0 <= found["cases"][0]["gap"] <= 0.01
     assert "| llama-2-7b | rtx4090 |" in out.with_suffix(".md").read_text()
+
+
+def test_two_cells_of_several_devices(tmp_path: Path) -> None:
+    out = tmp_path / "ranks.json"
+    _run("benchmarks.ranks", "--quick", "--stages", "simulated", "--out", str(out))
+    document = json.loads(out.read_text())
+    one, eight = document["simulated"]
+    assert (one["devices"], eight["devices"]) == (1, 8)
+    assert eight["tokens_per_second"] > 8 * one["tokens_per_second"]  # what is sharded stays
+    assert out.with_suffix(".md").read_text() == ranks.markdown(document)
 
 
 def test_accuracy_of_two_small_models(tmp_path: Path) -> None:
@@ -287,11 +297,8 @@ def test_a_prediction_for_the_papers_models(tmp_path: Path) -> None:
 
 
 RESULTS = ROOT / "benchmarks/results"
-MADE_BY = [
-    path
-    for path in sorted(RESULTS.glob("*.json"))
-    if path.stem in ("cpu", "gpu", "paper", "runtime")
-]
+STEMS = ("cpu", "gpu", "paper", "ranks", "runtime")
+MADE_BY = [path for path in sorted(RESULTS.glob("*.json")) if path.stem in STEMS]
 
 
 @pytest.mark.parametrize("path", MADE_BY, ids=lambda path: path.stem)
@@ -300,6 +307,8 @@ def test_committed_tables_follow_from_committed_results(path: Path) -> None:
     match path.stem:
         case "paper":
             expected = paper.markdown(document)
+        case "ranks":
+            expected = ranks.markdown(document)
         case "runtime":
             expected = runtime_page.page(document)
         case stem:

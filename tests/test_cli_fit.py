@@ -45,6 +45,18 @@ def printed_list(folder: Path, *arguments: object) -> list[dict[str, object]]:
     return answer
 
 
+def test_fit_counts_the_tokens_of_all_devices(tmp_path: Path) -> None:
+    arguments = ("tiny-llama", "--on", "h100-sxm", "--seq-len", 64, "--num-devices", "1,16")
+    one, many = printed_list(tmp_path, *arguments)
+    assert "num_devices" not in one
+    assert (many["num_devices"], many["num_nodes"]) == (16, 2)
+    seconds = float(str(many["step_seconds"]))
+    assert many["tokens_per_second"] == pytest.approx(16 * 64 / seconds)
+    text = protrain("fit", *arguments, folder=tmp_path).stdout
+    assert text.splitlines()[0].split()[:3] == ["machine", "devices", "batch"]
+    assert "  16 x h100-sxm 1 x 64: " in text
+
+
 def test_fit_says_what_is_missing_where_nothing_fits(tmp_path: Path) -> None:
     result = protrain(
         *("fit", "tiny-llama", "--on", "cpu", "--seq-len", 64, "--device-memory", "412MiB"),

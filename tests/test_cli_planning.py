@@ -6,13 +6,14 @@ import re
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from protrain_plan.records import read_plan, write_profile
+from protrain_plan.records import read_plan, write_hardware, write_profile
 from protrain_plan.records.plan import Recompute, Swap, SwapInput
-from tests.planning_cases import cpu, decoder, gpu
+from tests.planning_cases import cpu, decoder, gpu, joined
 from tests.test_cli import PROTRAIN, printed, protrain
 
 
@@ -106,6 +107,54 @@ def test_clipping_and_micro_batches_stand_in_the_plan(profile: Path, tmp_path: P
     plan = read_plan(tmp_path / "plan.yaml")
     assert (plan.updates, plan.micro_batches) == ("after backward", 4)
     assert "updates: after backward\nmicro_batches: 4\n" in (tmp_path / "plan.yaml").read_text()
+
+
+def test_several_devices_stand_in_the_plan_and_in_what_is_said_of_it(tmp_path: Path) -> None:
+    hardware = joined(gpu(), devices_per_node=4, below="of the node")
+    write_profile(decoder(hardware, blocks=6, pieces=4), tmp_path / "profile.yaml")
+    arguments = ("plan", "profile.yaml", "--device-memory", "6GiB", "--num-devices", 8)
+    options = ("--replicas", 2, "--host-memory", "64GiB")
+    answer = printed(protrain(*arguments, *options, "--json", folder=tmp_path))
+    made = read_plan(tmp_path / "plan.yaml")
+    assert (made.num_devices, made.num_nodes, made.num_replicas) == (8, 2, 2)
+    assert made.budgets.host == 16 * 2**30  # of 64 GiB that four devices of a node share
+    assert (answer["num_devices"], answer["num_nodes"], answer["num_replicas"]) == (8, 2, 2)
+    text = protrain(*arguments, *options, folder=tmp_path).stdout
+    assert "on 8 devices in 2 nodes, 2 replicas, each with batches of its own" in text
+    assert "predicted peak of each device" in text
+    shown = protrain("show", "plan.yaml", folder=tmp_path)
+    assert "1 sequence of 1024 tokens on each of 8 devices in 2 nodes, 2 replica" in shown.stdout
+    simulated = protrain("simulate", "plan.yaml", folder=tmp_path).stdout
+    assert simulated.splitlines()[0].endswith(", on each of 8 devices in 2 nodes, 2 replicas")
+    assert printed(protrain("simulate", "plan.yaml", "--json", folder=tmp_path))["num_devices"] == 8
+    page = protrain("report", "plan.yaml", "-o", "page.html", folder=tmp_path)
+    assert (page.returncode, page.stderr) == (0, "")
+    assert "on each of 8 devices" in (tmp_path / "page.html").read_text()
+    (tmp_path / "plan.yaml").rename(tmp_path / "old.yaml")
+    protrain("plan", "profile.yaml", "--device-memory", "6GiB", folder=tmp_path)
+    changed = protrain("diff", "old.yaml", "plan.yaml", folder=tmp_path).stdout
+    assert "8 devices in 2 nodes, 2 replicas" in changed
+    exported = protrain("export", "old.yaml", "--to", "fsdp2", "-o", "fsdp2.yaml", folder=tmp_path)
+    assert exported.returncode == 0
+    text = (tmp_path / "fsdp2.yaml").read_text()
+    assert "num_machines: 2\nnum_processes: 8\n" in text
+    checked = protrain("check", "old.yaml", "--records-only", folder=tmp_path)
+    assert checked.returncode == 0, checked.stdout
+    write_hardware(replace(gpu(), name="bare"), tmp_path / "bare.yaml")
+    bare = ("check", "old.yaml", "--records-only", "--on", "bare.yaml")
+    refused = protrain(*bare, folder=tmp_path)
+    assert (refused.returncode, refused.stderr) == (1, "")
+    assert "bare does not say what joins its devices" in " ".join(refused.stdout.split())
+
+
+def test_several_devices_that_nothing_joins_are_one_message(profile: Path, tmp_path: Path) -> None:
+    result = protrain("plan", profile, "--num-devices", 2, folder=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: --num-devices: gpu does not say what joins its devices\n"
+        "  fix: add interconnect: to its hardware (protrain profile --interconnect MACHINE), or"
+        " measure it: torchrun --nproc-per-node N --no-python protrain hardware probe\n"
+    )
 
 
 def test_the_programme_can_be_read(profile: Path, tmp_path: Path) -> None:

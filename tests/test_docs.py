@@ -79,6 +79,9 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
     "README.md#in-your-framework": Runs(prepare=examples),
     "README.md#what-one-can-profile": Runs(smaller=TINY),
     "README.md#what-one-can-ask-the-planner": Runs(prepare=measured_profile),
+    "README.md#planning-for-several-devices": Runs(
+        smaller={"llama-3.1-8b": "tiny-llama", "2048": "64"}
+    ),
     "README.md#save-and-resume": Runs(
         prepare=tiny_plan,
         smaller={
@@ -103,6 +106,9 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
     "docs/how-to/clip-and-accumulate.md#clip-and-accumulate": Runs(),
     "docs/how-to/mixed-precision.md#mixed-precision": Runs(),
     "docs/how-to/saving.md#save-and-resume": Runs(),
+    "docs/how-to/several-gpus.md#several-gpus": Runs(
+        smaller={"llama-3.1-70b": "tiny-llama", "llama-3.1-8b": "tiny-llama", "512": "64"}
+    ),
     **{
         f"docs/plans.md#{re.sub(r'[^a-z0-9-]', '', heading)}": CoveredBy(
             "tests/test_committed_plans.py::test_one_command_makes_them_as_they_are"

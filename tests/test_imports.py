@@ -31,7 +31,7 @@ ALLOWED = {
     "profiling": ABOVE_PROGRAM | {"hardware", "models", "runtime"},
     "simulation": ABOVE_PROGRAM,
     "planning": ABOVE_PROGRAM | {"simulation"},
-    "fitting": BASE | {"records", "planning"},
+    "fitting": BASE | {"records", "planning", "simulation"},
     "reporting": ABOVE_PROGRAM | {"simulation"},
     # Checks read records; the model is looked at, and torch imported, inside one function.
     "checking": ABOVE_PROGRAM

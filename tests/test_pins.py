@@ -105,7 +105,7 @@ def test_a_pin_is_units_and_one_or_two_decisions(text: str, pin: Pin) -> None:
 DECISIONS = (
     "the decisions are keep, recompute, swap to host, swap to disk, swap-input to host"
     " or swap-input to disk for activations and persistent, offload to host, offload to disk,"
-    " buffer from host or buffer from disk for states"
+    " shard, buffer from host, buffer from disk or buffer from shards for states"
 )
 PIN_ERRORS = {
     "layers.0": "--pin: expected units and their decisions, got 'layers.0'\n"

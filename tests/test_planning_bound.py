@@ -16,7 +16,8 @@ from protrain_plan.planning.solver import solve
 from protrain_plan.records.plan import Budgets, Updates
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.memory import device_bytes, tier_bytes
-from tests.planning_cases import random_profile
+from protrain_plan.simulation.ranks import ALONE
+from tests.planning_cases import on_several, random_profile
 
 STEPS: list[tuple[Updates, int]] = [
     ("in backward", 1),
@@ -35,14 +36,20 @@ def random_choice(problem: Problem, rng: random.Random) -> Choice:
     )
 
 
-def random_problem(profile: Profile, budgets: Budgets, rng: random.Random) -> Problem:
+def random_problem(
+    profile: Profile, budgets: Budgets, rng: random.Random, *, several: bool = False
+) -> Problem:
     updates, micro_batches = rng.choice(STEPS)
+    group = ALONE
+    if several:
+        profile, group = on_several(profile, rng)
     return Problem.of(
         profile,
         budgets,
         piece_bytes=rng.choice([16 << 20, 64 << 20, 1 << 40]),
         updates=updates,
         micro_batches=micro_batches,
+        group=group,
     )
 
 
@@ -50,12 +57,13 @@ def random_rule(rng: random.Random) -> Rule:
     return Rule(rng.choice([0, 1, 2, 3, 9, ALL]), rng.choice([0, 0.3, 1, 1.6, 2, 5, ALL]))
 
 
-@settings(max_examples=300, deadline=None)
-@given(seed=st.integers(0, 10**9))
-def test_schedule_holds_what_device_bytes_counts(seed: int) -> None:
+@settings(max_examples=400, deadline=None)
+@given(seed=st.integers(0, 10**9), several=st.booleans())
+def test_schedule_holds_what_device_bytes_counts(seed: int, *, several: bool) -> None:
     rng = random.Random(seed)
     profile = random_profile(rng)
-    problem = random_problem(profile, PLENTY, rng)
+    problem = random_problem(profile, PLENTY, rng, several=several)
+    profile = problem.profile
     choice = random_choice(problem, rng)
     least = problem.static_bytes(choice)
     limit = max(least) + int(rng.random() ** 3 * max(least))
@@ -70,12 +78,13 @@ def test_schedule_holds_what_device_bytes_counts(seed: int) -> None:
         assert problem.tier_use(tier, choice) == tier_bytes(tier, plans, profile, program.settings)
 
 
-@settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, 10**9))
-def test_static_bytes_are_those_of_leads_and_drains_of_zero(seed: int) -> None:
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 10**9), several=st.booleans())
+def test_static_bytes_are_those_of_leads_and_drains_of_zero(seed: int, *, several: bool) -> None:
     rng = random.Random(seed)
     profile = random_profile(rng)
-    problem = random_problem(profile, PLENTY, rng)
+    problem = random_problem(profile, PLENTY, rng, several=several)
+    profile = problem.profile
     choice = random_choice(problem, rng)
     least = problem.static_bytes(choice)
     plans = schedule(problem, choice, limit=max(least), rule=Rule(0, 0))
@@ -85,11 +94,12 @@ def test_static_bytes_are_those_of_leads_and_drains_of_zero(seed: int) -> None:
     assert max(slots) == max(least)
 
 
+@pytest.mark.parametrize("several", [False, True], ids=["one device", "several"])
 @pytest.mark.parametrize("seed", range(40))
-def test_bound_is_below_every_random_plan_within_its_budget(seed: int) -> None:
+def test_bound_is_below_every_random_plan_within_its_budget(seed: int, *, several: bool) -> None:
     rng = random.Random(seed)
     profile = random_profile(rng)
-    problem = random_problem(profile, PLENTY, rng)
+    problem = random_problem(profile, PLENTY, rng, several=several)
     lean = leanest(problem)
     assert lean
     largest = max(problem.static_bytes(tuple((0, 0) for _ in profile.units)))

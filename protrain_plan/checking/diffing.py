@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from protrain_plan.records.folding import fold, runs
 from protrain_plan.records.plan import Plan, UnitPlan
 from protrain_plan.records.schema import activations_text, states_text
+from protrain_plan.simulation.ranks import Group
 from protrain_plan.units import exact_bytes, format_bytes, format_seconds
 
 
@@ -113,6 +114,7 @@ def _facts(old: Plan, new: Plan) -> Iterator[Fact]:
         ("disk budget", lambda plan: exact_bytes(plan.budgets.disk)),
         ("updates", lambda plan: plan.updates),
         ("micro-batches", lambda plan: str(plan.micro_batches)),
+        ("devices", lambda plan: str(Group.of(plan))),
         ("pieces of states", lambda plan: exact_bytes(plan.piece_bytes)),
         ("exact", lambda plan: "yes" if plan.exact else "no"),
     )

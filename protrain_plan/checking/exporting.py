@@ -12,7 +12,16 @@ from typing import Any, Literal
 
 import yaml
 
-from protrain_plan.records.plan import Keep, Persistent, Plan, Recompute, Swap, SwapInput
+from protrain_plan.records.plan import (
+    Buffer,
+    Keep,
+    Persistent,
+    Plan,
+    Recompute,
+    Swap,
+    SwapInput,
+)
+from protrain_plan.records.tree import listed
 
 Tool = Literal["deepspeed", "fsdp2", "torchtune", "trl"]
 
@@ -30,8 +39,10 @@ class Exported:
 class _Switches:
     """A plan's decisions as the few switches that the tools have."""
 
+    shard_states: bool  # of several devices: some unit's, on them or below
     offload_states: bool
     states_on_disk: bool
+    gather_twice: bool  # some unit's parameters, for forward and again for backward
     recompute: bool  # some block computes its forward again
     offload_inputs: bool  # ... and has its input moved off the device until then
     offload_saved: bool  # some block moves what autograd saved
@@ -41,10 +52,16 @@ class _Switches:
         placed = [unit.states for unit in plan.units]
         decided = [unit.activations for unit in plan.units]
         return _Switches(
-            offload_states=any(not isinstance(states, Persistent) for states in placed),
+            shard_states=plan.num_devices > 1
+            and any(not isinstance(states, Persistent) for states in placed),
+            offload_states=any(
+                not isinstance(states, Persistent) and states.tier != "device" for states in placed
+            ),
             states_on_disk=any(
                 not isinstance(states, Persistent) and states.tier == "disk" for states in placed
             ),
+            gather_twice=plan.num_devices == 1
+            or any(not isinstance(states, Buffer) for states in placed),
             recompute=any(isinstance(one, Recompute | SwapInput) for one in decided),
             offload_inputs=any(isinstance(one, SwapInput) for one in decided),
             offload_saved=any(isinstance(one, Swap) for one in decided),
@@ -62,7 +79,7 @@ def _deepspeed(plan: Plan, switches: _Switches) -> Exported:
     place: dict[str, Any] = {"device": tier, "pin_memory": True}
     if tier == "nvme":
         place["nvme_path"] = "/local_nvme"
-    zero: dict[str, Any] = {"stage": 3 if switches.offload_states else 0}
+    zero: dict[str, Any] = {"stage": 3 if switches.offload_states or switches.shard_states else 0}
     if switches.offload_states:
         zero |= {"offload_optimizer": place, "offload_param": place}
     config: dict[str, Any] = {
@@ -98,12 +115,12 @@ def _fsdp2(plan: Plan, switches: _Switches) -> Exported:
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",
         "mixed_precision": _mixed_precision(plan),
-        "num_machines": 1,
-        "num_processes": 1,
+        "num_machines": plan.num_nodes,
+        "num_processes": plan.num_devices,
         "fsdp_config": {
             "fsdp_version": 2,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_reshard_after_forward": True,
+            "fsdp_reshard_after_forward": switches.gather_twice,
             "fsdp_offload_params": switches.offload_states,
             "fsdp_activation_checkpointing": switches.recompute,
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
@@ -180,9 +197,17 @@ def _common_losses(plan: Plan, switches: _Switches) -> list[str]:
     stay = sum(isinstance(unit.states, Persistent) for unit in blocks)
     if switches.offload_states and stay:
         losses.append(f"{_blocks(stay)} would keep their states on the device: all are offloaded.")
+    elif switches.shard_states and stay:
+        losses.append(f"{_blocks(stay)} would have their states on every device: all are sharded.")
+    if plan.num_devices > 1:
+        losses.append(f"How many processes run is the launcher's: it has to start {_group(plan)}.")
+    if plan.num_replicas > 1 and switches.shard_states:
+        losses.append("That shards are replicated has to be said to the launcher or the script.")
     tiers = {unit.states.tier for unit in blocks if not isinstance(unit.states, Persistent)}
     if len(tiers) > 1:
-        losses.append("States are split between host and disk in the plan: here all go one way.")
+        named = {"device": "devices", "host": "host", "disk": "disk"}
+        where = listed([word for tier, word in named.items() if tier in tiers], "and")
+        losses.append(f"States are split between {where} in the plan: here all go one way.")
     keep = sum(isinstance(unit.activations, Keep) for unit in blocks)
     if keep and (switches.recompute or switches.offload_saved):
         losses.append(f"{_blocks(keep)} would keep their activations: none does here.")
@@ -198,6 +223,11 @@ def _common_losses(plan: Plan, switches: _Switches) -> list[str]:
             " and the predicted seconds do not hold for it."
         )
     return losses
+
+
+def _group(plan: Plan) -> str:
+    nodes = f" in {plan.num_nodes} nodes" if plan.num_nodes > 1 else ""
+    return f"{plan.num_devices}{nodes}"
 
 
 def _blocks(count: int) -> str:

@@ -2,13 +2,14 @@
 
 from protrain_plan.checking.growing import UnitGrowth, in_words
 from protrain_plan.checking.plan_rules import plan_again
-from protrain_plan.checking.predicting import problem_of, tiers_used
+from protrain_plan.checking.predicting import not_joined, problem_of, tiers_used
 from protrain_plan.checking.reestimating import Unavailable
 from protrain_plan.checking.situations import Situation
 from protrain_plan.checking.targets import Limit
 from protrain_plan.checking.verdicts import Failed, Passed, Skipped, Verdict
 from protrain_plan.planning.leanest import leanest
 from protrain_plan.records.hardware import TierName
+from protrain_plan.simulation.ranks import Group
 from protrain_plan.units import exact_bytes, format_bytes, format_seconds
 
 
@@ -16,7 +17,8 @@ def hdw001(situation: Situation) -> Verdict:
     """The machine has what the plan uses.
 
     Its device is of the kind that the plan was made for, since a programme for CUDA and one for a
-    CPU differ, it has every tier that a decision names, and the budgets are not above what it has.
+    CPU differ, it has every tier that a decision names, its devices are joined where the plan is
+    for several, and the budgets are not above what it has.
     """
     case, machine = situation.case, situation.target.hardware
     planned_for = case.profile.hardware.device.kind
@@ -30,6 +32,9 @@ def hdw001(situation: Situation) -> Verdict:
         problem = f"the plan uses {' and '.join(missing)}, which this machine does not have"
         fix = f"profile and plan the model for {machine.name}"
         return Failed(problem=problem, key="units", fix=fix)
+    if (reason := not_joined(case.plan, machine)) is not None:
+        problem = f"the plan is for {Group.of(case.plan)}: {reason}"
+        return Failed(problem=problem, key="num_devices", fix=plan_again(case))
     budget = situation.target.budget
     if budget and budget.device is not None and budget.device > machine.device.memory_bytes:
         problem = (
@@ -141,6 +146,8 @@ def _over(situation: Situation, text: str, used: int, limit: Limit) -> Failed:
 
 def _undecided(situation: Situation, limit: Limit) -> Verdict:
     """Today's model has other units than the plan: only whether some plan fits can be said."""
+    if (reason := not_joined(situation.case.plan, situation.target.hardware)) is not None:
+        return Skipped(reason=reason)
     problem = f"the plan is for another model: {situation.misfit}"
     failed = _with_remedy(situation, problem, "units", situation.model.growth, None)
     if not failed.no_plan_fits:
@@ -164,7 +171,7 @@ def _with_remedy(
     if none_fits:
         at_least = ""
         if lean is not None:
-            needed = lean.bytes + situation.target.hardware.device.context_bytes
+            needed = lean.bytes + asked.profile.hardware.device.context_bytes
             at_least = f": the leanest needs {format_bytes(needed)} of the device"
         fix = f"no plan of this workload fits{at_least}"
     else:
@@ -182,11 +189,13 @@ def _with_remedy(
 def _command(situation: Situation) -> str:
     """How to plan within the target's limits."""
     case, limits = situation.case, situation.target.budgets
+    group = Group.of(case.plan)
     words = ["protrain plan", str(case.profile_path), "--device-memory", exact_bytes(limits.device)]
+    words += group.options
     options = {"host": ("--host-memory", limits.host), "disk": ("--disk", limits.disk)}
     for tier in case.profile.hardware.tiers:
         option, size = options[tier.name]
         if size != tier.capacity_bytes:  # what the planner takes by itself
-            words += [option, exact_bytes(size)]
+            words += [option, exact_bytes(size * group.in_node)]
     again = "profile it again, then " if situation.model.changed else ""
     return f"{again}{' '.join(words)} -o {case.path}"

@@ -8,6 +8,7 @@ from protrain_plan.checking.situations import Model
 from protrain_plan.checking.verdicts import Failed, Passed, Skipped, Verdict
 from protrain_plan.errors import RecordError
 from protrain_plan.records.schema import VERSION
+from protrain_plan.simulation.ranks import Group
 from protrain_plan.units import exact_bytes
 
 # --- files ----------------------------------------------------------------------------------------
@@ -154,7 +155,5 @@ def fpr001(model: Model) -> Verdict:
 def plan_again(case: Case) -> str:
     """How to make the plan anew, within its own budgets."""
     budgets = case.plan.budgets
-    return (
-        f"plan it again: protrain plan {case.profile_path}"
-        f" --device-memory {exact_bytes(budgets.device)} -o {case.path}"
-    )
+    words = ["--device-memory", exact_bytes(budgets.device), *Group.of(case.plan).options]
+    return f"plan it again: protrain plan {case.profile_path} {' '.join(words)} -o {case.path}"

@@ -5,6 +5,7 @@ The same functions as the planner's: what a plan records is what they say.
 
 from dataclasses import dataclass, replace
 
+from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.judging import step_seconds
 from protrain_plan.planning.problem import Problem
 from protrain_plan.records.hardware import Hardware, TierName
@@ -24,6 +25,7 @@ from protrain_plan.records.plan import (
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.graph import waits_in_a_circle
 from protrain_plan.simulation.memory import device_bytes, tier_bytes
+from protrain_plan.simulation.ranks import Group, group_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +49,14 @@ def problem_of(plan: Plan, profile: Profile, budgets: Budgets | None = None) -> 
         piece_bytes=plan.piece_bytes,
         updates=plan.updates,
         micro_batches=plan.micro_batches,
+        group=Group.of(plan),
     )
 
 
 def predicted(plan: Plan, profile: Profile) -> Predicted:
     """What the plan's decisions take; its units are those of the profile (see `misfit`)."""
     problem = problem_of(plan, profile)
+    profile = problem.profile
     slots = device_bytes(problem.program(plan.units), plan.units, profile)
     there = {tier.name for tier in profile.hardware.tiers}
 
@@ -80,6 +84,21 @@ def circle(plan: Plan, profile: Profile) -> list[str]:
     return waits_in_a_circle(problem_of(plan, profile).program(plan.units))
 
 
+def not_joined(plan: Plan, hardware: Hardware) -> str | None:
+    """Why a machine's devices cannot be the plan's group; None where they can."""
+    group = Group.of(plan)
+    try:
+        group_on(
+            hardware,
+            group.num_devices,
+            num_nodes=group.num_nodes,
+            num_replicas=group.num_replicas,
+        )
+    except ProtrainError as error:
+        return error.message
+    return None
+
+
 def misfit(plan: Plan, profile: Profile) -> str | None:
     """Why the plan's units are not decisions about the profile's, in words; None where they are."""
     planned, there = [u.name for u in plan.units], [u.name for u in profile.units]
@@ -89,6 +108,8 @@ def misfit(plan: Plan, profile: Profile) -> str | None:
         if missing:
             return f"the plan decides nothing for {missing[0]}"
         return f"{strange[0]} is not in the profile" if strange else "the units' order differs"
+    if (reason := not_joined(plan, profile.hardware)) is not None:
+        return reason
     problem = problem_of(plan, profile)
     for index, (unit, options) in enumerate(zip(plan.units, problem.options, strict=True)):
         if all(option.decision != unit.activations for option in options.activations):

@@ -13,6 +13,7 @@ from protrain_plan.records.hardware import Hardware, TierName
 from protrain_plan.records.plan import Budgets
 from protrain_plan.records.profile import DType, Precision
 from protrain_plan.rendering.fits import fits_json, fits_text
+from protrain_plan.simulation.ranks import group_on, profile_of_rank
 
 EXAMPLES = (
     "Examples: protrain fit llama-3.1-8b --on rtx-4090,a100-80gb --seq-len 2048,8192"
@@ -52,6 +53,9 @@ def fit(
     ] = None,
     host_memory: Annotated[str | None, typer.Option(help="Host memory; default: typical.")] = None,
     disk: Annotated[str | None, typer.Option(help="Disk space; default: typical.")] = None,
+    num_devices: Annotated[
+        str, typer.Option(help="Devices that train one model, each with such a batch; or several.")
+    ] = "1",
     clip: Annotated[bool, typer.Option("--clip", help="Update after backward.")] = False,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per update.")] = 1,
     as_json: JsonOption = False,
@@ -65,6 +69,11 @@ def fit(
         for name in on.split(",")
     ]
     lengths, batches = integers("--seq-len", seq_len), integers("--batch-size", batch_size)
+    groups = [
+        (place, group_on(machine, count))
+        for place, machine in enumerate(machines)
+        for count in integers("--num-devices", num_devices)
+    ]
     dtype_name: DType = choice("--dtype", dtype, get_args(DType))
     precision_name: Precision = choice("--precision", precision, get_args(Precision))
     # Torch loads here, so that --help and mistakes need not wait for it.
@@ -95,16 +104,21 @@ def fit(
                 adapter=adapter,
                 optimizer=optimizer,
             )
-            for place, record in enumerate(profiles):
-                machine = record.hardware
-                done = (number + (1 + place) / (1 + len(machines))) / len(sizes)
+            for cell, (place, group) in enumerate(groups):
+                record = profiles[place]
+                machine = profile_of_rank(record, group).hardware
+                done = (number + (1 + cell) / (1 + len(groups))) / len(sizes)
                 report(f"{where} on {machine.name}: planning", done)
+                # What was asked for is a node's; what a machine has by itself may be a device's.
+                host = size("--host-memory", host_memory, -1) // group.in_node
+                below = size("--disk", disk, -1) // group.in_node
                 question = Question(
                     profile=record,
+                    group=group,
                     budgets=Budgets(
                         device=size("--device-memory", device_memory, machine.device.memory_bytes),
-                        host=_capacity(machine, "host"),
-                        disk=_capacity(machine, "disk"),
+                        host=host if host >= 0 else _capacity(machine, "host"),
+                        disk=below if below >= 0 else _capacity(machine, "disk"),
                     ),
                     updates="after backward" if clip else "in backward",
                     micro_batches=accumulate,

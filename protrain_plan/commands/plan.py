@@ -56,6 +56,21 @@ def plan(
         bool, typer.Option("--pareto", help="The front of memory against time; writes no plan.")
     ] = False,
     points: Annotated[int, typer.Option(min=2, help="Budgets that --pareto plans for.")] = 8,
+    num_devices: Annotated[
+        int,
+        typer.Option(min=1, help="Devices that train one model, each with batches of its own."),
+    ] = 1,
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Nodes that they are in; default: as few as hold them."),
+    ] = None,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Groups of devices that each have all of the states, shared over the group's.",
+        ),
+    ] = 1,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per update.")] = 1,
     clip: Annotated[
         bool,
@@ -82,8 +97,9 @@ def plan(
 ) -> None:
     """Find the fastest step within the budgets, and write it as a plan.
 
-    Without an option, a tier's budget is all of it that the profile saw. Ctrl-C ends the search
-    with the best plan so far.
+    Without an option, a tier's budget is all of it that the profile saw. Of several devices, each
+    takes its part of the node's host memory and disk. Ctrl-C ends the search with the best plan so
+    far.
     """
     writable(output)
     from protrain_plan.planning.fluid import Fluid
@@ -91,6 +107,7 @@ def plan(
     from protrain_plan.planning.pins import parse_pin, read_pins
     from protrain_plan.planning.planner import SOLVERS, Solver
     from protrain_plan.planning.search import Effort
+    from protrain_plan.simulation.ranks import group_on, profile_of_rank
 
     solver_name: Solver = choice("--solver", solver, SOLVERS)
     objectives = [
@@ -107,13 +124,17 @@ def plan(
     if also is not None and maximize is None:
         raise ProtrainError("is for --maximize", key="--also")
     record = read_profile(profile)
-    tiers = {tier.name: tier.capacity_bytes for tier in record.hardware.tiers}
+    group = group_on(record.hardware, num_devices, num_nodes=nodes, num_replicas=replicas)
+    ranks = group.in_node
+    own = profile_of_rank(record, group).hardware
+    tiers = {tier.name: tier.capacity_bytes * ranks for tier in own.tiers}
     question = Question(
         profile=record,
+        group=group,
         budgets=Budgets(
             device=size("--device-memory", device_memory, record.hardware.device.memory_bytes),
-            host=size("--host-memory", host_memory, tiers.get("host", 0)),
-            disk=size("--disk", disk, tiers.get("disk", 0)),
+            host=size("--host-memory", host_memory, tiers.get("host", 0)) // ranks,
+            disk=size("--disk", disk, tiers.get("disk", 0)) // ranks,
         ),
         updates="after backward" if clip else "in backward",
         micro_batches=accumulate,

@@ -1,6 +1,7 @@
 """`protrain profile`."""
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -68,6 +69,13 @@ def profile(
             " (protrain hardware list), or a YAML file.",
         ),
     ] = None,
+    interconnect: Annotated[
+        str | None,
+        typer.Option(
+            help="A machine whose devices are joined as this one's, to plan for several: a name of"
+            " the catalogue, or a YAML file (protrain hardware probe under torchrun)."
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu (the default) or cuda.")] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Timed steps per form of activations; default: 3.")
@@ -93,6 +101,13 @@ def profile(
     precision_name: Precision = choice("--precision", precision, get_args(Precision))
     device_name: DeviceKind = choice("--device", device or "cpu", get_args(DeviceKind))
     machine = None if on is None else load_hardware(on)
+    joined = None if interconnect is None else load_hardware(interconnect).interconnect
+    if interconnect is not None and joined is None:
+        raise ProtrainError(
+            f"{interconnect} does not say what joins its devices",
+            key="--interconnect",
+            fix="measure it: torchrun --nproc-per-node N --no-python protrain hardware probe",
+        )
     if machine is not None:
         for option, value in (
             ("--device", device),
@@ -143,5 +158,7 @@ def profile(
                     unit_by_unit=unit_by_unit,
                     **options,
                 )
+    if joined is not None:
+        record = replace(record, hardware=replace(record.hardware, interconnect=joined))
     write_profile(record, output)
     show(as_json, profile_json(record), lambda: profile_text(record, output))

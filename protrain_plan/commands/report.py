@@ -58,6 +58,7 @@ def _front(step: "Step", points: int) -> "tuple[FrontPoint, ...]":
     from protrain_plan.planning.search import Effort
     from protrain_plan.rendering.answers import search_text
     from protrain_plan.reporting.data import FrontPoint
+    from protrain_plan.simulation.ranks import Group
 
     plan, device = step.plan, step.profile.hardware.device
     budgets = replace(plan.budgets, device=max(plan.budgets.device, device.memory_bytes))
@@ -67,6 +68,7 @@ def _front(step: "Step", points: int) -> "tuple[FrontPoint, ...]":
         piece_bytes=plan.piece_bytes,
         updates=plan.updates,
         micro_batches=plan.micro_batches,
+        group=Group.of(plan),
     )
     with progress(quiet=False) as tell, interruptible() as interrupted:
         answer = ask(

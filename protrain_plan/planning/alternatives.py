@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.judging import Judge, Judged
 from protrain_plan.planning.limiting import Tier, slot_name
+from protrain_plan.planning.network import Network
 from protrain_plan.planning.options import ActivationOption, StateOption
 from protrain_plan.planning.problem import Choice, Problem
 from protrain_plan.planning.wording import activations_doing, states_doing
@@ -71,9 +72,9 @@ def activation_work(option: ActivationOption, hardware: Hardware) -> Work:
     return Work(option.forward_s + option.backward_s, moved, 0.0)
 
 
-def state_work(option: StateOption, hardware: Hardware) -> Work:
+def state_work(option: StateOption, hardware: Hardware, network: Network) -> Work:
     """Without the device's own update, which moving the states elsewhere is no means to save."""
-    moved = 0.0
+    moved = network.gathering_s(option) + network.reducing_s(option)
     for fetch in option.fetches:
         moved += fetch.bytes / hardware.tier(fetch.tier).link.read_bytes_per_s
     if option.gradients:
@@ -102,7 +103,7 @@ class Neighbours:
 
     def __init__(self, problem: Problem, choice: Choice) -> None:
         self.problem, self.choice = problem, choice
-        self._hardware = problem.profile.hardware
+        self._hardware, self._network = problem.profile.hardware, Network.of(problem)
         self._judge = Judge(problem)
         base = self._judge.judge_well(choice)
         if base is None:
@@ -127,7 +128,7 @@ class Neighbours:
             Judgement(
                 self._alternative(units, "states", number, states_text(option.decision)),
                 states_doing(option.decision),
-                state_work(option, self._hardware),
+                state_work(option, self._hardware, self._network),
             )
             for number, option in enumerate(self.problem.options[units[0]].states)
             if number != self.choice[units[0]][1]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal, assert_never, get_args
 
-from protrain_plan.planning.four_parameter import four_parameter
+from protrain_plan.planning.four_parameter import four_parameter, homes
 from protrain_plan.planning.judging import Judge, Judged
 from protrain_plan.planning.problem import Choice, Problem
 from protrain_plan.records.plan import (
@@ -28,10 +28,11 @@ def baseline(name: Baseline, problem: Problem, judge: Judge) -> Judged | None:
     offload-all     states offloaded, activations (or the blocks' inputs) swapped
     four-parameter  see `four_parameter.py`
 
-    States are offloaded to the first tier with room for them; activations swap to the nearest.
+    States are offloaded to the first tier with room for them; activations swap to the nearest. On
+    several devices, shards stay on these where there is room.
     """
     tiers = [tier.name for tier in problem.profile.hardware.tiers]
-    offloads: list[Placement] = [Offload(tier=tier) for tier in tiers]
+    offloads: list[Placement] = [Offload(tier=tier) for tier in homes(problem)]
     match name:
         case "recompute-all":
             persistent = _fastest(problem, judge, [[Recompute()]], [Persistent()])
@@ -59,7 +60,8 @@ def leanest_variant(name: Baseline, problem: Problem) -> Choice:
     policies: list[list[Activations]] = [[Recompute()]]
     if name == "offload-all":
         policies = [[Swap(tier=tiers[0]), Keep()], [SwapInput(tier=tiers[0]), Keep()]]
-    placements: list[Placement] = [Offload(tier=tier) for tier in tiers] or [Persistent()]
+    placements: list[Placement] = [Offload(tier=tier) for tier in homes(problem)]
+    placements = placements or [Persistent()]
     variants = [
         uniform(problem, policy, placement) for policy in policies for placement in placements
     ]

@@ -195,8 +195,7 @@ class DecisionModel:
         return [
             (y, leaving.held / self.byte_unit)
             for _, state, y in self.each_state()
-            for leaving in (state.gradients, state.in_place)
-            if leaving and leaving.slot == self.end - 1
+            if (leaving := state.leaving) and leaving.slot == self.end - 1
         ]
 
     def _used_states(self) -> list[tuple[StateOption, pulp.LpVariable]]:

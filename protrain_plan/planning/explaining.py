@@ -23,6 +23,7 @@ from protrain_plan.planning.wording import (
 from protrain_plan.records import activations_text, states_text
 from protrain_plan.records.plan import Plan
 from protrain_plan.records.profile import Profile
+from protrain_plan.simulation.ranks import Group
 from protrain_plan.units import format_bytes
 
 MAX_GROUPS = 12
@@ -67,10 +68,11 @@ def explain(profile: Profile, plan: Plan) -> Explanation:
         piece_bytes=plan.piece_bytes,
         updates=plan.updates,
         micro_batches=plan.micro_batches,
+        group=Group.of(plan),
     )
     choice = _choice(problem, plan)
     neighbours = Neighbours(problem, choice)
-    reasons = Reasons(profile.hardware, step_s=neighbours.base.seconds, gap=plan.gap)
+    reasons = Reasons(problem, step_s=neighbours.base.seconds, gap=plan.gap)
     groups = sorted(_groups(problem, choice), key=lambda units: (-len(units), units[0]))
     return Explanation(
         limits=tuple(limits_of(problem, choice)),

@@ -13,6 +13,13 @@ compute time. Decisions are binaries (fractions in the relaxation), everything e
     ws, wc, W       parameters and states written to disk, and waiting to be written
     us, uc, P       seconds of updates on the host, and waiting to be done
 
+and of several devices
+
+    ns, nc, N       parameters gathered from all ranks during stall and compute, and ahead
+    ks, kc, K       per tier: this rank's shards of them, which take no room of their own
+    xs, xc, X       gradients scattered to the ranks that have them, and waiting to be
+    ys, yc, Y       gradients summed for all ranks, and waiting to be
+
 The model relaxes the programme: moves are divisible and without latency, a lane serves them in any
 order, a swap may return before it left, states waiting in place leave bit by bit. So its optimum
 bounds the seconds of every plan within the budgets (a test holds this).
@@ -23,11 +30,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pulp
 
 from protrain_plan.planning.decision_model import DecisionModel, Terms
+from protrain_plan.planning.network import Network
 from protrain_plan.planning.options import Leaving, StateOption
 from protrain_plan.planning.problem import Problem
 from protrain_plan.records.hardware import Contention, TierName
@@ -56,7 +64,7 @@ class _Lane(NamedTuple):
     """A lane beside compute, the link that it shares, and what runs on it."""
 
     name: str
-    tier: TierName | None  # None: the optimizer on the host
+    link: TierName | Literal["network"] | None  # None: the optimizer on the host
     duplex: float
     contention: Contention
     flows: list[_Flow]
@@ -67,15 +75,26 @@ def _work(lane: _Lane, slot: int, factor: float) -> Terms:
     return [(f.compute[slot], factor * f.rate / lane.contention.lane) for f in lane.flows]
 
 
-def _rates(running: Sequence[_Lane]) -> tuple[float, dict[str, float]]:
+def _rates(running: Sequence[_Lane], link_share: float) -> tuple[float, dict[str, float]]:
     """The rates of compute, and of each lane, while these lanes run."""
     compute, lanes = 1.0, {}
-    links = [lane.tier for lane in running]
+    links = [lane.link for lane in running if lane.link is not None]
+    crossed = "network" in links and set(links) != {"network"}
     for lane in running:
         compute *= lane.contention.compute
-        shared = lane.tier is not None and links.count(lane.tier) == 2
+        shared = lane.link is not None and links.count(lane.link) == 2
         lanes[lane.name] = lane.contention.lane * (lane.duplex if shared else 1.0)
+        if crossed and lane.link is not None:
+            lanes[lane.name] *= link_share
     return compute, lanes
+
+
+def _crossing(share: float) -> float:
+    """What a second of another lane takes of this one's, if both keep `share` of their speed.
+
+    Exact for shares >= 1/2, optimistic below.
+    """
+    return min(1.0, 1 / share - 1)
 
 
 class Fluid(DecisionModel):
@@ -181,6 +200,13 @@ class _Phase:
         self.reads: _Flow | None = None  # from disk
         self.writes: _Flow | None = None  # to disk
         self.updates: _Flow | None = None
+        self.network: Network | None = None
+        self.shards: dict[TierName, _Flow] = {}  # by tier
+        self.gathered: _Flow | None = None
+        self.scattered: _Flow | None = None
+        self.summed: _Flow | None = None
+        if self.problem.settings.num_devices > 1:
+            self.network = Network.of(self.problem)
         self.held_per_written = 0.0
         self._add_flows()
         self._add_lanes()
@@ -219,7 +245,10 @@ class _Phase:
                 self.writes = self._flow("ws wc W", down)
         if hardware.tiers:
             self.updates = self._flow("us uc P", 1.0)
-        adding = self.problem.settings.micro_batches > 1
+        if self.network:
+            self._add_network_flows(self.network)
+        # Of several devices, only the last micro-batch reduces gradients; no host adds them.
+        adding = self.problem.settings.micro_batches > 1 and not self.network
         for _, activation, x in self.model.each_activation():
             if activation.swap_in and activation.swap_out:
                 fetch, leaving = activation.swap_in, activation.swap_out
@@ -227,9 +256,10 @@ class _Phase:
                 self._leave(self.leaving[leaving.tier], leaving, x)
         held_per_written: list[float] = []
         for unit_index, state, y in self.model.each_state():
+            fetched = self.shards if self.network else self.fetched
             for fetch in state.fetches:
-                self.fetched[fetch.tier].amounts[fetch.slot].append((y, fetch.bytes / unit))
-            if state.gradients:
+                fetched[fetch.tier].amounts[fetch.slot].append((y, fetch.bytes / unit))
+            if state.gradients and (self.updating or not self.network):
                 self._leave(self.leaving[state.gradients.tier], state.gradients, y)
             if state.gradients and adding:
                 assert self.updates
@@ -249,11 +279,47 @@ class _Phase:
         self.held_per_written = min(held_per_written, default=0.0)
         for tier_name, flow in self.fetched.items():
             self._add_inventory(tier_name, flow)
+        for tier_name, flow in self.shards.items():
+            self._add_inventory(f"{tier_name}_shards", flow)
+        if self.gathered:
+            self._add_inventory("ranks", self.gathered)
         for tier_name, flow in self.leaving.items():
             self._add_backlog(f"leave_{tier_name}", flow)
-        for word, backlog in (("read", self.reads), ("write", self.writes), ("up", self.updates)):
+        for word, backlog in (
+            ("read", self.reads),
+            ("write", self.writes),
+            ("up", self.updates),
+            ("scatter", self.scattered),
+            ("sum", self.summed),
+        ):
             if backlog:
                 self._add_backlog(word, backlog)
+        # The device's update waits for the sums of gradients.
+        sums = [(f.compute[self.end], 1.0) for f in (self.scattered, self.summed) if f]
+        if sums:
+            self.row("summed_before_update", sums, EQ)
+
+    def _add_network_flows(self, network: Network) -> None:
+        """What is gathered from all ranks, and reduced over them; the shards that tiers hold."""
+        hardware, unit, seconds = self.problem.profile.hardware, self.byte_unit, self.second_unit
+        for tier in hardware.tiers:
+            up = unit / tier.link.read_bytes_per_s / seconds
+            name = tier.name
+            self.shards[name] = self._flow(f"ks_{name} kc_{name} K_{name}", up)
+        self.gathered = self._flow("ns nc N", unit * network.gathered / seconds)
+        for _, state, y in self.model.each_state():
+            for gather in state.gathers:
+                self.gathered.amounts[gather.slot].append((y, gather.bytes / unit))
+        if not self.updating:
+            return
+        self.scattered = self._flow("xs xc X", unit * network.scattered / seconds)
+        self.summed = self._flow("ys yc Y", unit * network.summed / seconds)
+        for unit_index, state, y in self.model.each_state():
+            slot = self.end - 1 - unit_index
+            if state.scattered:
+                self.scattered.amounts[slot].append((y, state.scattered.bytes / unit))
+            if state.summed_bytes:
+                self.summed.amounts[slot].append((y, state.summed_bytes / unit))
 
     def _leave(self, flow: _Flow, leaving: Leaving, binary: pulp.LpVariable) -> None:
         flow.amounts[leaving.slot].append((binary, leaving.bytes / self.byte_unit))
@@ -287,10 +353,11 @@ class _Phase:
         """During a stall a lane does no more than its time; a link's directions share it.
 
         With k = 1/duplex - 1, in + k·out <= time and k·in + out <= time: exact for duplex >= 1/2,
-        optimistic below, where k is cut to 1.
+        optimistic below, where k is cut to 1. The same for a link and collectives.
         """
+        self._add_network_lane()
         for tier in self.problem.profile.hardware.tiers:
-            k = min(1.0, 1 / tier.link.duplex - 1)
+            k = _crossing(tier.link.duplex)
             fetches, spills = self._on_link(tier.name)
             for t in range(self.end + 1):
                 for word, first, second in (("in", 1.0, k), ("out", k, 1.0)):
@@ -303,9 +370,35 @@ class _Phase:
                 terms = [(self.updates.stall[t], 1.0), (self.stall[t], -1.0)]
                 self.row(f"lane_update_{self.slot_name(t)}", terms, LE)
 
+    def _add_network_lane(self) -> None:
+        if not self.network:
+            return
+        collectives, k = self._on_network(), _crossing(self._link_share)
+        for t in range(self.end + 1):
+            slot = self.slot_name(t)
+            terms = [(f.stall[t], f.rate) for f in collectives]
+            self.row(f"lane_network_{slot}", [*terms, (self.stall[t], -1.0)], LE)
+            for tier in self.problem.profile.hardware.tiers if k else ():
+                for way, flows in zip(("in", "out"), self._on_link(tier.name), strict=True):
+                    for word, one, other in (("", 1.0, k), ("_shared", k, 1.0)):
+                        both = [(f.stall[t], one * f.rate) for f in collectives]
+                        both += [(f.stall[t], other * f.rate) for f in flows]
+                        name = f"lane_network{word}_{way}_{tier.name}_{slot}"
+                        self.row(name, [*both, (self.stall[t], -1.0)], LE)
+
+    @property
+    def _link_share(self) -> float:
+        joined = self.problem.profile.hardware.interconnect
+        return joined.link_share if joined else 1.0
+
+    def _on_network(self) -> list[_Flow]:
+        """What collectives do, on one lane."""
+        return [flow for flow in (self.gathered, self.scattered, self.summed) if flow]
+
     def _on_link(self, tier: TierName) -> tuple[list[_Flow], list[_Flow]]:
         """What is read from a tier, and what is written to it."""
         reads = [self.fetched[tier], *([self.reads] if tier == "disk" and self.reads else [])]
+        reads += [self.shards[tier]] if self.network else []
         writes = [self.leaving[tier], *([self.writes] if tier == "disk" and self.writes else [])]
         return reads, writes
 
@@ -335,7 +428,7 @@ class _Phase:
             tuple(lane for lane in lanes if number >> lanes.index(lane) & 1)
             for number in range(1 << len(lanes))
         ]
-        rates = [_rates(running) for running in sets]
+        rates = [_rates(running, self._link_share) for running in sets]
         for t in range(self.end + 1):
             slot = self.slot_name(t)
             spent = [self.variable(f"r{number}_{slot}") for number in range(len(sets))]
@@ -354,21 +447,31 @@ class _Phase:
 
     def _add_links_beside_compute(self, quiet: list[_Lane], slowing: list[_Lane]) -> None:
         """What `quiet` lanes do during compute, and whichever lane shares a link with them."""
+        crossing = _crossing(self._link_share)
         for lane in quiet:
-            others = [o for o in (*quiet, *slowing) if o is not lane and o.tier == lane.tier]
-            k = min(1.0, 1 / lane.duplex - 1)
-            pairs = [(lane, other) for other in others] if lane.tier else [(lane, None)]
+            others = [o for o in (*quiet, *slowing) if o is not lane and o.link == lane.link]
+            k = _crossing(lane.duplex)
+            pairs = [(lane, other) for other in others] if others else [(lane, None)]
             for one, other in pairs:
-                for t in range(self.end + 1):
-                    for first, second, word in ((1.0, k, ""), (k, 1.0, "_shared")):
-                        terms = _work(one, t, first)
-                        if other:
-                            terms += _work(other, t, second)
-                        elif word:
-                            continue
-                        # Work during compute takes no longer than compute.
-                        name = f"beside_{one.name}{word}_{self.slot_name(t)}"
-                        self.row(name, [*terms, (self.compute[t], -1.0)], LE)
+                self._add_beside(one.name, one, other, k)
+        for lane in quiet if crossing else ():
+            for other in (*quiet, *slowing):
+                kinds = {lane.link, other.link} - {None}
+                first = lane.link == "network" or other not in quiet
+                if len(kinds) == 2 and "network" in kinds and first:
+                    self._add_beside(f"{lane.name}_{other.name}", lane, other, crossing)
+
+    def _add_beside(self, name: str, one: _Lane, other: _Lane | None, k: float) -> None:
+        """Work during compute takes no longer than compute."""
+        for t in range(self.end + 1):
+            for first, second, word in ((1.0, k, ""), (k, 1.0, "_shared")):
+                terms = _work(one, t, first)
+                if other:
+                    terms += _work(other, t, second)
+                elif word:
+                    continue
+                row = f"beside_{name}{word}_{self.slot_name(t)}"
+                self.row(row, [*terms, (self.compute[t], -1.0)], LE)
 
     def _lanes(self) -> list[_Lane]:
         hardware, lanes = self.problem.profile.hardware, []
@@ -380,6 +483,10 @@ class _Phase:
         if self.updates:
             slowing = hardware.update_contention
             lanes.append(_Lane("update", None, 1.0, slowing, [self.updates]))
+        if self.network:
+            assert hardware.interconnect, "asked when the problem was made"
+            contention = hardware.interconnect.contention
+            lanes.append(_Lane("network", "network", 1.0, contention, self._on_network()))
         return lanes
 
     def _add_chains(self) -> None:
@@ -408,6 +515,10 @@ class _Phase:
             if state.gradients and self.problem.settings.updates == "in backward":
                 flow = self.leaving[state.gradients.tier]
                 waits = state.gradients.bytes / self.byte_unit * flow.rate
+            if state.scattered and self.network:
+                # Its pieces leave one after the other, while the next are summed.
+                summed_s = self.network.scattered * state.scattered.bytes
+                waits = max(waits, summed_s / self.second_unit)
             name = f"tail_{y.name}"
             self.row(name, [(left[t], 1.0), (after[t], -1.0), (y, -waits)], GE)
         if not self.reads or not self.writes:
@@ -436,10 +547,12 @@ class _Phase:
         Compute waits for what drains before it starts (os, ws); what a slot fetches ahead counts
         in full, since its bytes are reserved from the slot that submits the move.
         """
+        ahead = [*self.fetched.values(), *([self.gathered] if self.gathered else [])]
         for t in range(self.end + 1):
             terms: Terms = [(static[t], 1.0)]
-            terms += [(flow.waiting[t], 1.0) for flow in self.fetched.values()]
+            terms += [(flow.waiting[t], 1.0) for flow in ahead]
             flows = [(flow, 1.0) for flow in self.leaving.values()]
+            flows += [(self.scattered, 1.0)] if self.scattered else []
             if self.writes:
                 flows.append((self.writes, self.held_per_written))
             for flow, held in flows:
@@ -456,6 +569,7 @@ class _Phase:
     def seconds_and_moves(self) -> Terms:
         """The same, and a little of all that moves."""
         flows = [*self.fetched.values(), *self.leaving.values(), self.updates]
+        flows += [*self.shards.values(), *self._on_network()]
         few = [
             (variable, 1e-3 * flow.rate)
             for flow in flows

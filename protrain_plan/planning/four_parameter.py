@@ -26,6 +26,7 @@ from protrain_plan.records.plan import (
     Persistent,
     Placement,
     Recompute,
+    StateTier,
     Swap,
 )
 
@@ -51,19 +52,28 @@ class Numbers(NamedTuple):
 def four_parameter(problem: Problem, judge: Judge) -> Judged | None:
     """The best plan of the paper's space with its best schedule; None where none fits.
 
-    States live on one tier, the first with room for them; swapped activations on the nearest.
+    States live on one tier, the first with room for them; swapped activations on the nearest. On
+    several devices, the first is the devices themselves, with a shard on each.
     """
     tiers = [tier.name for tier in problem.profile.hardware.tiers]
-    for tier in tiers:
-        if best := _Search(problem, judge, tier, tiers[0]).best():
+    for home in homes(problem) if tiers else ():
+        if best := _Search(problem, judge, home, tiers[0]).best():
             return judge.judge_well(best.choice, rule=best.rule)
     return None
+
+
+def homes(problem: Problem) -> list[StateTier]:
+    """Where states that are not persistent can live, the nearest first."""
+    shards: list[StateTier] = ["device"] if problem.settings.num_devices > 1 else []
+    return [*shards, *(tier.name for tier in problem.profile.hardware.tiers)]
 
 
 class _Search:
     """The search with states on one tier."""
 
-    def __init__(self, problem: Problem, judge: Judge, tier: TierName, swap_tier: TierName) -> None:
+    def __init__(
+        self, problem: Problem, judge: Judge, tier: StateTier, swap_tier: TierName
+    ) -> None:
         self.problem, self.judge = problem, judge
         self.offload, self.buffer = Offload(tier=tier), Buffer(tier=tier)
         self.swap = Swap(tier=swap_tier)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from protrain_plan.planning.network import Network
 from protrain_plan.planning.problem import Choice, Problem
 from protrain_plan.planning.schedule import Rule, fill, plans_of
 from protrain_plan.records.plan import Persistent, Schedule, UnitPlan
@@ -112,7 +113,8 @@ def least_seconds(problem: Problem, choice: Choice) -> float:
             read[option.swap_in.tier] += option.swap_in.bytes
             written[option.swap_out.tier] += option.swap_out.bytes
     forward += activations[-1].backward_s
-    device_s = update_s = 0.0
+    device_s = update_s = gathered_s = reduced_s = 0.0
+    network = Network.of(problem)
     states_read = states_written = 0
     for state in states:
         device_s += state.device_s
@@ -121,11 +123,14 @@ def least_seconds(problem: Problem, choice: Choice) -> float:
         states_written += state.write_bytes
         for fetch in state.fetches:
             read[fetch.tier] += fetch.bytes
+        gathered_s += network.gathering_s(state)
+        reduced_s += network.reducing_s(state)
         if state.gradients:
             written[state.gradients.tier] += state.gradients.bytes
     micro_batches = problem.settings.micro_batches
     before = compute * (micro_batches - 1)  # seconds of the micro-batches before the last
     bounds = [before + compute + device_s, before + forward + update_s]
+    bounds.append(micro_batches * gathered_s + reduced_s + device_s)
     for tier in problem.profile.hardware.tiers:
         down, up = tier.link.write_bytes_per_s, tier.link.read_bytes_per_s
         if tier.name == "disk":

@@ -15,6 +15,7 @@ from protrain_plan.planning.pins import Pin
 from protrain_plan.planning.problem import Choice, Problem
 from protrain_plan.records.plan import Activations, Budgets, Placement, Updates
 from protrain_plan.records.profile import Profile
+from protrain_plan.simulation.ranks import ALONE, Group
 
 STEPS: dict[Quantity, int] = {"batch-size": 1, "seq-len": 64}
 """Values are multiples of these: sequences, and tokens."""
@@ -45,6 +46,7 @@ def largest(
     updates: Updates = "in backward",
     micro_batches: int = 1,
     pins: Sequence[Pin] = (),
+    group: Group = ALONE,
 ) -> Largest | None:
     """The largest multiple of the quantity's step that fits the budgets; None where none does.
 
@@ -62,6 +64,7 @@ def largest(
             updates=updates,
             micro_batches=micro_batches,
             pins=pins,
+            group=group,
         )
 
     def fits_plainly(number: int) -> bool:

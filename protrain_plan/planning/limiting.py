@@ -159,12 +159,15 @@ def _shares(model: Fluid) -> dict[str, float]:
         flows += [("fetch disk", phase.reads)] if phase.reads else []
         flows += [("spill disk", phase.writes)] if phase.writes else []
         flows += [("update", phase.updates)] if phase.updates else []
+        flows += [(f"fetch {tier}", flow) for tier, flow in phase.shards.items()]
+        network = (phase.gathered, phase.scattered, phase.summed)
+        flows += [("collect", flow) for flow in network if flow]
         for its_lane, flow in flows:
             lanes.update((variable.name, its_lane) for variable in (*flow.stall, *flow.compute))
     gradients = {
-        y.name: f"spill {state.gradients.tier}"
+        y.name: f"spill {state.gradients.tier}" if state.gradients else "collect"
         for _, state, y in model.each_state()
-        if state.gradients
+        if state.gradients or state.scattered
     }
     decisions = {y.name for of_unit in (*model.activations, *model.states) for y in of_unit}
     shares: dict[str, float] = defaultdict(float)

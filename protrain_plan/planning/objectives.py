@@ -15,6 +15,7 @@ from protrain_plan.planning.search import Effort
 from protrain_plan.planning.solver import solve
 from protrain_plan.records.plan import Budgets, Updates
 from protrain_plan.records.profile import Profile
+from protrain_plan.simulation.ranks import ALONE, Group
 from protrain_plan.simulation.report import StepReport, report
 
 FIRST_STEP = 0.002
@@ -33,9 +34,10 @@ class Question:
     updates: Updates = "in backward"
     micro_batches: int = 1
     pins: tuple[Pin, ...] = ()
+    group: Group = ALONE
 
     def problem(self) -> Problem:
-        """The planning problem; ProtrainError where a pin cannot be met."""
+        """The planning problem; ProtrainError where a pin cannot be met, or devices not joined."""
         return Problem.of(
             self.profile,
             self.budgets,
@@ -43,6 +45,7 @@ class Question:
             updates=self.updates,
             micro_batches=self.micro_batches,
             pins=self.pins,
+            group=self.group,
         )
 
 
@@ -65,7 +68,8 @@ class Objective:
 class Answer:
     """A plan, a front of plans (`solved` is the fastest), or why there is none.
 
-    `profile` is the one that was planned for: with `maximize`, grown to `largest`.
+    `profile` is the one that was planned for: with `maximize`, grown to `largest`; of several
+    devices, one's part (see `profile_of_rank`).
     """
 
     profile: Profile
@@ -96,11 +100,12 @@ def ask(
             updates=question.updates,
             micro_batches=question.micro_batches,
             pins=question.pins,
+            group=question.group,
         )
         if found_largest:
             question = replace(question, profile=found_largest.profile)
     problem, budgets = question.problem(), question.budgets
-    answer = Answer(profile=question.profile, largest=found_largest)
+    answer = Answer(profile=problem.profile, largest=found_largest)
     outcome: Solved | Infeasible
     if objective.max_slowdown is not None:
         least = least_memory(
@@ -137,7 +142,7 @@ def ask(
         assert isinstance(free, Solved), "a plan with pins fits, so one without them does"
         answer = replace(answer, seconds_without_pins=free.plan.prediction.step_seconds)
     program, plans = problem.program(outcome.plan.units), outcome.plan.units
-    return replace(answer, solved=outcome, report=report(program, plans, question.profile))
+    return replace(answer, solved=outcome, report=report(program, plans, problem.profile))
 
 
 def _with_largest(question: Question, infeasible: Infeasible) -> Infeasible:
@@ -151,6 +156,7 @@ def _with_largest(question: Question, infeasible: Infeasible) -> Infeasible:
             updates=question.updates,
             micro_batches=question.micro_batches,
             pins=question.pins,
+            group=question.group,
         )
         if found:
             fits[quantity] = found.value

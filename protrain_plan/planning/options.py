@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple, assert_never
 
-from protrain_plan.program import Settings, gradient_home, residencies
+from protrain_plan.program import Settings, gradient_home, padded, residencies, shard_of
 from protrain_plan.records.hardware import Hardware, TierName
 from protrain_plan.records.plan import (
     Activations,
@@ -18,6 +18,7 @@ from protrain_plan.records.plan import (
     Persistent,
     Placement,
     Recompute,
+    StateTier,
     Swap,
     SwapInput,
 )
@@ -28,6 +29,7 @@ from protrain_plan.simulation.memory import (
     activation_holdings,
     activation_tier_bytes,
     chunk_holdings,
+    chunk_size,
     chunk_staging,
     chunk_tier_bytes,
     device_workspace,
@@ -60,6 +62,15 @@ class Fetch(NamedTuple):
     pieces: tuple[int, ...]
 
 
+class Gathered(NamedTuple):
+    """Bytes that a slot needs of all ranks' shards; like a `Fetch`, over the network."""
+
+    slot: int
+    earliest: int
+    bytes: int
+    pieces: tuple[int, ...]
+
+
 class Leaving(NamedTuple):
     """Bytes that a slot leaves to be moved to a tier.
 
@@ -68,6 +79,23 @@ class Leaving(NamedTuple):
     """
 
     tier: TierName
+    slot: int
+    bytes: int
+    pieces: tuple[int, ...]
+    held_pieces: tuple[int, ...]
+
+    @property
+    def held(self) -> int:
+        return sum(self.held_pieces)
+
+
+class Scattered(NamedTuple):
+    """Gradients that are summed over the ranks after a slot; each rank keeps its shard.
+
+    `held_pieces` are what stands on the device for each piece until it has left: all of it, and
+    the shard of it where that waits for its own way.
+    """
+
     slot: int
     bytes: int
     pieces: tuple[int, ...]
@@ -98,7 +126,10 @@ class ActivationOption:
 class StateOption:
     """One placement of one chunk.
 
-    fetches        parameters, one per stay on the device
+    fetches        parameters, one per stay on the device; of several devices: this rank's shard
+    gathers        the same of all ranks' shards
+    summed_bytes   gradients that are summed for all ranks, after the unit's backward slot
+    scattered      gradients that are summed for the rank that has them
     gradients      what leaves after the chunk's last backward slot and is gone when it is moved
     in_place       what leaves only when the whole chain read -> update -> write is through
     read_bytes     optimizer states that come from disk for the update (after `update_slot`)
@@ -113,6 +144,9 @@ class StateOption:
     decision: Placement
     stays: tuple[Stay, ...]
     fetches: tuple[Fetch, ...] = ()
+    gathers: tuple[Gathered, ...] = ()
+    summed_bytes: int = 0
+    scattered: Scattered | None = None
     gradients: Leaving | None = None
     in_place: Leaving | None = None
     update_slot: int = 0
@@ -123,6 +157,16 @@ class StateOption:
     staging: Staging = NO_STAGING
     device_workspace: float = 0.0
     tier_bytes: dict[TierName, int] = field(default_factory=dict[TierName, int])
+
+    @property
+    def arriving(self) -> tuple[Fetch, ...] | tuple[Gathered, ...]:
+        """What takes room on the device before its slot, if it comes ahead."""
+        return self.gathers or self.fetches
+
+    @property
+    def leaving(self) -> Scattered | Leaving | None:
+        """What stands on the device after its slot until it has left."""
+        return self.scattered or self.gradients or self.in_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +219,8 @@ def _placements(
     if not unit.used_by:
         return
     names = [tier.name for tier in hardware.tiers]
-    for name in names:
+    homes: list[StateTier] = ["device"] if settings.num_devices > 1 else []
+    for name in (*homes, *names):
         offload, buffer = Offload(tier=name), Buffer(tier=name)
         if gradient_home(offload, settings) == "host" and "host" not in names:
             continue  # the optimizer of this chunk would run in host memory
@@ -221,12 +266,15 @@ def _state_option(
                 stays=stays,
                 device_s=unit.num_parameters / optimizer.device_parameters_per_s,
                 device_workspace=device_workspace(decision, unit, profile, settings),
+                summed_bytes=unit.gradient_bytes if settings.num_devices > 1 else 0,
             )
         case Offload() | Buffer():
             pass
         case _:
             assert_never(decision)
-    assert decision.tier != "device"
+    if settings.num_devices > 1:
+        return _shard_option(index, decision, stays, profile, settings)
+    assert decision.tier != "device", "a placement of several devices"
     fetches: list[Fetch] = []
     earliest = 0
     pieces = unit.parameter_pieces or (unit.parameter_bytes,)
@@ -270,4 +318,72 @@ def _state_option(
         ),
         staging=chunk_staging(decision, unit, settings),
         device_workspace=device_workspace(decision, unit, profile, settings),
+    )
+
+
+def _shard_option(
+    index: int,
+    decision: Offload | Buffer,
+    stays: tuple[Stay, ...],
+    profile: Profile,
+    settings: Settings,
+) -> StateOption:
+    """The placement of one rank's shard of a chunk, and what it takes to have the others'."""
+    unit, count, optimizer = profile.units[index], len(profile.units), profile.optimizer
+    chunk, tier = chunk_size(unit), decision.tier
+    whole, own = padded(chunk, settings), shard_of(chunk, settings)
+    pieces = whole.parameter_pieces or (whole.parameter_bytes,)
+    own_pieces = own.parameter_pieces or (own.parameter_bytes,)
+    fetches: list[Fetch] = []
+    gathers: list[Gathered] = []
+    earliest = 0
+    for stay in residencies(decision, unit.used_by, count):
+        if tier != "device":
+            fetches.append(Fetch(tier, stay.first, earliest, own.parameter_bytes, own_pieces))
+        gathers.append(Gathered(stay.first, earliest, whole.parameter_bytes, pieces))
+        earliest = stay.last + 1
+    below = profile.hardware.tiers
+    sizes = {t.name: chunk_tier_bytes(t.name, decision, unit, settings) for t in below}
+    plain = StateOption(
+        decision=decision,
+        stays=stays,
+        fetches=tuple(fetches),
+        gathers=tuple(gathers),
+        tier_bytes={name: size for name, size in sizes.items() if size},
+    )
+    if not unit.num_parameters:
+        return plain
+    slot, last_slot = 2 * count - 1 - index, 2 * count - 1
+    in_backward = settings.updates == "in backward"
+    parts = whole.gradient_pieces or (whole.gradient_bytes,)
+    own_parts = own.gradient_pieces or (own.gradient_bytes,)
+    held, spilled, in_place = parts, None, None
+    home = gradient_home(decision, settings)
+    write = own.state_bytes + own.gradient_bytes if tier == "disk" else 0
+    if home == "host":
+        spilled = Leaving("host", slot, own.gradient_bytes, own_parts, own_parts)
+        held = tuple(part + shard for part, shard in zip(parts, own_parts, strict=True))
+    elif tier == "disk" and in_backward:
+        # The shard of the gradients has left with the last piece that is updated.
+        in_place = Leaving(tier, slot, write, (write,), (own.gradient_bytes,))
+        held = (*parts[:-1], parts[-1] + own.gradient_bytes)
+    shard = replace(
+        plain,
+        scattered=Scattered(slot, whole.gradient_bytes, parts, held),
+        gradients=spilled,
+        in_place=in_place,
+        device_workspace=device_workspace(decision, unit, profile, settings),
+    )
+    if tier == "device":
+        seconds = own.num_parameters / optimizer.device_parameters_per_s
+        return replace(shard, device_s=seconds)
+    return replace(
+        shard,
+        update_slot=slot if in_backward else last_slot,
+        read_bytes=write,  # states and parameters; gradients are there, or in host memory
+        write_bytes=write,
+        update_s=update_seconds(
+            optimizer, own.num_parameters, num_pieces=num_updates(decision, unit, settings)
+        ),
+        staging=chunk_staging(decision, unit, settings),
     )

@@ -221,6 +221,8 @@ def _cannot(
     if tier is not None and tier not in tiers:
         here = f"only {listed(tiers, 'and')}" if tiers else "nothing"
         problem = f"{name} cannot take {phrase!r}: this machine has {here} below the device"
+    elif isinstance(decision, Offload | Buffer) and decision.tier == "device" and not takers:
+        problem = f"{name} cannot take {phrase!r}: states are shared over several devices alone"
     elif isinstance(decision, Offload | Buffer) and not unit.unit.used_by:
         problem = f"{name} cannot take {phrase!r}: it has no parameters of its own"
     elif unit.unit.kind == "part" and not isinstance(decision, Offload | Buffer):

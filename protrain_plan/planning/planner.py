@@ -35,6 +35,7 @@ from protrain_plan.records.plan import Budgets, Plan, Prediction, TierBytes
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.graph import waits_in_a_circle
 from protrain_plan.simulation.memory import device_bytes, tier_bytes
+from protrain_plan.simulation.ranks import ALONE, Group
 
 MARGINS = (0.0, 0.01, 0.02, 0.04, 0.07, 0.12)
 """Fractions of the budget that the relaxation leaves free for whole moves (docs/decisions.md)."""
@@ -68,12 +69,13 @@ def plan(
     solver: Solver = "milp",
     progress: Progress | None = None,
     hints: Sequence[Choice] = (),
+    group: Group = ALONE,
 ) -> Solved | Infeasible:
     """The fastest plan found for `profile` within `budgets`, or why there is none.
 
     `budgets.device` includes the context. See `solve_problem`.
     """
-    problem = Problem.of(profile, budgets, piece_bytes=piece_bytes)
+    problem = Problem.of(profile, budgets, piece_bytes=piece_bytes, group=group)
     return solve_problem(
         problem, budgets, effort=effort, solver=solver, progress=progress, hints=hints
     )
@@ -313,7 +315,7 @@ def _solved(
         workload=profile.workload,
         hardware=profile.hardware.name,
         optimizer=profile.optimizer.name,
-        profile_fingerprint=fingerprint(profile),
+        profile_fingerprint=fingerprint(problem.made_from),
         model_fingerprint=profile.model_fingerprint,
         exact=True,
         budgets=budgets,
@@ -322,6 +324,9 @@ def _solved(
         units=best.plans,
         updates=settings.updates,
         micro_batches=settings.micro_batches,
+        num_devices=settings.num_devices,
+        num_replicas=settings.num_replicas,
+        num_nodes=settings.num_nodes,
         tensors=profile.tensors,
     )
     gap = made.gap

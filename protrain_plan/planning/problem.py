@@ -30,6 +30,7 @@ from protrain_plan.records.plan import (
 )
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.memory import chunk_size, total_staging
+from protrain_plan.simulation.ranks import ALONE, Group, profile_of_rank
 
 MIN_PIECE_BYTES = 8 * 2**20
 """Smaller pieces spend their time on starting."""
@@ -59,9 +60,13 @@ def default_piece_bytes(profile: Profile) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """Bytes in `device` are for tensors: the context is taken off already."""
+    """Bytes in `device` are for tensors: the context is taken off already.
+
+    `profile` is `made_from` as one of the devices has it (see `profile_of_rank`).
+    """
 
     profile: Profile
+    made_from: Profile
     settings: Settings
     device: int
     tiers: dict[TierName, int]
@@ -76,16 +81,26 @@ class Problem:
         updates: Updates = "in backward",
         micro_batches: int = 1,
         pins: Sequence[Pin] = (),
+        group: Group = ALONE,
     ) -> "Problem":
-        """What the budgets leave, and no more than the machine has below the device."""
+        """What the budgets leave, and no more than the machine has below the device.
+
+        Budgets are one device's. ProtrainError where the profile's machine does not say what joins
+        several devices.
+        """
+        made_from, profile = profile, profile_of_rank(profile, group)
         limits: dict[TierName, int] = {"host": budgets.host, "disk": budgets.disk}
         return Problem(
             profile=profile,
+            made_from=made_from,
             settings=Settings(
                 device=profile.hardware.device.kind,
                 piece_bytes=piece_bytes or default_piece_bytes(profile),
                 updates=updates,
                 micro_batches=micro_batches,
+                num_devices=group.num_devices,
+                num_replicas=group.num_replicas,
+                num_nodes=group.num_nodes,
             ),
             pins=tuple(pins),
             device=budgets.device - profile.hardware.device.context_bytes,
@@ -219,9 +234,8 @@ class Problem:
         change[end] += round(max(state.device_workspace for state in states))
         for state in states:
             # No slot is left that could wait for what the last one produced.
-            for leaving in (state.gradients, state.in_place):
-                if leaving and leaving.slot == end - 1:
-                    change[end] += leaving.held
+            if (leaving := state.leaving) and leaving.slot == end - 1:
+                change[end] += leaving.held
         total, totals = 0, []
         for step in change[: end + 1]:
             total += step

@@ -10,14 +10,15 @@ from protrain_plan.planning.alternatives import (
     activation_work,
     state_work,
 )
+from protrain_plan.planning.network import Network
 from protrain_plan.planning.options import ActivationOption, StateOption
+from protrain_plan.planning.problem import Problem
 from protrain_plan.planning.wording import (
     activations_does,
     listed_words,
     states_does,
     units_text,
 )
-from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import Keep, Persistent
 from protrain_plan.units import format_bytes, format_seconds
 
@@ -29,8 +30,8 @@ much."""
 class Reasons:
     """Sentences about one plan: what its seconds make a tie, and a difference within its gap."""
 
-    def __init__(self, hardware: Hardware, *, step_s: float, gap: float) -> None:
-        self._hardware = hardware
+    def __init__(self, problem: Problem, *, step_s: float, gap: float) -> None:
+        self._hardware, self._network = problem.profile.hardware, Network.of(problem)
         self._tie_s = TIE * step_s
         self._gap_s = max(gap, TIE) * step_s
 
@@ -56,7 +57,7 @@ class Reasons:
         sentences = f"{subject} {does}: {why}."
         if not states:
             return sentences  # nothing to place, or nowhere else to
-        why = self._why(state_work(state, self._hardware), states, many=many)
+        why = self._why(state_work(state, self._hardware, self._network), states, many=many)
         return f"{sentences} {again} {places}: {why}."
 
     def _plain(self, judgements: Sequence[Judgement], *, many: bool) -> str:

@@ -13,9 +13,11 @@ from itertools import accumulate
 from math import ceil, floor
 from typing import NamedTuple
 
-from protrain_plan.planning.options import Fetch
+from protrain_plan.planning.options import Fetch, Gathered
 from protrain_plan.planning.problem import Choice, Problem
 from protrain_plan.records.plan import Schedule, UnitPlan
+
+_Coming = Fetch | Gathered
 
 
 class Rule(NamedTuple):
@@ -148,7 +150,7 @@ def fill(problem: Problem, choice: Choice, free: list[int], rule: Rule) -> tuple
             swaps[unit] = _Drain(
                 unit, unit, fetch.pieces, fetch.pieces, unit + 1, fetch.slot, fetch.bytes
             )
-        if leaving := state.gradients or state.in_place:
+        if leaving := state.leaving:
             slot = leaving.slot
             last = slot == end - 1  # stays for the device's update: see Problem.static_bytes
             gone = end + 1 if last else slot + 1
@@ -159,7 +161,7 @@ def fill(problem: Problem, choice: Choice, free: list[int], rule: Rule) -> tuple
     for drain in drains:
         drain.extend(free, rule.window)
 
-    groups: list[tuple[int, int, str, list[Fetch]]] = []
+    groups: list[tuple[int, int, str, list[_Coming]]] = []
     for unit, (activation, state) in enumerate(zip(activations, states, strict=True)):
         if activation.swap_in:
             # What comes back needs its room again: the last of it is gone by then.
@@ -167,7 +169,7 @@ def fill(problem: Problem, choice: Choice, free: list[int], rule: Rule) -> tuple
             fetch = activation.swap_in._replace(earliest=gone)
             groups.append((fetch.slot, unit, "swap", [fetch]))
         for name in ("forward", "backward"):
-            fetches = [f for f in state.fetches if (f.slot < count) == (name == "forward")]
+            fetches = [f for f in state.arriving if (f.slot < count) == (name == "forward")]
             if fetches:
                 groups.append((fetches[0].slot, unit, name, fetches))
     groups.sort(key=lambda group: group[:2])
@@ -218,7 +220,7 @@ def plans_of(
     )
 
 
-def _lead(fetches: list[Fetch], free: list[int], depth: int) -> float:
+def _lead(fetches: list[_Coming], free: list[int], depth: int) -> float:
     """The largest common lead up to `depth`; takes its bytes from `free`."""
     lead = 0
     while lead < depth:
@@ -240,7 +242,7 @@ def _lead(fetches: list[Fetch], free: list[int], depth: int) -> float:
     return lead
 
 
-def _lead_of_one(fetch: Fetch, free: list[int], lead: int, depth: int) -> float:
+def _lead_of_one(fetch: _Coming, free: list[int], lead: int, depth: int) -> float:
     """The same for one fetch that has a lead already. (Searches spend much of their time here.)"""
     size, slot = fetch.bytes, fetch.slot - lead
     first = max(fetch.earliest, fetch.slot - depth)

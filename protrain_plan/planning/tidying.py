@@ -13,7 +13,7 @@ from itertools import islice, permutations
 
 from protrain_plan.planning.judging import Judge, Judged, step_seconds
 from protrain_plan.planning.problem import Problem
-from protrain_plan.records.hardware import Hardware
+from protrain_plan.records.hardware import Collectives, Hardware
 from protrain_plan.records.plan import Persistent, Schedule, Swap, SwapInput, UnitPlan
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.memory import device_bytes
@@ -158,4 +158,17 @@ def _with_slower_lanes(profile: Profile) -> Profile:
         profile.optimizer,
         host_parameters_per_s=profile.optimizer.host_parameters_per_s * SLOWER_LANES,
     )
-    return replace(profile, hardware=replace(hardware, tiers=tiers), optimizer=optimizer)
+    joined = hardware.interconnect
+    if joined:
+        within, across = _slower(joined.within), joined.across
+        joined = replace(joined, within=within, across=across and _slower(across))
+    slow = replace(hardware, tiers=tiers, interconnect=joined)
+    return replace(profile, hardware=slow, optimizer=optimizer)
+
+
+def _slower(speeds: Collectives) -> Collectives:
+    return replace(
+        speeds,
+        gather_bytes_per_s=speeds.gather_bytes_per_s * SLOWER_LANES,
+        reduce_bytes_per_s=speeds.reduce_bytes_per_s * SLOWER_LANES,
+    )

@@ -79,6 +79,10 @@ def states_does(decision: Placement, *, many: bool) -> str:
     match decision:
         case Persistent():
             return f"keep{s} {their} states on the device"
+        case Offload(tier="device"):
+            return f"shard{s} {their} states over the devices"
+        case Buffer(tier="device"):
+            return f"buffer{s} {their} states from shards on the devices"
         case Offload(tier=tier):
             return f"offload{s} {their} states to {tier}"
         case Buffer(tier=tier):
@@ -92,6 +96,10 @@ def states_doing(decision: Placement) -> str:
     match decision:
         case Persistent():
             return "keeping them on the device"
+        case Offload(tier="device"):
+            return "sharding them over the devices"
+        case Buffer(tier="device"):
+            return "buffering them from shards on the devices"
         case Offload(tier=tier):
             return f"offloading them to {tier}"
         case Buffer(tier=tier):
@@ -104,6 +112,8 @@ def lane_words(lane: str) -> str:
     """What a lane does: "transfers from host"."""
     if lane == "update":
         return "updates on the host"
+    if lane == "collect":
+        return "collectives"
     word, _, tier = lane.partition(" ")
     return f"transfers {'from' if word == 'fetch' else 'to'} {tier}" if tier else word
 

@@ -161,6 +161,7 @@ class Plan:
     micro_batches: int = 1  # forwards and backwards per update
     num_devices: int = 1
     num_replicas: int = 1  # of the sharded states; divides num_devices
+    num_nodes: int = 1  # that the devices are in, as many in each
     tensors: tuple[str, ...] = ()
 
     @property

@@ -178,5 +178,6 @@ LIMITS: dict[tuple[type, str], Limits] = {
     (Plan, "micro_batches"): _COUNT,
     (Plan, "num_devices"): _COUNT,
     (Plan, "num_replicas"): _COUNT,
+    (Plan, "num_nodes"): _COUNT,
 }
 """Where a field takes less than all numbers that are not negative."""

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from protrain_plan.rendering.infeasible import infeasible_json
-from protrain_plan.rendering.plans import solved_json
+from protrain_plan.rendering.plans import devices_json, solved_json
 from protrain_plan.rendering.tables import table_of
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def _fit_json(fit: "Fit") -> dict[str, Any]:
         "hardware": fit.profile.hardware.name,
         "batch_size": workload.batch_size,
         "seq_len": workload.seq_len,
+        **devices_json(fit.group),
         "verdict": fit.verdict,
         "plain_device_bytes": fit.plain_bytes,
         "binds": fit.binds,
@@ -42,8 +43,10 @@ def _fit_json(fit: "Fit") -> dict[str, Any]:
 
 def fits_text(fits: Sequence["Fit"]) -> RenderableType:
     """What `protrain fit` prints."""
-    table = table_of("machine", "batch", "", "tokens/s", "device", "host", "disk")
-    table.columns[2].justify = "left"
+    several = any(fit.group.num_devices > 1 for fit in fits)
+    names = ("machine", *(["devices"] if several else []), "batch", "")
+    table = table_of(*names, "tokens/s", "device", "host", "disk")
+    table.columns[len(names) - 1].justify = "left"
     for column in table.columns:
         column.no_wrap = True
     for fit in fits:
@@ -57,7 +60,8 @@ def fits_text(fits: Sequence["Fit"]) -> RenderableType:
             ]
         words, style = _VERDICTS[fit.verdict]
         machine = fit.profile.hardware.name
-        table.add_row(machine, _fit_size(fit), Text(words, style=style), *cells)
+        devices = [str(fit.group.num_devices)] if several else []
+        table.add_row(machine, *devices, _fit_size(fit), Text(words, style=style), *cells)
     return Group(table, "", *(Text(line) for line in _fit_notes(fits)))
 
 
@@ -76,10 +80,15 @@ def _fit_size(fit: "Fit") -> str:
     return f"{fit.profile.workload.batch_size} x {fit.profile.workload.seq_len}"
 
 
+def _fit_machine(fit: "Fit") -> str:
+    devices = f"{fit.group.num_devices} x " if fit.group.num_devices > 1 else ""
+    return f"{devices}{fit.profile.hardware.name}"
+
+
 def _fit_notes(fits: Sequence["Fit"]) -> list[str]:
     """What binds in each cell, and how far to trust the seconds on each machine."""
     lines = ["what makes up the step, or what is missing:"]
-    lines += [f"  {fit.profile.hardware.name} {_fit_size(fit)}: {fit.binds}" for fit in fits]
+    lines += [f"  {_fit_machine(fit)} {_fit_size(fit)}: {fit.binds}" for fit in fits]
     for hardware in dict.fromkeys(fit.profile.hardware for fit in fits):
         rates = hardware.rates
         if rates is not None and rates.error_high:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from protrain_plan.records.plan import TierBytes, UnitPlan
 from protrain_plan.records.profile import Profile
 from protrain_plan.rendering.tables import run_name, table_of
 from protrain_plan.simulation.memory import checkpoint_bytes
+from protrain_plan.simulation.ranks import Group as Devices
 from protrain_plan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ def solved_json(solved: "Solved") -> dict[str, Any]:
     return {
         "status": solved.status,
         "gap": solved.gap,
+        **devices_json(Devices.of(solved.plan)),
         "lower_bound_seconds": prediction.lower_bound_seconds,
         "step_seconds": prediction.step_seconds,
         "stall_seconds": solved.stall_seconds,
@@ -33,6 +36,11 @@ def solved_json(solved: "Solved") -> dict[str, Any]:
         "peak_bytes": tiers_json(prediction.peak_bytes),
         "solver": solved.solver,
     }
+
+
+def devices_json(group: Devices) -> dict[str, int]:
+    """The devices, where there is more than one."""
+    return asdict(group) if group.num_devices > 1 else {}
 
 
 def tiers_json(peak: TierBytes) -> dict[str, int]:
@@ -49,7 +57,8 @@ def solved_text(solved: "Solved", profile: Profile, path: Path) -> RenderableTyp
     """What `protrain plan` prints for a plan."""
     plan, prediction = solved.plan, solved.plan.prediction
     peak = prediction.peak_bytes
-    table = table_of("tier", "predicted peak", "budget")
+    several = Devices.of(plan) if plan.num_devices > 1 else None
+    table = table_of("tier", "predicted peak" + " of each device" * bool(several), "budget")
     table.add_row(
         f"device (tensors + {format_bytes(peak.context)} besides)",
         format_bytes(peak.device + peak.context),
@@ -65,6 +74,8 @@ def solved_text(solved: "Solved", profile: Profile, path: Path) -> RenderableTyp
         f" ({solved.status}, {solved.solver}, {format_seconds(solved.solve_seconds)})"
     )
     notes = [verdict]
+    if several:
+        notes.insert(0, Text(f"on {several}, each with batches of its own"))
     saving = checkpoint_bytes(plan.units, profile) - peak.device
     if profile.hardware.device.kind == "cpu" and saving > 0:
         notes.append(Text(f"saving a checkpoint takes {format_bytes(saving)} more than a step"))

@@ -7,6 +7,7 @@ are places in the list `kinds`: all this keeps the page of a hundred blocks smal
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from math import floor, log10
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from protrain_plan.records.plan import UnitPlan
 from protrain_plan.reporting.lanes import Bar, Ran, bars, lanes, named, waits
 from protrain_plan.reporting.memory import TierMemory, memory, slot_begins_s
 from protrain_plan.reporting.step import Step
+from protrain_plan.simulation.ranks import Group
 from protrain_plan.simulation.recording import Recording
 from protrain_plan.simulation.report import in_words
 
@@ -73,6 +75,7 @@ def step_data(
         "exact": plan.exact,
         "updates": plan.updates,
         "micro_batches": plan.micro_batches,
+        **(asdict(Group.of(plan)) if plan.num_devices > 1 else {}),
         "plan_fingerprint": fingerprint(plan),
         "profile_fingerprint": plan.profile_fingerprint,
         "profile_method": step.profile.method,
@@ -123,10 +126,11 @@ def step_data(
 
 
 def workload_text(step: Step) -> str:
-    """`2 sequences of 256 tokens, float32`."""
+    """`2 sequences of 256 tokens on each of 8 devices, float32`."""
     workload = step.plan.workload
     sequences = "1 sequence" if workload.batch_size == 1 else f"{workload.batch_size} sequences"
-    parts = [f"{sequences} of {workload.seq_len} tokens", workload.dtype]
+    devices = f" on each of {Group.of(step.plan)}" if step.plan.num_devices > 1 else ""
+    parts = [f"{sequences} of {workload.seq_len} tokens{devices}", workload.dtype]
     if workload.precision != "pure":
         parts.append(f"{workload.precision} precision")
     if workload.adapter:

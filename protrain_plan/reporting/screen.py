@@ -82,6 +82,8 @@ SYMBOL_STYLES = {
     "o": "cyan",
     "B": "green",
     "b": "green",
+    "D": "cyan",
+    "d": "green",
 }
 
 
@@ -101,10 +103,14 @@ def activations_symbol(decided: Activations) -> str:
 
 
 def states_symbol(decided: Placement) -> str:
-    """A letter: small where states are on disk."""
+    """A letter: small where states are on disk; D for shards on the devices, d for buffers."""
     match decided:
         case Persistent():
             return "P"
+        case Offload(tier="device"):
+            return "D"
+        case Buffer(tier="device"):
+            return "d"
         case Offload(tier=tier):
             return "O" if tier == "host" else "o"
         case Buffer(tier=tier):

@@ -15,6 +15,7 @@ from protrain_plan.records.plan import (
 )
 from protrain_plan.records.profile import Profile, Unit
 from protrain_plan.simulation.memory import activation_bytes, compile_units
+from protrain_plan.simulation.ranks import Group, group_on, profile_of_rank
 from protrain_plan.simulation.report import StepReport, report
 from protrain_plan.simulation.timeline import Timeline, simulate
 
@@ -35,13 +36,21 @@ class Step:
 
 
 def simulated(plan: Plan, profile: Profile) -> Step:
-    """The step of a plan whose units are those of the profile."""
+    """The step of a plan whose units are those of the profile; of one of its devices.
+
+    ProtrainError where the profile's machine does not say what joins several.
+    """
+    group = Group.of(plan)
+    profile = profile_of_rank(profile, group)
     program = compile_units(
         plan.units,
         profile,
         piece_bytes=plan.piece_bytes,
         updates=plan.updates,
         micro_batches=plan.micro_batches,
+        num_devices=group.num_devices,
+        num_replicas=group.num_replicas,
+        num_nodes=group.num_nodes,
     )
     return Step(
         plan=plan,
@@ -74,11 +83,27 @@ def read_step(plan_path: Path, profile_path: Path | None = None) -> Step:
             source=str(profile_path),
             fix="name the plan's own profile with --profile, or plan again",
         )
+    _check_group(plan, profile, str(plan_path))
     _check_units(plan, profile, str(plan_path))
     step = simulated(plan, profile)
     if not step.report.step_seconds:
         raise ProtrainError("a step that takes no time cannot be shown", source=str(plan_path))
     return step
+
+
+def _check_group(plan: Plan, profile: Profile, source: str) -> None:
+    try:
+        asked = {"num_nodes": plan.num_nodes, "num_replicas": plan.num_replicas}
+        group_on(profile.hardware, plan.num_devices, **asked)
+    except ProtrainError as error:
+        raise ProtrainError(error.message, source=source, key="num_devices") from None
+    for index, unit in enumerate(plan.units):
+        states = unit.states
+        if plan.num_devices > 1 or isinstance(states, Persistent):
+            continue
+        if states.tier == "device":
+            problem = "states are shared over several devices, and the plan is for one"
+            raise ProtrainError(problem, source=source, key=_key(index))
 
 
 def _check_units(plan: Plan, profile: Profile, source: str) -> None:
@@ -114,7 +139,7 @@ def _tiers(decided: UnitPlan) -> set[str]:
     tiers: set[str] = set()
     if isinstance(decided.activations, Swap | SwapInput):
         tiers.add(decided.activations.tier)
-    if not isinstance(decided.states, Persistent):
+    if not isinstance(decided.states, Persistent) and decided.states.tier != "device":
         tiers.add(decided.states.tier)
     return tiers
 

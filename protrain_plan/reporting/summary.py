@@ -3,11 +3,13 @@
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Group as Lines
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from protrain_plan.reporting.step import Step
+from protrain_plan.simulation.ranks import Group
 from protrain_plan.simulation.report import in_words
 from protrain_plan.units import format_bytes, format_seconds
 
@@ -15,7 +17,8 @@ from protrain_plan.units import format_bytes, format_seconds
 def summary_json(step: Step) -> dict[str, Any]:
     """The step as plain data, in seconds and bytes; `protrain show --json` has the time line."""
     report = step.report
-    return {
+    several = asdict(Group.of(step.plan)) if step.plan.num_devices > 1 else {}
+    return several | {
         "step_seconds": report.step_seconds,
         "predicted_step_seconds": step.plan.prediction.step_seconds,
         "stall_seconds": report.stall_seconds,
@@ -48,4 +51,6 @@ def summary_text(step: Step) -> RenderableType:
             f"the last of {step.plan.micro_batches} micro-batches, with its update:"
             f" {format_seconds(report.step_seconds)} of the step's {whole}"
         )
-    return Group(Text(head), "", table, "", *(Text(line) for line in in_words(report)))
+    if step.plan.num_devices > 1:
+        head += f", on each of {Group.of(step.plan)}"
+    return Lines(Text(head), "", table, "", *(Text(line) for line in in_words(report)))

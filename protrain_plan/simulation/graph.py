@@ -34,6 +34,7 @@ def dependency_graph(program: Program) -> "nx.DiGraph[str]":
         graph.add_edges_from((names[number], compute) for number in slot.ready)
         for number in slot.finish:
             submit(number, compute)
+    graph.add_edges_from((names[number], "update on the device") for number in program.reduced)
     if program.last:
         end = f"slot {len(program.slots) - 1}"
         graph.add_edge(end, "update on the device")

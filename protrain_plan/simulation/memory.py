@@ -135,6 +135,7 @@ def compile_units(
     updating: bool = True,
     num_devices: int = 1,
     num_replicas: int = 1,
+    num_nodes: int = 1,
 ) -> Program:
     """The programme of `units` for the model and machine of `profile`."""
     settings = Settings(
@@ -144,6 +145,7 @@ def compile_units(
         micro_batches=micro_batches,
         num_devices=num_devices,
         num_replicas=num_replicas,
+        num_nodes=num_nodes,
     )
     chunks = [chunk_size(unit) for unit in profile.units]
     return compile_plan(units, chunks, settings, updating=updating)

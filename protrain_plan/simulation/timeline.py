@@ -2,9 +2,9 @@
 
 An event-driven run: compute and every lane progress at a rate that depends on what else runs.
 Lanes in one direction of a link share its speed; its two directions keep `duplex` of theirs while
-both run; compute and a link's direction, or the update lane, keep their
-`Contention` fractions while both run (factors multiply). Between events all rates are constant, so
-the result is exact for this model.
+both run; compute and a link's direction, the update lane or a collective keep their `Contention`
+fractions while both run, a link and a collective their `link_share` (factors multiply). Between
+events all rates are constant, so the result is exact for this model.
 """
 
 from collections import deque
@@ -17,6 +17,7 @@ from protrain_plan.records.hardware import Contention, TierName
 from protrain_plan.records.plan import Persistent, UnitPlan
 from protrain_plan.records.profile import OptimizerCost, Profile
 from protrain_plan.simulation.memory import activation_bytes, chunk_size, moved_bytes
+from protrain_plan.simulation.ranks import collective_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +67,17 @@ class Timeline:
     compute: tuple[tuple[float, float], ...]
 
 
-def move_seconds(move: Move, plans: Sequence[UnitPlan], profile: Profile) -> float:
+def move_seconds(
+    move: Move, plans: Sequence[UnitPlan], profile: Profile, settings: Settings
+) -> float:
     """How long a move takes when nothing interferes: latency + bytes / bandwidth.
 
     The optimizer's step on a piece: piece_s + parameters / speed.
     """
-    if move.lane.tier is None:
-        return 0.0  # of collectives, which no profile measures yet
+    if move.kind in ("all-gather", "reduce-scatter", "all-reduce"):
+        size = moved_bytes(move, plans, profile)
+        return collective_seconds(move.kind, size, profile.hardware, settings)
+    assert move.lane.tier is not None, "collectives alone have no tier"
     if move.lane.direction == "update":
         return update_seconds(profile.optimizer, move.stop - move.start)
     link = profile.hardware.tier(move.lane.tier).link
@@ -147,14 +152,18 @@ _CRUMB = 1e-12
 """Seconds of work that count as none."""
 
 
-def _way(lane: Lane) -> tuple[TierName | None, bool]:
+_Shared = TierName | Literal["optimizer", "network"]
+
+
+def _way(lane: Lane) -> tuple[_Shared, bool]:
     """What a lane shares with others: a link's tier and whether it goes inwards, or the optimizer.
 
-    States go inwards to the host's optimizer; its own lanes have no link.
+    States go inwards to the host's optimizer; its own lanes have no link. The lane of collectives
+    is alone.
     """
     if lane.direction == "update":
-        return None, False
-    return lane.tier, lane.direction in ("fetch", "read")
+        return "optimizer", False
+    return lane.tier or "network", lane.direction in ("fetch", "read")
 
 
 class _Rates(NamedTuple):
@@ -175,7 +184,7 @@ class _Simulation:
         self.program, self.profile = program, profile
         self.now = self.stall = 0.0
         moves = program.moves
-        self.work = [move_seconds(move, plans, profile) for move in moves]
+        self.work = [move_seconds(move, plans, profile, program.settings) for move in moves]
         work = [
             *slot_seconds(program, plans, profile),
             device_update_seconds(plans, profile, program.settings) if program.updating else 0.0,
@@ -302,16 +311,23 @@ class _Simulation:
         ways = {n: _way(self.lanes[n]) for n in running}
         compute, lanes = 1.0, []
         slowing: dict[object, Contention] = {}
+        joined = hardware.interconnect
+        shared = {tier for tier, _ in ways.values()} - {"optimizer"}
         for number in running:
             tier, inwards = way = ways[number]
             # Lanes in one direction of a link share it.
             rate = 1.0 / list(ways.values()).count(way)
-            if tier is None:
+            if tier == "optimizer":
                 contention = hardware.update_contention
+            elif tier == "network":
+                assert joined, "its moves take time, which this says"
+                contention = joined.contention
             else:
                 contention = hardware.read_contention if inwards else hardware.write_contention
                 if (tier, not inwards) in ways.values():
                     rate *= hardware.tier(tier).link.duplex
+            if joined and tier in shared and "network" in shared and len(shared) > 1:
+                rate *= joined.link_share
             slowing[way] = contention
             lanes.append((number, rate * contention.lane if computing else rate))
         if computing:
