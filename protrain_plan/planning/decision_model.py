@@ -20,6 +20,7 @@ from protrain_plan.planning.problem import Problem
 from protrain_plan.program import PIECE_ALIGNMENT, STAGING_PIECES
 from protrain_plan.records import activations_text, states_text
 from protrain_plan.records.hardware import TierName
+from protrain_plan.simulation.memory import base_bytes
 
 Terms = list[tuple[pulp.LpVariable, float]]
 
@@ -184,7 +185,7 @@ class DecisionModel:
         for t, m in enumerate(memory):
             # m_t - m_{t-1} = what the decisions begin to need in slot t, less what they stop to.
             before: Terms = [(memory[t - 1], -1.0)] if t else []
-            base = problem.profile.base_bytes / unit if t == 0 else 0.0
+            base = base_bytes(problem.profile, problem.settings) / unit if t == 0 else 0.0
             terms = [(m, 1.0), *before, *((x, -size) for x, size in change[t])]
             self.row(f"static_{self.slot_name(t)}", terms, pulp.LpConstraintEQ, base)
         self._add_tiers(staging)
@@ -193,7 +194,7 @@ class DecisionModel:
     def left_by_last_slot(self) -> Terms:
         """Bytes that stand in the device's update: no slot is left that could wait for them."""
         return [
-            (y, leaving.held / self.byte_unit)
+            (y, leaving.kept / self.byte_unit)
             for _, state, y in self.each_state()
             if (leaving := state.leaving) and leaving.slot == self.end - 1
         ]

@@ -552,7 +552,8 @@ class _Phase:
             terms: Terms = [(static[t], 1.0)]
             terms += [(flow.waiting[t], 1.0) for flow in ahead]
             flows = [(flow, 1.0) for flow in self.leaving.values()]
-            flows += [(self.scattered, 1.0)] if self.scattered else []
+            if self.scattered and t < self.end:  # the device's update waits for sums
+                flows.append((self.scattered, 1.0))
             if self.writes:
                 flows.append((self.writes, self.held_per_written))
             for flow, held in flows:

@@ -88,18 +88,25 @@ class Leaving(NamedTuple):
     def held(self) -> int:
         return sum(self.held_pieces)
 
+    @property
+    def kept(self) -> int:
+        """What stands in the device's update where the last slot leaves it: no slot waits."""
+        return self.held
+
 
 class Scattered(NamedTuple):
     """Gradients that are summed over the ranks after a slot; each rank keeps its shard.
 
     `held_pieces` are what stands on the device for each piece until it has left: all of it, and
-    the shard of it where that waits for its own way.
+    the shard of it where that waits for its own way. The device's update waits for sums: of what
+    the last slot leaves, `kept` stands beside it, which are such shards.
     """
 
     slot: int
     bytes: int
     pieces: tuple[int, ...]
     held_pieces: tuple[int, ...]
+    kept: int
 
     @property
     def held(self) -> int:
@@ -369,7 +376,7 @@ def _shard_option(
         held = (*parts[:-1], parts[-1] + own.gradient_bytes)
     shard = replace(
         plain,
-        scattered=Scattered(slot, whole.gradient_bytes, parts, held),
+        scattered=Scattered(slot, whole.gradient_bytes, parts, held, sum(held) - sum(parts)),
         gradients=spilled,
         in_place=in_place,
         device_workspace=device_workspace(decision, unit, profile, settings),

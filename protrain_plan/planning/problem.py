@@ -29,7 +29,7 @@ from protrain_plan.records.plan import (
     Updates,
 )
 from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import chunk_size, total_staging
+from protrain_plan.simulation.memory import base_bytes, chunk_size, total_staging
 from protrain_plan.simulation.ranks import ALONE, Group, profile_of_rank
 
 MIN_PIECE_BYTES = 8 * 2**20
@@ -224,7 +224,7 @@ class Problem:
         end = 2 * self.count
         activations, states = self.chosen(choice)
         change = [0] * (end + 2)
-        change[0] = self.profile.base_bytes
+        change[0] = base_bytes(self.profile, self.settings)
         for stays in (o.stays for options in (activations, states) for o in options):
             for first, last, size in stays:
                 change[first] += size
@@ -235,7 +235,7 @@ class Problem:
         for state in states:
             # No slot is left that could wait for what the last one produced.
             if (leaving := state.leaving) and leaving.slot == end - 1:
-                change[end] += leaving.held
+                change[end] += leaving.kept
         total, totals = 0, []
         for step in change[: end + 1]:
             total += step

@@ -89,6 +89,7 @@ class _Drain:
     gone: int
     latest: int
     size: int  # of all that is held
+    kept: int  # of it that the device's update has still
     rest: float = 0.0
     rest_held: int = 0
 
@@ -104,8 +105,8 @@ class _Drain:
             self.rest, self.rest_held = 0.0, 0
         while self.gone < stop and free[self.gone] >= held:
             if self.gone == end - 1:
-                if free[end] >= held:
-                    free[end] -= held
+                if free[end] >= self.kept:
+                    free[end] -= self.kept
                     free[end - 1] -= held
                     self.gone = end + 1
                 return False
@@ -148,14 +149,21 @@ def fill(problem: Problem, choice: Choice, free: list[int], rule: Rule) -> tuple
         if activation.swap_in:
             fetch = activation.swap_in
             swaps[unit] = _Drain(
-                unit, unit, fetch.pieces, fetch.pieces, unit + 1, fetch.slot, fetch.bytes
+                unit, unit, fetch.pieces, fetch.pieces, unit + 1, fetch.slot, fetch.bytes, 0
             )
         if leaving := state.leaving:
             slot = leaving.slot
             last = slot == end - 1  # stays for the device's update: see Problem.static_bytes
             gone = end + 1 if last else slot + 1
             updates[unit] = _Drain(
-                unit, slot, leaving.pieces, leaving.held_pieces, gone, end + 1, leaving.held
+                unit=unit,
+                slot=slot,
+                pieces=leaving.pieces,
+                held=leaving.held_pieces,
+                gone=gone,
+                latest=end + 1,
+                size=leaving.held,
+                kept=leaving.kept,
             )
     drains = [*swaps.values(), *(updates[unit] for unit in sorted(updates, reverse=True))]
     for drain in drains:

@@ -158,9 +158,7 @@ def holdings(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> I
     """
     count, end = program.num_units, 2 * program.num_units
     settings = program.settings
-    yield Holding("base", 0, 0, end, profile.base_bytes)
-    if settings.num_devices > 1 and (gaps := gap_bytes(profile.tensors)):
-        yield Holding("base", 0, 0, end, gaps)
+    yield Holding("base", 0, 0, end, base_bytes(profile, settings))
     for index, (plan, unit) in enumerate(zip(plans, profile.units, strict=True)):
         yield from activation_holdings(index, plan.activations, unit, count)
         yield from chunk_holdings(index, plan.states, unit, count, settings)
@@ -173,6 +171,12 @@ def holdings(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> I
         for unit, plan in zip(profile.units, plans, strict=True)
     )
     yield Holding("staging", 0, end, end, round(largest))
+
+
+def base_bytes(profile: Profile, settings: Settings) -> int:
+    """What stands on the device in every slot, whatever is decided."""
+    gaps = gap_bytes(profile.tensors) if settings.num_devices > 1 else 0
+    return profile.base_bytes + gaps
 
 
 _SHARDED_COPIES = 3
