@@ -227,7 +227,7 @@ def one_after_the_other(plan: Plan, profile: Profile) -> float:
     return (
         sum(slot_seconds(program, plan.units, profile))
         + device_update_seconds(plan.units, profile, program.settings)
-        + sum(move_seconds(move, plan.units, profile) for move in program.moves)
+        + sum(move_seconds(move, plan.units, profile, program.settings) for move in program.moves)
     )
 
 
