@@ -153,13 +153,13 @@ def _row(cell: Json) -> str:
 
 def _measured_lines(found: Json) -> Iterator[str]:
     yield from ("## Measured on this machine", "", found["what"], "")
-    yield "| ranks | states | step | over one rank | predicted |"
-    yield "| ---: | --- | ---: | ---: | ---: |"
+    yield "| ranks | states | step | over one rank |"
+    yield "| ---: | --- | ---: | ---: |"
     alone = found["rows"][0]["step_seconds"]
     for row in found["rows"]:
         yield (
             f"| {row['ranks']} | {row['plan']} | {row['step_seconds']:.2f} s"
-            f" | {row['step_seconds'] / alone:.2f} | {row['predicted_seconds']:.2f} s |"
+            f" | {row['step_seconds'] / alone:.2f} |"
         )
     yield ""
 

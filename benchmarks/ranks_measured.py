@@ -50,14 +50,14 @@ def measured(work: Path, *, ranks: Sequence[int]) -> Json:
     """The median seconds of a step, rank 0's, for every number of ranks and every placement."""
     work.mkdir(parents=True, exist_ok=True)
     (work / "config.json").write_text(json.dumps(CONFIG))
-    joined, profile = work / "joined.yaml", work / "profile.yaml"
-    if not joined.exists():
-        two = ("--nproc-per-node", 2, "--no-python", _beside("protrain"))
-        _run(_beside("torchrun"), *two, "hardware", "probe", "-o", joined, folder=work)
+    profile = work / "profile.yaml"
     if not profile.exists():
-        options = ("--seq-len", SEQ_LEN, "--interconnect", joined, "-o", profile)
+        options = ("--on", "cpu", "--seq-len", SEQ_LEN, "-o", profile)
         _run(_beside("protrain"), "profile", work / "config.json", *options, folder=work)
-    rows = [_row(work, count, placement) for count, placement in _cells(ranks)]
+    cells = list(_cells(ranks))
+    for count, placement in cells:
+        _plan(work, count, placement)
+    rows = [_row(work, count, placement) for count, placement in cells]
     return {"what": WHAT.format(cores=os.cpu_count()), "rows": rows}
 
 
@@ -66,18 +66,23 @@ def _cells(ranks: Sequence[int]) -> Iterator[tuple[int, str]]:
         yield from ((count, words) for words in PLACEMENTS if count > 1 or words != "shard")
 
 
-def _row(work: Path, count: int, placement: str) -> Json:
-    name = f"{count}-{placement.replace(' ', '-')}"
-    plan, out = work / f"{name}.yaml", work / f"{name}.json"
-    if not out.exists():
-        # Of several devices on one machine, each plans with its part of the memory.
+def _plan(work: Path, count: int, placement: str) -> Path:
+    """The plan of a cell: every unit with its states there, seconds of the catalogue's CPU."""
+    plan = work / f"{count}-{placement.replace(' ', '-')}.yaml"
+    if not plan.exists():
         options = ("--num-devices", count, "--pin", f"*: {placement}", "-o", plan)
         _run(_beside("protrain"), "plan", work / "profile.yaml", *options, folder=work)
+    return plan
+
+
+def _row(work: Path, count: int, placement: str) -> Json:
+    plan = _plan(work, count, placement)
+    out = plan.with_suffix(".json")
+    if not out.exists():
         module = ("-m", "benchmarks.ranks_measured", plan, out)
         _run(_beside("torchrun"), "--nproc-per-node", count, *module, folder=work)
     seconds: Json = json.loads(out.read_text())
-    predicted = read_plan(plan).prediction.step_seconds
-    return {"ranks": count, "plan": placement, "predicted_seconds": predicted} | seconds
+    return {"ranks": count, "plan": placement} | seconds
 
 
 def _beside(script: str) -> Path:
