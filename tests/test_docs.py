@@ -89,6 +89,9 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
             "1000 --save saved --save-every 100": "2 --save saved",
         },
     ),
+    "README.md#training-on-several-devices": CoveredBy(
+        "tests/test_ranks_cli.py::test_the_example_continues_where_it_ended"
+    ),
     "README.md#looking-at-a-plan": Runs(prepare=committed_plans, slow=False),
     "README.md#hardware": Runs(),
     "README.md#in-ci": Runs(prepare=copy_example),
