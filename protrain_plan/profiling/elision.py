@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from protrain_plan.models.batches import Batch, call_model
@@ -74,7 +75,8 @@ def equal_blocks(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> 
     """Find the classes, from one forward of everything. Fake tensors work too.
 
     A block that shares parameters with other units runs, and so does one that makes gradients
-    flow out of inputs without any.
+    flow out of inputs without any, or saves its own output for backward: that stands for the next
+    block too, which a stand-in before or after it would not show.
     """
     seen = _observed(model, found, batch)
     shared = {name for unit in found for name in unit.also_uses}
@@ -86,7 +88,8 @@ def equal_blocks(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> 
     for index, block in seen.items():
         unit = found[index]
         starts_gradients = any(m.requires_grad for m in block.outputs.made) and not block.gradients
-        if starts_gradients or unit.also_uses or shared.intersection(unit.parameters):
+        alone = starts_gradients or block.saves_output or unit.also_uses
+        if alone or shared.intersection(unit.parameters):
             continue
         foreign = tuple(s if len(readers[s]) > 1 else None for s in block.inputs)
         classes[unit.signature, block.geometry, foreign, block.outputs].append(index)
@@ -139,22 +142,31 @@ class _Block:
     geometry: tuple[object, ...]  # of the inputs
     gradients: bool  # some input needs a gradient
     outputs: _Outputs
+    saves_output: bool  # an output that it makes is saved for its own backward
 
 
 def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict[int, _Block]:
     seen: dict[int, _Block] = {}
     alive: list[Tensor] = []  # so that an identity means one storage
+    saved: set[int] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.add(_storage(tensor))
+        return tensor.detach()
 
     def after(index: int) -> Callable[..., None]:
         def hook(_: nn.Module, args: object, kwargs: object, output: object) -> None:
             inputs = tensors_in((args, kwargs))
             alive.extend(tensor.detach() for tensor in inputs)
+            given = tuple(_storage(tensor) for tensor in inputs)
+            made = {_storage(tensor) for tensor in tensors_in(output)}.difference(given)
             leaves, tree = tree_flatten(output)
             seen[index] = _Block(
-                inputs=tuple(int(t.untyped_storage()._cdata) for t in inputs),
+                inputs=given,
                 geometry=tuple((t.shape, t.dtype, t.requires_grad) for t in inputs),
                 gradients=any(tensor.requires_grad for tensor in inputs),
                 outputs=_Outputs(tree, tuple(_leaf(leaf, inputs) for leaf in leaves)),
+                saves_output=not saved.isdisjoint(made),
             )
 
         return hook
@@ -165,8 +177,13 @@ def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dic
             if unit.module is not None:
                 handle = unit.module.register_forward_hook(after(index), with_kwargs=True)
                 stack.callback(handle.remove)
+        stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
         call_model(model, batch)
     return seen
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _leaf(leaf: object, inputs: Sequence[Tensor]) -> object:
