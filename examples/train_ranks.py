@@ -1,6 +1,6 @@
 """A training loop of several devices under one plan, with checkpoints that any number continues.
 
-protrain profile tiny-llama --batch-size 4 --seq-len 64 -o profile.yaml
+protrain profile tiny-llama --batch-size 4 --seq-len 64 --interconnect cpu -o profile.yaml
 protrain plan profile.yaml --num-devices 2 -o plan.yaml
 torchrun --nproc-per-node 2 examples/train_ranks.py plan.yaml saved
 """
