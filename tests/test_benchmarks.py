@@ -183,6 +183,7 @@ def test_a_cell_beyond_its_limits_ends_alone(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_planned_run_is_refused_before_it_begins(tmp_path: Path) -> None:
     """By the planner, or by the runtime where a plan is for more than there is."""
     small = replace(WORK, cap_bytes=2**20)

@@ -322,7 +322,10 @@ def test_the_command_line_does_not_load_torch() -> None:
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        ("tiny-gpt2", ("--batch-size", 2, "--seq-len", 64, "--dtype", "bfloat16")),
+        pytest.param(
+            *("tiny-gpt2", ("--batch-size", 2, "--seq-len", 64, "--dtype", "bfloat16")),
+            marks=pytest.mark.slow,
+        ),
         ("tests.functional_model:factory", ()),
         pytest.param(
             *("config.json's folder", ("--batch-size", 2, "--seq-len", 32)),

@@ -375,7 +375,16 @@ def assert_row(row: Row, folder: Path) -> None:
         ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[str(number) for number in range(len(ROWS))])
+COMPILED = [number for number, row in enumerate(ROWS) if row["compiled"] != "no"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=str(number), marks=pytest.mark.slow if number in COMPILED[2:] else ())
+        for number, row in enumerate(ROWS)
+    ],
+)
 def test_five_steps_match_plain_torch_bitwise(row: Row, tmp_path: Path) -> None:
     assert_row(row, tmp_path)
 
