@@ -123,7 +123,8 @@ def test_several_devices_stand_in_the_plan_and_in_what_is_said_of_it(tmp_path: P
     assert "on 8 devices in 2 nodes, 2 replicas, each with batches of its own" in text
     assert "predicted peak of each device" in text
     shown = protrain("show", "plan.yaml", folder=tmp_path)
-    assert "1 sequence of 1024 tokens on each of 8 devices in 2 nodes, 2 replica" in shown.stdout
+    head = " ".join(shown.stdout.split())
+    assert "1 sequence of 1024 tokens on each of 8 devices in 2 nodes, 2 replicas, bf" in head
     simulated = protrain("simulate", "plan.yaml", folder=tmp_path).stdout
     assert simulated.splitlines()[0].endswith(", on each of 8 devices in 2 nodes, 2 replicas")
     assert printed(protrain("simulate", "plan.yaml", "--json", folder=tmp_path))["num_devices"] == 8
