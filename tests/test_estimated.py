@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -126,3 +127,25 @@ def test_a_machine_without_rates_is_refused() -> None:
         "estimated\n"
         "  fix: name a machine of the catalogue, or write rates into the hardware file"
     )
+
+
+CHECKPOINTED = """
+from protrain_plan.models.sources import load_source
+
+def plain():
+    source = load_source("tiny-llama")
+    return source.build(seed=0), source.batches(batch_size=2, seq_len=32)
+
+def checkpointed():
+    model, batches = plain()
+    model.gradient_checkpointing_enable()
+    return model, batches
+"""
+
+
+def test_a_models_own_checkpointing_is_off_in_its_estimate(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(CHECKPOINTED)
+    plain = estimated(load_source(f"{tmp_path}/mine.py:plain"), machine())
+    with pytest.warns(UserWarning, match="gradient checkpointing is switched off"):
+        found = estimated(load_source(f"{tmp_path}/mine.py:checkpointed"), machine())
+    assert found.units == plain.units

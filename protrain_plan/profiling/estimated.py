@@ -44,6 +44,7 @@ from protrain_plan.records.profile import (
     Workload,
 )
 from protrain_plan.units import four_digits
+from protrain_runtime.checkpointing import switch_off_checkpointing
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.inputs import with_batch_sizes
 from protrain_runtime.model_changes import model_tensors
@@ -146,6 +147,7 @@ def _estimates(
     with faking(kind) as mode, without_values(source.name):
         progress("building the model", 0.05)
         model = fake_model(source, dtype=dtype, precision=precision, adapter=adapter, seed=seed)
+        switch_off_checkpointing(model)
         batch = fake_batch(mode, given)
         workload = with_batch_sizes(workload, model, batch)
         with undisturbed(model):
