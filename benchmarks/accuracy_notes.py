@@ -13,6 +13,6 @@ NOTES = (
     " estimates take upper bounds, fitted to a machine with AVX-512 and two threads.",
     "Whisper is estimated up to 11.6 KB too low: 12,864 bytes are missing in the forward of"
     " model.encoder.layer_norm. Not understood.",
-    "gpt2-checkpointed was estimated with the model's own gradient checkpointing on. Estimates switch"
-    " it off since (tests/test_estimated.py); it was not run again.",
+    "gpt2-checkpointed was estimated with the model's own gradient checkpointing on. Estimates"
+    " switch it off since (tests/test_estimated.py); it was not run again.",
 )
