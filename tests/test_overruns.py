@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from protrain_plan.models.sources import load_source
-from protrain_plan.profiling.measured import measure
-from protrain_plan.records import read_profile, write_plan, write_profile
+from protrain_plan.records import read_profile, write_plan
 from protrain_plan.records.plan import Offload, Plan, Swap, TierBytes
 from protrain_plan.records.profile import Profile
-from tests.runtime_cases import decided, described_by, made_once, plan_of
+from tests.runtime_cases import decided, described_by, plan_of
+from tests.test_peaks import profile_file
 
 ROOT = Path(__file__).parent.parent
 MIB = 2**20
@@ -66,22 +65,7 @@ SIZE = r"\d[\d.]* (?:[KMG]i)?B"
 
 @pytest.fixture(scope="module")
 def profile_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    def make(path: Path) -> None:
-        record = measure(
-            load_source("tiny-llama"),
-            batch_size=4,
-            seq_len=64,
-            dtype="float32",
-            device="cpu",
-            seed=0,
-            num_steps=1,
-            spill_directory=path.parent,
-            text=None,
-            progress=lambda *_: None,
-        )
-        write_profile(record, path)
-
-    return made_once(tmp_path_factory, "peaks-tiny-llama.yaml", make)
+    return profile_file(tmp_path_factory, "tiny-llama")
 
 
 def offloading(profile: Profile, *, context_bytes: int) -> Plan:

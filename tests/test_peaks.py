@@ -76,9 +76,8 @@ SMALL_PIECE_BYTES = 1 << 15  # several pieces in every chunk, and in most of the
 NUM_STEPS = 3  # the last one is measured
 
 
-@pytest.fixture(scope="module", params=list(SOURCES.values()), ids=list(SOURCES))
-def profile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    name: str = request.param
+def profile_file(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
+    """A measured profile of a model in float32, made once for all processes and test files."""
 
     def make(path: Path) -> None:
         record = measure(
@@ -95,8 +94,12 @@ def profile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         )
         write_profile(record, path)
 
-    file_name = f"peaks-{name.rpartition(':')[2]}.yaml"
-    return read_profile(made_once(tmp_path_factory, file_name, make))
+    return made_once(tmp_path_factory, f"peaks-{name.rpartition(':')[2]}.yaml", make)
+
+
+@pytest.fixture(scope="module", params=list(SOURCES.values()), ids=list(SOURCES))
+def profile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    return read_profile(profile_file(tmp_path_factory, request.param))
 
 
 @dataclass

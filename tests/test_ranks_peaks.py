@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from protrain_plan.models.sources import load_source
-from protrain_plan.profiling.measured import measure
 from protrain_plan.program import padded, shard_of
-from protrain_plan.records import read_profile, write_profile
+from protrain_plan.records import read_profile
 from protrain_plan.records.plan import (
     Buffer,
     Keep,
@@ -40,10 +38,10 @@ from tests.runtime_cases import (
     activation_decisions,
     decided,
     described_by,
-    made_once,
     plan_of,
     random_schedule,
 )
+from tests.test_peaks import profile_file
 
 PIECE_BYTES = 1 << 15
 SLACK_BYTES = 4096  # as on one device
@@ -52,22 +50,7 @@ NUM_STEPS = 3  # the last one is measured
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    def make(path: Path) -> None:
-        record = measure(
-            load_source("tiny-llama"),
-            batch_size=4,
-            seq_len=64,
-            dtype="float32",
-            device="cpu",
-            seed=0,
-            num_steps=1,
-            spill_directory=path.parent,
-            text=None,
-            progress=lambda *_: None,
-        )
-        write_profile(record, path)
-
-    return read_profile(made_once(tmp_path_factory, "peaks-tiny-llama.yaml", make))
+    return read_profile(profile_file(tmp_path_factory, "tiny-llama"))
 
 
 def measured(rank: int, _: int, plans: Sequence[Plan], spill: Path) -> list[tuple[list[int], int]]:
