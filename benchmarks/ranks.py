@@ -144,7 +144,8 @@ def _row(cell: Json) -> str:
     if "step_seconds" not in cell:
         gib = cell["shortfall_bytes"] / 2**30
         return f"{start} no plan | - | - | {gib:,.0f} GiB of {cell['short_of']} are missing |"
-    states = ", ".join(f"{count} {words}" for words, count in cell["states"].items())
+    most_first = sorted(cell["states"].items(), key=lambda item: (-item[1], item[0]))
+    states = ", ".join(f"{count} {words}" for words, count in most_first)
     return (
         f"{start} {cell['step_seconds']:.2f} s | {cell['tokens_per_second']:,.0f}"
         f" | {cell['efficiency']:.2f} | {states} |"
