@@ -119,7 +119,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=tuple(SPECIMENS))
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--jobs", type=int, default=2, help="specimens at once, for bytes")
-    parser.add_argument("--steps", type=int, default=7, help="timed per plan at least")
+    parser.add_argument("--steps", type=int, default=13, help="timed per plan at least")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/accuracy.json"))
     parser.add_argument("--work", type=Path, default=Path("out/accuracy"), help="for profiles")
     parser.add_argument("--resume", action="store_true", help="leave what --out has already")

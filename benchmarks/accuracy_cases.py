@@ -6,14 +6,13 @@ from typing import Literal, TypeVar, get_args
 
 from torch import nn
 
+from benchmarks.uniform import AMPLE, plan_of_units
 from benchmarks.zoo import ZOO, Specimen
 from protrain_plan.models.presets import JsonObject
-from protrain_plan.planning.judging import step_seconds
 from protrain_plan.planning.leanest import leanest
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.planner import plan as solve
 from protrain_plan.planning.problem import Problem
-from protrain_plan.records.fingerprint import fingerprint
 from protrain_plan.records.plan import (
     Activations,
     Budgets,
@@ -22,20 +21,15 @@ from protrain_plan.records.plan import (
     Persistent,
     Placement,
     Plan,
-    Prediction,
     Recompute,
     Schedule,
     Swap,
     SwapInput,
-    TierBytes,
 )
 from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import device_bytes
 
 PIECE_BYTES = 1 << 20
 """Chunks here are of a few MiB: several pieces in each."""
-
-AMPLE = 1 << 40
 
 Decision = TypeVar("Decision")
 
@@ -166,7 +160,6 @@ def plan_of(kind: PlanKind, profile: Profile) -> Plan:
 
 def _uniform(problem: Problem, policy: _Policy) -> Plan:
     """The policy for every unit; one that cannot follow keeps its activations, or persists."""
-    profile = problem.profile
     units = []
     for index, options in enumerate(problem.options):
         activations = [option.decision for option in options.activations]
@@ -179,25 +172,7 @@ def _uniform(problem: Problem, policy: _Policy) -> Plan:
                 _NO_FREEDOM,
             )
         )
-    seconds, _ = step_seconds(problem, units)
-    peak = max(slot.total for slot in device_bytes(problem.program(units), units, profile))
-    context = profile.hardware.device.context_bytes
-    return Plan(
-        workload=profile.workload,
-        hardware=profile.hardware.name,
-        optimizer=profile.optimizer.name,
-        profile_fingerprint=fingerprint(profile),
-        model_fingerprint=profile.model_fingerprint,
-        exact=True,
-        budgets=Budgets(device=AMPLE, host=0, disk=AMPLE),
-        prediction=Prediction(
-            step_seconds=seconds,
-            lower_bound_seconds=seconds,
-            peak_bytes=TierBytes(device=peak, context=context, host=0, disk=0),
-        ),
-        piece_bytes=problem.settings.piece_bytes,
-        units=tuple(units),
-    )
+    return plan_of_units(problem, units)
 
 
 def _first(wanted: Sequence[Decision], open_to_unit: Sequence[Decision]) -> Decision:

@@ -39,6 +39,7 @@ from protrain_plan.records.profile import FormCost, Profile
 from protrain_plan.simulation.memory import compile_units, device_bytes
 from protrain_plan.simulation.timeline import simulate
 from protrain_runtime import prepare, restore
+from protrain_runtime.checkpointing import switch_off_checkpointing
 from protrain_runtime.engine import Observer
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.measure import (
@@ -52,8 +53,8 @@ from protrain_runtime.taken import TakenGradient
 
 NUM_WARM_STEPS = 2
 TIMED_STEPS_PER_FORM = 3
-SAMPLED_S = 1.5
-MOST_REPEATS = 6
+SAMPLED_S = 2.0
+MOST_REPEATS = 4
 """Short steps vary more and cost less to repeat: as many times the steps asked for, at most, until
 a plan has been timed for so long."""
 
@@ -212,7 +213,9 @@ def _in_words(unit: UnitPlan) -> str:
     return f"{activations} {form}, {type(unit.states).__name__}".replace(" ,", ",").lower()
 
 
-def _measured(specimen: Specimen, machine: Hardware, folder: Path, *, num_steps: int) -> Profile:
+def _measured(
+    specimen: Specimen, machine: Hardware | None, folder: Path, *, num_steps: int
+) -> Profile:
     model, batches = specimen.make()
     return measure_model(
         model,
@@ -356,6 +359,7 @@ class _Training:
         self._optimizer: torch.optim.Optimizer
         if planned is None:
             make = with_master_weights(factory) if specimen.precision == "master" else factory
+            switch_off_checkpointing(model)  # as under a plan, which decides what is recomputed
             self.model = model
             self._optimizer = make(p for p in model.parameters() if p.requires_grad)
         else:
@@ -390,10 +394,12 @@ class _Training:
 def seconds(
     specimen: Specimen, kinds: tuple[PlanKind, ...], folder: Path, num_steps: int
 ) -> dict[str, Any]:
-    """Each plan's steps in turn with plain ones, beside predictions from a fresh profile."""
+    """Each plan's steps in turn with plain ones, beside predictions from a fresh profile.
+
+    The machine is probed for it, as a profile does: its speeds change from one hour to the next.
+    """
     return_freed_memory()
-    machine = read_profile(folder / MEASURED).hardware
-    fresh = _measured(specimen, machine, folder, num_steps=TIMED_STEPS_PER_FORM)
+    fresh = _measured(specimen, None, folder, num_steps=TIMED_STEPS_PER_FORM)
     plans = {kind: read_plan(folder / f"{kind}.yaml") for kind in kinds}
     keep = read_plan(folder / "keep.yaml")
     results: dict[str, Any] = {}

@@ -20,6 +20,7 @@ from torch import nn
 
 from benchmarks.peers.checkpointed import checkpoint_every_block
 from benchmarks.runtime_loop import LoadComputeSave
+from benchmarks.uniform import AMPLE, plan_of_units
 from benchmarks.zoo import Specimen
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import Batch, call_model, loss_of
@@ -27,7 +28,6 @@ from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.planning.problem import Problem
 from protrain_plan.profiling.measured import measure_model
 from protrain_plan.records import read_profile, write_profile
-from protrain_plan.records.fingerprint import fingerprint
 from protrain_plan.records.plan import (
     Activations,
     Budgets,
@@ -36,18 +36,14 @@ from protrain_plan.records.plan import (
     Persistent,
     Placement,
     Plan,
-    Prediction,
     Recompute,
     Schedule,
     Swap,
-    TierBytes,
 )
 from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import device_bytes
 from protrain_plan.simulation.timeline import (
     device_update_seconds,
     move_seconds,
-    simulate,
     slot_seconds,
 )
 from protrain_runtime import prepare, record
@@ -181,7 +177,6 @@ class Pairs:
 
 # --- plans ----------------------------------------------------------------------------------------
 
-AMPLE = 1 << 40
 _ONE_AHEAD = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
 
 
@@ -198,26 +193,8 @@ def plan_of(profile: Profile, activations: Activations, states: Placement) -> Pl
         for index, unit in enumerate(profile.units)
     )
     on_host = isinstance(activations, Swap) and activations.tier == "host"  # no tier of a CPU's
-    program = problem.program(units)
-    seconds = 1.0 if on_host else simulate(program, units, profile).step_seconds
-    peak = max(slot.total for slot in device_bytes(program, units, profile))
-    context = profile.hardware.device.context_bytes
-    return Plan(
-        workload=profile.workload,
-        hardware=profile.hardware.name,
-        optimizer=profile.optimizer.name,
-        profile_fingerprint=fingerprint(profile),
-        model_fingerprint=profile.model_fingerprint,
-        exact=True,
-        budgets=Budgets(device=AMPLE, host=0, disk=AMPLE),
-        prediction=Prediction(
-            step_seconds=seconds,
-            lower_bound_seconds=seconds,
-            peak_bytes=TierBytes(device=peak, context=context, host=0, disk=0),
-        ),
-        piece_bytes=problem.settings.piece_bytes,
-        units=units,
-    )
+    on_host = isinstance(activations, Swap) and activations.tier == "host"  # no tier of a CPU's
+    return plan_of_units(problem, units, timed=not on_host)
 
 
 def one_after_the_other(plan: Plan, profile: Profile) -> float:

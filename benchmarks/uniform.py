@@ -1,0 +1,40 @@
+"""Plans that are decided by hand, to be run or simulated: no budget binds them."""
+
+from collections.abc import Sequence
+
+from protrain_plan.planning.problem import Problem
+from protrain_plan.records.fingerprint import fingerprint
+from protrain_plan.records.plan import Budgets, Plan, Prediction, TierBytes, UnitPlan
+from protrain_plan.simulation.memory import device_bytes
+from protrain_plan.simulation.timeline import simulate
+
+AMPLE = 1 << 40
+"""Bytes of a budget that nothing exceeds."""
+
+
+def plan_of_units(problem: Problem, units: Sequence[UnitPlan], *, timed: bool = True) -> Plan:
+    """A plan of `problem` with these decisions, and what it is predicted to take.
+
+    Not `timed`, it says 1 s: what moves to a tier that the profile's machine lacks has no speed.
+    """
+    profile = problem.profile
+    program = problem.program(units)
+    seconds = simulate(program, units, profile).step_seconds if timed else 1.0
+    peak = max(slot.total for slot in device_bytes(program, units, profile))
+    context = profile.hardware.device.context_bytes
+    return Plan(
+        workload=profile.workload,
+        hardware=profile.hardware.name,
+        optimizer=profile.optimizer.name,
+        profile_fingerprint=fingerprint(profile),
+        model_fingerprint=profile.model_fingerprint,
+        exact=True,
+        budgets=Budgets(device=AMPLE, host=0, disk=AMPLE),
+        prediction=Prediction(
+            step_seconds=seconds,
+            lower_bound_seconds=seconds,
+            peak_bytes=TierBytes(device=peak, context=context, host=0, disk=0),
+        ),
+        piece_bytes=problem.settings.piece_bytes,
+        units=tuple(units),
+    )
