@@ -378,9 +378,10 @@ def _seconds(document: Found) -> Iterator[str]:
         return
     yield (
         "Planned steps took turns with plain ones, in one process. Predicted seconds are from a"
-        " machine probed and a profile measured in that process before. *Slowdown* is planned by plain: what the machine"
-        " does besides is noise to both. *Noise* is how far from 1 a slowdown of plain steps by"
-        " plain ones is, in the same turns with half the samples: what no prediction can know."
+        " machine probed and a profile measured in that process before. *Slowdown* is planned by"
+        " plain: what the machine does besides is noise to both. *Noise* is how far from 1 a"
+        " slowdown of plain steps by plain ones is, in the same turns with half the samples: what"
+        " no prediction can know."
     )
     for title, ratios in (
         ("Measured over predicted slowdown (all but keep)", relative_ratios(document)),

@@ -54,6 +54,7 @@ def test_one_case_of_the_planners_grid(tmp_path: Path) -> None:
     assert "| llama-2-7b | rtx4090 |" in out.with_suffix(".md").read_text()
 
 
+@pytest.mark.slow
 def test_two_cells_of_several_devices(tmp_path: Path) -> None:
     out = tmp_path / "ranks.json"
     _run("benchmarks.ranks", "--quick", "--stages", "simulated", "--out", str(out))

@@ -147,7 +147,11 @@ def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [("--clip",), ("--accumulate", 2), ("--clip", "--accumulate", 3)],
+    [
+        pytest.param(("--clip",), marks=pytest.mark.slow),
+        pytest.param(("--accumulate", 2), marks=pytest.mark.slow),
+        ("--clip", "--accumulate", 3),
+    ],
     ids=["clip", "accumulate", "both"],
 )
 def test_clipped_and_accumulated_steps_run_within_their_promise_and_verify(

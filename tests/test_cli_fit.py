@@ -40,6 +40,7 @@ def printed_list(folder: Path, *arguments: object) -> list[dict[str, object]]:
     return answer
 
 
+@pytest.mark.slow
 def test_fit_counts_the_tokens_of_all_devices(tmp_path: Path) -> None:
     arguments = ("tiny-llama", "--on", "h100-sxm", "--seq-len", 64, "--num-devices", "1,16")
     one, many = printed_list(tmp_path, *arguments)
@@ -64,6 +65,7 @@ def test_fit_says_what_is_missing_where_nothing_fits(tmp_path: Path) -> None:
     assert all(len(line) <= 80 for line in result.stdout.splitlines()[:2])
 
 
+@pytest.mark.slow
 def test_adapters_need_less_than_the_whole_model(tmp_path: Path) -> None:
     arguments = ("tiny-llama", "--on", "rtx-3090", "--seq-len", 64)
     (whole,) = printed_list(tmp_path, *arguments)

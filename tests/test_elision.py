@@ -19,6 +19,7 @@ from protrain_plan.profiling.workspaces import allocator_of
 from protrain_plan.records.hardware import Device
 from protrain_plan.records.profile import Form, Unit
 from protrain_runtime.measure import MemoryMeter
+from tests.thinning import thinned
 
 SMALL: dict[str, int] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2,
                          "vocab_size": 300}  # fmt: skip
@@ -58,7 +59,7 @@ def weighed(
     return filled(units, elision), elision.representatives
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", thinned(tuple(CONFIGS), every=2))
 def test_units_are_equal_to_the_byte_with_fake_tensors(name: str) -> None:
     source = load_source(name, model_config=json.dumps({**SMALL, **CONFIGS[name]}))
     real = next(iter(source.batches(batch_size=2, seq_len=32)))

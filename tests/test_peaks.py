@@ -62,6 +62,7 @@ from tests.runtime_cases import (
     mixed,
     plan_of,
 )
+from tests.thinning import thinned
 
 SOURCES = {
     "llama": "tiny-llama",
@@ -205,7 +206,12 @@ def assert_equal_to_the_promise(found: Peaks) -> None:
 # --- every decision -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("decision", decisions("disk")[1:], ids=decision_name)
+@pytest.mark.parametrize(
+    ("profile", "decision"),
+    thinned(list(SOURCES.values()), decisions("disk")[1:]),
+    ids=decision_name,
+    indirect=["profile"],
+)
 def test_measured_bytes_match_predicted_in_every_slot(
     profile: Profile, decision: tuple[Activations, Placement], tmp_path: Path
 ) -> None:
@@ -213,7 +219,9 @@ def test_measured_bytes_match_predicted_in_every_slot(
     assert_equal_to_the_promise(peaks(profile, units, tmp_path))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("profile", "seed"), thinned(list(SOURCES.values()), range(6)), indirect=["profile"]
+)
 def test_measured_bytes_of_mixed_plans_match_predicted_in_every_slot(
     profile: Profile, seed: int, tmp_path: Path
 ) -> None:
@@ -221,7 +229,9 @@ def test_measured_bytes_of_mixed_plans_match_predicted_in_every_slot(
     assert_equal_to_the_promise(peaks(profile, units, tmp_path))
 
 
-@pytest.mark.parametrize("seed", range(100, 106))
+@pytest.mark.parametrize(
+    ("profile", "seed"), thinned(list(SOURCES.values()), range(100, 106)), indirect=["profile"]
+)
 def test_measured_bytes_never_exceed_predicted_where_lanes_may_lag(
     profile: Profile, seed: int, tmp_path: Path
 ) -> None:
@@ -253,18 +263,25 @@ STEPS: list[tuple[Updates, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("updates", "micro_batches"), STEPS)
-@pytest.mark.parametrize("states", [Persistent(), Offload(tier="disk")], ids=decision_name)
+@pytest.mark.parametrize(
+    ("profile", "step", "states"),
+    thinned(list(SOURCES.values()), STEPS, [Persistent(), Offload(tier="disk")]),
+    ids=decision_name,
+    indirect=["profile"],
+)
 def test_measured_bytes_of_other_steps_never_exceed_predicted(
-    profile: Profile, updates: Updates, micro_batches: int, states: Placement, tmp_path: Path
+    profile: Profile, step: tuple[Updates, int], states: Placement, tmp_path: Path
 ) -> None:
     """In every micro-batch, and where gradients wait on the device or on disk for the norm."""
+    updates, micro_batches = step
     units = without_freedom(decided(described_by(profile), Recompute(), states))
     found = peaks(profile, units, tmp_path, updates=updates, micro_batches=micro_batches)
     assert_within_the_promise(found)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("profile", "seed"), thinned(list(SOURCES.values()), range(3)), indirect=["profile"]
+)
 def test_measured_bytes_of_other_steps_of_mixed_plans_never_exceed_predicted(
     profile: Profile, seed: int, tmp_path: Path
 ) -> None:
@@ -274,14 +291,15 @@ def test_measured_bytes_of_other_steps_of_mixed_plans_never_exceed_predicted(
     assert_within_the_promise(found)
 
 
-@pytest.mark.parametrize(("updates", "micro_batches"), [("in backward", 1), *STEPS])
-@pytest.mark.parametrize("states", [Persistent(), Offload(tier="disk")], ids=decision_name)
+@pytest.mark.parametrize(
+    ("step", "states"),
+    thinned([("in backward", 1), *STEPS], [Persistent(), Offload(tier="disk")], every=2),
+    ids=decision_name,
+)
 def test_measured_bytes_with_master_weights_never_exceed_predicted(
-    updates: Updates,
-    micro_batches: int,
-    states: Placement,
-    tmp_path_factory: pytest.TempPathFactory,
+    step: tuple[Updates, int], states: Placement, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    updates, micro_batches = step
     profile = master_profile(tmp_path_factory)
     units = without_freedom(decided(described_by(profile), Recompute(), states))
     spill = tmp_path_factory.mktemp("spill")
@@ -395,15 +413,19 @@ def with_short_drains(units: tuple[UnitPlan, ...], rng: random.Random) -> tuple[
     )
 
 
-@pytest.mark.parametrize("schedule", FRACTIONAL, ids=["0", "1"])
 @pytest.mark.parametrize(
-    "decision",
-    [
-        (Swap(tier="disk"), Offload(tier="disk")),
-        (SwapInput(tier="disk"), Buffer(tier="disk")),
-        (Keep(), Offload(tier="disk")),
-    ],
+    ("profile", "schedule", "decision"),
+    thinned(
+        list(SOURCES.values()),
+        FRACTIONAL,
+        [
+            (Swap(tier="disk"), Offload(tier="disk")),
+            (SwapInput(tier="disk"), Buffer(tier="disk")),
+            (Keep(), Offload(tier="disk")),
+        ],
+    ),
     ids=decision_name,
+    indirect=["profile"],
 )
 def test_measured_bytes_of_transfers_in_parts_match_predicted_in_every_slot(
     profile: Profile,
@@ -423,7 +445,9 @@ def test_measured_bytes_of_transfers_in_parts_match_predicted_in_every_slot(
     assert_reached_in_every_slot(lambda: slow_peaks(profile, units, tmp_path))
 
 
-@pytest.mark.parametrize("seed", range(200, 204))
+@pytest.mark.parametrize(
+    ("profile", "seed"), thinned(list(SOURCES.values()), range(200, 204)), indirect=["profile"]
+)
 def test_measured_bytes_of_mixed_transfers_in_parts_match_predicted_in_every_slot(
     profile: Profile, seed: int, tmp_path: Path
 ) -> None:
@@ -441,7 +465,11 @@ def smallest_budget(profile: Profile) -> int:
     return answer.smallest_budget_bytes
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.1, 1.4, 2.0, 3.0])
+@pytest.mark.parametrize(
+    ("profile", "factor"),
+    thinned(list(SOURCES.values()), [1.0, 1.1, 1.4, 2.0, 3.0]),
+    indirect=["profile"],
+)
 def test_solved_plans_stay_within_their_promise_and_budget(
     profile: Profile, factor: float, tmp_path: Path
 ) -> None:

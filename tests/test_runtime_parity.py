@@ -73,6 +73,7 @@ from tests.runtime_cases import (
     train,
     weight_decay_groups,
 )
+from tests.thinning import thinned
 
 CPU = torch.device("cpu")
 
@@ -112,16 +113,20 @@ def assert_trains_bitwise(
 # --- every decision, alone and mixed --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("decision", decisions("disk"), ids=decision_name)
+@pytest.mark.parametrize(
+    ("name", "decision"), thinned(MODELS, decisions("disk")), ids=decision_name
+)
 def test_five_steps_match_plain_torch_bitwise(
     name: str, decision: tuple[Activations, Placement], tmp_path: Path
 ) -> None:
     assert_trains_bitwise(name, decided(described(name), *decision), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "functional-relu"])
-@pytest.mark.parametrize("decision", decisions("host"), ids=decision_name)
+@pytest.mark.parametrize(
+    ("name", "decision"),
+    thinned(["llama-tied", "gpt2", "functional-relu"], decisions("host")),
+    ids=decision_name,
+)
 def test_five_steps_on_the_host_tier_match_plain_torch_bitwise(
     name: str, decision: tuple[Activations, Placement], tmp_path: Path
 ) -> None:
@@ -129,8 +134,7 @@ def test_five_steps_on_the_host_tier_match_plain_torch_bitwise(
     assert_trains_bitwise(name, decided(described(name), *decision), tmp_path)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(("name", "seed"), thinned(MODELS, range(12)))
 def test_five_steps_of_mixed_plans_with_slow_lanes_match_plain_torch_bitwise(
     name: str, seed: int, tmp_path: Path
 ) -> None:
@@ -157,12 +161,10 @@ def test_all_chunks_at_once_on_the_device_match_plain_torch_bitwise(
     assert_trains_bitwise(name, units, tmp_path, lane_delay=delays(0))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("schedule", FRACTIONAL, ids=["0", "1"])
 @pytest.mark.parametrize(
-    "states",
-    [Offload(tier="disk"), Buffer(tier="disk"), Offload(tier="host")],
-    ids=["Offload-disk", "Buffer-disk", "Offload-host"],
+    ("name", "schedule", "states"),
+    thinned(MODELS, FRACTIONAL, [Offload(tier="disk"), Buffer(tier="disk"), Offload(tier="host")]),
+    ids=decision_name,
 )
 def test_transfers_cut_in_two_match_plain_torch_bitwise(
     name: str, schedule: Schedule, states: Placement, tmp_path: Path

@@ -38,6 +38,7 @@ CASES: dict[str, tuple[dict[str, object], dict[str, str]]] = {
     "lora": (CONFIGS["llama"], {"adapter": "lora r=4"}),
     "autocast": (CONFIGS["llama"], {"dtype": "bfloat16", "precision": "autocast"}),
 }
+QUICK = ("gpt2", "tied", "lora", "autocast")
 
 
 def source_and_workload(name: str) -> tuple[ModelSource, Workload]:
@@ -72,7 +73,7 @@ def whole(source: ModelSource, workload: Workload) -> tuple[list[Unit], int, str
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n == "t5" else ()) for n in CASES]
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
 )
 def test_bytes_are_those_of_the_whole_model(name: str) -> None:
     source, workload = source_and_workload(name)

@@ -47,6 +47,7 @@ from tests.runtime_cases import (
     plan_of,
 )
 from tests.test_peaks import bytes_of_others, without_freedom
+from tests.thinning import thinned
 
 PIECE_BYTES = 1 << 15
 NUM_STEPS = 2
@@ -220,7 +221,7 @@ def test_every_parameter_is_in_one_unit(name: str) -> None:
     assert inside > 0
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", thinned(tuple(ZOO), every=2))
 def test_recomputed_and_offloaded_like_plain(name: str, tmp_path: Path) -> None:
     assert_trains_like_plain(name, recomputed_and_offloaded, tmp_path)
 
@@ -257,6 +258,6 @@ def test_a_block_that_the_loss_does_not_depend_on_keeps_what_it_saves(
     assert_trains_like_plain("llava", one_form, tmp_path)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", thinned(tuple(OPTIMIZERS)))
 def test_every_optimizer_like_plain(optimizer: str, tmp_path: Path) -> None:
     assert_trains_like_plain("pyramid", recomputed_and_offloaded, tmp_path, optimizer=optimizer)
