@@ -52,7 +52,6 @@ from protrain_runtime.recording import measure_step
 from protrain_runtime.taken import TakenGradient
 
 NUM_WARM_STEPS = 2
-TIMED_STEPS_PER_FORM = 3
 SAMPLED_S = 2.0
 MOST_REPEATS = 4
 """Short steps vary more and cost less to repeat: as many times the steps asked for, at most, until
@@ -214,7 +213,7 @@ def _in_words(unit: UnitPlan) -> str:
 
 
 def _measured(
-    specimen: Specimen, machine: Hardware | None, folder: Path, *, num_steps: int
+    specimen: Specimen, machine: Hardware | None, folder: Path, *, num_steps: int | None
 ) -> Profile:
     model, batches = specimen.make()
     return measure_model(
@@ -399,7 +398,7 @@ def seconds(
     The machine is probed for it, as a profile does: its speeds change from one hour to the next.
     """
     return_freed_memory()
-    fresh = _measured(specimen, None, folder, num_steps=TIMED_STEPS_PER_FORM)
+    fresh = _measured(specimen, None, folder, num_steps=None)
     plans = {kind: read_plan(folder / f"{kind}.yaml") for kind in kinds}
     keep = read_plan(folder / "keep.yaml")
     results: dict[str, Any] = {}

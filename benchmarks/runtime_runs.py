@@ -51,7 +51,6 @@ from protrain_runtime.measure import return_freed_memory
 
 PROFILE = Path("profile.yaml")
 NUM_WARM_STEPS = 2
-TIMED_STEPS_PER_FORM = 3
 
 SPECIMENS: dict[str, Specimen] = {
     specimen.name: specimen
@@ -279,7 +278,7 @@ def profile(specimen: Specimen, folder: Path, quick: bool) -> dict[str, Any]:
         model,
         batches,
         workload=specimen.workload,
-        num_steps=1 if quick else TIMED_STEPS_PER_FORM,
+        num_steps=1 if quick else None,
         spill_directory=folder,
         progress=lambda *_: None,
         machine=load_hardware("cpu") if quick else None,

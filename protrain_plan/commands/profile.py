@@ -78,7 +78,11 @@ def profile(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu (the default) or cuda.")] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Timed steps per form of activations; default: 3.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Timed steps per form of activations; default: 2 s of them, but 3 to 15.",
+        ),
     ] = None,
     unit_by_unit: Annotated[
         bool,
@@ -153,7 +157,7 @@ def profile(
                 record = measure(
                     source,
                     device=device_name,
-                    num_steps=steps or 3,
+                    num_steps=steps,
                     spill_directory=spill_directory or Path(tempfile.gettempdir()),
                     unit_by_unit=unit_by_unit,
                     **options,

@@ -60,7 +60,7 @@ def measure(
     dtype: DType,
     device: DeviceKind,
     seed: int,
-    num_steps: int,
+    num_steps: int | None,
     spill_directory: Path,
     text: Path | None,
     progress: Progress,
@@ -147,7 +147,7 @@ def measure_model(
     batches: Iterator[Batch],
     *,
     workload: Workload,
-    num_steps: int,
+    num_steps: int | None,
     spill_directory: Path,
     progress: Progress,
     optimizer: str = DEFAULT_OPTIMIZER,
@@ -156,6 +156,7 @@ def measure_model(
 ) -> Profile:
     """The profile of a model that is there. Leaves it, its gradients and the random state alone.
 
+    `num_steps` are timed per form of activations (None: see `passes.slot_seconds`).
     `running` says which units run, where not all do: parameters of the others may be on `meta`.
     `machine` is this one, where it was probed before; what the model holds besides tensors is
     measured anew.
@@ -204,20 +205,13 @@ def measure_model(
         units = filled(units, counted)
         measured = {cost.form for unit in units for cost in unit.forms}
         forms = [form for form in passes.FORMS if form in measured]
-        total, done = len(forms) * num_steps + 1, 0
-
-        def tick() -> None:
-            nonlocal done
-            done += 1
-            progress("timing steps", 0.25 + 0.45 * done / total)
-
         seconds = passes.slot_seconds(
             model,
             anatomy.modules,
             batches,
             forms,
             num_steps=num_steps,
-            tick=tick,
+            tick=lambda done: progress("timing steps", 0.25 + 0.45 * done),
             kept=anatomy.kept,
         )
     if machine is None:

@@ -31,6 +31,10 @@ from protrain_runtime.statistics import Written, other_buffers, written_buffers
 OnSlot = Callable[[int, Sequence[torch.Tensor]], None]
 FORMS: tuple[Form, ...] = ("keep", "lite", "mlp", "attn", "full")
 """The forms of activations that profiles measure: each recomputes what the one before does."""
+SAMPLED_S = 2.0
+FEWEST_STEPS, MOST_STEPS = 3, 15
+"""Medians of three steps of a quarter of a second were up to 15 % off where the machine's speed
+changes from second to second."""
 
 
 class Meter(Protocol):
@@ -338,28 +342,38 @@ def slot_seconds(
     batches: Iterator[Batch],
     forms: Sequence[Form],
     *,
-    num_steps: int,
-    tick: Callable[[], None],
+    num_steps: int | None,
+    tick: Callable[[float], None],
     kept: Set[int] = frozenset(),
 ) -> dict[Form, list[list[float]]]:
     """Seconds of every slot in each of `num_steps` steps per form, after one step that warms up.
 
-    The forms take turns, so that what else the machine does is noise to all of them.
+    The forms take turns, so that what else the machine does is noise to all of them. None: as many
+    steps as take `SAMPLED_S` per form, within `FEWEST_STEPS` and `MOST_STEPS`. `tick` hears the
+    fraction that is done.
     # [form][step][slot]
     """
     device = device_of(model)
     clock = _CudaClock() if device.type == "cuda" else _CpuClock()
     steps: dict[Form, list[list[float]]] = {form: [] for form in forms}
-    for form in (forms[0], *num_steps * tuple(forms)):
+
+    def step(form: Form) -> list[float]:
         watch = SlotWatch(lambda *_: clock.stamp())
         with watched(model, modules, form, watch, kept=kept):
             clock.restart()
             training_step(model, next(batches))
             clock.stamp()
-        steps[form].append(clock.seconds())
         drop_gradients(model)
-        tick()
-    del steps[forms[0]][0]
+        return clock.seconds()
+
+    step(forms[0])
+    if num_steps is None:
+        first = sum(step(forms[0]))
+        num_steps = max(FEWEST_STEPS, min(MOST_STEPS, round(SAMPLED_S / first)))
+    turns = num_steps * tuple(forms)
+    for done, form in enumerate(turns, 1):
+        steps[form].append(step(form))
+        tick(done / len(turns))
     return steps
 
 
