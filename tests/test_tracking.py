@@ -65,6 +65,18 @@ def test_every_slot_of_a_step_has_the_bytes_of_real_tensors(name: str, form: For
     assert fake == real
 
 
+def test_looking_for_packed_sequences_takes_what_it_takes_with_real_tensors() -> None:
+    """Transformers looks at the position ids of all sequences: with many, that is a slot's peak."""
+    made = source("llama")
+    batch = next(iter(made.batches(batch_size=64, seq_len=16)))
+    real = segments(made, batch, "keep", MemoryMeter)
+    with faking() as mode:
+        fake = segments(
+            made, fake_batch(mode, batch), "keep", lambda: FakeMeter(allocator_of(device()))
+        )
+    assert fake == real
+
+
 def live(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Segment, Segment]:
     """One operator's bytes: of fake tensors, of real ones."""
     operator(*args, **kwargs)  # what is made once
@@ -174,6 +186,21 @@ def test_kernels_that_choose_their_scratch_memory_stay_below_the_bound(name: str
     fake, real = live(operator, *args)
     assert (fake.start_bytes, fake.end_bytes) == (real.start_bytes, real.end_bytes)
     assert fake.peak_bytes >= real.peak_bytes
+
+
+def test_a_number_goes_with_a_graph_that_is_dropped() -> None:
+    def drop(given: Tensor) -> None:
+        scaled = given * 2.5
+        scaled.exp().sum()
+
+    def keep(given: Tensor) -> Tensor:
+        return (given * 2.5).exp().sum()
+
+    given = X.clone().requires_grad_()
+    for operator, left in ((drop, 0), (keep, X.nbytes + 8 + 4)):
+        fake, real = live(operator, given)
+        assert fake == real
+        assert fake.end_bytes == left
 
 
 def test_cuda_rounds_every_storage_up_to_a_block() -> None:

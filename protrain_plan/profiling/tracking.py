@@ -35,6 +35,7 @@ class FakeMeter(TorchDispatchMode):
         self._sizes: dict[int, int] = {}  # storage -> bytes
         self._numbers: dict[int, int] = {}  # node of autograd, by sequence number -> bytes
         self._node = -1  # whose backward runs
+        self._product: tuple[int, weakref.ref[torch.Tensor]] | None = None  # the last, with number
         self._live = self._start = self._peak = 0
         self._label: str | None = None
         self._segments: list[Segment] = []
@@ -76,13 +77,14 @@ class FakeMeter(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        if self._allocator.python_scalars:
-            self._keep_number(func, args)
+        numbered = self._keep_number(func, args) if self._allocator.python_scalars else None
         # [Note: sums of gradients] Where a tensor is used twice, autograd adds the second gradient
         # into the first one's memory if nobody else holds that. It never does so while a dispatch
         # mode looks on: it makes a new tensor. Here the sum takes over the memory of the first.
         taken = args[0] if _adds_in_place(func, args) else None
         result = func(*args, **kwargs)
+        if numbered is not None:
+            self._product = numbered, weakref.ref(result)
         if func.is_view or func.namespace == "prim":
             return result
         before = self._live
@@ -94,29 +96,48 @@ class FakeMeter(TorchDispatchMode):
         self._peak = max(self._peak, before, self._live + extra)
         return result
 
-    def _keep_number(self, func: Any, args: tuple[Any, ...]) -> None:
+    def _keep_number(self, func: Any, args: tuple[Any, ...]) -> int | None:
         """A product with a Python number: autograd keeps the number, as a tensor of 8 bytes.
 
-        It lives as long as the product's node. Those that are made in backward are of a forward
-        that is recomputed, and go with the node that asked for it.
+        It lives as long as the product's node, which is returned where one is made in forward, and
+        goes with a graph that is dropped. Those that are made in backward are of a forward that is
+        recomputed, and go with the node that asked for it.
         """
+        self._watch_product()
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward:
             node: Any = torch._C._current_autograd_node()
             running = -1 if node is None else int(node._sequence_nr())
             if running != self._node:
-                self._live -= self._numbers.pop(self._node, 0)
+                self._drop_numbers(self._node)
                 self._node = running
-        if (
+        if not (
             func in _SAVE_NUMBERS
             and isinstance(args[1], int | float)
             and args[0].requires_grad
             and torch.is_grad_enabled()
         ):
-            made = int(torch._C._autograd._get_sequence_nr()) - 1
-            owner = self._node if in_backward else made
-            self._numbers[owner] = self._numbers.get(owner, 0) + NUMBER_BYTES
-            self._live += NUMBER_BYTES
+            return None
+        made = int(torch._C._autograd._get_sequence_nr()) - 1
+        owner = self._node if in_backward else made
+        self._numbers[owner] = self._numbers.get(owner, 0) + NUMBER_BYTES
+        self._live += NUMBER_BYTES
+        return None if in_backward else made
+
+    def _watch_product(self) -> None:
+        """Have the last product's number go when its node does.
+
+        The product has its node when it is back at its caller, which asks for the next operator.
+        """
+        made, found = self._product or (0, lambda: None)
+        product = found()
+        if product is not None and product.grad_fn is not None:
+            self._product, token = None, _Token()
+            product.grad_fn.metadata[_Token] = token
+            weakref.finalize(token, self._drop_numbers, made).atexit = False
+
+    def _drop_numbers(self, node: int) -> None:
+        self._live -= self._numbers.pop(node, 0)
 
     def _count(self, args: object, kwargs: object, result: object) -> None:
         outputs = tensors_in(result)
@@ -146,6 +167,10 @@ class FakeMeter(TorchDispatchMode):
                 )
             )
             self._label = None
+
+
+class _Token:
+    """Lives as long as what holds it."""
 
 
 def _identity(tensor: torch.Tensor) -> int:
