@@ -16,7 +16,7 @@ def test_fit_says_what_fits_with_a_plan_and_what_binds(tmp_path: Path) -> None:
             *("--dtype", "float32", "--device-memory", "1200MiB"),
             folder=tmp_path,
         ).stdout
-    )
+    )["cells"]
     assert [(cell["hardware"], cell["seq_len"]) for cell in cells] == [("cpu", 256), ("h200", 256)]
     for cell in cells:
         assert cell["verdict"] == "fits with a plan"
@@ -36,7 +36,7 @@ def test_fit_needs_no_plan_where_plain_pytorch_fits(tmp_path: Path) -> None:
 def printed_list(folder: Path, *arguments: object) -> list[dict[str, object]]:
     result = protrain("fit", *arguments, "--json", folder=folder)
     assert result.stderr == ""
-    answer: list[dict[str, object]] = json.loads(result.stdout)
+    answer: list[dict[str, object]] = json.loads(result.stdout)["cells"]
     return answer
 
 
@@ -84,6 +84,10 @@ def test_adapters_need_less_than_the_whole_model(tmp_path: Path) -> None:
         (("--on", "cpu", "--batch-size", "0"), "--batch-size: expected numbers such as 1,4,16"),
         (("--on", "cpu", "--optimizer", "adan"), "adan"),
         (("--on", "cpu", "--precision", "mixed"), "--precision: expected pure, master or autocast"),
+        (
+            ("--on", "cpu", "--precision", "autocast", "--dtype", "float32"),
+            "precision: autocast needs the dtype bfloat16 or float16, got float32",
+        ),
     ],
 )
 def test_mistakes_are_one_message(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 import json
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
@@ -18,6 +20,7 @@ from protrain_plan.profiling.tracking import NUMBER_BYTES
 from protrain_plan.records import dumps_profile, loads_profile
 from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.profile import DType, FormCost, Profile, Unit
+from protrain_plan.rendering.profiles import profile_text
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.measure import MemoryMeter
 
@@ -97,6 +100,17 @@ def test_the_record_says_that_it_is_estimated_and_is_read_again() -> None:
     assert profile.workload.device == "cuda"
     assert all(form.forward_s > 0 for unit in profile.units for form in unit.forms)
     assert loads_profile(dumps_profile(profile), "profile.yaml") == profile
+    page = Console(width=80, file=StringIO())
+    page.print(profile_text(profile, Path("profile.yaml")))
+    assert isinstance(page.file, StringIO)
+    lines = page.file.getvalue().splitlines()
+    assert lines[0].split() == ["unit", "params", "states", "kept", "input", "forward", "backward"]
+    assert [line.split()[0] for line in lines[1:4]] == [
+        "model.embed_tokens",
+        "model.layers.0-3",
+        "model.norm",
+    ]
+    assert "estimated for h100-sxm: seconds were never compared with measured ones" in lines
 
 
 def test_recomputing_takes_longer_and_keeps_less() -> None:

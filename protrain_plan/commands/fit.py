@@ -76,6 +76,8 @@ def fit(
     ]
     dtype_name: DType = choice("--dtype", dtype, get_args(DType))
     precision_name: Precision = choice("--precision", precision, get_args(Precision))
+    if dtype_name == "float32" and precision_name == "master":
+        precision_name = "pure"  # the parameters are the float32 ones
     # Torch loads here, so that --help and mistakes need not wait for it.
     from protrain_plan.fitting import fit as fitted
     from protrain_plan.models.adapters import parse_lora
@@ -100,7 +102,7 @@ def fit(
                 batch_size=batch,
                 seq_len=length,
                 dtype=dtype_name,
-                precision="pure" if dtype_name == "float32" else precision_name,
+                precision=precision_name,
                 adapter=adapter,
                 optimizer=optimizer,
             )

@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from protrain_plan.rendering.infeasible import infeasible_json
+from protrain_plan.rendering.machines import error_band, trust
 from protrain_plan.rendering.plans import devices_json, solved_json
 from protrain_plan.rendering.tables import table_of
 
@@ -14,13 +15,13 @@ if TYPE_CHECKING:
     from protrain_plan.fitting import Fit
 
 
-def fits_json(fits: Sequence["Fit"]) -> list[dict[str, Any]]:
-    """What `protrain fit --json` prints: one object per cell."""
-    return [_fit_json(fit) for fit in fits]
+def fits_json(fits: Sequence["Fit"]) -> dict[str, Any]:
+    """What `protrain fit --json` prints: one cell per machine and size."""
+    return {"cells": [_fit_json(fit) for fit in fits]}
 
 
 def _fit_json(fit: "Fit") -> dict[str, Any]:
-    workload, rates = fit.profile.workload, fit.profile.hardware.rates
+    workload = fit.profile.workload
     data: dict[str, Any] = {
         "hardware": fit.profile.hardware.name,
         "batch_size": workload.batch_size,
@@ -30,9 +31,7 @@ def _fit_json(fit: "Fit") -> dict[str, Any]:
         "plain_device_bytes": fit.plain_bytes,
         "binds": fit.binds,
         "tokens_per_second": fit.tokens_per_s,
-        "measured_over_estimated": (
-            [rates.error_low, rates.error_high] if rates and rates.error_high else None
-        ),
+        "measured_over_estimated": error_band(fit.profile.hardware),
     }
     if fit.solved is not None:
         data |= solved_json(fit.solved)
@@ -90,12 +89,5 @@ def _fit_notes(fits: Sequence["Fit"]) -> list[str]:
     lines = ["what makes up the step, or what is missing:"]
     lines += [f"  {_fit_machine(fit)} {_fit_size(fit)}: {fit.binds}" for fit in fits]
     for hardware in dict.fromkeys(fit.profile.hardware for fit in fits):
-        rates = hardware.rates
-        if rates is not None and rates.error_high:
-            band = (
-                f"measured steps took {rates.error_low:.2f} to {rates.error_high:.2f} times as long"
-            )
-        else:
-            band = "estimates of seconds were never compared with this machine"
-        lines.append(f"{hardware.name}: {band}")
+        lines.append(f"{hardware.name}: {trust(hardware)}")
     return lines

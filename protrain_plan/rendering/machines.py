@@ -110,13 +110,22 @@ def _facts(machine: Hardware) -> Iterator[tuple[str, str]]:
     )
     if machine.interconnect is not None:
         yield "devices", _joined(machine.interconnect)
-    if rates is not None and rates.error_high:
-        yield (
-            "estimates",
-            f"measured steps took {rates.error_low:.2f} to {rates.error_high:.2f} times as long",
-        )
-    elif rates is not None:
-        yield "estimates", "of seconds were never compared with this machine"
+    if rates is not None:
+        yield "estimates", trust(machine)
+
+
+def error_band(machine: Hardware) -> list[float] | None:
+    """Measured over estimated seconds, 10th and 90th percentile; None if never compared."""
+    rates = machine.rates
+    return [rates.error_low, rates.error_high] if rates and rates.error_high else None
+
+
+def trust(machine: Hardware) -> str:
+    """How far estimates of its seconds can be trusted."""
+    band = error_band(machine)
+    if band is None:
+        return "seconds were never compared with measured ones"
+    return f"measured steps took {band[0]:.2f} to {band[1]:.2f} times as long"
 
 
 def _joined(joined: Interconnect) -> str:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from protrain_plan.models.presets import Preset
 
 
-def presets_json(presets: Sequence["Preset"]) -> list[dict[str, Any]]:
+def presets_json(presets: Sequence["Preset"]) -> dict[str, Any]:
     """What `protrain models --json` prints."""
-    return [asdict(preset) for preset in presets]
+    return {"models": [asdict(preset) for preset in presets]}
 
 
 def presets_text(presets: Sequence["Preset"]) -> RenderableType:

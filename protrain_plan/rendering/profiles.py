@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from protrain_plan.records.profile import Profile, Unit
+from protrain_plan.rendering.machines import error_band, trust
 from protrain_plan.rendering.tables import run_name, table_of
 from protrain_plan.units import format_bytes, format_seconds
 
@@ -18,6 +19,8 @@ def profile_json(profile: Profile) -> dict[str, Any]:
     keep = [unit.cost("keep") for unit in profile.units]
     return {
         "model": profile.workload.model,
+        "hardware": profile.hardware.name,
+        "method": profile.method,
         "model_fingerprint": profile.model_fingerprint,
         "num_units": len(profile.units),
         "num_parameters": sum(unit.num_parameters for unit in profile.units),
@@ -26,6 +29,7 @@ def profile_json(profile: Profile) -> dict[str, Any]:
         "forward_seconds": sum(cost.forward_s for cost in keep),
         "backward_seconds": sum(cost.backward_s for cost in keep),
         "context_bytes": profile.hardware.device.context_bytes,
+        "measured_over_estimated": error_band(profile.hardware) if _estimated(profile) else None,
     }
 
 
@@ -35,7 +39,7 @@ def _states_bytes(units: Sequence[Unit]) -> int:
 
 def profile_text(profile: Profile, path: Path) -> RenderableType:
     """What `protrain profile` prints."""
-    table = table_of("unit", "parameters", "states", "kept", "input only", "forward", "backward")
+    table = table_of("unit", "params", "states", "kept", "input", "forward", "backward")
     alike = itertools.groupby(
         profile.units, key=lambda u: (u.kind, u.num_parameters, u.parameter_bytes, u.forms)
     )
@@ -46,9 +50,9 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
         table.add_row(
             run_name(unit.name, units[-1].name),
             f"{unit.num_parameters / 1e6:.1f} M",
-            format_bytes(_states_bytes([unit])),
-            format_bytes(keep.kept_bytes),
-            format_bytes(forms["full"].kept_bytes) if "full" in forms else "",
+            _short(_states_bytes([unit])),
+            _short(keep.kept_bytes),
+            _short(forms["full"].kept_bytes) if "full" in forms else "",
             format_seconds(keep.forward_s),
             format_seconds(keep.backward_s),
         )
@@ -61,4 +65,20 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
         f" forward and backward {format_seconds(data['forward_seconds'])}"
         f" + {format_seconds(data['backward_seconds'])}"
     )
-    return Group(table, total, Text(f"wrote {path}"))
+    note = Text("kept: by the unit between forward and backward; input: where it is recomputed")
+    machine = profile.hardware
+    how = [Text(f"estimated for {machine.name}: {trust(machine)}")] if _estimated(profile) else []
+    return Group(table, "", note, total, *how, Text(f"wrote {path}"))
+
+
+def _estimated(profile: Profile) -> bool:
+    return profile.method == "estimated"
+
+
+def _short(size: int) -> str:
+    """The size in three digits, `54.0 MiB`: six columns beside a name in 80 characters."""
+    if abs(size) < 1024:
+        return format_bytes(size)
+    number, unit = format_bytes(size).split()
+    whole = number.partition(".")[0]
+    return f"{float(number):.{max(0, 3 - len(whole))}f} {unit}"
