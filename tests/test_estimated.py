@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from io import StringIO
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -105,11 +106,9 @@ def test_the_record_says_that_it_is_estimated_and_is_read_again() -> None:
     assert isinstance(page.file, StringIO)
     lines = page.file.getvalue().splitlines()
     assert lines[0].split() == ["unit", "params", "states", "kept", "input", "forward", "backward"]
-    assert [line.split()[0] for line in lines[1:4]] == [
-        "model.embed_tokens",
-        "model.layers.0-3",
-        "model.norm",
-    ]
+    names = [line.split()[0] for line in takewhile(str.strip, lines[1:])]
+    assert (names[0], names[1], names[-1]) == ("model.embed_tokens", "model.layers.0", "model.norm")
+    assert all(name.startswith("model.") for name in names)  # none is folded
     assert "estimated for h100-sxm: seconds were never compared with measured ones" in lines
 
 

@@ -108,8 +108,9 @@ def weigh(
 ) -> list[Unit]:
     """The units with their bytes, from one training step per form; seconds are zero.
 
-    `meter` makes what counts live bytes: of real tensors or of fake ones. `optimizer` and
-    `precision` say what states stand beside the parameters.
+    `meter` makes what counts live bytes, of real tensors or of fake ones: one for each form of
+    `anatomy.saved`, in order. `optimizer` and `precision` say what states stand beside the
+    parameters.
     """
     with _noting_gradients(anatomy.chunks) as arrived:
         memory = {

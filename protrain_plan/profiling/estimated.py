@@ -15,16 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Required, TypedDict, Unpack
 
-from torch import nn
-
 from protrain_plan.errors import ProtrainError
-from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.building import TORCH_DTYPES
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.models.precision import parameter_dtype, stepped_dtype
 from protrain_plan.models.sources import ModelSource
-from protrain_plan.profiling import passes
-from protrain_plan.profiling.accounting import Anatomy, dissect, weigh
+from protrain_plan.profiling.accounting import dissect, weigh
 from protrain_plan.profiling.discovery import discover
 from protrain_plan.profiling.elision import elided, equal_blocks, filled
 from protrain_plan.profiling.execution import undisturbed
@@ -157,20 +153,19 @@ def _estimates(
             with elided(found, elision):
                 progress("finding what is saved", 0.4)
                 anatomy = dissect(model, batch, found, optimizer=optimizer)
-                progress("counting bytes", 0.6)
+                progress("counting bytes and operations", 0.6)
+                steps: list[OperatorLog] = []
+
+                def meter() -> FakeMeter:
+                    steps.append(OperatorLog())
+                    return FakeMeter(allocator, steps[-1])
+
                 units = weigh(
-                    model,
-                    batch,
-                    anatomy,
-                    lambda: FakeMeter(allocator),
-                    optimizer=optimizer,
-                    precision=precision,
+                    model, batch, anatomy, meter, optimizer=optimizer, precision=precision
                 )
+                logs = dict(zip(anatomy.saved, steps, strict=True))
                 if allocator.python_scalars:
                     units = [_with_numbers(unit) for unit in units]
-                progress("counting operations", 0.8)
-                forms = {cost.form for unit in units for cost in unit.forms}
-                logs = {form: operators(model, batch, anatomy, form) for form in forms}
             timed = [filled(_timed(units, logs, _rates(m)), elision) for m in machines]
         fingerprint, tensors = model_fingerprint(model), model_tensors(model)
     progress("done", 1.0)
@@ -203,19 +198,10 @@ def _with_numbers(unit: Unit) -> Unit:
     return replace(unit, forms=forms)
 
 
-def operators(model: nn.Module, batch: Batch, anatomy: Anatomy, form: Form) -> OperatorLog:
-    """What the operators of one step compute and move, slot by slot."""
-    log = OperatorLog()
-    watch = passes.SlotWatch(lambda *_: log.mark())
-    with passes.watched(model, anatomy.modules, form, watch, kept=anatomy.kept), log:
-        loss_of(call_model(model, batch)).backward()
-    passes.drop_gradients(model)
-    return log
-
-
 def _timed(units: Sequence[Unit], logs: Mapping[Form, OperatorLog], rates: Rates) -> list[Unit]:
     """The units with the seconds of the operators in their slots, in every form that they have."""
     seconds = {form: log.seconds(rates) for form, log in logs.items()}
+    last = 2 * len(units) - 1  # slots; what comes after them is nobody's
     return [
         replace(
             unit,
@@ -223,7 +209,7 @@ def _timed(units: Sequence[Unit], logs: Mapping[Form, OperatorLog], rates: Rates
                 replace(
                     cost,
                     forward_s=four_digits(seconds[cost.form][index]),
-                    backward_s=four_digits(seconds[cost.form][-1 - index]),
+                    backward_s=four_digits(seconds[cost.form][last - index]),
                 )
                 for cost in unit.forms
             ),

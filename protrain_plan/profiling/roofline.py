@@ -73,9 +73,15 @@ class OperatorLog(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         result = func(*args, **(kwargs or {}))
-        if self.slots and not _is_free(func):
-            self.slots[-1].append(operator_work(func, args, kwargs or {}, result))
+        self.note(func, args, kwargs or {}, result)
         return result
+
+    def note(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object
+    ) -> None:
+        """Write down a call of an operator that somebody else saw."""
+        if self.slots and not _is_free(func):
+            self.slots[-1].append(operator_work(func, args, kwargs, result))
 
 
 def _is_free(func: Any) -> bool:

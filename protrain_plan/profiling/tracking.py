@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from protrain_plan.profiling.roofline import OperatorLog
 from protrain_plan.profiling.workspaces import Allocator
 from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.measure import Segment
@@ -26,12 +27,15 @@ class FakeMeter(TorchDispatchMode):
     they are released, which a finalizer on the storage sees; a storage from before counts as
     nothing. What an operator holds only while it runs is `allocator`'s knowledge.
 
+    `log`, if given, is told of the operators between marks: the step runs once for both.
+
     See [Note: sums of gradients] for the one place where fake tensors act unlike real ones.
     """
 
-    def __init__(self, allocator: Allocator) -> None:
+    def __init__(self, allocator: Allocator, log: OperatorLog | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._allocator = allocator
+        self._log = log
         self._sizes: dict[int, int] = {}  # storage -> bytes
         self._numbers: dict[int, int] = {}  # node of autograd, by sequence number -> bytes
         self._node = -1  # whose backward runs
@@ -61,6 +65,8 @@ class FakeMeter(TorchDispatchMode):
         self._close()
         self._label = label
         self._start = self._peak = self._live
+        if self._log is not None:
+            self._log.mark()
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -85,6 +91,8 @@ class FakeMeter(TorchDispatchMode):
         result = func(*args, **kwargs)
         if numbered is not None:
             self._product = numbered, weakref.ref(result)
+        if self._log is not None:
+            self._log.note(func, args, kwargs, result)
         if func.is_view or func.namespace == "prim":
             return result
         before = self._live
@@ -133,7 +141,8 @@ class FakeMeter(TorchDispatchMode):
         product = found()
         if product is not None and product.grad_fn is not None:
             self._product, token = None, _Token()
-            product.grad_fn.metadata[_Token] = token
+            metadata: Any = product.grad_fn.metadata  # typed as a method, which it is not
+            metadata[_Token] = token
             weakref.finalize(token, self._drop_numbers, made).atexit = False
 
     def _drop_numbers(self, node: int) -> None:
