@@ -83,6 +83,10 @@ def test_adapters_need_less_than_the_whole_model(tmp_path: Path) -> None:
         (("--on", "cpu", "--seq-len", "many"), "--seq-len: expected numbers such as 1,4,16"),
         (("--on", "cpu", "--batch-size", "0"), "--batch-size: expected numbers such as 1,4,16"),
         (("--on", "cpu", "--optimizer", "adan"), "adan"),
+        (
+            ("--on", "cpu", "--host-memory", "64GiB"),
+            "--host-memory: a CPU machine computes in its host memory, and has none below that",
+        ),
         (("--on", "cpu", "--precision", "mixed"), "--precision: expected pure, master or autocast"),
         (
             ("--on", "cpu", "--precision", "autocast", "--dtype", "float32"),
