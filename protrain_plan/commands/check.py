@@ -1,5 +1,6 @@
 """`protrain check`."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -81,15 +82,16 @@ def check(
             strict=strict,
             progress=tell,
         )
+    root = Path(os.environ.get("GITHUB_WORKSPACE", ""))  # where an action's paths count from
     match form:
         case "text":
             out.print(text(report), highlight=False)
         case "json":
             print_json(plain_data(report))
         case "sarif":
-            print_json(sarif(report))
+            print_json(sarif(report, root=root))
         case "junit":
             print_text(junit(report))
         case "github":
-            print_text(github(report))
+            print_text(github(report, root=root))
     raise typer.Exit(report.exit_code)

@@ -23,7 +23,7 @@ def diff(
         str, typer.Option("--format", help="text, json or markdown (for a pull request).")
     ] = "text",
     title: Annotated[
-        str | None, typer.Option(help="What the Markdown is about; default: both files.")
+        str | None, typer.Option(help="What the Markdown is about; default: the new plan's file.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -39,4 +39,4 @@ def diff(
         case "json":
             print_json(diff_data(found))
         case "markdown":
-            print_text(diff_markdown(found, title=title or f"{old} to {new}"))
+            print_text(diff_markdown(found, title=title or str(new)))
