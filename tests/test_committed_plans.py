@@ -20,6 +20,8 @@ from protrain_plan.units import exact_bytes
 
 ROOT = Path(__file__).parent.parent
 MEASURED = "smollm2-135m-cpu-1100MiB"
+QUICK = {MEASURED, "gpt2-xl-rtx-3090", "llama-3.2-1b-rtx-3090"}
+"""Plans whose models are estimated in seconds."""
 FOLDERS = sorted(path.parent for path in ROOT.glob("plans/*/plan.yaml"))
 
 
@@ -42,9 +44,15 @@ def test_the_records_hold(folder: Path) -> None:
     assert plan.prediction.lower_bound_seconds <= plan.prediction.step_seconds
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param(folder, marks=() if folder.name in QUICK else pytest.mark.slow)
+        for folder in FOLDERS
+    ],
+    ids=lambda folder: folder.name,
+)
 def test_today_s_models_hold(folder: Path) -> None:
     assert verdicts(folder, look) == {"failed": [], "skipped": []}
 

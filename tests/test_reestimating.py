@@ -251,22 +251,6 @@ def test_a_model_that_can_no_longer_be_built_fails(repository: Repository) -> No
     assert report.exit_code == 1
 
 
-QUICK = ("gpt2-xl-rtx-3090", "llama-3.2-1b-rtx-3090", "smollm2-135m-cpu-1100MiB")
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        pytest.param(path, marks=() if path.parent.name in QUICK else pytest.mark.slow)
-        for path in find_plans([ROOT / "plans"])
-    ],
-    ids=lambda path: path.parent.name,
-)
-def test_a_committed_plan_holds_for_the_model_of_today(plan: Path) -> None:
-    report = check([plan], look=look, budgets={})
-    assert report.with_verdict(Failed) == report.with_verdict(Skipped) == []
-
-
 def test_a_configuration_that_is_gone_is_the_recorded_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

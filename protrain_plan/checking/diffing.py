@@ -60,7 +60,7 @@ class Amount:
 class PlanDiff:
     """All that a reviewer has to know of a new plan."""
 
-    num_units: int  # of the new plan
+    num_units: int  # of both plans together
     facts: tuple[Fact, ...]
     decisions: tuple[DecisionChange, ...]
     amounts: tuple[Amount, ...]
@@ -73,7 +73,7 @@ class PlanDiff:
 def plan_diff(old: Plan, new: Plan) -> PlanDiff:
     """Compare two plans; units are the same where their names are."""
     return PlanDiff(
-        num_units=len(new.units),
+        num_units=len({unit.name for plan in (old, new) for unit in plan.units}),
         facts=tuple(_facts(old, new)),
         decisions=tuple(_decisions(old, new)),
         amounts=tuple(_amounts(old, new)),

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 import typer
 
 from protrain_plan.commands.options import JsonOption, choice
-from protrain_plan.commands.output import out, print_json, print_text
+from protrain_plan.commands.output import print_json, print_rendered, print_text
 from protrain_plan.records import read_plan
 
 Format = Literal["text", "json", "markdown"]
@@ -35,7 +35,7 @@ def diff(
     found = plan_diff(read_plan(old), read_plan(new))
     match form:
         case "text":
-            out.print(diff_text(found), highlight=False)
+            print_rendered(diff_text(found), highlight=False)
         case "json":
             print_json(diff_data(found))
         case "markdown":
