@@ -233,6 +233,8 @@ def runner(tmp_path: Path) -> dict[str, str]:
     """
     made = tmp_path / "python"
     subprocess.run([sys.executable, "-m", "venv", made], check=True)
+    older = (made / "bin/pip", "uninstall", "-q", "-y", "setuptools")  # than torch wants
+    subprocess.run(older, check=True)
     [packages] = made.glob("lib/*/site-packages")
     (packages / "here.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     variables = ("GITHUB_WORKSPACE", "GITHUB_ACTION_PATH", "RUNNER_TEMP", "GITHUB_STEP_SUMMARY")
