@@ -42,17 +42,22 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Plan training under a memory limit: profile a model, plan it, look at the plan, run it.",
 )
-app.command(epilog=profile.EXAMPLES)(profile.profile)
-app.command(epilog=fit.EXAMPLES)(fit.fit)
-app.command(epilog=plan.EXAMPLES)(plan.plan)
-app.command(epilog=show.EXAMPLES)(show.show)
-app.command(epilog=simulate.EXAMPLES)(simulate.simulate)
-app.command(epilog=report.EXAMPLES)(report.report)
-app.command(epilog=run.EXAMPLES)(run.run)
-app.command(epilog=check.EXAMPLES)(check.check)
-app.command(epilog=diff.EXAMPLES)(diff.diff)
-app.command(epilog=export.EXAMPLES)(export.export)
-app.command(epilog=models.EXAMPLES)(models.models)
+for _command, _examples in (
+    (profile.profile, profile.EXAMPLES),
+    (fit.fit, fit.EXAMPLES),
+    (plan.plan, plan.EXAMPLES),
+    (show.show, show.EXAMPLES),
+    (simulate.simulate, simulate.EXAMPLES),
+    (report.report, report.EXAMPLES),
+    (run.run, run.EXAMPLES),
+    (check.check, check.EXAMPLES),
+    (diff.diff, diff.EXAMPLES),
+    (export.export, export.EXAMPLES),
+    (models.models, models.EXAMPLES),
+):
+    # Paragraphs without the docstring's line breaks, which would be shown beside the terminal's.
+    _paragraphs = [" ".join(part.split()) for part in (_command.__doc__ or "").split("\n\n")]
+    app.command(help="\n\n".join(_paragraphs), epilog=_examples)(_command)
 app.add_typer(hardware.app, name="hardware", help=hardware.HELP, epilog=hardware.EXAMPLES)
 
 

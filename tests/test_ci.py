@@ -6,6 +6,9 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,10 +32,15 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def bash(script: str, *, folder: Path, **environment: str) -> Result:
     """A step of a workflow: bash as GitHub Actions starts it, with our commands on the path."""
     path = f"{PROTRAIN.parent}{os.pathsep}{os.environ['PATH']}"
+    given = {"PATH": path, "COLUMNS": "100"} | environment
+    return shell(script, folder=folder, environment=given)
+
+
+def shell(script: str, *, folder: Path, environment: dict[str, str]) -> Result:
     return subprocess.run(
         ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script],
         cwd=folder,
-        env=os.environ | {"PATH": path, "COLUMNS": "100"} | environment,
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=1800,
@@ -43,11 +51,17 @@ def bash(script: str, *, folder: Path, **environment: str) -> Result:
 def copy_example(folder: Path) -> None:
     """The example as a repository of its own, with one commit on main."""
     shutil.copytree(EXAMPLE, folder, dirs_exist_ok=True)
-    bash(
+    version(folder)
+
+
+def version(folder: Path) -> None:
+    """Make the folder a repository, with all that lies there in one commit on main."""
+    made = bash(
         "git init -q -b main && git config user.name t && git config user.email t@localhost"
         " && git add -A && git commit -q -m plans",
         folder=folder,
     )
+    assert made.returncode == 0, made.stderr
 
 
 @pytest.fixture
@@ -187,6 +201,120 @@ def test_the_comparison_of_the_action(example: Path, tmp_path: Path) -> None:
     )
     assert nothing.returncode == 0
     assert not (tmp_path / "none.md").exists()
+
+
+def test_a_plan_that_cannot_be_read_is_told_in_the_summary(tmp_path: Path) -> None:
+    """The comparison goes on: that it cannot be read is for the check to fail."""
+    newer, changed = commit(tmp_path / "plans/a b"), commit(tmp_path / "plans/c")
+    version(tmp_path)
+    newer.write_text(newer.read_text().replace("version: 1", "version: 2"))
+    changed.write_text(changed.read_text().replace("step_seconds: ", "step_seconds: 1"))
+    summary = tmp_path / "summary.md"
+    result = bash(
+        STEPS["Compare"]["run"],
+        folder=tmp_path,
+        BASE="main",
+        RUNNER_TEMP=str(tmp_path),
+        GITHUB_STEP_SUMMARY=str(summary),
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    message, _, words, _, title, *_ = summary.read_text().splitlines()
+    assert message.startswith("error: plans/a b/plan.yaml:")
+    assert "version 2 is newer than this program" in message
+    assert words == "(`plans/a b/plan.yaml` cannot be compared with main)"
+    assert title == "### Memory plan `plans/c/plan.yaml`"
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> dict[str, str]:
+    """The environment of a job: an empty Python whose packages are those of this one.
+
+    pip then finds what the action installs there already, and asks no index for it.
+    """
+    made = tmp_path / "python"
+    subprocess.run([sys.executable, "-m", "venv", made], check=True)
+    older = (made / "bin/pip", "uninstall", "-q", "-y", "setuptools")  # than torch wants
+    subprocess.run(older, check=True)
+    [packages] = made.glob("lib/*/site-packages")
+    (packages / "here.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    variables = ("GITHUB_WORKSPACE", "GITHUB_ACTION_PATH", "RUNNER_TEMP", "GITHUB_STEP_SUMMARY")
+    places = (tmp_path / "work", ROOT, tmp_path, tmp_path / "summary.md")
+    return {
+        **dict(zip(variables, map(str, places), strict=True)),
+        "PATH": f"{made / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": "",
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",  # which is how pip reads "without"
+        "COLUMNS": "80",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_step_of_the_action_runs_as_in_a_job(runner: dict[str, str]) -> None:
+    """The example in a folder of a repository: a wider layer fails, and is mended."""
+    work = Path(runner["GITHUB_WORKSPACE"])
+    example = work / "models"
+    shutil.copytree(EXAMPLE, example)
+    version(work)
+    values = {f"inputs.{name}": given["default"] for name, given in ACTION["inputs"].items()}
+    values |= {"inputs.compare-with": "main", "inputs.working-directory": "models"}
+
+    def job() -> list[Result]:
+        done: list[Result] = []
+        for step in (step for step in ACTION["runs"]["steps"] if "run" in step):
+            folder = work / filled(step.get("working-directory", "."), values)
+            given = {name: filled(text, values) for name, text in step.get("env", {}).items()}
+            done.append(shell(step["run"], folder=folder, environment=runner | given))
+            if done[-1].returncode:
+                break
+        return done
+
+    installed, *_, held = job()
+    assert installed.returncode == held.returncode == 0, (installed, held)
+    assert held.stdout == "16 passed in 1 plan\n"
+    widen(example)
+    *_, over = job()
+    assert over.returncode == 1
+    assert "::error file=models/plans/llama/plan.yaml," in over.stdout
+    again = shell("./plan.sh", folder=example, environment=runner)
+    assert again.returncode == 0, again.stderr
+    *_, mended = job()
+    assert (mended.returncode, mended.stdout) == (0, "16 passed in 1 plan\n")
+    summary = Path(runner["GITHUB_STEP_SUMMARY"]).read_text()
+    assert summary.startswith("### Memory plan `plans/llama/plan.yaml`\n")
+
+
+def filled(text: str, values: dict[str, str]) -> str:
+    """A text of the action with its expressions replaced, as GitHub does."""
+    return re.sub(r"\$\{\{ (\S+) \}\}", lambda found: values[found[1]], text)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("pre_commit") is None, reason="pre-commit is not installed")
+def test_pre_commit_runs_the_hook_as_the_example_says(example: Path, tmp_path: Path) -> None:
+    """The README's configuration, with a repository that holds our hooks for OWNER's."""
+    hooks = tmp_path / "hooks"
+    hooks.mkdir()
+    shutil.copy(ROOT / ".pre-commit-hooks.yaml", hooks)
+    version(hooks)
+    revision = bash("git rev-parse HEAD", folder=hooks).stdout.strip()
+    [shown] = re.findall(r"```yaml\n(repos:.*?)```", (EXAMPLE / "README.md").read_text(), re.DOTALL)
+    told = shown.replace("https://github.com/OWNER/protrain-plan", str(hooks))
+    (example / ".pre-commit-config.yaml").write_text(told.replace("REF", revision))
+    environment = {"PRE_COMMIT_HOME": str(tmp_path / "cache")}
+
+    def commits() -> Result:
+        script = "git add -A && git commit -q -m change"
+        return bash(script, folder=example, **environment)
+
+    assert bash("pre-commit install", folder=example, **environment).returncode == 0
+    first = commits()
+    assert (first.returncode, "protrain check" in first.stderr) == (0, True), first.stderr
+    widen(example)
+    second = commits()
+    assert second.returncode == 1
+    assert "14 passed, 2 failed in 1 plan" in second.stderr
 
 
 def test_the_hooks_run_our_commands(tmp_path: Path) -> None:

@@ -63,7 +63,8 @@ def test_simulate_prints_the_golden_summary_and_writes_the_golden_trace(
     plan: Path, tmp_path: Path
 ) -> None:
     text = went_well(protrain("simulate", plan, "--trace", "trace.json", folder=tmp_path))
-    assert text == golden("simulate.txt") + "wrote trace.json\n"
+    shown = "".join(f"{line.rstrip()}\n" for line in golden("simulate.txt").splitlines())
+    assert text == shown + "wrote trace.json\n"
     assert (tmp_path / "trace.json").read_text(encoding="utf-8") == golden("trace.json")
     data = printed(protrain("simulate", plan, "--json", folder=tmp_path))
     assert data == json.loads(golden("simulate.json"))

@@ -1,6 +1,7 @@
 """The plans in `plans/` hold by today's code, and one command makes them as they were committed."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -8,15 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from plans.make import PAGE, PAIRS, page
-from protrain_plan.checking.cases import find_plans
+from plans.make import PAGE, PAIRS, Pair, page
+from protrain_plan.checking.cases import find_plans, opened, read_files
 from protrain_plan.checking.reestimating import Look, look, look_away
+from protrain_plan.checking.remaking import plan_command, profile_command
 from protrain_plan.checking.running import check
 from protrain_plan.checking.verdicts import Failed, Skipped
 from protrain_plan.records import read_plan
+from protrain_plan.units import exact_bytes
 
 ROOT = Path(__file__).parent.parent
 MEASURED = "smollm2-135m-cpu-1100MiB"
+QUICK = {MEASURED, "gpt2-xl-rtx-3090", "llama-3.2-1b-rtx-3090"}
+"""Plans whose models are estimated in seconds."""
 FOLDERS = sorted(path.parent for path in ROOT.glob("plans/*/plan.yaml"))
 
 
@@ -39,11 +44,41 @@ def test_the_records_hold(folder: Path) -> None:
     assert plan.prediction.lower_bound_seconds <= plan.prediction.step_seconds
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param(folder, marks=() if folder.name in QUICK else pytest.mark.slow)
+        for folder in FOLDERS
+    ],
+    ids=lambda folder: folder.name,
+)
 def test_today_s_models_hold(folder: Path) -> None:
     assert verdicts(folder, look) == {"failed": [], "skipped": []}
+
+
+def options(command: str) -> dict[str, str]:
+    """The options of a command with their values, and what it is about as `of`."""
+    name, what, *words = shlex.split(command)
+    assert (name, what in ("profile", "plan")) == ("protrain", True)
+    found = {"of": words.pop(0)}
+    while words:
+        option = words.pop(0)
+        found[option] = "" if not words or words[0].startswith("-") else words.pop(0)
+    return found
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+def test_the_commands_that_made_them_are_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rule that fails says to do is what was done."""
+    monkeypatch.chdir(ROOT)
+    case = opened(read_files(Path("plans") / pair.name / "plan.yaml"))
+    assert case is not None
+    profiled, planned = pair.commands
+    assert options(profile_command(case)) == {"--batch-size": "1"} | options(profiled)
+    device = exact_bytes(case.plan.budgets.device)
+    again = options(plan_command(case, case.plan.budgets))
+    assert again == {"--device-memory": device} | options(planned)
 
 
 def test_the_page_says_what_is_committed() -> None:

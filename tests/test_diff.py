@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from protrain_plan.checking.diffing import plan_diff
+from protrain_plan.checking.diffing import in_words, plan_diff
 from protrain_plan.checking.formats.diffs import diff_markdown, diff_text
 from protrain_plan.checking.predicting import predicted
 from protrain_plan.records import write_plan
@@ -77,6 +77,7 @@ def test_units_that_come_and_go() -> None:
     assert (change.units, change.num_units, change.after) == ("layers.2-3", 2, None)
     [change] = plan_diff(gone, OLD).decisions
     assert (change.units, change.num_units, change.before) == ("layers.2-3", 2, None)
+    assert in_words(plan_diff(OLD, gone)).startswith("2 of 6 units decide otherwise.")
 
 
 def test_names_on_a_terminal_leave_out_what_all_begin_with() -> None:

@@ -7,6 +7,7 @@ stands in bash, in a folder of its own. The reference is made from the code: `--
 import functools
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -176,6 +177,17 @@ def test_the_commands_work(place: str, tmp_path: Path) -> None:
 def test_the_other_tests_exist(how: CoveredBy) -> None:
     file, _, name = how.test.partition("::")
     assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_make_demo_holds_what_it_promises(tmp_path: Path) -> None:
+    """With fewer steps; `make` adds the environment that this test runs in."""
+    assert "\t@$(BIN)/python examples/demo.py\n" in (ROOT / "Makefile").read_text()
+    demo = f"{shlex.quote(sys.executable)} {shlex.quote(str(ROOT / 'examples/demo.py'))}"
+    result = bash(f"{demo} --steps 2", folder=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.splitlines()[-1] == "everything held"
 
 
 # --- the pages ------------------------------------------------------------------------------------

@@ -57,6 +57,32 @@ def test_a_plan_that_keeps_everything_loses_little(tool: Tool) -> None:
     assert all("batch" in loss or "float32" in loss for loss in losses)
 
 
+@pytest.mark.parametrize(
+    ("tool", "told"),
+    [
+        (
+            "deepspeed",
+            ["Autocast is not written: parameters are bfloat16 here, with float32 copies."],
+        ),
+        ("fsdp2", []),
+        (
+            "torchtune",
+            ["One dtype is for all: float32 parameters, or copies of them, cannot be said."],
+        ),
+        ("trl", []),
+    ],
+)
+def test_what_is_the_script_s_is_told(tool: Tool, told: list[str]) -> None:
+    workload = replace(plain().workload, precision="autocast", adapter="lora r=16")
+    told = [
+        "The adapter (lora r=16) is the script's.",
+        "The optimizer (sgd) is the script's.",
+        *told,
+    ]
+    losses = export(replace(plain(), workload=workload, optimizer="sgd"), tool).losses
+    assert [loss for loss in losses if not loss.startswith("The batch")] == told
+
+
 def test_accelerate_reads_what_is_for_it(tmp_path: Path) -> None:
     path = tmp_path / "fsdp2.yaml"
     path.write_text(export(offloading(), "fsdp2").text)

@@ -161,7 +161,7 @@ def test_one_wider_layer_is_named_with_its_bytes(repository: Repository, peak: i
         ),
     )
     assert failed(report, "FPR001").problem == (
-        "the model changed: layers.2: 1.01 MiB more states, 64.00 KiB more kept"
+        "the model changed: layers.2: 1.01 MiB more states, 64.00 KiB more activations"
     )
     over = failed(report, "MEM001")
     assert over.growth == growth
@@ -211,15 +211,36 @@ def test_a_measured_model_that_changed_is_estimated(repository: Repository) -> N
     assert {f.rule.code for f in report.with_verdict(Failed)} == {"FPR001", "MEM001"}
 
 
-def test_a_model_that_cannot_be_imported_is_skipped(repository: Repository) -> None:
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("gone:factory", "gone:factory: there is no module 'gone' here"),
+        ("./gone.py:factory", "./gone.py:factory: there is no such file here"),
+    ],
+)
+def test_a_model_that_cannot_be_imported_is_skipped(
+    model: str, reason: str, repository: Repository
+) -> None:
     profile = read_profile(repository.profile_path)
-    gone = replace(profile.workload, model="gone:factory")
-    repository.commit(replace(profile, workload=gone))
+    repository.commit(replace(profile, workload=replace(profile.workload, model=model)))
     report = repository.check()
-    assert finding(report, "FPR001").verdict == Skipped(
-        reason="gone:factory: there is no module 'gone' here"
-    )
+    assert finding(report, "FPR001").verdict == Skipped(reason=reason)
     assert report.exit_code == 0
+
+
+@pytest.mark.parametrize("path", ["./own_model.py", "{folder}/own_model.py"])
+def test_a_model_of_a_script_is_found_by_its_path(path: str, repository: Repository) -> None:
+    profile = read_profile(repository.profile_path)
+    model = path.format(folder=repository.folder) + ":factory"
+    repository.commit(replace(profile, workload=replace(profile.workload, model=model)))
+    assert isinstance(finding(repository.check(), "FPR001").verdict, Passed)
+    repository.settings(widths=(512, 512, 1024, 512))
+    assert failed(repository.check(), "FPR001").fix == (
+        "profile and plan it again, and commit both:"
+        f" protrain profile {model} --on cpu -o {repository.profile_path}"
+        f" && protrain plan {repository.profile_path} --device-memory 1GiB --disk 1GiB"
+        f" -o {repository.plan}"
+    )
 
 
 def test_a_model_that_can_no_longer_be_built_fails(repository: Repository) -> None:
@@ -228,22 +249,6 @@ def test_a_model_that_can_no_longer_be_built_fails(repository: Repository) -> No
     problem = failed(report, "FPR001").problem
     assert problem.startswith("the model cannot be built: TypeError: ")
     assert report.exit_code == 1
-
-
-QUICK = ("gpt2-xl-rtx-3090", "llama-3.2-1b-rtx-3090", "smollm2-135m-cpu-1100MiB")
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        pytest.param(path, marks=() if path.parent.name in QUICK else pytest.mark.slow)
-        for path in find_plans([ROOT / "plans"])
-    ],
-    ids=lambda path: path.parent.name,
-)
-def test_a_committed_plan_holds_for_the_model_of_today(plan: Path) -> None:
-    report = check([plan], look=look, budgets={})
-    assert report.with_verdict(Failed) == report.with_verdict(Skipped) == []
 
 
 def test_a_configuration_that_is_gone_is_the_recorded_one(

@@ -60,7 +60,7 @@ class Amount:
 class PlanDiff:
     """All that a reviewer has to know of a new plan."""
 
-    num_units: int  # of the new plan
+    num_units: int  # of both plans together
     facts: tuple[Fact, ...]
     decisions: tuple[DecisionChange, ...]
     amounts: tuple[Amount, ...]
@@ -73,7 +73,7 @@ class PlanDiff:
 def plan_diff(old: Plan, new: Plan) -> PlanDiff:
     """Compare two plans; units are the same where their names are."""
     return PlanDiff(
-        num_units=len(new.units),
+        num_units=len({unit.name for plan in (old, new) for unit in plan.units}),
         facts=tuple(_facts(old, new)),
         decisions=tuple(_decisions(old, new)),
         amounts=tuple(_amounts(old, new)),
@@ -109,19 +109,25 @@ def _facts(old: Plan, new: Plan) -> Iterator[Fact]:
         ("machine", lambda plan: plan.hardware),
         ("optimizer", lambda plan: plan.optimizer),
         ("profile", lambda plan: plan.profile_fingerprint),
-        ("device budget", lambda plan: exact_bytes(plan.budgets.device)),
-        ("host budget", lambda plan: exact_bytes(plan.budgets.host)),
-        ("disk budget", lambda plan: exact_bytes(plan.budgets.disk)),
+        ("device budget", lambda plan: _size(plan.budgets.device)),
+        ("host budget", lambda plan: _size(plan.budgets.host)),
+        ("disk budget", lambda plan: _size(plan.budgets.disk)),
         ("updates", lambda plan: plan.updates),
         ("micro-batches", lambda plan: str(plan.micro_batches)),
         ("devices", lambda plan: str(Group.of(plan))),
-        ("pieces of states", lambda plan: exact_bytes(plan.piece_bytes)),
+        ("pieces of states", lambda plan: _size(plan.piece_bytes)),
         ("exact", lambda plan: "yes" if plan.exact else "no"),
     )
     for name, text in texts:
         before, after = text(old), text(new)
         if before != after:
             yield Fact(name=name, before=before, after=after)
+
+
+def _size(size: int) -> str:
+    """Exactly, and for a reader where that is a long number: `1.40 GiB (1500000000)`."""
+    exact = exact_bytes(size)
+    return f"{format_bytes(size)} ({exact})" if exact.isdigit() and size >= 1024 else exact
 
 
 def _decisions(old: Plan, new: Plan) -> Iterator[DecisionChange]:

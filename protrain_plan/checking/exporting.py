@@ -100,6 +100,11 @@ def _deepspeed(plan: Plan, switches: _Switches) -> Exported:
         )
     if plan.workload.precision == "pure" and plan.workload.dtype != "float32":
         losses.append("DeepSpeed keeps float32 copies of the parameters: states are larger.")
+    if plan.workload.precision == "autocast":
+        losses.append(
+            f"Autocast is not written: parameters are {plan.workload.dtype} here, with float32"
+            " copies."
+        )
     if switches.offload_saved:
         losses.append("Swapping what autograd saved, without recomputation, cannot be said.")
     if plan.updates == "after backward":
@@ -150,6 +155,10 @@ def _torchtune(plan: Plan, switches: _Switches) -> Exported:
     if plan.updates == "after backward":
         config["clip_grad_norm"] = 1.0
     losses = _common_losses(plan, switches)
+    if plan.workload.precision != "pure":
+        losses.append(
+            "One dtype is for all: float32 parameters, or copies of them, cannot be said."
+        )
     if switches.offload_saved:
         losses.append("Swapping without recomputation cannot be said: inputs are swapped instead.")
     if switches.states_on_disk:
@@ -191,8 +200,12 @@ _EXPORTERS: dict[Tool, Callable[[Plan, _Switches], Exported]] = {
 
 
 def _common_losses(plan: Plan, switches: _Switches) -> list[str]:
-    """What none of the tools can say."""
+    """What none of the tools can say, and what is the script's with all of them."""
     losses: list[str] = []
+    if plan.workload.adapter:
+        losses.append(f"The adapter ({plan.workload.adapter}) is the script's.")
+    if plan.optimizer != "adamw":
+        losses.append(f"The optimizer ({plan.optimizer}) is the script's.")
     blocks = [unit for unit in plan.units if unit.kind == "block"]
     stay = sum(isinstance(unit.states, Persistent) for unit in blocks)
     if switches.offload_states and stay:
@@ -247,7 +260,8 @@ def _mixed_precision(plan: Plan) -> str:
 
 def _sizes_of_a_script(plan: Plan) -> list[str]:
     workload = plan.workload
-    sizes = f"{workload.batch_size} sequences of {workload.seq_len} tokens"
+    sequences = "1 sequence" if workload.batch_size == 1 else f"{workload.batch_size} sequences"
+    sizes = f"{sequences} of {workload.seq_len} tokens"
     return [f"The batch ({sizes}, {plan.micro_batches} per update) and the dtype are the script's."]
 
 

@@ -30,7 +30,10 @@ class UnitGrowth:
     def __str__(self) -> str:
         parts = [
             f"{format_bytes(abs(size))} {'more' if size > 0 else 'less'} {what}"
-            for size, what in ((self.states_bytes, "states"), (self.activation_bytes, "kept"))
+            for size, what in (
+                (self.states_bytes, "states"),
+                (self.activation_bytes, "activations"),
+            )
             if size
         ]
         each = " each" if self.num_units > 1 else ""

@@ -1,16 +1,20 @@
 """Rules about what a plan takes of a machine. See `rules`."""
 
+from dataclasses import dataclass
+
+from protrain_plan.checking.budgets import MachineBudget
 from protrain_plan.checking.growing import UnitGrowth, in_words
-from protrain_plan.checking.plan_rules import plan_again
 from protrain_plan.checking.predicting import not_joined, problem_of, tiers_used
 from protrain_plan.checking.reestimating import Unavailable
+from protrain_plan.checking.remaking import plan_again, plan_command
 from protrain_plan.checking.situations import Situation
 from protrain_plan.checking.targets import Limit
 from protrain_plan.checking.verdicts import Failed, Passed, Skipped, Verdict
 from protrain_plan.planning.leanest import leanest
 from protrain_plan.records.hardware import TierName
+from protrain_plan.records.tree import did_you_mean
 from protrain_plan.simulation.ranks import Group
-from protrain_plan.units import exact_bytes, format_bytes, format_seconds
+from protrain_plan.units import format_bytes, format_seconds
 
 
 def hdw001(situation: Situation) -> Verdict:
@@ -35,13 +39,18 @@ def hdw001(situation: Situation) -> Verdict:
     if (reason := not_joined(case.plan, machine)) is not None:
         problem = f"the plan is for {Group.of(case.plan)}: {reason}"
         return Failed(problem=problem, key="num_devices", fix=plan_again(case))
-    budget = situation.target.budget
-    if budget and budget.device is not None and budget.device > machine.device.memory_bytes:
-        problem = (
-            f"the budget of {format_bytes(budget.device)} in {budget.source} is above the"
-            f" {format_bytes(machine.device.memory_bytes)} that there are"
-        )
-        return Failed(problem=problem, key="budgets", fix=f"lower it in {budget.source}")
+    if (budget := situation.target.budget) is not None:
+        asked = {"device": budget.device, "host": budget.host, "disk": budget.disk}
+        has = [("device", machine.device.memory_bytes)]
+        has += [(tier.name, tier.capacity_bytes) for tier in machine.tiers]
+        for name, size in has:
+            limit = asked[name]
+            if limit is not None and limit > size:
+                problem = (
+                    f"the {name} budget of {format_bytes(limit)} in {budget.source} is above the"
+                    f" {format_bytes(size)} that there are"
+                )
+                return Failed(problem=problem, key="budgets", fix=f"lower it in {budget.source}")
     return Passed(found=machine.device.name)
 
 
@@ -175,7 +184,8 @@ def _with_remedy(
             at_least = f": the leanest needs {format_bytes(needed)} of the device"
         fix = f"no plan of this workload fits{at_least}"
     else:
-        fix = "another plan fits: " + _command(situation)
+        again = "profile it again, then " if situation.model.changed else ""
+        fix = f"another plan fits: {again}{plan_command(case, limits)}"
     return Failed(
         problem=problem,
         key=key,
@@ -186,16 +196,26 @@ def _with_remedy(
     )
 
 
-def _command(situation: Situation) -> str:
-    """How to plan within the target's limits."""
-    case, limits = situation.case, situation.target.budgets
-    group = Group.of(case.plan)
-    words = ["protrain plan", str(case.profile_path), "--device-memory", exact_bytes(limits.device)]
-    words += group.options
-    options = {"host": ("--host-memory", limits.host), "disk": ("--disk", limits.disk)}
-    for tier in case.profile.hardware.tiers:
-        option, size = options[tier.name]
-        if size != tier.capacity_bytes:  # what the planner takes by itself
-            words += [option, exact_bytes(size * group.in_node)]
-    again = "profile it again, then " if situation.model.changed else ""
-    return f"{again}{' '.join(words)} -o {case.path}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """A budget, and the machines on which plans were checked."""
+
+    budget: MachineBudget
+    machine: str
+    machines: frozenset[str]
+
+
+def bud001(guard: Guard) -> Verdict:
+    """Every budget is held against some plan.
+
+    A budget is for plans that were made for its machine, and for those that its `plans` name. One
+    that has neither guards nothing: its machine's name may be mistaken, or the plans are not among
+    those that are checked. With --on, budgets of other machines are not looked at.
+    """
+    if guard.machine in guard.machines:
+        return Passed()
+    reason = "no plan that is checked was made for this machine"
+    if guard.budget.plans:
+        reason += f", or matches {' or '.join(guard.budget.plans)}"
+    near = did_you_mean(guard.machine, sorted(guard.machines))
+    return Skipped(reason=f"{reason}; {near}" if near else reason)

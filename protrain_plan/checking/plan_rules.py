@@ -4,12 +4,12 @@ from protrain_plan.checking.cases import Case, Files, opened
 from protrain_plan.checking.growing import in_words
 from protrain_plan.checking.predicting import circle, misfit, predicted
 from protrain_plan.checking.reestimating import Broken, Unavailable
+from protrain_plan.checking.remaking import plan_again, plan_command, profile_command
 from protrain_plan.checking.situations import Model
 from protrain_plan.checking.verdicts import Failed, Passed, Skipped, Verdict
 from protrain_plan.errors import RecordError
+from protrain_plan.records.profile import Profile
 from protrain_plan.records.schema import VERSION
-from protrain_plan.simulation.ranks import Group
-from protrain_plan.units import exact_bytes
 
 # --- files ----------------------------------------------------------------------------------------
 
@@ -54,7 +54,10 @@ def prf001(files: Files) -> Verdict:
     else:
         names = " and ".join(path.name for path, _ in files.profiles)
         problem = f"the plan was made from the profile {wanted}, which {names} is not"
-        fix = f"plan it again: protrain plan {files.profiles[0][0]} -o {files.path}"
+        path, profile = files.profiles[0]
+        assert isinstance(profile, Profile), "VER001 holds"
+        other = Case(path=files.path, plan=files.plan, profile_path=path, profile=profile)
+        fix = plan_again(other)
     return Failed(problem=problem, key="profile_fingerprint", fix=fix)
 
 
@@ -148,12 +151,6 @@ def fpr001(model: Model) -> Verdict:
         if isinstance(found, Unavailable):
             return Skipped(reason=found.reason)
         return Passed(found=case.profile.model_fingerprint)
-    fix = "profile and plan it again, and commit both"
+    commands = f"{profile_command(case)} && {plan_command(case, case.plan.budgets)}"
+    fix = f"profile and plan it again, and commit both: {commands}"
     return Failed(problem=problem, key="model_fingerprint", fix=fix, growth=grown)
-
-
-def plan_again(case: Case) -> str:
-    """How to make the plan anew, within its own budgets."""
-    budgets = case.plan.budgets
-    words = ["--device-memory", exact_bytes(budgets.device), *Group.of(case.plan).options]
-    return f"plan it again: protrain plan {case.profile_path} {' '.join(words)} -o {case.path}"

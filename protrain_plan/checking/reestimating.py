@@ -130,7 +130,10 @@ def _missing(workload: Workload) -> str | None:
     if find_spec("torch") is None:
         return "torch is not installed"
     if _is_factory(workload):
-        package = name.partition(":")[0].partition(".")[0]
+        module = name.rpartition(":")[0]
+        if module.endswith(".py"):
+            return None if Path(module).is_file() else f"{name}: there is no such file here"
+        package = module.partition(".")[0]
         if PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is None:
             return f"{name}: there is no module {package!r} here"
     elif find_spec("transformers") is None:

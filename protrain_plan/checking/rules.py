@@ -1,7 +1,7 @@
 """The rules. A function's name is its code, its docstring the explanation, its answer a verdict.
 
 A plan's file comes first, then what it says of its profile and of the model, then what it takes of
-each machine. Where one stage fails, the later ones have nothing to speak of.
+each machine. Where one stage fails, the later ones have nothing to speak of. Budgets come last.
 """
 
 from collections.abc import Callable
@@ -27,6 +27,7 @@ MACHINE_RULES: tuple[Callable[[Situation], Verdict], ...] = (
     machine_rules.disk001,
     machine_rules.time001,
 )
+BUDGET_RULE: Callable[[machine_rules.Guard], Verdict] = machine_rules.bud001
 
 RULES: dict[str, Rule] = {
     rule.code: rule
@@ -34,6 +35,7 @@ RULES: dict[str, Rule] = {
         *map(Rule.of, FILE_RULES),
         *map(Rule.of, MODEL_RULES),
         *map(Rule.of, MACHINE_RULES),
+        Rule.of(BUDGET_RULE),
     )
 }
 

@@ -1,16 +1,17 @@
 """All rules on all plans."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from protrain_plan.checking.budgets import MachineBudget
 from protrain_plan.checking.cases import Files, line_of, opened, read_files
+from protrain_plan.checking.machine_rules import Guard
 from protrain_plan.checking.reestimating import Look
-from protrain_plan.checking.rules import FILE_RULES, MACHINE_RULES, MODEL_RULES
+from protrain_plan.checking.rules import BUDGET_RULE, FILE_RULES, MACHINE_RULES, MODEL_RULES
 from protrain_plan.checking.situations import Model, Situation
-from protrain_plan.checking.targets import targets
-from protrain_plan.checking.verdicts import Failed, Finding, Report, Rule, Verdict
+from protrain_plan.checking.targets import by_machine, targets
+from protrain_plan.checking.verdicts import Failed, Finding, Passed, Report, Rule, Verdict
 from protrain_plan.records.hardware import Hardware
 
 Subject = TypeVar("Subject")
@@ -32,10 +33,34 @@ def check(
     known or a file is no text.
     """
     findings: list[Finding] = []
+    known = by_machine(budgets)
     for number, path in enumerate(plans):
         progress(str(path), number / len(plans))
-        findings += _Check(read_files(path)).findings(look, budgets, on)
-    return Report(findings=tuple(findings), strict=strict)
+        findings += _Check(read_files(path)).findings(look, known, on)
+    if not on:
+        findings += _unused(known, findings)
+    return Report(findings=tuple(findings), num_plans=len(plans), strict=strict)
+
+
+def _unused(budgets: Mapping[str, MachineBudget], findings: Sequence[Finding]) -> Iterator[Finding]:
+    """That budgets guard nothing; of those that guard something there is nothing to say.
+
+    A plan that cannot be read may be what a budget is for: then nobody can tell.
+    """
+    plans = {finding.plan for finding in findings}
+    machines = frozenset(finding.machine for finding in findings if finding.machine is not None)
+    if plans != {finding.plan for finding in findings if finding.machine is not None}:
+        return
+    for machine, budget in budgets.items():
+        verdict = BUDGET_RULE(Guard(budget=budget, machine=machine, machines=machines))
+        if not isinstance(verdict, Passed):
+            yield Finding(
+                rule=Rule.of(BUDGET_RULE),
+                plan=budget.source,
+                line=1,
+                machine=machine,
+                verdict=verdict,
+            )
 
 
 class _Check:

@@ -37,19 +37,31 @@ class Target:
         return Budgets(device=self.device.bytes, host=self.host.bytes, disk=self.disk.bytes)
 
 
+def by_machine(budgets: Mapping[str, MachineBudget]) -> dict[str, MachineBudget]:
+    """Budgets by the names that machines have themselves, which their files may not be called.
+
+    RecordError where a file with hardware cannot be read.
+    """
+    return {_own_name(written): budget for written, budget in budgets.items()}
+
+
+def _own_name(written: str) -> str:
+    return load_hardware(written).name if Path(written).suffix in (".yaml", ".yml") else written
+
+
 def targets(
     case: Case, budgets: Mapping[str, MachineBudget], on: Sequence[Hardware] = ()
 ) -> list[Target]:
     """The plan's own machine, and those whose budgets name it; or, instead, those in `on`.
 
-    RecordError or ProtrainError where a machine that a budget names is not known.
+    `budgets` are `by_machine`. ProtrainError where a machine that has to fit the plan is not known.
     """
     own = case.profile.hardware
     if on:
         machines = [own if machine.name == own.name else machine for machine in on]
     else:
         named = [
-            load_hardware(name)
+            load_hardware(budget.machine)
             for name, budget in budgets.items()
             if name != own.name and budget.names(case.path)
         ]

@@ -67,7 +67,7 @@ class Finding:
     """A rule's verdict on one plan, and on one machine where the rule is about machines."""
 
     rule: Rule
-    plan: str  # the file, as it was named or found
+    plan: str  # its file, as it was named or found; the budgets' own for BUD001
     line: int  # [1..]
     machine: str | None
     verdict: Verdict
@@ -75,17 +75,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All findings, plan by plan in the order of the rules.
+    """All findings on so many plans, plan by plan in the order of the rules.
 
     With `strict`, a rule that could not be checked counts as one that failed.
     """
 
     findings: tuple[Finding, ...]
+    num_plans: int
     strict: bool = False
-
-    @property
-    def plans(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(finding.plan for finding in self.findings))
 
     def with_verdict(self, kind: type[Passed] | type[Failed] | type[Skipped]) -> list[Finding]:
         """The findings with one kind of verdict."""

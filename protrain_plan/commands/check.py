@@ -1,12 +1,13 @@
 """`protrain check`."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import typer
 
 from protrain_plan.commands.options import JsonOption, choice
-from protrain_plan.commands.output import out, print_json, print_text, progress
+from protrain_plan.commands.output import print_json, print_rendered, print_text, progress
 from protrain_plan.errors import ProtrainError
 
 Format = Literal["text", "json", "junit", "sarif", "github"]
@@ -66,7 +67,7 @@ def check(
 
     form: Format = choice("--format", "json" if as_json else output_format, get_args(Format))
     if explain is not None:
-        out.print(explanation(explained(explain)), highlight=False)
+        print_rendered(explanation(explained(explain)), highlight=False)
         return
     if not plans and not DEFAULT.is_dir():
         problem = "there is no folder plans/ here"
@@ -81,15 +82,16 @@ def check(
             strict=strict,
             progress=tell,
         )
+    root = Path(os.environ.get("GITHUB_WORKSPACE", ""))  # where an action's paths count from
     match form:
         case "text":
-            out.print(text(report), highlight=False)
+            print_rendered(text(report), highlight=False)
         case "json":
             print_json(plain_data(report))
         case "sarif":
-            print_json(sarif(report))
+            print_json(sarif(report, root=root))
         case "junit":
             print_text(junit(report))
         case "github":
-            print_text(github(report))
+            print_text(github(report, root=root))
     raise typer.Exit(report.exit_code)

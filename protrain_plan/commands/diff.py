@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 import typer
 
 from protrain_plan.commands.options import JsonOption, choice
-from protrain_plan.commands.output import out, print_json, print_text
+from protrain_plan.commands.output import print_json, print_rendered, print_text
 from protrain_plan.records import read_plan
 
 Format = Literal["text", "json", "markdown"]
@@ -23,7 +23,7 @@ def diff(
         str, typer.Option("--format", help="text, json or markdown (for a pull request).")
     ] = "text",
     title: Annotated[
-        str | None, typer.Option(help="What the Markdown is about; default: both files.")
+        str | None, typer.Option(help="What the Markdown is about; default: the new plan's file.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -35,8 +35,8 @@ def diff(
     found = plan_diff(read_plan(old), read_plan(new))
     match form:
         case "text":
-            out.print(diff_text(found), highlight=False)
+            print_rendered(diff_text(found), highlight=False)
         case "json":
             print_json(diff_data(found))
         case "markdown":
-            print_text(diff_markdown(found, title=title or f"{old} to {new}"))
+            print_text(diff_markdown(found, title=title or str(new)))

@@ -19,7 +19,17 @@ def show(as_json: bool, data: object, text: Callable[[], RenderableType]) -> Non
     if as_json:
         print_json(data)
     else:
-        out.print(text())
+        print_rendered(text())
+
+
+def print_rendered(text: RenderableType, *, highlight: bool = True) -> None:
+    """Print for people; in a pipe without the blanks that fill lines up on a terminal."""
+    if out.is_terminal:
+        out.print(text, highlight=highlight)
+        return
+    with out.capture() as printed:
+        out.print(text, highlight=highlight)
+    print_text("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
 def print_json(data: object) -> None:

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from protrain_plan import __version__
-from protrain_plan.checking.formats.wording import title, with_fix
+from protrain_plan.checking.formats.wording import counted_from, title, with_fix
 from protrain_plan.checking.rules import RULES
 from protrain_plan.checking.verdicts import Failed, Finding, Report, Skipped
 
@@ -13,8 +14,11 @@ SCHEMA = (
 )
 
 
-def sarif(report: Report) -> dict[str, Any]:
-    """The log: all rules, and a result for each one that failed or could not be checked."""
+def sarif(report: Report, *, root: Path) -> dict[str, Any]:
+    """The log: all rules, and a result for each one that failed or could not be checked.
+
+    Files are counted from the repository's root, as code hosts take them.
+    """
     driver = {
         "name": "protrain check",
         "version": __version__,
@@ -28,7 +32,7 @@ def sarif(report: Report) -> dict[str, Any]:
         ],
     }
     results = [
-        _result(finding)
+        _result(finding, root)
         for finding in report.findings
         if isinstance(finding.verdict, Failed | Skipped)
     ]
@@ -36,9 +40,9 @@ def sarif(report: Report) -> dict[str, Any]:
     return {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
 
 
-def _result(finding: Finding) -> dict[str, Any]:
+def _result(finding: Finding, root: Path) -> dict[str, Any]:
     failed = isinstance(finding.verdict, Failed)
-    path = Path(finding.plan)
+    path = Path(counted_from(root, finding.plan))
     return {
         "ruleId": finding.rule.code,
         "ruleIndex": list(RULES).index(finding.rule.code),
@@ -49,7 +53,7 @@ def _result(finding: Finding) -> dict[str, Any]:
             {
                 "physicalLocation": {
                     "artifactLocation": {
-                        "uri": path.as_uri() if path.is_absolute() else path.as_posix()
+                        "uri": path.as_uri() if path.is_absolute() else quote(path.as_posix())
                     },
                     "region": {"startLine": finding.line},
                 }

@@ -1,6 +1,7 @@
 """What all formats say of a finding, in the same words."""
 
-from collections.abc import Sequence
+import os
+from pathlib import Path
 
 from protrain_plan.checking.verdicts import Failed, Finding, Passed, Report, Skipped
 
@@ -37,8 +38,10 @@ def summary(report: Report) -> str:
         for word, kind in (("passed", Passed), ("failed", Failed), ("skipped", Skipped))
         if (found := report.with_verdict(kind)) or kind is Passed
     ]
-    return f"{', '.join(counts)} in {_plural(report.plans, 'plan')}"
+    return f"{', '.join(counts)} in {report.num_plans} plan{'s' * (report.num_plans != 1)}"
 
 
-def _plural(things: Sequence[object], word: str) -> str:
-    return f"{len(things)} {word}{'' if len(things) == 1 else 's'}"
+def counted_from(root: Path, path: str) -> str:
+    """A path of the working directory as counted from a folder above it; others as they are."""
+    absolute, above = Path(os.path.abspath(path)), Path(os.path.abspath(root))  # noqa: PTH100
+    return absolute.relative_to(above).as_posix() if absolute.is_relative_to(above) else path
