@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from protrain_plan.planning.limiting import LaneLimit, limits_of
-from protrain_plan.planning.objectives import Objective, Question, ask, choice_of
+from protrain_plan.planning.objectives import Objective, Question, ask
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.problem import Problem
+from protrain_plan.planning.replicas import problem_of
 from protrain_plan.planning.search import Effort
 from protrain_plan.planning.wording import lane_words
 from protrain_plan.records.profile import Profile
@@ -56,7 +57,8 @@ class Fit:
 def fit(question: Question, *, effort: Effort) -> Fit:
     """Plan the question's profile, and say what binds."""
     answer = ask(question, Objective(), effort=effort)
-    problem = question.problem()
+    problems = question.problems()
+    problem = problem_of(answer.solved, problems) if answer.solved else problems[0]
     context = problem.profile.hardware.device.context_bytes
     plain = tuple((0, 0) for _ in problem.options)
     if answer.solved is not None:
@@ -66,7 +68,7 @@ def fit(question: Question, *, effort: Effort) -> Fit:
         binds = _shortage(answer.infeasible)
     return Fit(
         profile=question.profile,
-        group=question.group,
+        group=Group.of(answer.solved.plan) if answer.solved else question.group,
         plain_bytes=max(problem.static_bytes(plain)) + context,
         solved=answer.solved,
         infeasible=answer.infeasible,
@@ -79,7 +81,7 @@ def _shortage(answer: Infeasible) -> str:
 
 
 def _lanes(problem: Problem, solved: Solved) -> str:
-    limits = limits_of(problem, choice_of(problem, solved))
+    limits = limits_of(problem, problem.choice_of(solved.plan.units))
     lanes = sorted(
         (limit for limit in limits if isinstance(limit, LaneLimit)), key=lambda limit: -limit.share
     )

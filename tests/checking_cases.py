@@ -19,6 +19,7 @@ from protrain_plan.records.plan import (
     TierBytes,
 )
 from protrain_plan.records.profile import Profile
+from protrain_plan.simulation.ranks import ALONE, Group
 from tests.planning_cases import MB, cpu, decoder
 
 AssertGolden = Callable[[str | Path, str], None]
@@ -34,9 +35,11 @@ PROFILE = decoder(
 BUDGETS = Budgets(device=1500 * MB, host=0, disk=10**10)
 
 
-def offloading(profile: Profile = PROFILE, budgets: Budgets = BUDGETS) -> Plan:
+def offloading(
+    profile: Profile = PROFILE, budgets: Budgets = BUDGETS, group: Group = ALONE
+) -> Plan:
     """All blocks recompute and have their states on disk; what stands around them is kept."""
-    problem = Problem.of(profile, budgets)
+    problem = Problem.of(profile, budgets, group=group)
     schedule = Schedule(forward_lead=1, backward_lead=1, update_drain=1)
     units = tuple(
         problem.unit_plan(index, Recompute(), Offload(tier="disk"), schedule)
@@ -56,6 +59,9 @@ def offloading(profile: Profile = PROFILE, budgets: Budgets = BUDGETS) -> Plan:
         prediction=Prediction(step_seconds=1.0, lower_bound_seconds=1.0, peak_bytes=nothing),
         piece_bytes=problem.settings.piece_bytes,
         units=units,
+        num_devices=group.num_devices,
+        num_replicas=group.num_replicas,
+        num_nodes=group.num_nodes,
     )
     found = predicted(draft, profile)
     return replace(

@@ -23,8 +23,9 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.records import read_hardware, write_hardware
 from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import Budgets, Offload, Plan
+from protrain_plan.simulation.ranks import Group
 from tests.checking_cases import PROFILE, AssertGolden, commit, offloading
-from tests.planning_cases import cpu, gpu
+from tests.planning_cases import cpu, gpu, joined
 from tests.test_cli import protrain
 
 ROOT = Path(__file__).parent.parent
@@ -485,6 +486,26 @@ def test_plans_are_found_at_any_depth(tmp_path: Path) -> None:
     assert find_plans([second, tmp_path]) == [second, first]
     with pytest.raises(ProtrainError, match="there is no such file or folder"):
         find_plans([tmp_path / "d"])
+
+
+def test_the_devices_of_a_node_share_what_is_below_them(tmp_path: Path) -> None:
+    """On a machine that has it once, and by a budget, which is a node's."""
+    apart = joined(PROFILE.hardware, below="of each device", devices_per_node=2)
+    profile = replace(PROFILE, hardware=apart)
+    made = offloading(profile, group=Group(num_devices=2))
+    plan = commit(tmp_path / "plans", made, profile)
+    used = made.prediction.peak_bytes.disk
+    once = joined(replace(apart, name="once"), below="of the node", devices_per_node=2)
+
+    def with_disk(size: int) -> Hardware:
+        return replace(once, tiers=(replace(once.tier("disk"), capacity_bytes=size),))
+
+    assert failures(checked(plan, on=(with_disk(2 * used),))) == {}
+    short = failures(checked(plan, on=(with_disk(2 * used - 2),)))
+    assert list(short) == ["DISK001"]
+    assert short["DISK001"].endswith(", the machine's memory for each device")
+    assert failures(checked(plan, budgets=f"box: {{disk: {2 * used}}}")) == {}
+    assert list(failures(checked(plan, budgets=f"box: {{disk: {2 * used - 2}}}"))) == ["DISK001"]
 
 
 def test_a_machine_can_be_a_file(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,33 @@ from protrain_plan.hardware.interference import in_worker, update_speeds
 from protrain_plan.hardware.probe import host_memory_bytes, probe
 from protrain_plan.records import read_hardware, write_hardware
 from protrain_plan.records.hardware import Hardware
+
+HOW_TO = Path(__file__).parent.parent / "docs/how-to/several-gpus.md"
+PROTRAIN, TORCHRUN = (Path(sys.executable).with_name(name) for name in ("protrain", "torchrun"))
+HERE = {"4": "2", "cuda": "cpu", "llama-3.1-8b": "tiny-llama"}  # what the how-to says, for CPUs
+
+
+def how_to(words: str) -> list[str | Path]:
+    """The command of the how-to with these words, on two ranks of this machine."""
+    [line] = [line for line in HOW_TO.read_text().splitlines() if words in line and "-o" in line]
+    named = {"protrain": PROTRAIN, "torchrun": TORCHRUN}
+    return [
+        named.get(word) or HERE.get(word, word)
+        for word in shlex.split(line)
+        if not word.startswith("OMP_NUM_THREADS=")
+    ]
+
+
+def run(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 def check_rates(hardware: Hardware) -> None:
@@ -101,23 +130,13 @@ def test_the_command_writes_what_records_read(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_measure_what_joins_them(tmp_path: Path) -> None:
-    """Started by torchrun, as people do it; rank 0 alone writes and prints."""
+    """As the how-to says it, up to a plan for both; rank 0 alone writes and prints."""
     (tmp_path / "spill").mkdir()
-    result = subprocess.run(
-        [
-            *(Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--no-python"),
-            *(Path(sys.executable).with_name("protrain"), "hardware", "probe", "--json"),
-            *("-o", "here.yaml", "--name", "here", "--spill-directory", "spill"),
-        ],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    probing, profiling = how_to("hardware probe"), how_to("--interconnect")
+    options = ("--json", "--name", "here", "--spill-directory", "spill")
+    result = run(*probing, *options, folder=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
-    hardware = read_hardware(tmp_path / "here.yaml")
+    hardware = read_hardware(tmp_path / "my-machine.yaml")
     assert json.loads(result.stdout) == json.loads(json.dumps(dataclasses.asdict(hardware)))
     joined = hardware.interconnect
     assert joined is not None
@@ -131,6 +150,46 @@ def test_two_ranks_measure_what_joins_them(tmp_path: Path) -> None:
     assert 0 <= joined.library_bytes < 2**30
     assert hardware.sources[1] == "interconnect: measured by 2 ranks, 2 in a node"
     assert list((tmp_path / "spill").iterdir()) == []
+    sizes = ("--batch-size", "1", "--seq-len", "32", "--json")
+    profiled = run(*profiling, *sizes, folder=tmp_path)
+    assert (profiled.returncode, profiled.stderr) == (0, "")
+    planned = run(PROTRAIN, "plan", "profile.yaml", "--num-devices", "2", folder=tmp_path)
+    assert (planned.returncode, planned.stderr) == (0, "")
+    assert "on 2 devices" in planned.stdout
+
+
+@pytest.mark.slow
+def test_nodes_of_one_rank_have_nothing_within(tmp_path: Path) -> None:
+    """Two launchers, as on two nodes; what joins the nodes is written for both."""
+    (tmp_path / "spill").mkdir()
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    nodes = [
+        subprocess.Popen(
+            [
+                *(TORCHRUN, "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"),
+                *("--master-addr", "localhost", "--master-port", str(port), "--no-python"),
+                *(PROTRAIN, "hardware", "probe", "-o", f"{node}.yaml"),
+                *("--spill-directory", "spill"),
+            ],
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    ended = [node.communicate(timeout=300) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], ended
+    assert not (tmp_path / "1.yaml").exists()
+    hardware = read_hardware(tmp_path / "0.yaml")
+    joined = hardware.interconnect
+    assert joined is not None
+    assert joined.devices_per_node == 1
+    assert joined.within == joined.across
+    assert 1e5 < joined.within.gather_bytes_per_s < 1e12
+    assert hardware.sources[1] == "interconnect: measured by 2 ranks, 1 in a node"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from protrain_plan.checking.budgets import MachineBudget
 from protrain_plan.checking.cases import Case
+from protrain_plan.checking.predicting import not_joined, on_machine
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.records.hardware import Hardware, TierName
 from protrain_plan.records.plan import Budgets
+from protrain_plan.simulation.ranks import Group, profile_of_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +72,17 @@ def targets(
 
 
 def _target(case: Case, machine: Hardware, budget: MachineBudget | None) -> Target:
+    """One device's limits. What a budget says is a node's, as is what a machine's devices share."""
     own = machine.name == case.profile.hardware.name
-    planned = case.plan.budgets
-    capacity = {tier.name: tier.capacity_bytes for tier in machine.tiers}
+    planned, group = case.plan.budgets, Group.of(case.plan)
+    has = machine
+    if not_joined(case.plan, machine) is None:
+        has = profile_of_rank(on_machine(case.profile, machine), group).hardware
+    capacity = {tier.name: tier.capacity_bytes for tier in has.tiers}
 
     def limit(asked: int | None, in_plan: int, there: int) -> Limit:
         headroom = budget.headroom if budget else 0.0
-        size, source = there, "the machine's memory"
+        size, source = there, "the machine's memory" + " for each device" * (group.in_node > 1)
         if own:
             size, source = in_plan, "the plan's budget"
         if asked is not None and budget is not None and asked <= there:
@@ -86,7 +92,8 @@ def _target(case: Case, machine: Hardware, budget: MachineBudget | None) -> Targ
         return Limit(bytes=floor(size * (1 - headroom)), source=source)
 
     def below(tier: TierName, asked: int | None, in_plan: int) -> Limit:
-        return limit(asked, in_plan, capacity.get(tier, 0))
+        part = None if asked is None else asked // group.in_node
+        return limit(part, in_plan, capacity.get(tier, 0))
 
     return Target(
         hardware=machine,

@@ -124,6 +124,7 @@ def fit(
                 question = Question(
                     profile=record,
                     group=group,
+                    replicas=group.replica_counts,
                     budgets=Budgets(
                         device=size("--device-memory", device_memory, machine.device.memory_bytes),
                         host=host if host >= 0 else _capacity(machine, "host"),

@@ -65,12 +65,13 @@ def plan(
         typer.Option(min=1, help="Nodes that they are in; default: as few as hold them."),
     ] = None,
     replicas: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
-            help="Groups of devices that each have all of the states, shared over the group's.",
+            help="Groups of devices that each have all of the states, shared over the group's;"
+            " default: as many as are fastest.",
         ),
-    ] = 1,
+    ] = None,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per update.")] = 1,
     clip: Annotated[
         bool,
@@ -124,13 +125,14 @@ def plan(
     if also is not None and maximize is None:
         raise ProtrainError("is for --maximize", key="--also")
     record = read_profile(profile)
-    group = group_on(record.hardware, num_devices, num_nodes=nodes, num_replicas=replicas)
+    group = group_on(record.hardware, num_devices, num_nodes=nodes, num_replicas=replicas or 1)
     ranks = group.in_node
     own = profile_of_rank(record, group).hardware
     tiers = {tier.name: tier.capacity_bytes * ranks for tier in own.tiers}
     question = Question(
         profile=record,
         group=group,
+        replicas=group.replica_counts if replicas is None else (),
         budgets=Budgets(
             device=size("--device-memory", device_memory, record.hardware.device.memory_bytes),
             host=size("--host-memory", host_memory, tiers.get("host", 0)) // ranks,

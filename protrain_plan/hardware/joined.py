@@ -107,13 +107,15 @@ def probe_with_ranks(
 def _interconnect(
     device: DeviceKind, rank: Rank, everyone: distributed.ProcessGroup, spill_directory: Path
 ) -> Interconnect:
-    """What joins the ranks, without what the library holds."""
+    """What joins the ranks, without what the library holds; `within` of one rank is as `across`."""
     group = _Group(device, everyone, rank.of, num_bytes=_BYTES[device])
     speeds, across = group.speeds(), None
     if rank.of > rank.in_node:
-        node, _ = distributed.new_subgroups(rank.in_node)
-        within = _Group(device, node, rank.in_node, num_bytes=_BYTES[device])
-        speeds, across = within.speeds(), speeds
+        across = speeds
+        if rank.in_node > 1:
+            node, _ = distributed.new_subgroups(rank.in_node)
+            within = _Group(device, node, rank.in_node, num_bytes=_BYTES[device])
+            speeds = within.speeds()
     beside = _contention(group.gather, small_compute(device))
     with _link_read(device, spill_directory) as read:
         shared = _contention(group.gather, read)

@@ -11,6 +11,7 @@ from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.pins import Pin
 from protrain_plan.planning.planner import Progress, Solver, solve_problem
 from protrain_plan.planning.problem import Choice, Problem
+from protrain_plan.planning.replicas import problem_of, solve_any, within
 from protrain_plan.planning.search import Effort
 from protrain_plan.planning.solver import solve
 from protrain_plan.records.plan import Budgets, Updates
@@ -35,17 +36,26 @@ class Question:
     micro_batches: int = 1
     pins: tuple[Pin, ...] = ()
     group: Group = ALONE
+    replicas: tuple[int, ...] = ()  # to choose from, fewest first; none: the group's
 
     def problem(self) -> Problem:
         """The planning problem; ProtrainError where a pin cannot be met, or devices not joined."""
-        return Problem.of(
-            self.profile,
-            self.budgets,
-            piece_bytes=self.piece_bytes,
-            updates=self.updates,
-            micro_batches=self.micro_batches,
-            pins=self.pins,
-            group=self.group,
+        return self.problems()[0]
+
+    def problems(self) -> tuple[Problem, ...]:
+        """The same for each number of replicas to choose from."""
+        groups = [replace(self.group, num_replicas=number) for number in self.replicas]
+        return tuple(
+            Problem.of(
+                self.profile,
+                self.budgets,
+                piece_bytes=self.piece_bytes,
+                updates=self.updates,
+                micro_batches=self.micro_batches,
+                pins=self.pins,
+                group=group,
+            )
+            for group in groups or [self.group]
         )
 
 
@@ -104,12 +114,12 @@ def ask(
         )
         if found_largest:
             question = replace(question, profile=found_largest.profile)
-    problem, budgets = question.problem(), question.budgets
-    answer = Answer(profile=problem.profile, largest=found_largest)
+    problems, budgets = question.problems(), question.budgets
+    answer = Answer(profile=problems[0].profile, largest=found_largest)
     outcome: Solved | Infeasible
     if objective.max_slowdown is not None:
         least = least_memory(
-            problem,
+            problems,
             budgets,
             max_slowdown=objective.max_slowdown,
             effort=effort,
@@ -121,7 +131,7 @@ def ask(
             outcome, answer = least.solved, replace(answer, least_memory=least)
     elif objective.pareto_points is not None:
         front = pareto(
-            problem,
+            problems,
             budgets,
             num_points=objective.pareto_points,
             effort=effort,
@@ -132,16 +142,17 @@ def ask(
         else:
             outcome, answer = front[-1].solved, replace(answer, front=front)
     else:
-        outcome = solve_problem(problem, budgets, effort=effort, solver=solver, progress=progress)
+        outcome = solve_any(problems, budgets, effort=effort, solver=solver, progress=progress)
     if isinstance(outcome, Infeasible):
         return replace(answer, infeasible=_with_largest(question, outcome))
     if question.pins and objective == Objective():
-        free = solve_problem(
-            replace(question, pins=()).problem(), budgets, effort=effort, progress=progress
+        free = solve_any(
+            replace(question, pins=()).problems(), budgets, effort=effort, progress=progress
         )
         assert isinstance(free, Solved), "a plan with pins fits, so one without them does"
         answer = replace(answer, seconds_without_pins=free.plan.prediction.step_seconds)
-    program, plans = problem.program(outcome.plan.units), outcome.plan.units
+    problem, plans = problem_of(outcome, problems), outcome.plan.units
+    program = problem.program(plans)
     return replace(answer, solved=outcome, report=report(program, plans, problem.profile))
 
 
@@ -179,7 +190,7 @@ class LeastMemory:
 
 
 def least_memory(
-    problem: Problem,
+    problems: Sequence[Problem],
     budgets: Budgets,
     *,
     max_slowdown: float,
@@ -191,32 +202,33 @@ def least_memory(
     The fluid model, asked for the least budget at that speed, gives the bound and the place to
     start; plans for budgets from there on show how much whole moves need more.
     """
-    fastest = solve_problem(problem, budgets, effort=effort, progress=progress)
+    fastest = solve_any(problems, budgets, effort=effort, progress=progress)
     if isinstance(fastest, Infeasible):
         return fastest
+    fewest = problems[0]
     step = fastest.plan.prediction.step_seconds
     limit_s = step * max_slowdown
-    context = problem.profile.hardware.device.context_bytes
-    least = _least_bytes(problem, limit_s)
+    context = fewest.profile.hardware.device.context_bytes
+    least = int(min(_least_bytes(problem, limit_s) for problem in problems))
     best, best_bytes = fastest, _needed(fastest)
-    hints = [choice_of(problem, fastest)]
+    hints = [fewest.choice_of(fastest.plan.units)]
     inner = replace(effort, enough_s=limit_s)
 
     def planned(device: int) -> bool:
         nonlocal best, best_bytes
         smaller = replace(budgets, device=device + context)
-        found = solve_problem(
-            replace(problem, device=device), smaller, effort=inner, progress=progress, hints=hints
+        found = solve_any(
+            within(problems, device), smaller, effort=inner, progress=progress, hints=hints
         )
         if isinstance(found, Solved):
-            hints.append(choice_of(problem, found))
+            hints.append(fewest.choice_of(found.plan.units))
         if isinstance(found, Infeasible) or found.plan.prediction.step_seconds > limit_s:
             return False
         if _needed(found) < best_bytes:
             best, best_bytes = found, _needed(found)
         return True
 
-    low = max(least, getattr(leanest(problem), "bytes", 0))
+    low = max(least, getattr(leanest(fewest), "bytes", 0))
     grow, high = FIRST_STEP, low
     while high < best_bytes and not planned(high) and not effort.spent():
         low, high = high, int(high * (1 + grow))
@@ -241,23 +253,15 @@ def _needed(solved: Solved) -> int:
     return solved.plan.prediction.peak_bytes.device
 
 
-def _least_bytes(problem: Problem, limit_s: float) -> int:
-    """A bound on the bytes of the device, context excluded, at a step of `limit_s` or less."""
+def _least_bytes(problem: Problem, limit_s: float) -> float:
+    """A bound on the bytes of the device, context excluded, at a step of `limit_s` or less.
+
+    Infinity where no plan is that fast.
+    """
     fluid = Fluid(problem)
     fluid.minimise_memory(limit_s)
     answer = solve(fluid.pulp, integer=True, max_nodes=50, gap=1e-3)
-    return max(0, int(answer.bound * fluid.byte_unit * (1 - 1e-6)))
-
-
-def choice_of(problem: Problem, solved: Solved) -> Choice:
-    """A plan's decisions as a choice among a problem's options."""
-    return tuple(
-        (
-            [option.decision for option in options.activations].index(unit.activations),
-            [option.decision for option in options.states].index(unit.states),
-        )
-        for options, unit in zip(problem.options, solved.plan.units, strict=True)
-    )
+    return max(0.0, answer.bound * fluid.byte_unit * (1 - 1e-6))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +273,7 @@ class Point:
 
 
 def pareto(
-    problem: Problem,
+    problems: Sequence[Problem],
     budgets: Budgets,
     *,
     num_points: int,
@@ -281,6 +285,7 @@ def pareto(
     Budgets stand in equal ratios between the least and the largest that helps; a plan that a
     smaller one beats is left out.
     """
+    problem = problems[0]  # with the fewest replicas, which needs least
     lean = leanest(problem)
     if lean is None or lean.bytes > problem.device:
         found = solve_problem(problem, budgets, effort=effort)
@@ -296,8 +301,8 @@ def pareto(
         device = round(lean.bytes * (largest / lean.bytes) ** share)
         if effort.spent() and points:
             break
-        found = solve_problem(
-            replace(problem, device=device),
+        found = solve_any(
+            within(problems, device),
             replace(budgets, device=device + context),
             effort=effort,
             progress=progress,
@@ -305,7 +310,7 @@ def pareto(
         )
         if isinstance(found, Infeasible):
             continue  # rounding of the least budget
-        hints = (choice_of(problem, found),)
+        hints = (problem.choice_of(found.plan.units),)
         step = found.plan.prediction.step_seconds
         if not points or step < points[-1].solved.plan.prediction.step_seconds:
             points.append(Point(device_bytes=_needed(found) + context, solved=found))

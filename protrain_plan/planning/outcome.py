@@ -6,6 +6,21 @@ from typing import Literal
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import Plan
 
+Status = Literal["optimal", "feasible"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """A number of replicas, and what was found out of it.
+
+    `step_seconds` is None where no plan was made. So is `lower_bound_seconds` where none fits;
+    otherwise no plan with so many replicas is faster.
+    """
+
+    number: int
+    step_seconds: float | None
+    lower_bound_seconds: float | None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
@@ -14,14 +29,16 @@ class Solved:
     gap            step_seconds / lower_bound_seconds - 1 of the plan's prediction
     status         "optimal" where the gap is at most the one asked for, else "feasible"
     stall_seconds  simulated time in which compute waits for transfers
+    replicas       the numbers of replicas that the plan's was chosen from; none where it was given
     """
 
     plan: Plan
-    status: Literal["optimal", "feasible"]
+    status: Status
     gap: float
     stall_seconds: float
     solve_seconds: float
     solver: str
+    replicas: tuple[Replicas, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from protrain_plan.planning.counting import WORK, CountModel
 from protrain_plan.planning.fluid import Fluid
 from protrain_plan.planning.judging import Judge, Judged
 from protrain_plan.planning.leanest import Leanest, leanest
-from protrain_plan.planning.outcome import Infeasible, Solved
+from protrain_plan.planning.outcome import Infeasible, Solved, Status
 from protrain_plan.planning.problem import Choice, Problem
 from protrain_plan.planning.rounding import moved_down, repaired, roundings
 from protrain_plan.planning.search import Effort, improved
@@ -145,6 +145,8 @@ class _Planning:
             if self._good_enough() or self.effort.spent() or self._hopeless():
                 break
             stage()
+        if self._beaten() and self.best.seconds >= self.effort.below_s:
+            return self.best
         self._keep(self.judge.judge_well(self.best.choice, rule=self.best.rule))
         slowest = self.best.seconds * (1 + TOLERANCE)
         if self.effort.enough_s is not None:
@@ -187,7 +189,12 @@ class _Planning:
 
     def _hopeless(self) -> bool:
         """Whether no plan takes what the effort asks for."""
-        return self.effort.enough_s is not None and self.bound > self.effort.enough_s
+        slower = self.effort.enough_s is not None and self.bound > self.effort.enough_s
+        return slower or self._beaten()
+
+    def _beaten(self) -> bool:
+        """Whether no plan is faster than what is known already, by more than the gap asked for."""
+        return self._enough() >= self.effort.below_s
 
     def _tell(self, stage: str) -> None:
         if self.progress:
@@ -286,6 +293,11 @@ class _Planning:
         return answer
 
 
+def status_of(gap: float, effort: Effort) -> Status:
+    """What a plan of this gap is called."""
+    return "optimal" if gap <= effort.gap_target else "feasible"
+
+
 def _solved(
     problem: Problem,
     budgets: Budgets,
@@ -332,7 +344,7 @@ def _solved(
     gap = made.gap
     return Solved(
         plan=made,
-        status="optimal" if gap <= effort.gap_target else "feasible",
+        status=status_of(gap, effort),
         gap=gap,
         stall_seconds=best.stall_s,
         solve_seconds=seconds,

@@ -200,6 +200,16 @@ class Problem:
             ],
         )
 
+    def choice_of(self, plans: Sequence[UnitPlan]) -> Choice:
+        """A plan's decisions, which are among the options, as a choice."""
+        return tuple(
+            (
+                [option.decision for option in options.activations].index(plan.activations),
+                [option.decision for option in options.states].index(plan.states),
+            )
+            for options, plan in zip(self.options, plans, strict=True)
+        )
+
     def staging(self, states: Sequence[StateOption]) -> int:
         """Bytes of the staging buffers and of the host step's workspace."""
         return total_staging([state.staging for state in states], self.profile)

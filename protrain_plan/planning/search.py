@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 
 from protrain_plan.planning.judging import Judge, Judged
 from protrain_plan.planning.problem import Choice, Problem
@@ -18,6 +19,7 @@ class Effort:
 
     gap_target    a plan this close to the bound is good enough (0.005: half a per cent)
     enough_s      and so is one of as many seconds; a search that cannot get there is given up
+    below_s       only plans that are faster than this matter; so is one that has none
     time_limit_s  for people in a hurry: with a limit that strikes, the plan depends on the machine
     seed          of the order in which changes are tried
     stopped       asked often; true ends the search with the best plan so far
@@ -25,6 +27,7 @@ class Effort:
 
     gap_target: float = 0.005
     enough_s: float | None = None
+    below_s: float = inf
     time_limit_s: float | None = None
     seed: int = 0
     stopped: Callable[[], bool] = lambda: False

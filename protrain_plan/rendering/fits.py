@@ -59,7 +59,7 @@ def fits_text(fits: Sequence["Fit"]) -> RenderableType:
             ]
         words, style = _VERDICTS[fit.verdict]
         machine = fit.profile.hardware.name
-        devices = [str(fit.group.num_devices)] if several else []
+        devices = [_fit_devices(fit)] if several else []
         table.add_row(machine, *devices, _fit_size(fit), Text(words, style=style), *cells)
     return Group(table, "", *(Text(line) for line in _fit_notes(fits)))
 
@@ -77,6 +77,11 @@ def _gib(size: int) -> str:
 
 def _fit_size(fit: "Fit") -> str:
     return f"{fit.profile.workload.batch_size} x {fit.profile.workload.seq_len}"
+
+
+def _fit_devices(fit: "Fit") -> str:
+    replicas = fit.group.num_replicas
+    return f"{fit.group.num_devices}" + (f" ({replicas} replicas)" if replicas > 1 else "")
 
 
 def _fit_machine(fit: "Fit") -> str:

@@ -35,6 +35,7 @@ def solved_json(solved: "Solved") -> dict[str, Any]:
         "solve_seconds": solved.solve_seconds,
         "peak_bytes": tiers_json(prediction.peak_bytes),
         "solver": solved.solver,
+        **({"replicas": [asdict(one) for one in solved.replicas]} if solved.replicas else {}),
     }
 
 
@@ -76,10 +77,28 @@ def solved_text(solved: "Solved", profile: Profile, path: Path) -> RenderableTyp
     notes = [verdict]
     if several:
         notes.insert(0, Text(f"on {several}, each with batches of its own"))
+    if len(solved.replicas) > 1:
+        notes.insert(1, Text(f"other numbers of replicas: {_others(solved)}"))
     saving = checkpoint_bytes(plan.units, profile) - peak.device
     if profile.hardware.device.kind == "cpu" and saving > 0:
         notes.append(Text(f"saving a checkpoint takes {format_bytes(saving)} more than a step"))
     return Group(_decisions(plan.units), "", table, "", *notes, Text(f"wrote {path}"))
+
+
+def _others(solved: "Solved") -> str:
+    """What the numbers of replicas that were not chosen would take."""
+    words = []
+    for one in solved.replicas:
+        if one.number == solved.plan.num_replicas:
+            continue
+        if one.lower_bound_seconds is None:
+            found = "no plan fits"
+        elif one.step_seconds is None:
+            found = f"at least {format_seconds(one.lower_bound_seconds)}"
+        else:
+            found = format_seconds(one.step_seconds)
+        words.append(f"{one.number}: {found}")
+    return ", ".join(words)
 
 
 def _decisions(units: Sequence[UnitPlan]) -> Table:

@@ -50,6 +50,18 @@ class Group:
         )
         return [word for name, count in words if count > 1 for word in (name, str(count))]
 
+    @property
+    def replica_counts(self) -> tuple[int, ...]:
+        """The numbers of replicas that have whole nodes each, or equal parts of one; fewest first.
+
+        As many as devices is among them: each has all of the states then, below it if they are
+        offloaded, and gathers nothing.
+        """
+        counts = range(1, self.num_devices + 1)
+        sizes = {n: self.num_devices // n for n in counts if self.num_devices % n == 0}
+        node = self.in_node
+        return tuple(n for n, size in sizes.items() if size % node == 0 or node % size == 0)
+
 
 ALONE = Group()
 
