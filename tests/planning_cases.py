@@ -246,6 +246,7 @@ def joined(
 GROUPS = (
     Group(num_devices=2),
     Group(num_devices=3),
+    Group(num_devices=2, num_replicas=2),
     Group(num_devices=4, num_replicas=2),
     Group(num_devices=8, num_nodes=2),
     Group(num_devices=8, num_nodes=2, num_replicas=2),

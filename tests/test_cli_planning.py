@@ -153,8 +153,10 @@ def test_several_devices_that_nothing_joins_are_one_message(profile: Path, tmp_p
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
         "error: --num-devices: gpu does not say what joins its devices\n"
-        "  fix: add interconnect: to its hardware (protrain profile --interconnect MACHINE), or"
-        " measure it: torchrun --nproc-per-node N --no-python protrain hardware probe\n"
+        "  fix: add interconnect: to its hardware (devices_per_node, and within: of"
+        " gather_bytes_per_s, reduce_bytes_per_s and latency_s), take another machine's"
+        " (protrain profile --interconnect MACHINE), or measure it:"
+        " torchrun --nproc-per-node N --no-python protrain hardware probe\n"
     )
 
 

@@ -288,8 +288,10 @@ def test_devices_go_to_as_few_nodes_as_hold_equal_parts_of_them() -> None:
             None,
             1,
             "--num-devices: gpu does not say what joins its devices\n"
-            "  fix: add interconnect: to its hardware (protrain profile --interconnect MACHINE), or"
-            " measure it: torchrun --nproc-per-node N --no-python protrain hardware probe",
+            "  fix: add interconnect: to its hardware (devices_per_node, and within: of"
+            " gather_bytes_per_s, reduce_bytes_per_s and latency_s), take another machine's"
+            " (protrain profile --interconnect MACHINE), or measure it:"
+            " torchrun --nproc-per-node N --no-python protrain hardware probe",
         ),
         (joined(gpu()), 4, 3, 1, "--nodes: 4 devices are no equal parts of 3 nodes"),
         (joined(gpu()), 4, None, 3, "--replicas: 4 devices are no equal parts of 3 replicas"),

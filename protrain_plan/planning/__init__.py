@@ -12,6 +12,7 @@ search    local search over decisions
 baselines, four_parameter   what users would pick instead
 growth, largest   profiles of other sizes, and the largest that fits
 explaining, limiting, wording   why a plan is as it is
+lanes     a bound that takes a moment
 planner   the pipeline
 replicas  the pipeline for each number of replicas that may be best
 """

@@ -1,6 +1,7 @@
 """How many replicas: the planner is asked about the numbers that may be best, and rules out others.
 
-    bounds  = the relaxation of each number; where one has no solution, more have none either
+    bounds  = what the lanes take at least with each number; from the first without a plan on,
+              more have none either
     solved  = the fewest replicas whose bound is the least, or nearly; then whichever may still be
               faster by more than the gap asked for. A search ends when its bound says: not so
     proof   = the least of all bounds
@@ -14,12 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
-from protrain_plan.planning.fluid import Fluid
+from protrain_plan.planning.lanes import least_lane_seconds
 from protrain_plan.planning.outcome import Infeasible, Replicas, Solved
 from protrain_plan.planning.planner import Progress, Solver, solve_problem, status_of
 from protrain_plan.planning.problem import Choice, Problem
 from protrain_plan.planning.search import Effort
-from protrain_plan.planning.solver import solve
 from protrain_plan.records.plan import Budgets
 
 
@@ -81,7 +81,7 @@ class _Search:
         self.best: Solved | None = None
         self.seconds: dict[int, float] = {}  # of the plans found
         self.reasons: dict[int, Infeasible] = {}  # where none was
-        self.bounds = dict(enumerate(_relaxed_seconds(problems)))  # of all that may have plans
+        self.bounds = dict(enumerate(_first_bounds(problems)))  # of all that may have plans
 
     def order(self) -> list[int]:
         """The most promising first; those whose bounds hardly differ by their replicas."""
@@ -158,11 +158,10 @@ class _Search:
         )
 
 
-def _relaxed_seconds(problems: Sequence[Problem]) -> Iterator[float]:
+def _first_bounds(problems: Sequence[Problem]) -> Iterator[float]:
     """A bound on each problem's plans, until one has none: more replicas need more memory."""
     for problem in problems:
-        fluid = Fluid(problem)
-        answer = solve(fluid.pulp, integer=False)
-        if answer.status == "infeasible":
+        bound = least_lane_seconds(problem)
+        if bound is None:
             return
-        yield fluid.lower_bound_seconds(answer.bound) if answer.status == "optimal" else 0.0
+        yield bound

@@ -107,8 +107,10 @@ def _joined(hardware: Hardware) -> Interconnect:
         raise ProtrainError(
             f"{hardware.name} does not say what joins its devices",
             key="--num-devices",
-            fix="add interconnect: to its hardware (protrain profile --interconnect MACHINE), or"
-            " measure it: torchrun --nproc-per-node N --no-python protrain hardware probe",
+            fix="add interconnect: to its hardware (devices_per_node, and within: of"
+            " gather_bytes_per_s, reduce_bytes_per_s and latency_s), take another machine's"
+            " (protrain profile --interconnect MACHINE), or measure it:"
+            " torchrun --nproc-per-node N --no-python protrain hardware probe",
         )
     return hardware.interconnect
 
