@@ -129,12 +129,13 @@ def _simulated_lines(document: Json) -> Iterator[str]:
     for model in dict.fromkeys(cell["model"] for cell in document["simulated"]):
         found = [cell for cell in document["simulated"] if cell["model"] == model]
         yield from ("", f"### {model}", "")
-        yield "| devices | nodes | replicas | step | tokens/s | a device | states of blocks |"
-        yield "| ---: | ---: | ---: | ---: | ---: | ---: | --- |"
+        yield "| devices | nodes | replicas | step | gap | tokens/s | a device | states of blocks |"
+        yield "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
         yield from (_row(cell) for cell in found)
     yield from (
         "",
-        "`a device`: tokens per second of each, over those in the first row with a plan.",
+        "`gap`: no plan with as many replicas is faster by more. `a device`: tokens per second of"
+        " each, over those in the first row with a plan.",
         "",
     )
 
@@ -143,11 +144,12 @@ def _row(cell: Json) -> str:
     start = f"| {cell['devices']} | {cell['nodes']} | {cell['replicas']} |"
     if "step_seconds" not in cell:
         gib = cell["shortfall_bytes"] / 2**30
-        return f"{start} no plan | - | - | {gib:,.0f} GiB of {cell['short_of']} are missing |"
+        return f"{start} no plan | - | - | - | {gib:,.0f} GiB of {cell['short_of']} are missing |"
     most_first = sorted(cell["states"].items(), key=lambda item: (-item[1], item[0]))
     states = ", ".join(f"{count} {words}" for words, count in most_first)
     return (
-        f"{start} {cell['step_seconds']:.2f} s | {cell['tokens_per_second']:,.0f}"
+        f"{start} {cell['step_seconds']:.2f} s | {cell['gap']:.1%}"
+        f" | {cell['tokens_per_second']:,.0f}"
         f" | {cell['efficiency']:.2f} | {states} |"
     )
 
@@ -227,6 +229,8 @@ def main() -> None:
         if "measured" in asked.stages:
             ranks = (1, 2) if asked.quick else (1, 2, 4)
             document["measured"] = measured(work, ranks=ranks)
+    if document["measured"] is None:
+        document["command"] += " --stages simulated"
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
     asked.out.with_suffix(".md").write_text(markdown(document))
