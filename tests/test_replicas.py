@@ -44,8 +44,10 @@ def small(hardware: Hardware, *, frozen: bool) -> Profile:
     )
     if not frozen:
         return profile
-    nothing = {"num_parameters": 0, "gradient_bytes": 0, "gradient_pieces": (), "state_bytes": 0}
-    units = (replace(one, **nothing) if one.num_parameters else one for one in profile.units)
+    units = (
+        replace(one, num_parameters=0, gradient_bytes=0, gradient_pieces=(), state_bytes=0)
+        for one in profile.units
+    )
     return replace(profile, units=tuple(units))
 
 
