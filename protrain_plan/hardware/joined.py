@@ -70,12 +70,16 @@ def probe_with_ranks(
     name: str | None = None,
     progress: Progress = lambda *_: None,
 ) -> Hardware | None:
-    """`probe` on rank 0 while the others wait, then what joins them; None on the others.
+    """`probe` on rank 0 while the others wait for it, then what joins them; None on the others.
 
     Takes about 20 s on two cores. On CUDA every rank takes the device of its number in its node.
     """
     if device == "cuda":
         torch.cuda.set_device(rank.number % rank.in_node)
+    found = None
+    if rank.number == 0:
+        # Before the ranks meet: the probe's steps are planned for one device, and are asked for it.
+        found = probe(device, spill_directory=spill_directory, name=name, progress=progress)
     before = held_bytes(device)
     distributed.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_WAIT)
     try:
@@ -83,10 +87,6 @@ def probe_with_ranks(
         assert everyone is not None
         _Group(device, everyone, rank.of, num_bytes=4 * rank.of)
         library_bytes = max(0, held_bytes(device) - before)
-        found = None
-        if rank.number == 0:
-            found = probe(device, spill_directory=spill_directory, name=name, progress=progress)
-        distributed.barrier()
         progress("measuring what joins the ranks", 0.9)
         joined = _interconnect(device, rank, everyone, spill_directory)
         progress("done", 1.0)
@@ -94,11 +94,9 @@ def probe_with_ranks(
         distributed.destroy_process_group()
     if found is None:
         return None
-    context_bytes = max(0, found.device.context_bytes - library_bytes)
     how = f"interconnect: measured by {rank.of} ranks, {rank.in_node} in a node"
     return replace(
         found,
-        device=replace(found.device, context_bytes=context_bytes),
         interconnect=replace(joined, library_bytes=library_bytes),
         sources=(*found.sources, how),
     )
