@@ -13,9 +13,9 @@ where level(u) sums kept - swapped over the units up to u, and transfers are the
 the device, what was fetched ahead, and what has not left yet by the programme's own waits. Since
 a programme waits for moves and never for a clock, no speed of the lanes makes it exceed this.
 
-On several devices all of it is one rank's. Gradients are copied to the buffers in which they are
-reduced, group by group, when their slot ends: room for the largest group, and for the rank's
-shard of the sum, is counted in that slot.
+On several devices all of it is one rank's. Gradients of shared chunks are copied to the buffers in
+which they are reduced, group by group, when their slot ends: room for the largest group, and for
+the rank's shard of the sum, is counted in that slot.
 """
 
 import re
@@ -285,15 +285,14 @@ def _sharded_holdings(
     reduced = end - 1 - min(unit.used_by)
     chunk = chunk_size(unit)
     whole, own = padded(chunk, settings), shard_of(chunk, settings)
-    if settings.micro_batches > 1:
+    add_up = settings.micro_batches > 1
+    if add_up:
         yield Holding("gradients", index, 0, end, unit.gradient_bytes)
-    else:
-        yield Holding("gradients", index, first_gradient + 1, reduced, unit.gradient_bytes)
+    # The gradient of a tied parameter grows from its last use to its first.
+    yield Holding("gradients", index, first_gradient + 1, reduced, unit.gradient_bytes)
     if isinstance(states, Persistent):
         yield Holding("states", index, 0, end, unit.parameter_bytes + unit.state_bytes)
-        copied = max(unit.gradient_pieces or (unit.gradient_bytes,))
-        yield Holding("gradients", index, reduced, reduced, copied)
-        if settings.micro_batches == 1:
+        if not add_up:
             yield Holding("gradients", index, reduced + 1, end, unit.gradient_bytes)
         return
     for stay in residencies(states, unit.used_by, count):
@@ -307,7 +306,9 @@ def _sharded_holdings(
     # The shard that an update in backward takes away leaves with a move of the programme.
     waits = settings.updates == "after backward" or states.tier == "device"
     if waits and gradient_home(states, settings) == "device":
-        yield Holding("gradients", index, reduced + 1, end, own.gradient_bytes)
+        # In the last micro-batch it stands in place of what was added up.
+        more = own.gradient_bytes - (unit.gradient_bytes if add_up else 0)
+        yield Holding("gradients", index, reduced + 1, end, max(0, more))
 
 
 def checkpoint_bytes(plans: Sequence[UnitPlan], profile: Profile) -> int:
