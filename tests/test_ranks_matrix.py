@@ -115,7 +115,6 @@ def every_row() -> list[Row]:
     return covering_rows(FACTORS, IMPOSSIBLE, costly=("ranks",))
 
 
-@pytest.mark.slow
 def test_rows_cover_every_pair_that_is_possible() -> None:
     covered = set().union(*(pairs_of(row, FACTORS) for row in every_row()))
     assert covered == set(allowed_pairs(FACTORS, IMPOSSIBLE))
@@ -280,6 +279,16 @@ def assert_rows(rows: Sequence[tuple[int, Row]], count: int, folder: Path) -> No
             differences, norms = found[number]
             assert differences == [], (number, row)
             assert repr(norms) == repr(by_rank[0][number][1]), (number, row)
+
+
+def test_five_steps_of_two_rows_match_ddp_bitwise(tmp_path: Path) -> None:
+    """Rows that have all of a training run in few units."""
+    rows = [
+        (number, row)
+        for number, row in numbered("2", 0, 1)
+        if row["model"] == "functional" and row["placement"] == "mixed"
+    ]
+    assert_rows(rows[:2], 2, tmp_path)
 
 
 PARTS = 4
