@@ -57,6 +57,7 @@ def saving(rank: int, count: int, folder: Path) -> tuple[State, State]:
     save(model, optimizer, folder / "first", extra={"step": 2})  # replaced by the next one
     save(model, optimizer, folder / "first", extra={"step": 3})
     then = state_of(model, optimizer)
+    save(model, optimizer, folder / "beside", extra={"step": 1}, beside=True)  # waited for
     beside = save(model, optimizer, folder / "beside", extra={"step": 3}, beside=True)
     for number in (3, 4):
         step(model, optimizer, number, rank)

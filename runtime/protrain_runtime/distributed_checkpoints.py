@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed import all_gather_object
@@ -227,6 +228,10 @@ class Saving:
             raise self._error
 
 
+_beside: WeakKeyDictionary[Ranks, Saving] = WeakKeyDictionary()
+"""The last save that went on beside training: the next one waits for it."""
+
+
 def save_parts(
     directory: Path,
     ranks: Ranks,
@@ -237,6 +242,8 @@ def save_parts(
     beside: bool,
 ) -> Saving | None:
     """Write what the ranks have; all of them call. `beside`: copy it first, and write meanwhile."""
+    if ranks in _beside:
+        _beside.pop(ranks).wait()
     state: dict[str, Any] = {}
     for name, value in values.items():
         state[name] = _writable(value, writes=ranks.rank < ranks.num_shards, copied=beside)
@@ -267,7 +274,8 @@ def save_parts(
             write()
 
     if beside:
-        return Saving(write_together)
+        _beside[ranks] = Saving(write_together)
+        return _beside[ranks]
     write_together()
     return None
 
