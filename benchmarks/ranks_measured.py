@@ -49,6 +49,7 @@ WHAT = (
 
 def measured(work: Path, *, ranks: Sequence[int], quick: bool = False) -> Json:
     """A step's median seconds and its bytes, rank 0's, by number of ranks and placement."""
+    work = work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     config = CONFIG | (SMALL if quick else {})
     (work / "config.json").write_text(json.dumps(config))
@@ -85,7 +86,7 @@ def _row(work: Path, count: int, placement: str) -> Json:
     out = plan.with_suffix(".json")
     if not out.exists():
         module = ("-m", "benchmarks.ranks_measured", plan, out)
-        _run(_beside("torchrun"), "--nproc-per-node", count, *module, folder=work)
+        _run(_beside("torchrun"), "--standalone", "--nproc-per-node", count, *module, folder=work)
     found: Json = json.loads(out.read_text())
     predicted = read_plan(plan).prediction.peak_bytes.device
     return {"ranks": count, "plan": placement, "predicted_bytes": predicted} | found
