@@ -126,13 +126,12 @@ class Overflowing(Routed):
     """The first token's first number adds its value, `large` times, to the gradient alone."""
 
     def forward(self, tokens: Tensor, expert: int, large: float = 0.0) -> Tensor:
-        hidden = self.embed(tokens)
+        hidden: Tensor = self.embed(tokens)
         number = hidden[0, 0]
         for block in self.blocks:
             hidden = block(hidden, expert)
-        loss: Tensor = nn.functional.cross_entropy(self.head(hidden), tokens)
-        loss = loss + large * (number - number.detach())
-        return loss
+        loss = nn.functional.cross_entropy(self.head(hidden), tokens)
+        return loss + large * (number - number.detach())
 
 
 OVERFLOWS = [(0, 0), (None, 3), (1, 0), (0, 15), (None, 9), (1, 15)]
