@@ -208,6 +208,7 @@ class Saving:
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._error: BaseException | None = None
+        self.told = False  # that it did not become one
         self._thread = Thread(target=self._run, args=(work,), name="protrain saves")
         self._thread.start()
 
@@ -225,6 +226,7 @@ class Saving:
         """Wait until it is the checkpoint; raises where it did not become one."""
         self._thread.join()
         if self._error is not None:
+            self.told = True
             raise self._error
 
 
@@ -242,8 +244,9 @@ def save_parts(
     beside: bool,
 ) -> Saving | None:
     """Write what the ranks have; all of them call. `beside`: copy it first, and write meanwhile."""
-    if ranks in _beside:
-        _beside.pop(ranks).wait()
+    before = _beside.pop(ranks, None)
+    if before is not None and not before.told:
+        before.wait()
     state: dict[str, Any] = {}
     for name, value in values.items():
         state[name] = _writable(value, writes=ranks.rank < ranks.num_shards, copied=beside)
