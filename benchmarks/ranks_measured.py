@@ -42,8 +42,8 @@ WHAT = (
     " one thread a rank, gloo over the loopback interface, on a machine with {cores} cores."
     " **Ranks share the cores, their memory and one disk**: four ranks on two cores take twice as"
     " long as two by that alone, and this says nothing about devices of their own. Ratios are"
-    " within one run. Bytes are rank 0's, tensors alone: predicted from an estimated profile, and"
-    " counted in a step."
+    " within one run. Bytes are rank 0's, tensors alone: predicted from an estimated profile for"
+    " the slowest lanes that the plan allows, and counted in a step."
 )
 
 
