@@ -156,13 +156,14 @@ def _row(cell: Json) -> str:
 
 def _measured_lines(found: Json) -> Iterator[str]:
     yield from ("## Measured on this machine", "", found["what"], "")
-    yield "| ranks | states | step | over one rank |"
-    yield "| ---: | --- | ---: | ---: |"
+    yield "| ranks | states | step | over one rank | bytes, predicted | measured |"
+    yield "| ---: | --- | ---: | ---: | ---: | ---: |"
     alone = found["rows"][0]["step_seconds"]
     for row in found["rows"]:
         yield (
             f"| {row['ranks']} | {row['plan']} | {row['step_seconds']:.2f} s"
-            f" | {row['step_seconds'] / alone:.2f} |"
+            f" | {row['step_seconds'] / alone:.2f} | {row['predicted_bytes'] / 2**20:.1f} MiB"
+            f" | {row['device_bytes'] / 2**20:.1f} MiB |"
         )
     yield ""
 
@@ -228,7 +229,7 @@ def main() -> None:
             document["simulated"] = _with_efficiency(found)
         if "measured" in asked.stages:
             ranks = (1, 2) if asked.quick else (1, 2, 4)
-            document["measured"] = measured(work, ranks=ranks)
+            document["measured"] = measured(work, ranks=ranks, quick=asked.quick)
     if document["measured"] is None:
         document["command"] += " --stages simulated"
     asked.out.parent.mkdir(parents=True, exist_ok=True)

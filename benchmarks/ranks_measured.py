@@ -1,4 +1,4 @@
-"""A small model on several CPU ranks of this machine: the seconds of its steps, by placement.
+"""A small model on several CPU ranks of this machine: seconds and bytes of a step, by placement.
 
 What is measured stays in the folder of work, so that a second run goes on where one was ended.
 `python -m benchmarks.ranks_measured PLAN OUT` is one rank of a run, started by torchrun.
@@ -13,10 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import distributed
-
-from protrain_plan.records import read_plan
+from protrain_plan.records import read_plan, read_profile
 from protrain_plan.running import train
+from protrain_runtime.launching import joined
 
 Json = dict[str, Any]
 
@@ -34,22 +33,26 @@ CONFIG = {
 }
 """30 M parameters: gloo takes about as long for their gradients as a thread for their compute."""
 
+SMALL = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "vocab_size": 512}
 SEQ_LEN = 256
-STEPS = 5
+STEPS = 6  # the first is not timed, bytes are those of the last
 PLACEMENTS = ("persistent", "shard", "offload to disk")
 WHAT = (
-    f"A Llama of 30 M parameters, one sequence of {SEQ_LEN} tokens on each rank, in float32, one"
-    " thread a rank, gloo over the loopback interface, on a machine with {cores} cores. **Ranks"
-    " share the cores, their memory and one disk**: four ranks on two cores take twice as long as"
-    " two by that alone, and this says nothing about devices of their own. Ratios are within one"
-    " run."
+    "A Llama of {millions} M parameters, one sequence of {tokens} tokens on each rank, in float32,"
+    " one thread a rank, gloo over the loopback interface, on a machine with {cores} cores."
+    " **Ranks share the cores, their memory and one disk**: four ranks on two cores take twice as"
+    " long as two by that alone, and this says nothing about devices of their own. Ratios are"
+    " within one run. Bytes are rank 0's, tensors alone: predicted from an estimated profile for"
+    " the slowest lanes that the plan allows, and counted in a step."
 )
 
 
-def measured(work: Path, *, ranks: Sequence[int]) -> Json:
-    """The median seconds of a step, rank 0's, for every number of ranks and every placement."""
+def measured(work: Path, *, ranks: Sequence[int], quick: bool = False) -> Json:
+    """A step's median seconds and its bytes, rank 0's, by number of ranks and placement."""
+    work = work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    (work / "config.json").write_text(json.dumps(CONFIG))
+    config = CONFIG | (SMALL if quick else {})
+    (work / "config.json").write_text(json.dumps(config))
     profile = work / "profile.yaml"
     if not profile.exists():
         options = ("--on", "cpu", "--seq-len", SEQ_LEN, "-o", profile)
@@ -58,7 +61,10 @@ def measured(work: Path, *, ranks: Sequence[int]) -> Json:
     for count, placement in cells:
         _plan(work, count, placement)
     rows = [_row(work, count, placement) for count, placement in cells]
-    return {"what": WHAT.format(cores=os.cpu_count()), "rows": rows}
+    units = read_profile(profile).units
+    millions = round(sum(unit.num_parameters for unit in units) / 1e6, 1)
+    what = WHAT.format(millions=millions, tokens=SEQ_LEN, cores=os.cpu_count())
+    return {"what": what, "rows": rows}
 
 
 def _cells(ranks: Sequence[int]) -> Iterator[tuple[int, str]]:
@@ -80,9 +86,10 @@ def _row(work: Path, count: int, placement: str) -> Json:
     out = plan.with_suffix(".json")
     if not out.exists():
         module = ("-m", "benchmarks.ranks_measured", plan, out)
-        _run(_beside("torchrun"), "--nproc-per-node", count, *module, folder=work)
-    seconds: Json = json.loads(out.read_text())
-    return {"ranks": count, "plan": placement} | seconds
+        _run(_beside("torchrun"), "--standalone", "--nproc-per-node", count, *module, folder=work)
+    found: Json = json.loads(out.read_text())
+    predicted = read_plan(plan).prediction.peak_bytes.device
+    return {"ranks": count, "plan": placement, "predicted_bytes": predicted} | found
 
 
 def _beside(script: str) -> Path:
@@ -106,16 +113,24 @@ def _run(*command: object, folder: Path) -> None:
 
 
 def main() -> None:
-    """Train on this rank, and write rank 0's seconds."""
+    """Train on this rank, and write rank 0's seconds and bytes."""
     plan, out = read_plan(sys.argv[1]), Path(sys.argv[2])
-    if plan.num_devices > 1:
-        distributed.init_process_group("gloo")
-    with tempfile.TemporaryDirectory() as folder:
-        run = train(plan, num_steps=STEPS, plain=False, text=None, spill_directory=Path(folder))
-    if int(os.environ["RANK"]) == 0:
-        out.write_text(json.dumps({"step_seconds": run.step_seconds}))
-    if plan.num_devices > 1:
-        distributed.destroy_process_group()
+    with joined("cpu") as (rank, _), tempfile.TemporaryDirectory() as folder:
+        run = train(
+            plan,
+            num_steps=STEPS,
+            plain=False,
+            text=None,
+            spill_directory=Path(folder),
+            rank=rank,
+        )
+    if rank == 0:
+        assert run.measured_peak_bytes is not None
+        found = {
+            "step_seconds": run.step_seconds,
+            "device_bytes": run.measured_peak_bytes.device,
+        }
+        out.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

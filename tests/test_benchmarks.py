@@ -65,6 +65,24 @@ def test_two_cells_of_several_devices(tmp_path: Path) -> None:
     assert out.with_suffix(".md").read_text() == ranks.markdown(document)
 
 
+@pytest.mark.slow
+def test_ranks_of_this_machine(tmp_path: Path) -> None:
+    """Bytes hold; seconds are written down and nothing is asked of them."""
+    out = tmp_path / "ranks.json"
+    _run("benchmarks.ranks", "--quick", "--stages", "measured", "--out", str(out))
+    document = json.loads(out.read_text())
+    rows = document["measured"]["rows"]
+    assert [(row["ranks"], row["plan"]) for row in rows] == [
+        (1, "persistent"),
+        (1, "offload to disk"),
+        (2, "persistent"),
+        (2, "shard"),
+        (2, "offload to disk"),
+    ]
+    assert all(row["device_bytes"] <= row["predicted_bytes"] for row in rows)
+    assert out.with_suffix(".md").read_text() == ranks.markdown(document)
+
+
 def test_accuracy_of_two_small_models(tmp_path: Path) -> None:
     """Bytes hold; seconds are written down and nothing is asked of them."""
     out = tmp_path / "accuracy.json"

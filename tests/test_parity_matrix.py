@@ -5,11 +5,9 @@ with an optimizer, a schedule with a way to resume. Each row trains five steps.
 """
 
 import itertools
-import random
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,78 +15,35 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain_plan.models.adapters import adapted
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.models.building import seeded
-from protrain_plan.models.precision import computing_in, parameter_dtype
 from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import (
-    Activations,
-    Buffer,
-    Keep,
-    Offload,
-    Persistent,
-    Placement,
-    Plan,
-    Recompute,
-    Schedule,
-    Swap,
-    SwapInput,
-    UnitPlan,
-    Updates,
-)
-from protrain_plan.records.profile import Precision, RecomputedForm, Workload
-from protrain_runtime import load, prepare, restore, save, with_master_weights
-from protrain_runtime.fingerprint import model_fingerprint
+from protrain_plan.records.plan import Plan
+from protrain_runtime import load, prepare, restore, save
 from protrain_runtime.taken import TakenGradient
 from protrain_runtime.waiting import WaitingGradient
 from tests.pairwise import Impossible, Row, allowed_pairs, covering_rows, pairs_of
 from tests.runtime_cases import (
-    BATCH,
-    FRACTIONAL,
-    LARGE,
     RECOMPUTED,
-    SEQUENCE,
-    Factory,
     Outcome,
-    activation_decisions,
     assert_bitwise,
     batch,
-    build,
     delays,
     differences,
     outcome,
-    placements,
-    plan_of,
-    random_schedule,
-    units_of,
     weight_decay_groups,
+)
+from tests.training_rows import (
+    OPTIMIZERS,
+    PRECISIONS,
+    SCHEDULES,
+    plainly,
+    plan_of_row,
+    uncompiled,
+    units,
 )
 
 NUM_STEPS, RESUMED_AT = 5, 3
 
-OPTIMIZERS: dict[str, Factory] = {
-    "adamw": partial(torch.optim.AdamW, lr=1e-3, fused=True),
-    "adamw, not fused": partial(torch.optim.AdamW, lr=1e-3, amsgrad=True, foreach=False),
-    "momentum": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True),
-    "sgd": partial(torch.optim.SGD, lr=1e-2),
-    "nadam": partial(torch.optim.NAdam, lr=1e-3, foreach=False),
-}
-AHEAD = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
-EVERYTHING = Schedule(forward_lead=LARGE, backward_lead=LARGE, swap_lead=LARGE)
-SCHEDULES: dict[str, Callable[[random.Random], Schedule]] = {
-    "at the last moment": lambda _: Schedule(swap_drain=0, update_drain=0),
-    "one ahead": lambda _: AHEAD,
-    "all at once": lambda _: EVERYTHING,  # as many buffers as offloaded chunks
-    "cut in two": lambda rng: rng.choice(FRACTIONAL),
-    "random": random_schedule,
-}
-PRECISIONS: dict[str, Precision] = {
-    "float32": "pure",
-    "bfloat16": "pure",
-    "autocast": "autocast",
-    "master": "master",
-}
 FACTORS: dict[str, tuple[str, ...]] = {
     "model": ("llama", "llama-tied", "gpt2", "functional", "t5"),
     "trained": ("all", "some", "lora"),
@@ -158,41 +113,6 @@ def test_rows_cover_every_pair_that_is_possible() -> None:
 # --- from a row to a model and a plan -------------------------------------------------------------
 
 
-def uncompiled(row: Row, *, seed: int = 0) -> nn.Module:
-    """The model, in its precision and with what is trained."""
-    model = build(row["model"], seed=seed)
-    precision, dtype = workload(row).precision, workload(row).dtype
-    model = model.to(parameter_dtype(dtype, precision))
-    if row["trained"] == "some":
-        for number, parameter in enumerate(model.parameters()):
-            parameter.requires_grad_(number % 3 != 0)  # the embedding is frozen
-    elif row["trained"] == "lora":
-        with seeded(seed):
-            model = adapted(model, "lora r=4", source="").train()
-    return computing_in(model, dtype, precision)
-
-
-def workload(row: Row) -> Workload:
-    precision = row["precision"]
-    return Workload(
-        model="",
-        model_config="",
-        batch_size=BATCH,
-        seq_len=SEQUENCE,
-        dtype="float32" if precision == "float32" else "bfloat16",
-        precision=PRECISIONS[precision],
-        device="cpu",
-        seed=0,
-    )
-
-
-@cache
-def units(model: str, trained: str) -> tuple[UnitPlan, ...]:
-    """As the profiler finds them: the same in every precision, compiled or not."""
-    row = {"model": model, "trained": trained, "precision": "float32"}
-    return units_of(uncompiled(row), batch(model, 0))
-
-
 def built(row: Row, *, seed: int = 0) -> nn.Module:
     model = uncompiled(row, seed=seed)
     if row["compiled"] != "no":
@@ -204,64 +124,10 @@ def built(row: Row, *, seed: int = 0) -> nn.Module:
 
 
 def plan(row: Row, model: nn.Module, *, seed: int = 0) -> Plan:
-    rng = random.Random(f"{sorted(row.items())} {seed}")
-    tiers: tuple[TierName, ...] = ("disk", "host") if row["tier"] == "both" else (_tier(row),)
-
-    def activations() -> Activations:
-        tier = rng.choice(tiers)
-        match row["activations"]:
-            case "keep":
-                return Keep()
-            case "recompute":
-                return Recompute(form=_form(row))
-            case "swap":
-                return Swap(tier=tier)
-            case "swap input":
-                return SwapInput(tier=tier, form=_form(row))
-            case _:
-                return rng.choice(activation_decisions(tier))
-
-    def states() -> Placement:
-        tier = rng.choice(tiers)
-        match row["placement"]:
-            case "persistent":
-                return Persistent()
-            case "offload":
-                return Offload(tier=tier)
-            case "buffer":
-                return Buffer(tier=tier)
-            case _:
-                return rng.choice(placements(tier))
-
-    decided = [
-        replace(
-            unit,
-            activations=activations() if unit.kind == "block" else Keep(),
-            states=states(),
-            schedule=SCHEDULES[row["schedule"]](rng),
-        )
-        for unit in units(row["model"], row["trained"])
-    ]
-    updates: Updates = "in backward" if row["updates"] == "in backward" else "after backward"
-    return replace(
-        plan_of(
-            decided,
-            fingerprint=model_fingerprint(model),
-            workload=workload(row),
-            piece_bytes=3_000 if row["pieces"] == "small" else 10**9,
-        ),
-        updates=updates,
-        micro_batches=int(row["micro-batches"]),
-    )
-
-
-def _tier(row: Row) -> TierName:
-    return "disk" if row["tier"] == "disk" else "host"
-
-
-def _form(row: Row) -> RecomputedForm:
-    (form,) = [form for form in RECOMPUTED if form == row["form"]]
-    return form
+    tiers: tuple[TierName, ...] = ("disk", "host")
+    if row["tier"] != "both":
+        tiers = ("disk",) if row["tier"] == "disk" else ("host",)
+    return plan_of_row(row, model, seed=seed, states_on=tiers, swaps_to=tiers)
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -316,12 +182,6 @@ def standing_gradients(model: nn.Module) -> dict[str, Tensor]:
         elif gradient is not None and not isinstance(gradient, TakenGradient):
             found[name] = gradient.detach().clone()
     return found
-
-
-def plainly(row: Row, model: nn.Module) -> torch.optim.Optimizer:
-    factory = OPTIMIZERS[row["optimizer"]]
-    factory = with_master_weights(factory) if row["precision"] == "master" else factory
-    return factory(weight_decay_groups(model))
 
 
 def under_plan(row: Row, folder: Path, *, seed: int = 0) -> Pair:

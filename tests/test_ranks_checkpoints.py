@@ -1,6 +1,8 @@
 """What several ranks save, other numbers of ranks and plain PyTorch continue from, bit by bit."""
 
 import json
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,7 @@ def saving(rank: int, count: int, folder: Path) -> tuple[State, State]:
     save(model, optimizer, folder / "first", extra={"step": 2})  # replaced by the next one
     save(model, optimizer, folder / "first", extra={"step": 3})
     then = state_of(model, optimizer)
+    save(model, optimizer, folder / "beside", extra={"step": 1}, beside=True)  # waited for
     beside = save(model, optimizer, folder / "beside", extra={"step": 3}, beside=True)
     for number in (3, 4):
         step(model, optimizer, number, rank)
@@ -117,6 +120,34 @@ def test_one_device_saves_and_two_ranks_go_on(tmp_path: Path) -> None:
     for extra, state in run_ranks(resuming, 2, tmp_path, tmp_path / "one", SHARED, False):
         assert extra == {"step": 1}
         same(state, state_of(model, optimizer))
+
+
+def saving_with_little_room(rank: int, count: int, folder: Path) -> tuple[str, int]:
+    """What the second save says where rank 1 may write no more than a few bytes, and the step."""
+    model, optimizer = made(rank, count, SHARED)
+    save(model, optimizer, folder, extra={"step": 0})
+    step(model, optimizer, 0, rank)
+    if rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    try:
+        save(model, optimizer, folder, extra={"step": 1})
+    except ProtrainError as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        return str(error), load(model, optimizer, folder)["step"]
+    return "nothing was raised", 0
+
+
+def test_where_one_rank_cannot_write_all_are_told_and_the_last_checkpoint_stands(
+    tmp_path: Path,
+) -> None:
+    for told, done in run_ranks(saving_with_little_room, 2, tmp_path, tmp_path / "full"):
+        assert told == (
+            f"{tmp_path / 'full'}: the checkpoint cannot be written: rank 1: [Errno 27] File too"
+            " large\n"
+            "  fix: make room there, or save to another directory; the last checkpoint stands"
+        )
+        assert done == 0
 
 
 def saving_elsewhere(rank: int, count: int, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,66 @@ def test_gradients_that_some_ranks_have_and_running_statistics_match_ddp_bitwise
     tmp_path: Path,
 ) -> None:
     assert run_ranks(routed, 2, tmp_path) == [[], []]
+
+
+class Overflowing(Routed):
+    """The first token's first number adds its value, `large` times, to the gradient alone."""
+
+    def forward(self, tokens: Tensor, expert: int, large: float = 0.0) -> Tensor:
+        hidden: Tensor = self.embed(tokens)
+        number = hidden[0, 0]
+        for block in self.blocks:
+            hidden = block(hidden, expert)
+        loss = nn.functional.cross_entropy(self.head(hidden), tokens)
+        return loss + large * (number - number.detach())
+
+
+OVERFLOWS = [(0, 0), (None, 3), (1, 0), (0, 15), (None, 9), (1, 15)]
+"""By step: the rank on which one gradient overflows, if any, and the row of the embedding that it
+is in. Of two ranks that share an embedding of 16 rows, one has row 0 and the other row 15."""
+
+
+def scaled(
+    rank: int, count: int, places: Sequence[tuple[Placement, ...]]
+) -> list[tuple[list[float], list[str]]]:
+    """By plan the loss scale after each step, and what differs from DistributedDataParallel."""
+    results: list[tuple[list[float], list[Tensor], dict[str, Any], dict[str, Any]]] = []
+    for place in (None, *places):
+        torch.manual_seed(0)
+        plain = Overflowing()
+        model: nn.Module = plain
+        optimizer: torch.optim.Optimizer
+        if place is None:
+            # The experts that no batch goes to.
+            model = DistributedDataParallel(plain, find_unused_parameters=True)
+            optimizer = ADAMW(list(plain.parameters()))
+        else:
+            plan = plan_of(plain, count, place, updates="after backward")
+            model, optimizer = prepare(plain, plan, optimizer=ADAMW, wait_limit_s=60)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10)
+        scales, losses = list[float](), list[Tensor]()
+        for number, (who, token) in enumerate(OVERFLOWS):
+            seed = torch.Generator().manual_seed(10 * number + rank)
+            tokens = torch.randint(16, (8,), generator=seed)
+            tokens[0] = token
+            loss = model(tokens, 0, 3e38 if rank == who else 0.0)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+            losses.append(loss.detach())
+        states = copied(plain.state_dict()), copied(optimizer.state_dict())
+        results.append((scales, losses, *states))
+    return [(found[0], list(differences(found, results[0], ""))) for found in results[1:]]
+
+
+def test_a_step_that_overflows_on_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
+    """Whichever rank has the part in which it overflows; bitwise what DDP and its scaler do."""
+    places = [(place,) for place in (*SHARED, Offload(tier="host"))]
+    for by_plan in run_ranks(scaled, 2, tmp_path, places):
+        assert by_plan == [([512.0, 512.0, 256.0, 128.0, 128.0, 64.0], [])] * len(places)
 
 
 def evaluated(rank: int, count: int) -> bool:

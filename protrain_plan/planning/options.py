@@ -263,7 +263,7 @@ def _state_option(
     optimizer = profile.optimizer
     stays = tuple(
         Stay(held.first, held.last, held.bytes)
-        for held in chunk_holdings(index, decision, unit, count, settings)
+        for held in chunk_holdings(index, decision, profile, settings)
         if held.first <= held.last
     )
     match decision:

@@ -13,9 +13,9 @@ where level(u) sums kept - swapped over the units up to u, and transfers are the
 the device, what was fetched ahead, and what has not left yet by the programme's own waits. Since
 a programme waits for moves and never for a clock, no speed of the lanes makes it exceed this.
 
-On several devices all of it is one rank's. Gradients are copied to the buffers in which they are
-reduced, group by group, when their slot ends: room for the largest group, and for the rank's
-shard of the sum, is counted in that slot.
+On several devices all of it is one rank's. Gradients of shared chunks are copied to the buffers in
+which they are reduced, group by group, when their slot ends: room for the largest group, and for
+the rank's shard of the sum, is counted in that slot as far as it exceeds what the slot itself took.
 """
 
 import re
@@ -161,7 +161,7 @@ def holdings(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> I
     yield Holding("base", 0, 0, end, base_bytes(profile, settings))
     for index, (plan, unit) in enumerate(zip(plans, profile.units, strict=True)):
         yield from activation_holdings(index, plan.activations, unit, count)
-        yield from chunk_holdings(index, plan.states, unit, count, settings)
+        yield from chunk_holdings(index, plan.states, profile, settings)
     yield from _transfer_holdings(program, plans, profile)
     staging = staging_bytes(plans, profile, settings)
     if settings.device == "cpu" and staging:
@@ -239,7 +239,7 @@ def activation_holdings(
 
 
 def chunk_holdings(
-    index: int, states: Placement, unit: Unit, count: int, settings: Settings
+    index: int, states: Placement, profile: Profile, settings: Settings
 ) -> Iterator[Holding]:
     """A chunk's states or buffers, and the gradients that wait between slots.
 
@@ -247,10 +247,11 @@ def chunk_holdings(
     devices all do, whole, until they are reduced. A persistent chunk that no gradient reaches is
     its parameters alone; an offloaded one has room for all.
     """
+    unit, count = profile.units[index], len(profile.units)
     if not unit.used_by:
         return
     if settings.num_devices > 1:
-        yield from _sharded_holdings(index, states, unit, count, settings)
+        yield from _sharded_holdings(index, states, profile, settings)
         return
     end = 2 * count
     first_gradient = end - 1 - max(unit.used_by)
@@ -277,24 +278,24 @@ def chunk_holdings(
 
 
 def _sharded_holdings(
-    index: int, states: Placement, unit: Unit, count: int, settings: Settings
+    index: int, states: Placement, profile: Profile, settings: Settings
 ) -> Iterator[Holding]:
     """The same of several devices, for one of them."""
+    unit, count = profile.units[index], len(profile.units)
     end = 2 * count
     first_gradient = end - 1 - max(unit.used_by)
     reduced = end - 1 - min(unit.used_by)
     chunk = chunk_size(unit)
     whole, own = padded(chunk, settings), shard_of(chunk, settings)
-    if settings.micro_batches > 1:
-        yield Holding("gradients", index, 0, end, unit.gradient_bytes)
-    else:
-        yield Holding("gradients", index, first_gradient + 1, reduced, unit.gradient_bytes)
+    add_up = settings.micro_batches > 1
+    if add_up:
+        yield Holding("gradients", index, 0, end - 1, unit.gradient_bytes)
+    # The gradient of a tied parameter grows from its last use to its first.
+    yield Holding("gradients", index, first_gradient + 1, reduced, unit.gradient_bytes)
     if isinstance(states, Persistent):
         yield Holding("states", index, 0, end, unit.parameter_bytes + unit.state_bytes)
-        copied = max(unit.gradient_pieces or (unit.gradient_bytes,))
-        yield Holding("gradients", index, reduced, reduced, copied)
-        if settings.micro_batches == 1:
-            yield Holding("gradients", index, reduced + 1, end, unit.gradient_bytes)
+        summed = end if add_up else reduced + 1
+        yield Holding("gradients", index, summed, end, unit.gradient_bytes)
         return
     for stay in residencies(states, unit.used_by, count):
         yield Holding("buffers", index, stay.first, stay.last, whole.parameter_bytes)
@@ -302,12 +303,30 @@ def _sharded_holdings(
         yield Holding("states", index, 0, end, own.parameter_bytes + own.state_bytes)
     if not unit.num_parameters:
         return
-    copied = max(whole.gradient_pieces or (whole.gradient_bytes,))
-    yield Holding("gradients", index, reduced, reduced, copied + own.gradient_bytes)
+    yield Holding("gradients", index, reduced, reduced, _room_to_copy(index, profile, settings))
     # The shard that an update in backward takes away leaves with a move of the programme.
     waits = settings.updates == "after backward" or states.tier == "device"
     if waits and gradient_home(states, settings) == "device":
-        yield Holding("gradients", index, reduced + 1, end, own.gradient_bytes)
+        # Before the update it stands, if at all, in place of what was added up.
+        more = max(0, own.gradient_bytes - unit.gradient_bytes) if add_up else own.gradient_bytes
+        yield Holding("gradients", index, reduced + 1, end - 1, more)
+        yield Holding("gradients", index, end, end, own.gradient_bytes)
+
+
+def _room_to_copy(index: int, profile: Profile, settings: Settings) -> int:
+    """What is copied when a chunk's last slot has ended, as far as it exceeds the slot's own peak.
+
+    The largest group of the gradients is copied while it stands, beside the rank's shards. Of the
+    unit's activations nothing is left by then but what the slot after this one starts with.
+    """
+    unit, chunk = profile.units[index], chunk_size(profile.units[index])
+    whole, own = padded(chunk, settings), shard_of(chunk, settings)
+    copies = max(whole.gradient_pieces or (whole.gradient_bytes,)) + own.gradient_bytes
+    following = profile.units[index - 1].forms if index else ()
+    passed_on = min((form.backward_peak_bytes for form in following), default=0)
+    stands = 0 if settings.micro_batches > 1 else unit.gradient_bytes
+    peak = min(form.kept_bytes + form.backward_peak_bytes for form in unit.forms)
+    return max(0, passed_on + stands + copies - peak)
 
 
 def checkpoint_bytes(plans: Sequence[UnitPlan], profile: Profile) -> int:

@@ -20,8 +20,11 @@ from itertools import islice
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.distributed import all_gather_object
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -45,10 +48,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load as load_planned
 from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 
-from protrain_plan.errors import ProtrainError
+from protrain_plan.errors import ProtrainError, RecordError
 from protrain_plan.records.files import replace_text
 from protrain_runtime.checkpoints import INDEX, POINTER, is_distributed
-from protrain_runtime.ranks import Ranks
+from protrain_runtime.ranks import CHECKPOINT_LIMIT_S, Ranks
 from protrain_runtime.tensor_files import Entry
 from protrain_runtime.values import Held, Local, Shared, Stored, Value, num_bytes
 
@@ -205,6 +208,7 @@ class Saving:
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._error: BaseException | None = None
+        self.told = False  # that it did not become one
         self._thread = Thread(target=self._run, args=(work,), name="protrain saves")
         self._thread.start()
 
@@ -222,7 +226,12 @@ class Saving:
         """Wait until it is the checkpoint; raises where it did not become one."""
         self._thread.join()
         if self._error is not None:
+            self.told = True
             raise self._error
+
+
+_beside: WeakKeyDictionary[Ranks, Saving] = WeakKeyDictionary()
+"""The last save that went on beside training: the next one waits for it."""
 
 
 def save_parts(
@@ -235,6 +244,9 @@ def save_parts(
     beside: bool,
 ) -> Saving | None:
     """Write what the ranks have; all of them call. `beside`: copy it first, and write meanwhile."""
+    before = _beside.pop(ranks, None)
+    if before is not None and not before.told:
+        before.wait()
     state: dict[str, Any] = {}
     for name, value in values.items():
         state[name] = _writable(value, writes=ranks.rank < ranks.num_shards, copied=beside)
@@ -244,23 +256,53 @@ def save_parts(
     group = ranks.checkpoint_group()
 
     def write() -> None:
-        save_planned(
-            state,
-            storage_writer=FileSystemWriter(folder),
-            planner=_Saves(flatten_state_dict=False),
-            process_group=group,
-        )
-        if ranks.rank == 0:
-            text = json.dumps({"protrain_save": folder.name, "num_ranks": ranks.count})
-            replace_text(directory / POINTER, text + "\n")
-            for old in _folders(directory):
-                if old != folder:
-                    shutil.rmtree(old, ignore_errors=True)
+        try:
+            save_planned(
+                state,
+                storage_writer=FileSystemWriter(folder),
+                planner=_Saves(flatten_state_dict=False),
+                process_group=group,
+            )
+        except CheckpointException as error:  # on every rank, with those that failed
+            rank, (why, _) = next(iter(error.failures.items()))
+            raise _not_written(directory, f"rank {rank}: {why}") from error
+        problems: list[str] = [""] * ranks.count
+        problem = _commit(folder, ranks.count) if ranks.rank == 0 else ""
+        all_gather_object(problems, problem, group=group)  # who returns may load it
+        if problems[0]:
+            raise _not_written(directory, problems[0])
+
+    def write_together() -> None:
+        with ranks.meeting(CHECKPOINT_LIMIT_S):
+            write()
 
     if beside:
-        return Saving(write)
-    write()
+        _beside[ranks] = Saving(write_together)
+        return _beside[ranks]
+    write_together()
     return None
+
+
+def _commit(folder: Path, num_ranks: int) -> str:
+    """Make a whole folder the checkpoint, and remove the one before; what went wrong, or ""."""
+    directory = folder.parent
+    try:
+        text = json.dumps({"protrain_save": folder.name, "num_ranks": num_ranks})
+        replace_text(directory / POINTER, text + "\n")
+    except RecordError as error:
+        return f"rank 0: {error.message}"
+    for old in _folders(directory):
+        if old != folder:
+            shutil.rmtree(old, ignore_errors=True)
+    return ""
+
+
+def _not_written(directory: Path, why: str) -> ProtrainError:
+    return ProtrainError(
+        f"the checkpoint cannot be written: {why}",
+        source=str(directory),
+        fix="make room there, or save to another directory; the last checkpoint stands",
+    )
 
 
 def _writable(value: Value, *, writes: bool, copied: bool) -> Any:

@@ -130,7 +130,7 @@ class Ranks:
         Gloo's own all-gather makes a copy of `whole`: there, each rank sends its range to all.
         """
         if self.on_stream and self.num_shards > 1:
-            with self._meeting():
+            with self.meeting():
                 _gather(whole, own, group=self._sharing)
             return
         size, first = own.numel(), self.rank - self.shard
@@ -139,7 +139,7 @@ class Ranks:
             mine.copy_(own)
         if self.num_shards == 1:
             return
-        with self._meeting():
+        with self.meeting():
             for shard in range(self.num_shards):
                 place = whole[shard * size : (shard + 1) * size]
                 source = self._members[first + shard]
@@ -147,13 +147,13 @@ class Ranks:
 
     def all_reduce(self, values: torch.Tensor) -> None:
         """The sum over all ranks, in place."""
-        with self._meeting():
+        with self.meeting():
             dist.all_reduce(_lent(values), group=self._all)
 
     def sum_of_shards(self, values: torch.Tensor) -> None:
         """The sum over the ranks that share states, in place."""
         if self.num_shards > 1:
-            with self._meeting():
+            with self.meeting():
                 dist.all_reduce(_lent(values), group=self._sharing)
 
     def reduce_scatter(self, whole: torch.Tensor, own: torch.Tensor) -> None:
@@ -163,7 +163,7 @@ class Ranks:
         """
         size = own.numel()
         mine = whole[self.shard * size : (self.shard + 1) * size]
-        with self._meeting():
+        with self.meeting():
             if self.num_shards > 1 and self.on_stream:
                 _reduce_scatter(mine, whole, group=self._sharing)
             elif self.num_shards > 1:
@@ -174,7 +174,7 @@ class Ranks:
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Rank 0's values on every rank.  # dense tensors"""
-        with self._meeting():
+        with self.meeting():
             for tensor in tensors:
                 values = tensor.detach()
                 dense = values.contiguous()
@@ -186,7 +186,7 @@ class Ranks:
     def all_objects(self, mine: Any) -> list[Any]:
         """What every rank has, by rank."""
         found: list[Any] = [None] * self.count
-        with self._meeting():
+        with self.meeting():
             dist.all_gather_object(found, mine, group=self._all)
         return found
 
@@ -197,16 +197,17 @@ class Ranks:
         return self._checkpoints
 
     @contextmanager
-    def _meeting(self) -> Iterator[None]:
+    def meeting(self, limit_s: float | None = None) -> Iterator[None]:
+        """Where all ranks meet: RanksError, with who is missing, in place of RuntimeError."""
         try:
             yield
         except RuntimeError as error:
             raise RanksError(
-                self._who_is_missing(),
+                self._who_is_missing(self._limit_s if limit_s is None else limit_s),
                 fix="see what that rank said last; start all ranks again, from a checkpoint",
             ) from error
 
-    def _who_is_missing(self) -> str:
+    def _who_is_missing(self, limit_s: float) -> str:
         """Ask who is there, and say who is not."""
         here = f"rank {self.rank} of {self.count} waited for the others"
         try:
@@ -221,7 +222,7 @@ class Ranks:
         absent = [rank for rank, answered in enumerate(present) if not answered]
         if not absent:
             return (
-                f"{here} for {self._limit_s:g} s, and all of them run: one hangs, or has taken"
+                f"{here} for {limit_s:g} s, and all of them run: one hangs, or has taken"
                 " another path"
             )
         which = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {_listed(absent)}"

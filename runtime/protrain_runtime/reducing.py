@@ -1,12 +1,12 @@
 """Sums of gradients over all ranks: the work of "all-reduce" and "reduce-scatter".
 
 The arithmetic is that of DistributedDataParallel: every rank multiplies its gradients by one over
-the number of ranks, then they are added. When a slot has ended, its unit's gradients are copied,
-group by group, to the buffers in which they are added; what a rank has no gradient for counts as
-zeros, if another rank has one.
+the number of ranks, then they are added. A persistent chunk's are added where they are. Those of
+shared chunks are copied, when their slot has ended, to buffers that are cut into the ranks' ranges,
+group by group. What a rank has no gradient for counts as zeros, if another rank has one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +25,13 @@ Work = Callable[[], None]
 
 @dataclass(slots=True)
 class _Sum:
-    """What is being added up: by group its buffer, and how many ranks have a gradient of what."""
+    """What is being added up, and how many ranks have a gradient of what.
 
-    buffers: dict[int, torch.Tensor]  # dtype [elements of the group, with padding]
+    By group the buffer of a shared chunk, by part the gradient of a persistent one; flat, and with
+    the padding of a group.
+    """
+
+    buffers: dict[int, torch.Tensor]
     parts: list[Slice]
     present: list[bool]  # by part: whether this rank has a gradient
     counts: torch.Tensor  # int32 [parts]
@@ -56,19 +60,29 @@ class Reductions:
 
     def all_reduce(self, number: int, chunk: Chunk) -> Work:
         """Add up a persistent chunk's gradients; `end` gives them to the parameters."""
-        offsets: dict[str, int] = {}
-        for group in chunk.groups:
-            done = 0
-            for part in group.slices:
-                offsets[part.name] = done
-                done += part.numel if part.trainable else 0
-        total = self._sums[number] = self._collect(chunk, range(len(chunk.groups)), offsets)
-        return lambda: self._add(total, self._ranks.all_reduce)
+        parts = [part for part in chunk.slices if part.trainable]
+        present = [part.name in chunk.gradients for part in parts]
+        gradients: dict[int, torch.Tensor] = {}
+        for index, part in enumerate(parts):
+            gradient = chunk.gradients.pop(part.name, None)
+            if gradient is None:
+                flat = self._backend.empty(part.num_bytes).view(part.dtype).zero_()
+            else:
+                flat = flat_storage_order(dense(gradient, part.stride)).mul_(
+                    1.0 / self._ranks.count
+                )
+            gradients[index] = flat
+        total = self._sums[number] = _Sum(gradients, parts, present, self._counts(present))
 
-    def _add(self, total: _Sum, reduce: Callable[[torch.Tensor], None]) -> None:
-        self._ranks.all_reduce(total.counts)
-        for buffer in total.buffers.values():
-            reduce(buffer)
+        def work() -> None:
+            self._ranks.all_reduce(total.counts)
+            for flat in gradients.values():
+                self._ranks.all_reduce(flat)
+
+        return work
+
+    def _counts(self, present: Sequence[bool]) -> torch.Tensor:
+        return torch.tensor(present, dtype=torch.int32, device=self._backend.device)
 
     def _collect(self, chunk: Chunk, groups: range, offsets: dict[str, int]) -> _Sum:
         """Copy gradients to the buffers in which they are added, and free them.
@@ -95,20 +109,16 @@ class Reductions:
                 parts.append(part)
                 present.append(gradient is not None)
             buffers[number] = buffer
-        counts = torch.tensor(present, dtype=torch.int32, device=self._backend.device)
-        return _Sum(buffers, parts, present, counts)
+        return _Sum(buffers, parts, present, self._counts(present))
 
     def end(self, move: Move, number: int, chunk: Chunk) -> None:
         """The sum is there: a persistent chunk's parameters get theirs."""
         total = self._sums.pop(number)
         if move.kind == "all-reduce":
-            done: dict[int, int] = {}
-            for part in total.parts:
-                first = done.get(part.group, 0)
-                done[part.group] = first + part.numel
-                buffer = total.buffers[part.group][first : first + part.numel]
-                part.parameter.grad = buffer.as_strided(
-                    part.shape, part.stride, buffer.storage_offset()
+            for index, part in enumerate(total.parts):
+                flat = total.buffers[index]
+                part.parameter.grad = flat.as_strided(
+                    part.shape, part.stride, flat.storage_offset()
                 )
         for part in total.absent():
             chunk.waiting.pop(part.name, None)

@@ -63,7 +63,7 @@ def save(
     Under a plan for several devices all ranks call it, and each writes what it has, through
     `torch.distributed.checkpoint` (see `distributed_checkpoints`). With `beside` the states are
     copied to host memory, and written while training goes on: `wait()` for what is returned before
-    the next save. It takes host memory for a rank's part of them.
+    it is loaded; the next save does. It takes host memory for a rank's part of them.
 
     ProtrainError where the directory cannot be written, or the optimizer is not the model's;
     RuntimeError between backward and step under plans that update in backward.
