@@ -36,7 +36,8 @@ from protrain_plan.records import (
 from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import Plan, UnitPlan
 from protrain_plan.records.profile import FormCost, Profile
-from protrain_plan.simulation.memory import compile_units, device_bytes
+from protrain_plan.simulation.memory import device_bytes
+from protrain_plan.simulation.sizes import compile_units
 from protrain_plan.simulation.timeline import simulate
 from protrain_runtime import prepare, restore
 from protrain_runtime.checkpointing import switch_off_checkpointing

@@ -39,7 +39,9 @@ from protrain_plan.records.plan import (
 )
 from protrain_plan.records.profile import Profile, Workload
 from protrain_plan.running import Run, train
-from protrain_plan.simulation.memory import compile_units, device_bytes, tier_bytes
+from protrain_plan.simulation.memory import device_bytes
+from protrain_plan.simulation.sizes import compile_units
+from protrain_plan.simulation.tiers import tier_bytes
 from protrain_runtime import prepare
 from protrain_runtime.engine import Observer
 from protrain_runtime.measure import storage_bytes

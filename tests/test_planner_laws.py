@@ -30,7 +30,8 @@ from protrain_plan.records.plan import (
 )
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.graph import waits_in_a_circle
-from protrain_plan.simulation.memory import device_bytes, tier_bytes
+from protrain_plan.simulation.memory import device_bytes
+from protrain_plan.simulation.tiers import tier_bytes
 from protrain_plan.simulation.timeline import simulate
 from tests.planning_cases import MB, cpu, decoder, gpu, random_profile
 

@@ -18,7 +18,9 @@ from protrain_plan.planning.search import Effort
 from protrain_plan.records.hardware import Contention, Hardware
 from protrain_plan.records.plan import Budgets, Keep, Persistent, Schedule
 from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import compile_units, device_bytes, tier_bytes
+from protrain_plan.simulation.memory import device_bytes
+from protrain_plan.simulation.sizes import compile_units
+from protrain_plan.simulation.tiers import tier_bytes
 from protrain_plan.simulation.timeline import simulate
 from tests.planning_cases import MB, cpu, decoder, gpu
 

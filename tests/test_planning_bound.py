@@ -15,8 +15,9 @@ from protrain_plan.planning.schedule import Rule, schedule
 from protrain_plan.planning.solver import solve
 from protrain_plan.records.plan import Budgets, Updates
 from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import device_bytes, tier_bytes
+from protrain_plan.simulation.memory import device_bytes
 from protrain_plan.simulation.ranks import ALONE
+from protrain_plan.simulation.tiers import tier_bytes
 from tests.planning_cases import on_several, random_profile
 
 STEPS: list[tuple[Updates, int]] = [

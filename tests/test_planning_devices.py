@@ -24,7 +24,7 @@ from protrain_plan.records.plan import Budgets, Keep, Offload, Persistent
 from protrain_plan.records.profile import Profile
 from protrain_plan.reporting.step import simulated
 from protrain_plan.simulation.graph import waits_in_a_circle
-from protrain_plan.simulation.memory import device_bytes, tier_bytes
+from protrain_plan.simulation.memory import device_bytes
 from protrain_plan.simulation.ranks import (
     ALONE,
     Group,
@@ -32,6 +32,7 @@ from protrain_plan.simulation.ranks import (
     group_on,
     profile_of_rank,
 )
+from protrain_plan.simulation.tiers import tier_bytes
 from tests.planning_cases import MB, cpu, decoder, gpu, joined, on_several, random_profile
 
 TWO = Group(num_devices=2)

@@ -11,7 +11,7 @@ from protrain_plan.program import Program
 from protrain_plan.records.plan import Budgets, Schedule, UnitPlan
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.graph import dependency_graph, waits_in_a_circle
-from protrain_plan.simulation.memory import compile_units
+from protrain_plan.simulation.sizes import compile_units
 from protrain_plan.simulation.timeline import simulate
 from tests.planning_cases import random_profile
 

@@ -23,12 +23,9 @@ from protrain_plan.records.plan import (
 )
 from protrain_plan.records.profile import Profile
 from protrain_plan.running import train
-from protrain_plan.simulation.memory import (
-    compile_units,
-    device_bytes,
-    gap_bytes,
-    tier_bytes,
-)
+from protrain_plan.simulation.memory import device_bytes, gap_bytes
+from protrain_plan.simulation.sizes import compile_units
+from protrain_plan.simulation.tiers import tier_bytes
 from protrain_runtime.measure import storage_bytes
 from protrain_runtime.taken import TakenGradient
 from tests.ranks_cases import run_ranks

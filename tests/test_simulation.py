@@ -17,7 +17,8 @@ from protrain_plan.records.plan import (
     UnitPlan,
 )
 from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import compile_units, device_bytes
+from protrain_plan.simulation.memory import device_bytes
+from protrain_plan.simulation.sizes import compile_units
 from protrain_plan.simulation.timeline import Timeline, simulate
 from tests.planning_cases import MB, cpu, decoder, gpu, unit
 

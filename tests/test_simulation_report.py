@@ -26,8 +26,10 @@ from protrain_plan.records.plan import (
     Updates,
 )
 from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import compile_units, device_bytes, moved_bytes, tier_bytes
+from protrain_plan.simulation.memory import device_bytes
 from protrain_plan.simulation.report import StepReport, in_words, report
+from protrain_plan.simulation.sizes import compile_units, moved_bytes
+from protrain_plan.simulation.tiers import tier_bytes
 from protrain_plan.simulation.timeline import Stall, Timeline, simulate, simulated_seconds
 from tests.planning_cases import MB, decoder, gpu, random_profile, unit
 

@@ -31,7 +31,8 @@ from protrain_plan.records.plan import (
     UnitPlan,
 )
 from protrain_plan.records.profile import Form, OptimizerCost, Profile
-from protrain_plan.simulation.memory import compile_units, device_bytes
+from protrain_plan.simulation.memory import device_bytes
+from protrain_plan.simulation.sizes import compile_units
 from protrain_runtime import prepare
 from protrain_runtime.engine import Observer
 from protrain_runtime.fingerprint import model_fingerprint

@@ -15,8 +15,8 @@ from benchmarks.peers.planned import PLANNED
 from benchmarks.peers.work import Work
 from protrain_plan.models.sources import load_source
 from protrain_plan.records import read_plan, read_profile
-from protrain_plan.simulation.memory import compile_units
 from protrain_plan.simulation.recording import Event, Recording, write_recording
+from protrain_plan.simulation.sizes import compile_units
 from protrain_plan.simulation.timeline import Span, simulate
 from protrain_runtime.preparation import keeps_everything
 

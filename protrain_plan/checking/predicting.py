@@ -24,8 +24,9 @@ from protrain_plan.records.plan import (
 )
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.graph import waits_in_a_circle
-from protrain_plan.simulation.memory import device_bytes, tier_bytes
+from protrain_plan.simulation.memory import device_bytes
 from protrain_plan.simulation.ranks import Group, group_on
+from protrain_plan.simulation.tiers import tier_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

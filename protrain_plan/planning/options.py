@@ -24,16 +24,17 @@ from protrain_plan.records.plan import (
 )
 from protrain_plan.records.profile import Profile, Unit
 from protrain_plan.simulation.memory import (
-    Staging,
-    activation_bytes,
     activation_holdings,
-    activation_tier_bytes,
     chunk_holdings,
-    chunk_size,
-    chunk_staging,
-    chunk_tier_bytes,
     device_workspace,
     in_place_bytes,
+)
+from protrain_plan.simulation.sizes import activation_bytes, chunk_size
+from protrain_plan.simulation.tiers import (
+    Staging,
+    activation_tier_bytes,
+    chunk_staging,
+    chunk_tier_bytes,
     num_updates,
 )
 from protrain_plan.simulation.timeline import update_seconds

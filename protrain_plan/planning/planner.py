@@ -34,8 +34,9 @@ from protrain_plan.records.fingerprint import fingerprint
 from protrain_plan.records.plan import Budgets, Plan, Prediction, TierBytes
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.graph import waits_in_a_circle
-from protrain_plan.simulation.memory import device_bytes, tier_bytes
+from protrain_plan.simulation.memory import device_bytes
 from protrain_plan.simulation.ranks import ALONE, Group
+from protrain_plan.simulation.tiers import tier_bytes
 
 MARGINS = (0.0, 0.01, 0.02, 0.04, 0.07, 0.12)
 """Fractions of the budget that the relaxation leaves free for whole moves (docs/decisions.md)."""

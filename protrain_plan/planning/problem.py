@@ -29,8 +29,10 @@ from protrain_plan.records.plan import (
     Updates,
 )
 from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import base_bytes, chunk_size, total_staging
+from protrain_plan.simulation.memory import base_bytes
 from protrain_plan.simulation.ranks import ALONE, Group, profile_of_rank
+from protrain_plan.simulation.sizes import chunk_size
+from protrain_plan.simulation.tiers import total_staging
 
 MIN_PIECE_BYTES = 8 * 2**20
 """Smaller pieces spend their time on starting."""

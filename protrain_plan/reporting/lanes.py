@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from protrain_plan.reporting.step import Step
-from protrain_plan.simulation.memory import moved_bytes
 from protrain_plan.simulation.report import stall_cause
+from protrain_plan.simulation.sizes import moved_bytes
 
 MAX_BARS = 1_000
 """Bars that a lane shows one by one. On a lane with more, consecutive pieces of one chunk are one

@@ -13,12 +13,8 @@ from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import Persistent, UnitPlan
 from protrain_plan.records.profile import Unit
 from protrain_plan.reporting.step import Step
-from protrain_plan.simulation.memory import (
-    activation_tier_bytes,
-    chunk_tier_bytes,
-    moved_bytes,
-    staging_bytes,
-)
+from protrain_plan.simulation.sizes import moved_bytes
+from protrain_plan.simulation.tiers import activation_tier_bytes, chunk_tier_bytes, staging_bytes
 
 KINDS = (
     "context",

@@ -14,9 +14,9 @@ from protrain_plan.records.plan import (
     UnitPlan,
 )
 from protrain_plan.records.profile import Profile, Unit
-from protrain_plan.simulation.memory import activation_bytes, compile_units
 from protrain_plan.simulation.ranks import Group, group_on, profile_of_rank
 from protrain_plan.simulation.report import StepReport, report
+from protrain_plan.simulation.sizes import activation_bytes, compile_units
 from protrain_plan.simulation.timeline import Timeline, simulate
 
 

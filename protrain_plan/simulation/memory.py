@@ -25,41 +25,33 @@ from functools import cache
 from math import prod
 from typing import Literal, NamedTuple, assert_never
 
-from protrain_plan.compiling import compile_plan
 from protrain_plan.program import (
-    ARRIVING_GRADIENTS,
-    PAGE_BYTES,
-    PIECE_ALIGNMENT,
     SAVING_BYTES,
     SHARD_ALIGNMENT,
-    STAGING_PIECES,
-    ChunkSize,
     Move,
     Program,
     Settings,
     gradient_home,
-    num_pieces,
     padded,
     pieces_in,
-    pinned_bytes,
     residencies,
     shard_of,
 )
-from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     Activations,
-    Buffer,
-    Keep,
-    Offload,
     Persistent,
     Placement,
-    Recompute,
-    Swap,
-    SwapInput,
     UnitPlan,
-    Updates,
 )
-from protrain_plan.records.profile import FormCost, Profile, Unit
+from protrain_plan.records.profile import Profile, Unit
+from protrain_plan.simulation.sizes import (
+    activation_bytes,
+    chunk_size,
+    moved_bytes,
+)
+from protrain_plan.simulation.tiers import (
+    staging_bytes,
+)
 
 HoldingKind = Literal[
     "base", "states", "activations", "gradients", "buffers", "fetched ahead", "leaving", "staging"
@@ -85,70 +77,6 @@ class SlotBytes:
     @property
     def total(self) -> int:
         return sum(self.by_kind.values())
-
-
-class ActivationBytes(NamedTuple):
-    """A unit's costs under its decision; `swapped` of `cost.kept_bytes` leave the device."""
-
-    cost: FormCost
-    swapped: int
-    tier: TierName | None
-
-
-def activation_bytes(activations: Activations, unit: Unit) -> ActivationBytes:
-    """The form that a decision implies and the bytes that it moves."""
-    match activations:
-        case Keep():
-            return ActivationBytes(unit.cost("keep"), 0, None)
-        case Recompute(form=form):
-            return ActivationBytes(unit.cost(form), 0, None)
-        case Swap(tier=tier):
-            cost = unit.cost("keep")
-            return ActivationBytes(cost, cost.swappable_bytes, tier)
-        case SwapInput(tier=tier, form=form):
-            cost = unit.cost(form)
-            return ActivationBytes(cost, cost.swappable_bytes, tier)
-        case _:
-            assert_never(activations)
-
-
-def chunk_size(unit: Unit) -> ChunkSize:
-    """The chunk of a profile's unit, as programmes are compiled from."""
-    return ChunkSize(
-        parameter_bytes=unit.parameter_bytes,
-        gradient_bytes=unit.gradient_bytes,
-        state_bytes=unit.state_bytes,
-        num_parameters=unit.num_parameters,
-        used_by=unit.used_by,
-        parameter_pieces=unit.parameter_pieces,
-        gradient_pieces=unit.gradient_pieces,
-    )
-
-
-def compile_units(
-    units: Sequence[UnitPlan],
-    profile: Profile,
-    *,
-    piece_bytes: int,
-    updates: Updates = "in backward",
-    micro_batches: int = 1,
-    updating: bool = True,
-    num_devices: int = 1,
-    num_replicas: int = 1,
-    num_nodes: int = 1,
-) -> Program:
-    """The programme of `units` for the model and machine of `profile`."""
-    settings = Settings(
-        device=profile.hardware.device.kind,
-        piece_bytes=piece_bytes,
-        updates=updates,
-        micro_batches=micro_batches,
-        num_devices=num_devices,
-        num_replicas=num_replicas,
-        num_nodes=num_nodes,
-    )
-    chunks = [chunk_size(unit) for unit in profile.units]
-    return compile_plan(units, chunks, settings, updating=updating)
 
 
 def holdings(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> Iterator[Holding]:
@@ -378,20 +306,6 @@ def _gone_at(program: Program) -> dict[int, int]:
     return slots
 
 
-def moved_bytes(move: Move, plans: Sequence[UnitPlan], profile: Profile) -> int:
-    """What a move moves: its share of a unit's swapped activations where it does not say."""
-    if move.bytes is not None:
-        return move.bytes
-    cost, swapped, _ = activation_bytes(plans[move.unit].activations, profile.units[move.unit])
-    return share_bytes(cost.swap_pieces or (swapped,), move.share)
-
-
-def share_bytes(sizes: Sequence[int], share: tuple[float, float]) -> int:
-    """The bytes of the pieces in a share."""
-    held = pieces_in(sizes, share)
-    return sum(sizes[held.start : held.stop])
-
-
 def _held_until_moved(
     number: int, program: Program, plans: Sequence[UnitPlan], profile: Profile
 ) -> int:
@@ -440,72 +354,6 @@ def in_place_bytes(unit: Unit, share: tuple[float, float], settings: Settings) -
     return total
 
 
-class Staging(NamedTuple):
-    """What one chunk's update asks of the memory in which the optimizer runs, in bytes.
-
-    read_piece   of its largest piece that is read from disk
-    width        that a piece may be larger per PIECE_ALIGNMENT elements, per element
-    workspace    of the optimizer's step on its largest piece
-    arriving     of gradients that arrive there to be added to those of earlier micro-batches
-    """
-
-    read_piece: int = 0
-    width: int = 0
-    workspace: float = 0.0
-    arriving: int = 0
-
-
-def num_updates(states: Offload | Buffer, unit: Unit, settings: Settings) -> int:
-    """In how many pieces the host's optimizer works on a chunk."""
-    chunk = shard_of(chunk_size(unit), settings)
-    return num_pieces(chunk, settings.piece_bytes) if states.tier == "disk" else 1
-
-
-def chunk_staging(states: Placement, unit: Unit, settings: Settings) -> Staging:
-    """The staging of one chunk; nothing for what the device updates."""
-    if isinstance(states, Persistent) or not unit.num_parameters:
-        return Staging()
-    if states.tier == "device":
-        return Staging()
-    chunk = shard_of(chunk_size(unit), settings)
-    pieces = num_updates(states, unit, settings)
-    largest = -(-chunk.num_parameters // pieces)
-    gradient_width = -(-chunk.gradient_bytes // chunk.num_parameters)
-    workspace = largest * gradient_width * 1.0
-    home = gradient_home(states, settings)
-    adds = settings.micro_batches > 1 and settings.num_devices == 1
-    arriving = unit.gradient_bytes if home == "host" and adds else 0
-    if states.tier != "disk":
-        return Staging(workspace=workspace, arriving=arriving)
-    width = -(-chunk.state_bytes // chunk.num_parameters)
-    # Parameters come with the states, and gradients where they were on disk too.
-    width += {"in place": 0, "device": 1, "host": 1, "disk": 2}[home] * gradient_width
-    return Staging(largest * width, width, workspace, arriving)
-
-
-def staging_bytes(plans: Sequence[UnitPlan], profile: Profile, settings: Settings) -> int:
-    """Bytes of the buffers that optimizer states pass through, with the step's workspace."""
-    chunks = [
-        chunk_staging(plan.states, unit, settings)
-        for plan, unit in zip(plans, profile.units, strict=True)
-    ]
-    return total_staging(chunks, profile)
-
-
-def total_staging(chunks: Sequence[Staging], profile: Profile) -> int:
-    """The same of chunks' own needs.
-
-    The largest piece and the widest states count; a piece may be cut up to PIECE_ALIGNMENT
-    elements later than its even share.
-    """
-    workspace = max(chunk.workspace for chunk in chunks) * profile.optimizer.workspace_fraction
-    pieces = max(chunk.read_piece for chunk in chunks) + PIECE_ALIGNMENT * max(
-        chunk.width for chunk in chunks
-    )
-    arriving = ARRIVING_GRADIENTS * max(chunk.arriving for chunk in chunks)
-    return round(workspace) + STAGING_PIECES * pieces + arriving
-
-
 def device_bytes(
     program: Program, plans: Sequence[UnitPlan], profile: Profile
 ) -> tuple[SlotBytes, ...]:
@@ -517,44 +365,3 @@ def device_bytes(
             by_kind = kinds[slot]
             by_kind[holding.kind] = by_kind.get(holding.kind, 0) + holding.bytes
     return tuple(SlotBytes(by_kind) for by_kind in kinds)
-
-
-STATE_REGIONS = 3
-"""Optimizer states that a chunk keeps apart, at most: float32 parameters and AdamW's two."""
-
-
-def tier_bytes(
-    tier: TierName, plans: Sequence[UnitPlan], profile: Profile, settings: Settings
-) -> int:
-    """The most that a tier below the device holds: states, and swapped activations."""
-    total = sum(
-        activation_tier_bytes(tier, plan.activations, unit)
-        + chunk_tier_bytes(tier, plan.states, unit, settings)
-        for plan, unit in zip(plans, profile.units, strict=True)
-    )
-    if tier == "host" and settings.device != "cpu":
-        total += staging_bytes(plans, profile, settings)
-    return total
-
-
-def activation_tier_bytes(tier: TierName, activations: Activations, unit: Unit) -> int:
-    """What a unit's swapped activations take of `tier`."""
-    _, swapped, swap_tier = activation_bytes(activations, unit)
-    return swapped if swap_tier == tier else 0
-
-
-def chunk_tier_bytes(tier: TierName, states: Placement, unit: Unit, settings: Settings) -> int:
-    """What an offloaded chunk takes of `tier`: its states, and gradients on their way."""
-    if isinstance(states, Persistent) or not unit.used_by:
-        return 0
-    chunk = shard_of(chunk_size(unit), settings)
-    regions: list[int] = []
-    if states.tier == tier:
-        regions += [chunk.parameter_bytes, chunk.state_bytes]
-    if gradient_home(states, settings) == tier:
-        regions.append(chunk.gradient_bytes)
-    if tier == "host" and settings.device == "cuda":
-        # Each region is pinned by itself, each of up to STATE_REGIONS optimizer states too.
-        parts = STATE_REGIONS if states.tier == tier else 0
-        return sum(pinned_bytes(size) for size in regions) + parts * PAGE_BYTES
-    return sum(regions)

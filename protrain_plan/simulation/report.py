@@ -7,7 +7,9 @@ from typing import assert_never
 from protrain_plan.program import Move, MoveKind, Program
 from protrain_plan.records.plan import TierBytes, UnitPlan
 from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import SlotBytes, device_bytes, moved_bytes, tier_bytes
+from protrain_plan.simulation.memory import SlotBytes, device_bytes
+from protrain_plan.simulation.sizes import moved_bytes
+from protrain_plan.simulation.tiers import tier_bytes
 from protrain_plan.simulation.timeline import Stall, Timeline, simulate
 from protrain_plan.units import format_bytes, format_seconds
 

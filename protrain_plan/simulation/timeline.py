@@ -16,8 +16,8 @@ from protrain_plan.program import Lane, Move, Program, Settings, shard_of
 from protrain_plan.records.hardware import Contention, TierName
 from protrain_plan.records.plan import Persistent, UnitPlan
 from protrain_plan.records.profile import OptimizerCost, Profile
-from protrain_plan.simulation.memory import activation_bytes, chunk_size, moved_bytes
 from protrain_plan.simulation.ranks import collective_seconds
+from protrain_plan.simulation.sizes import activation_bytes, chunk_size, moved_bytes
 
 
 @dataclass(frozen=True, slots=True)

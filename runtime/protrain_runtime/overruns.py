@@ -16,7 +16,8 @@ from torch import nn
 from protrain_plan.records import read_profile
 from protrain_plan.records.plan import Plan
 from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import HoldingKind, compile_units, device_bytes
+from protrain_plan.simulation.memory import HoldingKind, device_bytes
+from protrain_plan.simulation.sizes import compile_units
 from protrain_plan.units import format_bytes, parse_bytes
 from protrain_runtime.exhaustion import OutOfMemoryError, out_of_memory, refusal
 from protrain_runtime.measure import device_of
