@@ -515,7 +515,7 @@ class _Phase:
             if state.gradients and self.problem.settings.updates == "in backward":
                 flow = self.leaving[state.gradients.tier]
                 waits = state.gradients.bytes / self.byte_unit * flow.rate
-            if state.scattered and self.network:
+            if state.scattered and self.network and state.scattered.slot == t:
                 # Its pieces leave one after the other, while the next are summed.
                 summed_s = self.network.scattered * state.scattered.bytes
                 waits = max(waits, summed_s / self.second_unit)
