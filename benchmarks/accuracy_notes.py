@@ -11,8 +11,6 @@ NOTES = (
     " are those of the profiled batch and of the step that ran.",
     "In bfloat16 products and in convolutions oneDNN chooses its scratch memory by the processor:"
     " estimates take upper bounds, fitted to a machine with AVX-512 and two threads.",
-    "Whisper is estimated up to 11.6 KB too low: 12,864 bytes are missing in the forward of"
-    " model.encoder.layer_norm. Not understood.",
-    "gpt2-checkpointed was estimated with the model's own gradient checkpointing on. Estimates"
-    " switch it off since (tests/test_estimated.py); it was not run again.",
+    "Of models with gradient checkpointing of their own, plain steps run without it too: a plan"
+    " decides which blocks are recomputed, and its slowdown is over keeping everything.",
 )
