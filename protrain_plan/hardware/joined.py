@@ -233,5 +233,5 @@ def _link_read(device: DeviceKind, directory: Path) -> Iterator[Call]:
 
         yield copy
         return
-    with contextlib.closing(SpillFile(directory)) as file:
+    with contextlib.closing(SpillFile(directory, device)) as file:
         yield file.read

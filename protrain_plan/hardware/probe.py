@@ -1,6 +1,7 @@
 """`probe`: this machine as a `Hardware` record, measured in a few seconds."""
 
 import contextlib
+import mmap
 import os
 import shutil
 import statistics
@@ -25,7 +26,6 @@ from protrain_plan.hardware.rates import measure_rates
 from protrain_plan.records.hardware import Contention, Device, DeviceKind, Hardware, Link, Tier
 from protrain_plan.records.profile import DType
 from protrain_plan.units import four_digits
-from protrain_runtime.lanes import Backend
 from protrain_runtime.measure import process_memory
 from protrain_runtime.stores import DiskStore
 
@@ -98,8 +98,8 @@ class _Below:
 
 def _below(device: DeviceKind, directory: Path, dtype: DType, progress: Progress) -> _Below:
     with (
-        contextlib.closing(SpillFile(directory)) as reads,
-        contextlib.closing(SpillFile(directory)) as writes,
+        contextlib.closing(SpillFile(directory, device)) as reads,
+        contextlib.closing(SpillFile(directory, device)) as writes,
     ):
         progress("measuring the disk", 0.0)
         link = _disk_link(reads, writes)
@@ -177,12 +177,13 @@ def _processor() -> str:
 class SpillFile:
     """A spill file of the runtime's, and memory of the same size to write it from.
 
-    Memory for the whole file, because one buffer used again and again would stay in the cache. What
-    is read goes to fresh memory, as in a run: touching that for the first time is part of a read.
+    Memory for the whole file, because one buffer used again and again would stay in the cache. On a
+    CPU machine what is read goes to fresh memory, as in a run: touching that for the first time is
+    part of a read. On others it goes to memory that stays, as their staging does.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._backend = Backend(torch.device("cpu"))
+    def __init__(self, directory: Path, device: DeviceKind) -> None:
+        self._device = device
         self._store = DiskStore(directory)
         free_bytes = shutil.disk_usage(directory).free
         num_buffers = min(_FILE_BYTES, free_bytes // 4) // _BUFFER_BYTES
@@ -200,7 +201,14 @@ class SpillFile:
     def read(self) -> None:
         """Read the whole file, buffer by buffer."""
         for at in range(0, self.num_bytes, _BUFFER_BYTES):
-            self._store.read(at, self._backend.empty(_BUFFER_BYTES))
+            self._store.read(at, self._target(at))
+
+    def _target(self, at: int) -> torch.Tensor:
+        """Where the buffer that stands at `at` is read to."""
+        if self._device == "cpu":
+            # The system's own pages: the C library may have some that were touched before.
+            return torch.frombuffer(mmap.mmap(-1, _BUFFER_BYTES), dtype=torch.uint8)
+        return self._source[at : at + _BUFFER_BYTES]
 
     def write(self) -> None:
         """Write the whole file over, buffer by buffer."""
