@@ -10,7 +10,8 @@ NOTES = (
     "What an expert gets depends on the tokens. An estimate takes routing as even; measured bytes"
     " are those of the profiled batch and of the step that ran.",
     "In bfloat16 products and in convolutions oneDNN chooses its scratch memory by the processor:"
-    " estimates take upper bounds, fitted to a machine with AVX-512 and two threads.",
+    " estimates take upper bounds, fitted to a machine with AVX-512 and two threads. Where a peak"
+    " lies in a convolution, as whisper's does under the planner's plan, an estimate is more over.",
     "Of models with gradient checkpointing of their own, plain steps run without it too: a plan"
     " decides which blocks are recomputed, and its slowdown is over keeping everything.",
 )

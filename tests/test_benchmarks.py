@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import paper, ranks, runtime_page
+from benchmarks import accuracy_page, paper, ranks, runtime_page
 from benchmarks.gpu import parts as gpu
 from benchmarks.peers.building import built
 from benchmarks.peers.cells import Results, run_all
@@ -29,6 +29,7 @@ from benchmarks.peers.tables import markdown
 from benchmarks.peers.timeline import compared
 from benchmarks.peers.work import Work, optimizer_of
 from benchmarks.runtime_runs import COMPARISONS, read_pairs
+from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.simulation.recording import Event, Recording
 from protrain_plan.simulation.timeline import Span
@@ -317,7 +318,7 @@ def test_a_prediction_for_the_papers_models(tmp_path: Path) -> None:
 
 
 RESULTS = ROOT / "benchmarks/results"
-STEMS = ("cpu", "gpu", "paper", "ranks", "runtime")
+STEMS = ("accuracy", "cpu", "gpu", "paper", "ranks", "runtime")
 MADE_BY = [path for path in sorted(RESULTS.glob("*.json")) if path.stem in STEMS]
 
 
@@ -325,6 +326,8 @@ MADE_BY = [path for path in sorted(RESULTS.glob("*.json")) if path.stem in STEMS
 def test_committed_tables_follow_from_committed_results(path: Path) -> None:
     document = json.loads(path.read_text())
     match path.stem:
+        case "accuracy":
+            expected = accuracy_page.page(document)
         case "paper":
             expected = paper.markdown(document)
         case "ranks":
@@ -334,3 +337,12 @@ def test_committed_tables_follow_from_committed_results(path: Path) -> None:
         case stem:
             expected = markdown(document, title=stem)
     assert path.with_suffix(".md").read_text() == expected
+
+
+def test_the_error_band_of_estimates_is_the_measured_one() -> None:
+    document = json.loads((RESULTS / "accuracy.json").read_text())
+    ratios = sorted(ratio for *_, ratio in accuracy_page.estimate_ratios(document))
+    rates = load_hardware("cpu").rates
+    assert rates
+    measured = [round(accuracy_page.quantile(ratios, share), 2) for share in (0.1, 0.9)]
+    assert [rates.error_low, rates.error_high] == measured
