@@ -71,6 +71,9 @@ TIERS = {"device", "context", "host", "disk"}
 def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
     profiled = json.loads(tiny_llama.with_suffix(".json").read_text())
     assert profiled.keys() == {
+        "hardware",
+        "method",
+        "measured_over_estimated",
         "model",
         "model_fingerprint",
         "num_units",
