@@ -175,30 +175,29 @@ def test_the_check_of_the_action(environment: dict[str, str], code: int, tmp_pat
     assert "::notice file=plans/a b/plan.yaml," in result.stdout  # no model is called synthetic
 
 
+def compare(folder: Path, *, base: str, summary: Path) -> Result:
+    """Run the action's comparison, which writes for the job's summary and beside it."""
+    return bash(
+        STEPS["Compare"]["run"],
+        folder=folder,
+        BASE=base,
+        RUNNER_TEMP=str(summary.parent),
+        GITHUB_STEP_SUMMARY=str(summary),
+    )
+
+
 def test_the_comparison_of_the_action(example: Path, tmp_path: Path) -> None:
     plan = example / "plans/llama/plan.yaml"
     plan.write_text(re.sub(r"step_seconds: \S+", "step_seconds: 9.5", plan.read_text()))
     summary = tmp_path / "summary.md"
-    result = bash(
-        STEPS["Compare"]["run"],
-        folder=example,
-        BASE="main",
-        RUNNER_TEMP=str(tmp_path),
-        GITHUB_STEP_SUMMARY=str(summary),
-    )
+    result = compare(example, base="main", summary=summary)
     assert (result.returncode, result.stderr) == (0, "")
     title, _, words, *_ = summary.read_text().splitlines()
     assert title == "### Memory plan `plans/llama/plan.yaml`"
     assert re.fullmatch(
         r"No unit decides otherwise\. The predicted step grows from \S+ m?s to 9\.50 s\.", words
     )
-    nothing = bash(
-        STEPS["Compare"]["run"],
-        folder=example,
-        BASE="",
-        RUNNER_TEMP=str(tmp_path),
-        GITHUB_STEP_SUMMARY=str(tmp_path / "none.md"),
-    )
+    nothing = compare(example, base="", summary=tmp_path / "none.md")
     assert nothing.returncode == 0
     assert not (tmp_path / "none.md").exists()
 
@@ -210,13 +209,7 @@ def test_a_plan_that_cannot_be_read_is_told_in_the_summary(tmp_path: Path) -> No
     newer.write_text(newer.read_text().replace("version: 1", "version: 2"))
     changed.write_text(changed.read_text().replace("step_seconds: ", "step_seconds: 1"))
     summary = tmp_path / "summary.md"
-    result = bash(
-        STEPS["Compare"]["run"],
-        folder=tmp_path,
-        BASE="main",
-        RUNNER_TEMP=str(tmp_path),
-        GITHUB_STEP_SUMMARY=str(summary),
-    )
+    result = compare(tmp_path, base="main", summary=summary)
     assert (result.returncode, result.stderr) == (0, "")
     message, _, words, _, title, *_ = summary.read_text().splitlines()
     assert message.startswith("error: plans/a b/plan.yaml:")

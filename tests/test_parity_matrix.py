@@ -33,6 +33,7 @@ from tests.runtime_cases import (
     weight_decay_groups,
 )
 from tests.training_rows import (
+    ALWAYS_IMPOSSIBLE,
     OPTIMIZERS,
     PRECISIONS,
     SCHEDULES,
@@ -63,26 +64,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "lanes": ("prompt", "slow"),
 }
 IMPOSSIBLE = (
-    Impossible(
-        reason="what is kept or swapped as a whole is not recomputed; mixed plans draw forms",
-        values={"activations": ("keep", "swap", "mixed"), "form": RECOMPUTED},
-    ),
-    Impossible(
-        reason="what is recomputed has a form",
-        values={"activations": ("recompute", "swap input"), "form": ("none",)},
-    ),
-    Impossible(
-        reason="a norm needs the gradients of all parameters before the first is updated",
-        values={
-            "clipping": ("norm", "loss scale"),
-            "updates": ("in backward",),
-            "placement": ("offload", "buffer", "mixed"),
-        },
-    ),
-    Impossible(
-        reason="adapters stand beside linear modules, and the functional model has none",
-        values={"model": ("functional",), "trained": ("lora",)},
-    ),
+    *ALWAYS_IMPOSSIBLE,
     Impossible(
         reason="torch.optim rounds NAdam's product of momenta to bfloat16 when it loads a state",
         values={

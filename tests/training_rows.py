@@ -31,7 +31,7 @@ from protrain_plan.records.plan import (
 from protrain_plan.records.profile import Precision, RecomputedForm, Workload
 from protrain_runtime import with_master_weights
 from protrain_runtime.fingerprint import model_fingerprint
-from tests.pairwise import Row
+from tests.pairwise import Impossible, Row
 from tests.runtime_cases import (
     BATCH,
     FRACTIONAL,
@@ -70,6 +70,29 @@ PRECISIONS: dict[str, Precision] = {
     "autocast": "autocast",
     "master": "master",
 }
+ALWAYS_IMPOSSIBLE = (
+    Impossible(
+        reason="what is kept or swapped as a whole is not recomputed; mixed plans draw forms",
+        values={"activations": ("keep", "swap", "mixed"), "form": RECOMPUTED},
+    ),
+    Impossible(
+        reason="what is recomputed has a form",
+        values={"activations": ("recompute", "swap input"), "form": ("none",)},
+    ),
+    Impossible(
+        reason="a norm needs the gradients of all parameters before the first is updated",
+        values={
+            "clipping": ("norm", "loss scale"),
+            "updates": ("in backward",),
+            "placement": ("offload", "buffer", "mixed"),
+        },
+    ),
+    Impossible(
+        reason="adapters stand beside linear modules, and the functional model has none",
+        values={"model": ("functional",), "trained": ("lora",)},
+    ),
+)
+"""What no row of any matrix combines."""
 
 
 def uncompiled(row: Row, *, seed: int = 0) -> nn.Module:
