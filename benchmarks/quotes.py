@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.accuracy_page import absolute_ratios, bars, memory_results, quantile
 from benchmarks.peers.tables import compared, markdown_table
 from benchmarks.reporting import BINDS, CaseResult
+from benchmarks.rounds import read_rounds
 from protrain_plan.planning.baselines import BASELINES
 from protrain_plan.records.files import replace_text
 from protrain_plan.units import format_bytes, format_seconds
@@ -194,26 +195,24 @@ AGAINST = {
 
 
 def _runtime(document: Document) -> Lines:
-    """A row per model and comparison: the median of ratios of steps that followed each other."""
-    rows = [["model", "planned step / other step", "ratio", "quartiles", "simulated", "losses"]]
+    """A row per model and comparison: the mean over processes of their median ratio of steps."""
+    rows = [["model", "planned step / other step", "ratio", "simulated", "losses"]]
     for model, found in document["models"].items():
         if "error" in found:
-            rows.append([model, "", found["error"], *[""] * 3])
-        for name, pairs in found.get("comparisons", {}).items():
-            if "error" in pairs:
-                rows.append([model, AGAINST.get(name, name), pairs["error"], *[""] * 3])
+            rows.append([model, "", found["error"], *[""] * 2])
+        for name, one in found.get("comparisons", {}).items():
+            if "error" in one:
+                rows.append([model, AGAINST.get(name, name), one["error"], *[""] * 2])
                 continue
-            ratios = [a / b for a, b in zip(pairs["ours"], pairs["other"], strict=True)]
-            low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-            ours, other = pairs.get("simulated_ours"), pairs.get("simulated_other")
+            rounds = read_rounds(one)
+            says = rounds.simulated_ratio
             rows.append(
                 [
                     model,
                     AGAINST.get(name, name),
-                    f"{statistics.median(ratios):.3f}",
-                    f"{low:.3f} to {high:.3f}",
-                    f"{ours / other:.3f}" if ours and other else "",
-                    "equal bits" if pairs["same_losses"] else "**differ**",
+                    rounds.text,
+                    f"{says:.3f}" if says else "",
+                    "equal bits" if rounds.same_losses else "**differ**",
                 ]
             )
     yield from markdown_table(rows)

@@ -3,7 +3,8 @@
     python -m benchmarks.runtime [--models NAME...] [--comparisons NAME...] [--resume] [--quick]
 
 Two ways to train one model take turns, step by step, in one process; what counts is the ratio of
-steps that followed each other. Run it on a quiet machine. Everything is written as it comes.
+steps that followed each other, in the mean over several processes. Run it on a quiet machine.
+Everything is written as it comes.
 """
 
 import argparse
@@ -38,6 +39,7 @@ class _Benchmark:
         self._out: Path = arguments.out
         self._quick: bool = arguments.quick
         self._num_pairs: int = arguments.pairs
+        self._num_rounds: int = arguments.rounds
         self._work: Path = arguments.work.resolve()
         self._processes = Processes("benchmarks.runtime_runs")
         before: Found = {}
@@ -63,10 +65,20 @@ class _Benchmark:
         if comparison in comparisons:
             return
         folder = self._work / specimen.name
-        found = self._processes.run(runs.compare, specimen, comparison, folder, self._num_pairs)
-        comparisons[comparison] = found
+        rounds: list[Found] = []
+        said = ""
+        for number in range(self._num_rounds):
+            found = self._processes.run(
+                runs.compare, specimen, comparison, folder, self._num_pairs, number
+            )
+            if said := found.get("error", ""):
+                comparisons[comparison] = found
+                break
+            rounds.append(found)
+        else:
+            comparisons[comparison] = {"rounds": rounds}
         self._write()
-        print(f"{specimen.name}, {comparison}: {found.get('error', 'timed')}", file=sys.stderr)
+        print(f"{specimen.name}, {comparison}: {said or 'timed'}", file=sys.stderr)
 
     def _write(self) -> None:
         self._out.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +93,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--comparisons", nargs="+", metavar="NAME", choices=comparisons, default=comparisons
     )
-    parser.add_argument("--pairs", type=int, default=15, help="of steps per comparison")
+    parser.add_argument("--rounds", type=int, default=8, help="processes per comparison")
+    parser.add_argument("--pairs", type=int, default=6, help="of steps per process")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/runtime.json"))
     parser.add_argument("--work", type=Path, default=Path("out/runtime"), help="for profiles")
     parser.add_argument("--resume", action="store_true", help="leave what --out has already")

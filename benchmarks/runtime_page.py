@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from math import inf
+from typing import Any, Literal
 
-from benchmarks.runtime_runs import Comparison, Pairs, read_pairs
+from benchmarks.rounds import Rounds, read_rounds
+from benchmarks.runtime_runs import Comparison
 
 Found = Mapping[str, Any]
 
@@ -21,16 +23,17 @@ AGAINST: dict[Comparison, tuple[str, str]] = {
     "recording": ("that plan, recorded", "the same, not recorded"),
 }
 MOST: dict[Comparison, float] = {"keep": 1.01, "recompute": 1.02, "recording": 1.01}
-"""What the ratio may be, in the median of pairs."""
+"""What the ratio may be."""
 SIMULATED_SHARE = 0.10
 """What the ratio may differ from the simulated one by."""
 
 NOTES = (
-    "A ratio is a planned step by the other's step that ran next to it; both train the same model"
-    " on the same batches from the same random state. The ratio is the median of all pairs,"
-    " quartiles are of the same, *fastest* is the fastest step of each.",
-    "*plain PyTorch against itself* is two models in one process: no other row can be told apart"
-    " from 1 by less than its quartiles.",
+    "A ratio is a planned step by the other's step that ran next to it, in the median of a"
+    " process's pairs; both train the same model on the same batches from the same random state."
+    " Where a process's memory lies makes one of two equal models some per cent faster for as long"
+    " as it lives: the ratio is the mean over several processes, in every other of which the other"
+    " way is built first, and ± is twice its standard error.",
+    "A bar that is exceeded by less than that is *not told apart* from what is asked.",
     "On a CPU machine host memory is where the model is: `save_on_cpu` copies nothing there unless"
     " pinning is asked for, and then copies out only. Swapping copies out and back, on lanes that"
     " compute shares its two processors with; on a GPU copy engines do that.",
@@ -47,8 +50,11 @@ class Bar:
 
     model: str
     asked: str
-    held: bool
+    result: Literal["held", "not told apart", "missed"]
     found: str
+
+
+_RESULTS = {"held": "held", "not told apart": "not told apart", "missed": "**missed**"}
 
 
 def page(document: Found) -> str:
@@ -64,10 +70,7 @@ def page(document: Found) -> str:
         "",
         *_table(
             ("model", "asked", "result", "found"),
-            [
-                (bar.model, bar.asked, "held" if bar.held else "**missed**", bar.found)
-                for bar in bars(document)
-            ],
+            [(bar.model, bar.asked, _RESULTS[bar.result], bar.found) for bar in bars(document)],
         ),
     ]
     for name, model in document["models"].items():
@@ -78,42 +81,46 @@ def page(document: Found) -> str:
 
 def summary_lines(document: Found) -> list[str]:
     """The bars, a line each."""
-    return [
-        f"{bar.model}: {bar.asked}: {'held' if bar.held else 'MISSED'}, {bar.found}"
-        for bar in bars(document)
-    ]
+    return [f"{bar.model}: {bar.asked}: {bar.result}, {bar.found}" for bar in bars(document)]
 
 
 def bars(document: Found) -> list[Bar]:
     """Those that there are results for."""
     found: list[Bar] = []
-    for name, comparison, pairs in _results(document):
+    for name, comparison, rounds in _results(document):
         ours, other = AGAINST[comparison]
         if comparison in MOST:
             most = MOST[comparison]
             asked = f"{ours}: at most {most:.2f} of {other}"
-            found.append(Bar(name, asked, pairs.ratio <= most, _ratio(pairs)))
-        if pairs.simulated_ratio is not None:
-            says = pairs.simulated_ratio
-            off = pairs.ratio / says - 1
+            result = _result(rounds.ratio - most, rounds.error)
+            found.append(Bar(name, asked, result, rounds.text))
+        if rounds.simulated_ratio is not None:
+            says = rounds.simulated_ratio
+            off = rounds.ratio / says - 1
             found.append(
                 Bar(
                     name,
                     f"{ours}, against {other}: as simulated, within 10 %",
-                    abs(off) <= SIMULATED_SHARE,
-                    f"{pairs.ratio:.3f}, simulated {says:.3f}: {off:+.1%}",
+                    _result(abs(off) - SIMULATED_SHARE, rounds.error / says),
+                    f"{rounds.text}, simulated {says:.3f}: {off:+.1%}",
                 )
             )
-        if not pairs.same_losses:
-            found.append(Bar(name, f"{ours}: the bits of {other}", False, "losses differ"))
+        if not rounds.same_losses:
+            found.append(Bar(name, f"{ours}: the bits of {other}", "missed", "losses differ"))
     return found
 
 
-def _results(document: Found) -> Iterator[tuple[str, Comparison, Pairs]]:
+def _result(exceeds_by: float, error: float) -> Literal["held", "not told apart", "missed"]:
+    if exceeds_by <= 0:
+        return "held"
+    return "not told apart" if exceeds_by <= error < inf else "missed"
+
+
+def _results(document: Found) -> Iterator[tuple[str, Comparison, Rounds]]:
     for name, model in document["models"].items():
         for comparison, found in model.get("comparisons", {}).items():
             if "error" not in found:
-                yield name, comparison, read_pairs(found)
+                yield name, comparison, read_rounds(found)
 
 
 def _model(name: str, model: Found) -> Iterator[str]:
@@ -128,36 +135,27 @@ def _model(name: str, model: Found) -> Iterator[str]:
     for comparison, found in model["comparisons"].items():
         ours, other = AGAINST[comparison]
         if "error" in found:
-            rows.append((ours, other, found["error"], *[""] * 6))
+            rows.append((ours, other, found["error"], *[""] * 5))
             continue
-        pairs = read_pairs(found)
-        low, high = pairs.quartiles
-        says = pairs.simulated_ratio
+        rounds = read_rounds(found)
+        says = rounds.simulated_ratio
         rows.append(
             (
                 ours,
                 other,
-                f"{pairs.ratio:.3f}",
-                f"{low:.3f} to {high:.3f}",
-                f"{pairs.fastest:.3f}",
-                f"{1e3 * sorted(pairs.ours)[len(pairs.ours) // 2]:.1f}",
-                f"{1e3 * sorted(pairs.other)[len(pairs.other) // 2]:.1f}",
-                "equal" if pairs.same_losses else "**differ**",
+                rounds.text,
+                *(f"{1e3 * seconds:.1f}" for seconds in rounds.seconds),
+                "equal" if rounds.same_losses else "**differ**",
                 "" if says is None else f"{says:.3f}",
             )
         )
     seconds = ("ours, ms", "other, ms", "losses", "simulated")
-    yield from _table(("ours", "other", "ratio", "quartiles", "fastest", *seconds), rows)
-
-
-def _ratio(pairs: Pairs) -> str:
-    low, high = pairs.quartiles
-    return f"{pairs.ratio:.3f} ({low:.3f} to {high:.3f})"
+    yield from _table(("ours", "other", "ratio", *seconds), rows)
 
 
 def _machine(document: Found) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items())
-    loads = [pairs.load for _, _, pairs in _results(document)]
+    loads = [one.load for _, _, rounds in _results(document) for one in rounds.rounds]
     load = f" Load of the machine: {min(loads):.1f} to {max(loads):.1f}." if loads else ""
     return f"{document['system']}; {versions}.{load}"
 

@@ -5,20 +5,20 @@ Each is a process of its own, so that what one leaves behind does not count in a
 
 import gc
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, assert_never, get_args
 
 import torch
 from torch import nn
 
 from benchmarks.peers.checkpointed import checkpoint_every_block
+from benchmarks.rounds import Round
 from benchmarks.runtime_loop import LoadComputeSave
 from benchmarks.uniform import AMPLE, plan_of_units
 from benchmarks.zoo import Specimen
@@ -28,6 +28,7 @@ from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.planning.problem import Problem
 from protrain_plan.profiling.measured import measure_model
 from protrain_plan.records import read_profile, write_profile
+from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     Activations,
     Budgets,
@@ -133,45 +134,6 @@ offload       a plan with the blocks' states on disk and recomputation, against 
               loads, computes and saves (`runtime_loop`)
 recording     that plan recorded, against itself without
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pairs:
-    """Seconds of steps that followed each other, and what the simulator says of their ratio."""
-
-    ours: tuple[float, ...]
-    other: tuple[float, ...]
-    same_losses: bool  # bit by bit, in every step
-    simulated_ours: float | None = None
-    simulated_other: float | None = None
-    load: float = 0.0
-
-    @property
-    def ratios(self) -> list[float]:
-        """Ours by the other, pair by pair."""
-        return [ours / other for ours, other in zip(self.ours, self.other, strict=True)]
-
-    @property
-    def ratio(self) -> float:
-        return statistics.median(self.ratios)
-
-    @property
-    def quartiles(self) -> tuple[float, float]:
-        """A quarter of the pairs has a smaller ratio, another a larger one."""
-        ratios = self.ratios
-        low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        return low, high
-
-    @property
-    def fastest(self) -> float:
-        """Ours by the other, the fastest step of each: what disturbs one step only is not in it."""
-        return min(self.ours) / min(self.other)
-
-    @property
-    def simulated_ratio(self) -> float | None:
-        if self.simulated_ours is None or self.simulated_other is None:
-            return None
-        return self.simulated_ours / self.simulated_other
 
 
 # --- plans ----------------------------------------------------------------------------------------
@@ -291,9 +253,9 @@ def profile(specimen: Specimen, folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def compare(
-    specimen: Specimen, comparison: Comparison, folder: Path, num_pairs: int
+    specimen: Specimen, comparison: Comparison, folder: Path, num_pairs: int, number: int
 ) -> dict[str, Any]:
-    """Steps of two ways to train, which take turns.
+    """One round: steps of two ways to train, which take turns. Who is built first, too.
 
     For what is compared with the simulator, freed memory goes back to the system: so it is
     profiled, and so `protrain run` has it on a CPU.
@@ -302,59 +264,69 @@ def compare(
         return_freed_memory()
     profiled = read_profile(folder / PROFILE)
     with TemporaryDirectory(dir=folder) as spill, ExitStack() as stack:
-        pairs = _pairs(specimen, comparison, profiled, Path(spill), num_pairs, stack)
-    return asdict(pairs)
-
-
-def _pairs(
-    specimen: Specimen,
-    comparison: Comparison,
-    profiled: Profile,
-    spill: Path,
-    num_pairs: int,
-    stack: ExitStack,
-) -> Pairs:
-    plain = Training(specimen, partial(_plain, profiled))
-    ours, other = plain, plain
-    simulated: tuple[float, float] | None = None
-
-    def planned(activations: Activations, states: Placement) -> tuple[Training, Plan]:
-        plan = plan_of(profiled, activations, states)
-        return Training(specimen, partial(_planned, plan, spill)), plan
-
-    match comparison:
-        case "noise":
-            ours = Training(specimen, partial(_plain, profiled))
-        case "keep":
-            ours, _ = planned(Keep(), Persistent())
-        case "recompute":
-            ours, _ = planned(Recompute(), Persistent())
-            other = Training(specimen, partial(_checkpointed, profiled))
-        case "swap" | "swap to disk":
-            ours, _ = planned(Swap(tier="host" if comparison == "swap" else "disk"), Persistent())
-            around = partial(torch.autograd.graph.save_on_cpu, pin_memory=True)
-            other = Training(specimen, partial(_plain, profiled), around)
-        case "offload":
-            ours, plan = planned(Recompute(), Offload(tier="disk"))
-            other = Training(specimen, partial(_looped, profiled, spill))
-            simulated = plan.prediction.step_seconds, one_after_the_other(plan, profiled)
-        case "recording":
-            ours, _ = planned(Recompute(), Offload(tier="disk"))
-            other, _ = planned(Recompute(), Offload(tier="disk"))
+        ways = ways_of(specimen, comparison, profiled, Path(spill))
+        if number % 2:
+            other = ways.other()
+            ours = ways.ours()
+        else:
+            ours = ways.ours()
+            other = ways.other()
+        if comparison == "recording":
             stack.enter_context(record(ours.model))
-    for _ in range(NUM_WARM_STEPS):
-        ours.seconds()
-        other.seconds()
-    gc.collect()
-    taken = list(_in_turns(ours, other, num_pairs))
-    return Pairs(
+        for _ in range(NUM_WARM_STEPS):
+            ours.seconds()
+            other.seconds()
+        gc.collect()
+        taken = list(_in_turns(ours, other, num_pairs))
+    found = Round(
         ours=tuple(seconds for seconds, _ in taken),
         other=tuple(seconds for _, seconds in taken),
         same_losses=ours.losses == other.losses,
-        simulated_ours=simulated[0] if simulated else None,
-        simulated_other=simulated[1] if simulated else None,
+        simulated_ours=ways.simulated[0] if ways.simulated else None,
+        simulated_other=ways.simulated[1] if ways.simulated else None,
         load=os.getloadavg()[0],
     )
+    return asdict(found)
+
+
+class Ways(NamedTuple):
+    """Two ways to train, each built when it is called, and what the simulator says of them."""
+
+    ours: Callable[[], Training]
+    other: Callable[[], Training]
+    simulated: tuple[float, float] | None = None
+
+
+def ways_of(specimen: Specimen, comparison: Comparison, profiled: Profile, spill: Path) -> Ways:
+    """What a comparison compares."""
+    plain = partial(Training, specimen, partial(_plain, profiled))
+
+    def planned(plan: Plan) -> Callable[[], Training]:
+        return partial(Training, specimen, partial(_planned, plan, spill))
+
+    match comparison:
+        case "noise":
+            return Ways(plain, plain)
+        case "keep":
+            return Ways(planned(plan_of(profiled, Keep(), Persistent())), plain)
+        case "recompute":
+            checkpointed = partial(Training, specimen, partial(_checkpointed, profiled))
+            return Ways(planned(plan_of(profiled, Recompute(), Persistent())), checkpointed)
+        case "swap" | "swap to disk":
+            tier: TierName = "host" if comparison == "swap" else "disk"
+            around = partial(torch.autograd.graph.save_on_cpu, pin_memory=True)
+            saved = partial(Training, specimen, partial(_plain, profiled), around)
+            return Ways(planned(plan_of(profiled, Swap(tier=tier), Persistent())), saved)
+        case "offload":
+            plan = plan_of(profiled, Recompute(), Offload(tier="disk"))
+            looped = partial(Training, specimen, partial(_looped, profiled, spill))
+            simulated = plan.prediction.step_seconds, one_after_the_other(plan, profiled)
+            return Ways(planned(plan), looped, simulated)
+        case "recording":
+            offloaded = planned(plan_of(profiled, Recompute(), Offload(tier="disk")))
+            return Ways(offloaded, offloaded)
+        case _:
+            assert_never(comparison)
 
 
 def _in_turns(ours: Training, other: Training, num_pairs: int) -> Iterator[tuple[float, float]]:
@@ -366,9 +338,3 @@ def _in_turns(ours: Training, other: Training, num_pairs: int) -> Iterator[tuple
         else:
             first = ours.seconds()
             yield first, other.seconds()
-
-
-def read_pairs(found: Mapping[str, Any]) -> Pairs:
-    """What `compare` returned, from JSON."""
-    lists = {key: tuple(found[key]) for key in ("ours", "other")}
-    return Pairs(**{**found, **lists})

@@ -25,13 +25,15 @@ class Fit:
     """One workload on one machine: a plan, or why there is none.
 
     `plain_bytes` is what plain PyTorch would need of the device, what is besides tensors included;
-    of several devices, with all states on each.
+    of several devices, with all states on each. `plain_seconds` is the step that keeps everything
+    on the device, where it fits.
     `binds` says in words what makes up the step, or what there is too little of.
     """
 
     profile: Profile
     group: Group
     plain_bytes: int
+    plain_seconds: float | None
     solved: Solved | None
     infeasible: Infeasible | None
     binds: str
@@ -70,6 +72,7 @@ def fit(question: Question, *, effort: Effort) -> Fit:
         profile=question.profile,
         group=Group.of(answer.solved.plan) if answer.solved else question.group,
         plain_bytes=max(problem.static_bytes(plain)) + context,
+        plain_seconds=answer.kept_seconds,
         solved=answer.solved,
         infeasible=answer.infeasible,
         binds=binds,

@@ -30,7 +30,8 @@ from protrain_runtime.exhaustion import explained_exhaustion
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.measure import storage_bytes
 from protrain_runtime.overruns import explain_memory
-from protrain_runtime.preparation import below_device, parameter_values, prepare
+from protrain_runtime.preparation import prepare
+from protrain_runtime.prepared import below_device, parameter_values
 from protrain_runtime.ranks import check_ranks
 from protrain_runtime.recording import Recorder, measure_step, record
 from protrain_runtime.resuming import load, read_extra

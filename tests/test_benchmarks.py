@@ -28,7 +28,8 @@ from benchmarks.peers.tables import compared as compared_rows
 from benchmarks.peers.tables import markdown
 from benchmarks.peers.timeline import compared
 from benchmarks.peers.work import Work, optimizer_of
-from benchmarks.runtime_runs import COMPARISONS, read_pairs
+from benchmarks.rounds import read_rounds
+from benchmarks.runtime_runs import COMPARISONS
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.simulation.recording import Event, Recording
@@ -114,15 +115,15 @@ def test_the_runtimes_speed_on_a_tiny_model(tmp_path: Path) -> None:
     """Every comparison runs and trains alike; nothing is asked of seconds."""
     out = tmp_path / "runtime.json"
     files = ("--out", str(out), "--work", str(tmp_path / "work"))
-    _run("benchmarks.runtime", "--quick", "--pairs", "1", *files)
+    _run("benchmarks.runtime", "--quick", "--rounds", "2", "--pairs", "1", *files)
     found = json.loads(out.read_text())
     comparisons = found["models"]["tiny"]["comparisons"]
     assert tuple(comparisons) == COMPARISONS
     for name, comparison in comparisons.items():
-        pairs = read_pairs(comparison)
-        assert pairs.same_losses, name
-        assert len(pairs.ratios) == 1
-        assert (pairs.simulated_ratio is not None) == (name == "offload")
+        rounds = read_rounds(comparison)
+        assert rounds.same_losses, name
+        assert [len(one.ours) for one in rounds.rounds] == [1, 1]
+        assert (rounds.simulated_ratio is not None) == (name == "offload")
     assert out.with_suffix(".md").read_text() == runtime_page.page(found)
 
 

@@ -13,7 +13,7 @@ from protrain_plan.records.plan import Buffer, Keep, Offload, Placement, Schedul
 from protrain_runtime import prepare
 from protrain_runtime.buffers import Buffers
 from protrain_runtime.lanes import Backend
-from protrain_runtime.preparation import parameter_values
+from protrain_runtime.prepared import parameter_values
 from tests.runtime_cases import ADAMW, decision_name, plan_for
 
 

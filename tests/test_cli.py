@@ -110,6 +110,7 @@ def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
             "lanes",
             "lower_bound_seconds",
             "step_seconds",
+            "kept_seconds",
             "stall_seconds",
             "solve_seconds",
             "peak_bytes",

@@ -21,6 +21,7 @@ def test_fit_says_what_fits_with_a_plan_and_what_binds(tmp_path: Path) -> None:
     for cell in cells:
         assert cell["verdict"] == "fits with a plan"
         assert cell["plain_device_bytes"] > 1200 * 2**20
+        assert cell["plain_step_seconds"] is None
         assert cell["peak_bytes"]["device"] + cell["peak_bytes"]["context"] <= 1200 * 2**20
         tokens = cell["batch_size"] * cell["seq_len"]
         assert cell["tokens_per_second"] == pytest.approx(tokens / cell["step_seconds"])
@@ -30,6 +31,7 @@ def test_fit_says_what_fits_with_a_plan_and_what_binds(tmp_path: Path) -> None:
 def test_fit_needs_no_plan_where_plain_pytorch_fits(tmp_path: Path) -> None:
     (cell,) = printed_list(tmp_path, "tiny-llama", "--on", "rtx-4090", "--seq-len", 64)
     assert cell["verdict"] == "fits"
+    assert float(str(cell["plain_step_seconds"])) >= float(str(cell["step_seconds"]))
     assert cell["measured_over_estimated"] is None  # no card was there to compare with
 
 

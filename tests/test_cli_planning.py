@@ -38,6 +38,37 @@ def test_pins_are_kept_and_their_cost_is_told(profile: Path, tmp_path: Path) -> 
     assert re.search(r"the pins cost \d+\.\d\d% of the step", text.stdout)
 
 
+def test_where_everything_may_stay_the_plan_says_what_it_saves(
+    profile: Path, tmp_path: Path
+) -> None:
+    arguments = ("plan", profile, "--device-memory", "60GB")
+    answer = printed(protrain(*arguments, "--json", folder=tmp_path))
+    longer = answer["kept_seconds"] / answer["step_seconds"] - 1
+    assert longer > 0.005  # updates on the host while backward goes on
+    text = " ".join(protrain(*arguments, folder=tmp_path).stdout.split())
+    found = re.search(r"fits as well, and its step takes (\S+)% longer: (--pin) '(.+?)'", text)
+    assert found
+    assert float(found[1]) == pytest.approx(100 * longer, abs=0.051)
+    kept = printed(protrain(*arguments, found[2], found[3], "--json", folder=tmp_path))
+    assert kept["step_seconds"] == kept["kept_seconds"] == answer["kept_seconds"]
+
+
+def test_where_not_everything_may_stay_nothing_is_compared(profile: Path, tmp_path: Path) -> None:
+    arguments = ("plan", profile, "--device-memory", "12GB")
+    assert printed(protrain(*arguments, "--json", folder=tmp_path))["kept_seconds"] is None
+    assert "fits as well" not in protrain(*arguments, folder=tmp_path).stdout
+
+
+def test_a_cpu_machine_has_no_host_memory_below_its_own(tmp_path: Path) -> None:
+    write_profile(decoder(cpu(), blocks=2), tmp_path / "profile.yaml")
+    result = protrain("plan", "profile.yaml", "--host-memory", "8GiB", folder=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == (
+        "error: --host-memory: a CPU machine computes in its host memory, and has none below that\n"
+        "  fix: --device-memory says how much of it there is\n"
+    )
+
+
 def test_a_pin_for_no_unit_is_one_message(profile: Path, tmp_path: Path) -> None:
     result = protrain("plan", profile, "--pin", "layer.0: recompute", folder=tmp_path)
     assert result.returncode == 2

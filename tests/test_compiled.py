@@ -14,7 +14,8 @@ from protrain_plan.profiling.accounting import dissect, weigh
 from protrain_plan.profiling.discovery import discover
 from protrain_plan.records.plan import Keep, Offload, Recompute, Swap, SwapInput, UnitPlan
 from protrain_runtime.measure import MemoryMeter
-from protrain_runtime.preparation import prepare, restore
+from protrain_runtime.preparation import prepare
+from protrain_runtime.prepared import restore
 from tests.runtime_cases import (
     ADAMW,
     Outcome,

@@ -223,20 +223,25 @@ def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
 
 
 def test_the_runtime_s_results_are_quoted(tmp_path: Path) -> None:
-    pairs = {"ours": [1.0, 3.0, 2.0], "other": [1.0, 2.0, 2.0], "same_losses": True}
-    simulated = {**pairs, "simulated_ours": 1.1, "simulated_other": 1.0}
-    comparisons = {"keep": pairs, "swap": simulated, "offload": {"error": "not done in 600 s"}}
+    one = {"ours": [1.0, 3.0, 2.0], "other": [1.0, 2.0, 2.0], "same_losses": True}
+    two = {**one, "ours": [1.2, 1.4, 2.4]}
+    simulated = {**one, "simulated_ours": 1.1, "simulated_other": 1.0}
+    comparisons = {
+        "keep": {"rounds": [one, two]},
+        "swap": {"rounds": [simulated]},
+        "offload": {"error": "not done in 600 s"},
+    }
     models = {"llama-512": {"comparisons": comparisons}, "wide": {"error": "out of memory"}}
     document = {"date": "2026-11-21", "commit": "abc", "models": models}
     (tmp_path / "runtime.json").write_text(json.dumps(document))
     page = "<!-- quoted: runtime -->\n<!-- end of quote -->\n"
     assert with_quotes(page, results=tmp_path).splitlines()[3:] == [
-        "| llama-512 | everything kept / plain PyTorch | 1.000 | 1.000 to 1.500 |  | equal bits |",
+        "| llama-512 | everything kept / plain PyTorch | 1.100 ± 0.200 |  | equal bits |",
         "| llama-512 | every block swapped to host memory / `save_on_cpu` that copies | 1.000"
-        " | 1.000 to 1.500 | 1.100 | equal bits |",
+        " | 1.100 | equal bits |",
         "| llama-512 | all blocks' states on disk, recomputed / a loop that loads, computes, saves"
-        " | not done in 600 s |  |  |  |",
-        "| wide |  | out of memory |  |  |  |",
+        " | not done in 600 s |  |  |",
+        "| wide |  | out of memory |  |  |",
         "",
         "(`benchmarks/results/runtime.md`, 2026-11-21, commit abc)",
         "<!-- end of quote -->",

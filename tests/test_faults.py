@@ -25,7 +25,7 @@ from protrain_plan.records.plan import Offload, Plan, Swap
 from protrain_runtime import prepare, restore
 from protrain_runtime.lanes import Backend, LaneError
 from protrain_runtime.measure import process_memory, storage_bytes
-from protrain_runtime.preparation import engine_of
+from protrain_runtime.prepared import engine_of
 from protrain_runtime.taken import TakenGradient
 from tests.runtime_cases import (
     ADAMW,
@@ -303,7 +303,7 @@ TRAINS = """
 import os, signal, sys, torch
 from pathlib import Path
 from protrain_runtime import prepare
-from protrain_runtime.preparation import engine_of
+from protrain_runtime.prepared import engine_of
 from protrain_runtime.taken import TakenGradient
 from tests.runtime_cases import ADAMW, build, step
 from tests.test_faults import NAME, spilling

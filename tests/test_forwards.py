@@ -10,14 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.records.plan import Offload, Recompute, Swap, UnitPlan
+from protrain_plan.records.plan import (
+    Activations,
+    Buffer,
+    Keep,
+    Offload,
+    Placement,
+    Recompute,
+    Schedule,
+    Swap,
+    SwapInput,
+    UnitPlan,
+)
 from protrain_runtime import prepare
+from protrain_runtime.prepared import engine_of
 from tests.runtime_cases import (
     ADAMW,
+    LARGE,
     assert_bitwise,
     batch,
     build,
     decided,
+    decision_name,
+    delays,
     described,
     differences,
     outcome,
@@ -35,12 +50,15 @@ Loop = Callable[[nn.Module, torch.optim.Optimizer], list[Any]]
 
 
 def prepared(
-    folder: Path, *, units: tuple[UnitPlan, ...] | None = None
+    folder: Path,
+    *,
+    units: tuple[UnitPlan, ...] | None = None,
+    lane_delay: Callable[[], float] | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = build(NAME)
     units = units or decided(described(NAME), Swap(tier="disk"), Offload(tier="disk"))
     plan = replace(plan_for(model, units), updates="after backward")
-    return prepare(model, plan, optimizer=ADAMW, spill_directory=folder)
+    return prepare(model, plan, optimizer=ADAMW, spill_directory=folder, lane_delay=lane_delay)
 
 
 def assert_same(loop: Loop, folder: Path) -> None:
@@ -105,14 +123,100 @@ def test_two_forwards_and_one_backward_is_one_error(tmp_path: Path) -> None:
     refused(tmp_path, contrast)
 
 
-def test_a_forward_without_a_graph_before_the_backward_is_one_error(tmp_path: Path) -> None:
-    def look_before_backward(model: nn.Module) -> None:
+def looked_at(looking: Callable[[], Any], model: nn.Module, number: int) -> Tensor:
+    with looking():
+        loss: Tensor = loss_of(call_model(model, batch(NAME, number)))
+        return loss.clone()
+
+
+def compared_with_itself(looking: Callable[[], Any]) -> Loop:
+    """As losses do that ask the model without its adapters what it would have said."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        seen: list[Any] = []
+        for number in range(3):
+            loss = loss_of(call_model(model, batch(NAME, number)))
+            reference = [looked_at(looking, model, number + more) for more in (10, 20)]
+            margin = loss - sum(reference)
+            (margin * margin).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += [*reference, margin.detach()]
+        return seen
+
+    return loop
+
+
+@pytest.mark.parametrize("looking", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("lead", [0, 1, LARGE])
+@pytest.mark.parametrize(
+    ("activations", "states"),
+    [
+        (Swap(tier="disk"), Offload(tier="disk")),
+        (Recompute(), Buffer(tier="host")),
+        (SwapInput(tier="host"), Offload(tier="host")),
+        (Keep(), Offload(tier="disk")),
+    ],
+    ids=decision_name,
+)
+def test_the_model_is_evaluated_between_its_forward_and_its_backward(
+    activations: Activations,
+    states: Placement,
+    lead: int,
+    looking: Callable[[], Any],
+    tmp_path: Path,
+) -> None:
+    schedule = Schedule(forward_lead=lead, backward_lead=lead, swap_lead=lead)
+    units = decided(described(NAME), activations, states, schedule)
+    loop = compared_with_itself(looking)
+    reference = build(NAME)
+    plainly = ADAMW(reference.parameters())
+    expected = loop(reference, plainly)
+    model, optimizer = prepared(tmp_path, units=units, lane_delay=delays(lead))
+    assert list(differences(loop(model, optimizer), expected, "seen")) == []
+    assert_bitwise(outcome(model, optimizer, []), outcome(reference, plainly, []))
+
+
+def test_an_evaluation_leaves_what_the_backward_waits_for(tmp_path: Path) -> None:
+    """Chunks that were on the device stay there, chunks that were not do not come to stay."""
+    model, _ = prepared(tmp_path, units=decided(described(NAME), Keep(), Buffer(tier="host")))
+    engine = engine_of(model)
+    assert engine
+
+    def on_device() -> list[tuple[list[int], list[int]]]:
+        return [(sorted(c.buffers), sorted(c.hollow)) for c in engine._offloaded]
+
+    loss = loss_of(call_model(model, batch(NAME, 0)))
+    before = on_device()
+    looked_at(torch.no_grad, model, 1)
+    assert on_device() == before
+    loss.backward()
+
+
+def test_an_evaluation_that_fails_gives_the_step_up(tmp_path: Path) -> None:
+    def fail(model: nn.Module) -> None:
         loss = loss_of(call_model(model, batch(NAME, 5)))
-        with torch.no_grad():
-            call_model(model, batch(NAME, 6))
+        broken = model.get_submodule("model.layers.2").register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            looked_at(torch.no_grad, model, 6)
+        broken.remove()
         loss.backward()
 
-    refused(tmp_path, look_before_backward)
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    refused(tmp_path, fail)
+
+
+def test_an_evaluation_after_a_forward_that_nobody_has_any_more_holds_nothing_of_it(
+    tmp_path: Path,
+) -> None:
+    model, _ = prepared(tmp_path, units=decided(described(NAME), Keep(), Buffer(tier="host")))
+    engine = engine_of(model)
+    assert engine
+    call_model(model, batch(NAME, 0))
+    looked_at(torch.no_grad, model, 1)
+    assert not any(chunk.buffers for chunk in engine._offloaded)
 
 
 def test_two_inputs_in_one_forward_compare_as_ever(tmp_path: Path) -> None:

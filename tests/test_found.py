@@ -21,7 +21,7 @@ from protrain_plan.records.plan import (
 )
 from protrain_plan.records.profile import RecomputedForm
 from protrain_runtime import prepare, with_master_weights
-from protrain_runtime.preparation import engine_of
+from protrain_runtime.prepared import engine_of
 from tests.random_models import Shape, random_batch, random_model
 from tests.runtime_cases import (
     ADAMW,
@@ -33,7 +33,7 @@ from tests.runtime_cases import (
     plan_for,
     units_of,
 )
-from tests.test_random_models import trained
+from tests.test_random_models import Loop
 
 NORMED = Shape(blocks=("batch norm",) * 3, between=("nothing",) * 3)
 
@@ -47,7 +47,7 @@ def test_running_statistics_are_updated_once_where_a_block_is_recomputed(
     form: RecomputedForm, tmp_path: Path
 ) -> None:
     reference = random_model(NORMED)
-    expected = trained(reference, ADAMW(reference.parameters()), 1)
+    expected = Loop().train(reference, ADAMW(reference.parameters()))
     for decision in (Recompute(form=form), SwapInput(tier="disk", form=form)):
         model = random_model(NORMED)
         units = decided(normed_units(), decision, Offload(tier="disk"))
@@ -55,7 +55,7 @@ def test_running_statistics_are_updated_once_where_a_block_is_recomputed(
         model, optimizer = prepare(
             model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path
         )
-        found = trained(model, optimizer, 1)
+        found = Loop().train(model, optimizer)
         assert list(differences(found.parameters, expected.parameters, "parameters")) == []
         assert {name: id(buffer) for name, buffer in model.named_buffers()} == buffers
 
@@ -65,14 +65,14 @@ def test_products_that_were_swapped_may_be_written_to(form: RecomputedForm, tmp_
     """As `F.linear(...).mul_(0.5)` does in the recomputation."""
     shape = Shape(blocks=("in place",) * 2, between=("nothing",) * 2)
     reference = random_model(shape)
-    expected = trained(reference, ADAMW(reference.parameters()), 1)
+    expected = Loop().train(reference, ADAMW(reference.parameters()))
     model = random_model(shape)
     decision = SwapInput(tier="disk", form=form)
     units = decided(units_of(random_model(shape), random_batch(0)), decision, Persistent())
     model, optimizer = prepare(
         model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path
     )
-    assert_bitwise(trained(model, optimizer, 1), expected)
+    assert_bitwise(Loop().train(model, optimizer), expected)
 
 
 def test_states_with_numbers_of_their_own_load_unrounded_into_master_precision() -> None:
@@ -100,12 +100,12 @@ def test_pieces_are_cut_where_kernels_give_the_bits_of_the_whole(
         return random_model(shape).to(torch.bfloat16)
 
     reference = model()
-    expected = trained(reference, factory(reference.parameters()), 1)
+    expected = Loop().train(reference, factory(reference.parameters()))
     units = decided(units_of(random_model(shape), random_batch(0)), Keep(), Offload(tier=tier))
     planned = model()
     plan = plan_for(planned, units, piece_bytes=1_100)
     planned, optimizer = prepare(planned, plan, optimizer=factory, spill_directory=tmp_path)
-    assert_bitwise(trained(planned, optimizer, 1), expected)
+    assert_bitwise(Loop().train(planned, optimizer), expected)
 
 
 class WholeNorm(torch.optim.SGD):
@@ -149,14 +149,14 @@ def test_optimizers_that_look_at_whole_parameters_follow_plans_that_offload_no_s
     tmp_path: Path,
 ) -> None:
     reference = random_model(NORMED)
-    expected = trained(reference, torch.optim.Adafactor(reference.parameters()), 1)
+    expected = Loop().train(reference, torch.optim.Adafactor(reference.parameters()))
     model = random_model(NORMED)
     units = decided(normed_units(), Recompute(), Persistent())
     model, optimizer = prepare(
         model, plan_for(model, units), optimizer=torch.optim.Adafactor, spill_directory=tmp_path
     )
     assert engine_of(model) is not None
-    found = trained(model, optimizer, 1)
+    found = Loop().train(model, optimizer)
     assert list(differences(found.losses, expected.losses, "losses")) == []
     assert list(differences(found.parameters, expected.parameters, "parameters")) == []
 

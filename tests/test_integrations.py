@@ -26,7 +26,7 @@ from protrain_runtime import restore, with_master_weights
 from protrain_runtime.integrations import accelerate as in_accelerate
 from protrain_runtime.integrations import transformers as in_transformers
 from protrain_runtime.integrations.adopting import follow
-from protrain_runtime.preparation import engine_of
+from protrain_runtime.prepared import engine_of
 from tests.runtime_cases import (
     ADAMW,
     SEQUENCE,

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.plan import Plan
 from protrain_runtime import restore
-from protrain_runtime.preparation import engine_of
+from protrain_runtime.prepared import engine_of
 from tests.runtime_cases import assert_bitwise, build, differences, outcome
 from tests.test_integrations import CLIPPED, plan, rows
 

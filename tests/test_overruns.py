@@ -29,7 +29,7 @@ from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.records import read_plan
 from protrain_runtime.measure import return_freed_memory
-from protrain_runtime.preparation import engine_of
+from protrain_runtime.prepared import engine_of
 
 return_freed_memory()
 plan = read_plan(@plan)

@@ -45,7 +45,7 @@ from protrain_plan.simulation.tiers import tier_bytes
 from protrain_runtime import prepare
 from protrain_runtime.engine import Observer
 from protrain_runtime.measure import storage_bytes
-from protrain_runtime.preparation import below_device
+from protrain_runtime.prepared import below_device
 from protrain_runtime.recording import measure_step
 from protrain_runtime.taken import TakenGradient
 from tests.runtime_cases import (

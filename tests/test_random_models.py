@@ -1,7 +1,7 @@
 """Random models under random plans, with lanes late at random: the bits of plain PyTorch."""
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import get_args
@@ -54,18 +54,40 @@ def shapes(draw: st.DrawFn) -> Shape:
     )
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int) -> Outcome:
-    """A few steps of a plain loop, with dropout from a known state."""
-    torch.manual_seed(1)
-    losses: list[Tensor] = []
-    for number in range(NUM_STEPS * micro_batches):
-        loss = loss_of(call_model(model, random_batch(number)))
-        loss.backward()
-        losses.append(loss.detach())
-        if (number + 1) % micro_batches == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    return outcome(model, optimizer, losses)
+Looking = type[torch.no_grad | torch.inference_mode]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A few steps of a plain loop, with dropout from a known state.
+
+    `looks`: how the model is evaluated before each backward, and after each step.
+    """
+
+    micro_batches: int = 1
+    looks: tuple[Looking | None, Looking | None] = (None, None)
+
+    def train(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Outcome:
+        torch.manual_seed(1)
+        losses: list[Tensor] = []
+        for number in range(NUM_STEPS * self.micro_batches):
+            loss = loss_of(call_model(model, random_batch(number)))
+            losses += looked(model, number + 100, self.looks[0])
+            loss.backward()
+            losses.append(loss.detach())
+            if (number + 1) % self.micro_batches == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                losses += looked(model, number + 200, self.looks[1])
+        return outcome(model, optimizer, losses)
+
+
+def looked(model: nn.Module, number: int, looking: Looking | None) -> list[Tensor]:
+    """The loss without a graph, if it is looked at."""
+    if looking is None:
+        return []
+    with looking():
+        return [loss_of(call_model(model, random_batch(number)))]
 
 
 def assert_trains_like_plain(shape: Shape, seed: int, folder: Path) -> None:
@@ -73,8 +95,10 @@ def assert_trains_like_plain(shape: Shape, seed: int, folder: Path) -> None:
     rng = random.Random(seed)
     tiers: tuple[TierName, ...] = rng.choice((("disk",), ("host",), ("disk", "host")))
     micro_batches = rng.choice((1, 1, 2))
+    looking: list[Looking | None] = [None, torch.no_grad, torch.inference_mode]
+    loop = Loop(micro_batches=micro_batches, looks=(rng.choice(looking), rng.choice(looking)))
     model = random_model(shape)
-    expected = trained(model, ADAMW(model.parameters()), micro_batches)
+    expected = loop.train(model, ADAMW(model.parameters()))
     model = random_model(shape)
     units = mixed(units_of(random_model(shape), random_batch(0)), rng, *tiers)
     plan = replace(
@@ -91,7 +115,7 @@ def assert_trains_like_plain(shape: Shape, seed: int, folder: Path) -> None:
         spill_directory=folder,
         lane_delay=delays(seed) if rng.random() < 0.5 else None,
     )
-    assert_bitwise(trained(model, optimizer, micro_batches), expected)
+    assert_bitwise(loop.train(model, optimizer), expected)
     restore(model)
     assert attached(model) == before
     assert list(differences(model.state_dict(), expected.parameters, "restored")) == []

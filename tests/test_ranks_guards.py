@@ -16,11 +16,19 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.records.plan import Keep, Offload, Persistent, Placement, Plan, UnitPlan
+from protrain_plan.records.plan import (
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    Plan,
+    Schedule,
+    UnitPlan,
+)
 from protrain_runtime import prepare
 from protrain_runtime.preflight import Room, for_each
 from tests.ranks_cases import end_ranks, run_ranks
-from tests.runtime_cases import ADAMW, copied, differences, plan_for
+from tests.runtime_cases import ADAMW, LARGE, copied, differences, plan_for
 
 SHARED: tuple[Placement, ...] = (Persistent(), Offload(tier="device"), Offload(tier="disk"))
 
@@ -196,6 +204,40 @@ def evaluated(rank: int, count: int) -> bool:
 
 def test_ranks_evaluate_together(tmp_path: Path) -> None:
     assert run_ranks(evaluated, 2, tmp_path) == [True, True]
+
+
+def evaluated_between(rank: int, count: int, lead: int) -> list[str]:
+    """What differs from DistributedDataParallel, evaluated between forwards and backwards too."""
+    results = []
+    for planned in (False, True):
+        plain = built()
+        optimizer: torch.optim.Optimizer
+        if planned:
+            plan = plan_of(plain, count, (*SHARED, Offload(tier="host")))
+            schedule = Schedule(forward_lead=lead, backward_lead=lead)
+            units = tuple(replace(unit, schedule=schedule) for unit in plan.units)
+            model, optimizer = prepare(plain, replace(plan, units=units), optimizer=ADAMW)
+        else:
+            model = DistributedDataParallel(plain, find_unused_parameters=True)
+            optimizer = ADAMW(list(plain.parameters()))
+        seen: list[Tensor] = []
+        for number in range(3):
+            tokens = torch.randint(16, (8,), generator=torch.Generator().manual_seed(rank + number))
+            loss = model(tokens, 0)
+            plain.eval()
+            with torch.no_grad():
+                seen.append(plain(tokens.flip(0), 1))
+            plain.train()
+            (loss - seen[-1]).square().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((seen, copied(plain.state_dict()), copied(optimizer.state_dict())))
+    return list(differences(results[1], results[0], ""))
+
+
+@pytest.mark.parametrize("lead", [0, 1, LARGE])
+def test_ranks_evaluate_between_a_forward_and_its_backward(lead: int, tmp_path: Path) -> None:
+    assert run_ranks(evaluated_between, 2, tmp_path, lead) == [[], []]
 
 
 # --- before the first collective --------------------------------------------------------------

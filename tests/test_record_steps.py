@@ -18,7 +18,7 @@ from protrain_plan.records.plan import Keep, Offload, Persistent, Plan, Recomput
 from protrain_plan.reporting.step import read_step
 from protrain_plan.simulation.recording import Recording, check_recording, read_recording
 from protrain_runtime import prepare, record
-from protrain_runtime.preparation import engine_of
+from protrain_runtime.prepared import engine_of
 from protrain_runtime.recording import measure_step
 from tests.runtime_cases import (
     ADAMW,

@@ -18,7 +18,7 @@ from protrain_plan.records import read_plan, read_profile
 from protrain_plan.simulation.recording import Event, Recording, write_recording
 from protrain_plan.simulation.sizes import compile_units
 from protrain_plan.simulation.timeline import Span, simulate
-from protrain_runtime.preparation import keeps_everything
+from protrain_runtime.matching import keeps_everything
 
 NUM_WORST = 5
 

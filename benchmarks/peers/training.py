@@ -19,7 +19,7 @@ from protrain_plan.records import read_plan
 from protrain_plan.units import format_bytes
 from protrain_runtime.exhaustion import out_of_memory
 from protrain_runtime.preflight import NoRoomError
-from protrain_runtime.preparation import parameter_values
+from protrain_runtime.prepared import parameter_values
 from protrain_runtime.stores import memory_of
 
 

@@ -6,9 +6,8 @@ from typing import Annotated, get_args
 
 import typer
 
-from protrain_plan.commands.options import JsonOption, choice, integers, size
+from protrain_plan.commands.options import JsonOption, choice, integers, refuse_host_memory, size
 from protrain_plan.commands.output import progress, show
-from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.records.hardware import Hardware, TierName
 from protrain_plan.records.plan import Budgets
@@ -69,12 +68,7 @@ def fit(
         _sized(load_hardware(name.strip()), host_memory=host_memory, disk=disk)
         for name in on.split(",")
     ]
-    if host_memory is not None and not any(_has_host(machine) for machine in machines):
-        raise ProtrainError(
-            "a CPU machine computes in its host memory, and has none below that",
-            key="--host-memory",
-            fix="--device-memory says how much of it there is",
-        )
+    refuse_host_memory(host_memory, machines)
     lengths, batches = integers("--seq-len", seq_len), integers("--batch-size", batch_size)
     groups = [
         (place, group_on(machine, count))
@@ -141,10 +135,6 @@ def fit(
 
 def _capacity(machine: Hardware, tier: TierName) -> int:
     return sum(t.capacity_bytes for t in machine.tiers if t.name == tier)
-
-
-def _has_host(machine: Hardware) -> bool:
-    return any(tier.name == "host" for tier in machine.tiers)
 
 
 def _sized(machine: Hardware, *, host_memory: str | None, disk: str | None) -> Hardware:

@@ -1,12 +1,14 @@
 """Options that commands share, and how their texts are read."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.records.hardware import Hardware
 from protrain_plan.units import parse_bytes
 
 Name = TypeVar("Name", bound=str)
@@ -58,6 +60,16 @@ def choice(option: str, text: str, known: tuple[Name, ...]) -> Name:
     raise ProtrainError(
         f"expected {', '.join(known[:-1])} or {known[-1]}, got {text!r}", key=option
     )
+
+
+def refuse_host_memory(text: str | None, machines: Sequence[Hardware]) -> None:
+    """ProtrainError for `--host-memory` where no machine has any below its device."""
+    if text is not None and all(tier.name != "host" for m in machines for tier in m.tiers):
+        raise ProtrainError(
+            "a CPU machine computes in its host memory, and has none below that",
+            key="--host-memory",
+            fix="--device-memory says how much of it there is",
+        )
 
 
 def writable(path: Path, *, option: str = "-o") -> None:

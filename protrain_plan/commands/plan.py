@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from protrain_plan.commands.options import JsonOption, choice, size, writable
+from protrain_plan.commands.options import (
+    JsonOption,
+    choice,
+    refuse_host_memory,
+    size,
+    writable,
+)
 from protrain_plan.commands.output import interruptible, progress, show
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records import read_profile, write_plan
@@ -125,6 +131,7 @@ def plan(
     if also is not None and maximize is None:
         raise ProtrainError("is for --maximize", key="--also")
     record = read_profile(profile)
+    refuse_host_memory(host_memory, [record.hardware])
     group = group_on(record.hardware, num_devices, num_nodes=nodes, num_replicas=replicas or 1)
     ranks = group.in_node
     own = profile_of_rank(record, group).hardware

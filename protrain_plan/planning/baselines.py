@@ -54,6 +54,17 @@ def baseline(name: Baseline, problem: Problem, judge: Judge) -> Judged | None:
             assert_never(name)
 
 
+def kept_seconds(problem: Problem) -> float | None:
+    """The step that keeps everything on the device; None where it does not fit, or is not open."""
+    choice = uniform(problem, [Keep()], Persistent())
+    activations, states = problem.chosen(choice)
+    kept = all(isinstance(option.decision, Keep) for option in activations)
+    if not kept or not all(isinstance(option.decision, Persistent) for option in states):
+        return None
+    judged = Judge(problem).judge(choice)
+    return judged.seconds if judged else None
+
+
 def leanest_variant(name: Baseline, problem: Problem) -> Choice:
     """The variant of a baseline with the lowest peak on the device."""
     tiers = [tier.name for tier in problem.profile.hardware.tiers]

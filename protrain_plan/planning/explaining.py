@@ -23,6 +23,7 @@ from protrain_plan.planning.wording import (
 from protrain_plan.records import activations_text, states_text
 from protrain_plan.records.plan import Plan
 from protrain_plan.records.profile import Profile
+from protrain_plan.simulation.memory import evaluation_bytes
 from protrain_plan.simulation.ranks import Group
 from protrain_plan.units import format_bytes
 
@@ -47,12 +48,15 @@ class Explanation:
     """The limits of a plan, by the relaxed model, and the reasons for its decisions.
 
     Lanes come first, then the device's slots, each with what limits most at the head, then what
-    more of each tier is worth to a new plan. `num_unexplained` counts the groups left out.
+    more of each tier is worth to a new plan. `evaluation_bytes` are what the device holds at most,
+    besides its context, while the model is evaluated between a forward and its backward.
+    `num_unexplained` counts the groups left out.
     """
 
     limits: tuple[Limit, ...]
     groups: tuple[GroupReason, ...]
     device_budget: int
+    evaluation_bytes: int
     num_unexplained: int = 0
 
 
@@ -78,6 +82,7 @@ def explain(profile: Profile, plan: Plan) -> Explanation:
         limits=tuple(limits_of(problem, choice)),
         groups=tuple(_reason(neighbours, reasons, units) for units in groups[:MAX_GROUPS]),
         device_budget=plan.budgets.device,
+        evaluation_bytes=evaluation_bytes(problem.program(plan.units), plan.units, profile),
         num_unexplained=max(0, len(groups) - MAX_GROUPS),
     )
 

@@ -25,76 +25,20 @@ order, a swap may return before it left, states waiting in place leave bit by bi
 bounds the seconds of every plan within the budgets (a test holds this).
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Literal, NamedTuple
 
 import pulp
 
 from protrain_plan.planning.decision_model import DecisionModel, Terms
-from protrain_plan.planning.network import Network
-from protrain_plan.planning.options import Leaving, StateOption
+from protrain_plan.planning.options import StateOption
+from protrain_plan.planning.phase import Phase
 from protrain_plan.planning.problem import Problem
-from protrain_plan.records.hardware import Contention, TierName
 
 LE, EQ, GE = pulp.LpConstraintLE, pulp.LpConstraintEQ, pulp.LpConstraintGE
 
 BOUND_TOLERANCE = 1e-6
 """What the bound gives away for the solver's feasibility tolerance (1e-7) and rounded pieces."""
-
-
-@dataclass(slots=True)
-class _Flow:
-    """One kind of work on a lane: what is done during stalls, during compute, and what waits.
-
-    `rate` turns its unit (bytes / M, or seconds) into fractions of the plain compute time.
-    """
-
-    stall: list[pulp.LpVariable]
-    compute: list[pulp.LpVariable]
-    waiting: list[pulp.LpVariable]
-    rate: float
-    amounts: dict[int, Terms] = field(default_factory=lambda: defaultdict(list))
-
-
-class _Lane(NamedTuple):
-    """A lane beside compute, the link that it shares, and what runs on it."""
-
-    name: str
-    link: TierName | Literal["network"] | None  # None: the optimizer on the host
-    duplex: float
-    contention: Contention
-    flows: list[_Flow]
-
-
-def _work(lane: _Lane, slot: int, factor: float) -> Terms:
-    """`factor` times the seconds that a lane works beside a slot's compute."""
-    return [(f.compute[slot], factor * f.rate / lane.contention.lane) for f in lane.flows]
-
-
-def _rates(running: Sequence[_Lane], link_share: float) -> tuple[float, dict[str, float]]:
-    """The rates of compute, and of each lane, while these lanes run."""
-    compute, lanes = 1.0, {}
-    links = [lane.link for lane in running if lane.link is not None]
-    crossed = "network" in links and set(links) != {"network"}
-    for lane in running:
-        compute *= lane.contention.compute
-        shared = lane.link is not None and links.count(lane.link) == 2
-        lanes[lane.name] = lane.contention.lane * (lane.duplex if shared else 1.0)
-        if crossed and lane.link is not None:
-            lanes[lane.name] *= link_share
-    return compute, lanes
-
-
-def _crossing(share: float) -> float:
-    """What a second of another lane takes of this one's, if both keep `share` of their speed.
-
-    Exact for shares >= 1/2, optimistic below.
-    """
-    return min(1.0, 1 / share - 1)
 
 
 class Fluid(DecisionModel):
@@ -112,22 +56,22 @@ class Fluid(DecisionModel):
         )
         static = self.add_memory()
         before = problem.settings.micro_batches - 1
-        self.phases = [_Phase(self, static, "", updating=True)]
+        self.phases = [Phase(self, static, self.second_unit, "", updating=True)]
         if before:
-            self.phases.append(_Phase(self, static, "micro_", updating=False))
+            self.phases.append(Phase(self, static, self.second_unit, "micro_", updating=False))
         self.weights = [1.0, float(before)][: len(self.phases)]
         self.count_units()
         self.minimise_seconds()
 
     def minimise_seconds(self) -> None:
         """The step's seconds alone: what bounds are made of."""
-        self.pulp.setObjective(pulp.LpAffineExpression(self._weighted(_Phase.seconds)))
+        self.pulp.setObjective(pulp.LpAffineExpression(self._weighted(Phase.seconds)))
 
     def prefer_few_moves(self) -> None:
         """Among equally fast solutions, those that stall and move least; for choices, no bounds."""
-        self.pulp.setObjective(pulp.LpAffineExpression(self._weighted(_Phase.seconds_and_moves)))
+        self.pulp.setObjective(pulp.LpAffineExpression(self._weighted(Phase.seconds_and_moves)))
 
-    def _weighted(self, terms: Callable[["_Phase"], Terms]) -> Terms:
+    def _weighted(self, terms: Callable[[Phase], Terms]) -> Terms:
         return [
             (variable, factor * weight)
             for phase, weight in zip(self.phases, self.weights, strict=True)
@@ -176,406 +120,9 @@ class Fluid(DecisionModel):
                 row.expr.addterm(budget, -1.0)
                 row.changeRHS(0.0)
         # The step's seconds.
-        self.row("seconds", self._weighted(_Phase.seconds), LE, limit_s / self.second_unit)
+        self.row("seconds", self._weighted(Phase.seconds), LE, limit_s / self.second_unit)
         self.pulp.setObjective(pulp.LpAffineExpression([(budget, 1.0)]))
 
     def lower_bound_seconds(self, objective: float) -> float:
         """The bound on every plan's seconds that a bound on the objective implies."""
         return max(0.0, objective * self.second_unit * (1 - BOUND_TOLERANCE))
-
-
-class _Phase:
-    """One forward and backward: transfers and time of a model's decisions."""
-
-    def __init__(
-        self, model: Fluid, static: list[pulp.LpVariable], prefix: str, *, updating: bool
-    ) -> None:
-        self.model, self.problem, self.end = model, model.problem, model.end
-        self.prefix, self.updating = prefix, updating
-        self.byte_unit, self.second_unit = model.byte_unit, model.second_unit
-        self.memory_rows: list[pulp.LpConstraint] = []
-        self.stall, self.compute = self.per_slot("s"), self.per_slot("d")
-        self.fetched: dict[TierName, _Flow] = {}  # by tier
-        self.leaving: dict[TierName, _Flow] = {}  # by tier
-        self.reads: _Flow | None = None  # from disk
-        self.writes: _Flow | None = None  # to disk
-        self.updates: _Flow | None = None
-        self.network: Network | None = None
-        self.shards: dict[TierName, _Flow] = {}  # by tier
-        self.gathered: _Flow | None = None
-        self.scattered: _Flow | None = None
-        self.summed: _Flow | None = None
-        if self.problem.settings.num_devices > 1:
-            self.network = Network.of(self.problem)
-        self.held_per_written = 0.0
-        self._add_flows()
-        self._add_lanes()
-        self._add_compute()
-        if updating:
-            self._add_chains()
-        self._add_limits(static)
-
-    def slot_name(self, slot: int) -> str:
-        return self.model.slot_name(slot)
-
-    def variable(self, name: str) -> pulp.LpVariable:
-        return self.model.variable(f"{self.prefix}{name}")
-
-    def per_slot(self, name: str) -> list[pulp.LpVariable]:
-        return self.model.per_slot(f"{self.prefix}{name}")
-
-    def row(self, name: str, terms: Terms, sense: int, right: float = 0.0) -> pulp.LpConstraint:
-        return self.model.row(f"{self.prefix}{name}", terms, sense, right)
-
-    def _flow(self, names: str, rate: float) -> _Flow:
-        stall, compute, waiting = names.split()
-        return _Flow(self.per_slot(stall), self.per_slot(compute), self.per_slot(waiting), rate)
-
-    def _add_flows(self) -> None:
-        """What is fetched for slots, and what slots leave to be moved, read, updated, written."""
-        hardware, unit, seconds = self.problem.profile.hardware, self.byte_unit, self.second_unit
-        for tier in hardware.tiers:
-            name, link = tier.name, tier.link
-            down = unit / link.write_bytes_per_s / seconds
-            up = unit / link.read_bytes_per_s / seconds
-            self.fetched[name] = self._flow(f"hs_{name} hc_{name} J_{name}", up)
-            self.leaving[name] = self._flow(f"os_{name} oc_{name} Q_{name}", down)
-            if name == "disk" and self.updating:
-                self.reads = self._flow("rs rc R", up)
-                self.writes = self._flow("ws wc W", down)
-        if hardware.tiers:
-            self.updates = self._flow("us uc P", 1.0)
-        if self.network:
-            self._add_network_flows(self.network)
-        # Of several devices, only the last micro-batch reduces gradients; no host adds them.
-        adding = self.problem.settings.micro_batches > 1 and not self.network
-        for _, activation, x in self.model.each_activation():
-            if activation.swap_in and activation.swap_out:
-                fetch, leaving = activation.swap_in, activation.swap_out
-                self.fetched[fetch.tier].amounts[fetch.slot].append((x, fetch.bytes / unit))
-                self._leave(self.leaving[leaving.tier], leaving, x)
-        held_per_written: list[float] = []
-        for unit_index, state, y in self.model.each_state():
-            fetched = self.shards if self.network else self.fetched
-            for fetch in state.fetches:
-                fetched[fetch.tier].amounts[fetch.slot].append((y, fetch.bytes / unit))
-            if state.gradients and (self.updating or not self.network):
-                self._leave(self.leaving[state.gradients.tier], state.gradients, y)
-            if state.gradients and adding:
-                assert self.updates
-                slot = self.end - 1 - unit_index
-                self.updates.amounts[slot].append((y, state.update_s / seconds))
-            if not self.updating:
-                continue
-            if state.update_s:
-                assert self.updates
-                self.updates.amounts[state.update_slot].append((y, state.update_s / seconds))
-            if state.write_bytes:
-                assert self.reads and self.writes
-                self.reads.amounts[state.update_slot].append((y, state.read_bytes / unit))
-                self.writes.amounts[state.update_slot].append((y, state.write_bytes / unit))
-                if state.in_place:
-                    held_per_written.append(state.in_place.held / state.in_place.bytes)
-        self.held_per_written = min(held_per_written, default=0.0)
-        for tier_name, flow in self.fetched.items():
-            self._add_inventory(tier_name, flow)
-        for tier_name, flow in self.shards.items():
-            self._add_inventory(f"{tier_name}_shards", flow)
-        if self.gathered:
-            self._add_inventory("ranks", self.gathered)
-        for tier_name, flow in self.leaving.items():
-            self._add_backlog(f"leave_{tier_name}", flow)
-        for word, backlog in (
-            ("read", self.reads),
-            ("write", self.writes),
-            ("up", self.updates),
-            ("scatter", self.scattered),
-            ("sum", self.summed),
-        ):
-            if backlog:
-                self._add_backlog(word, backlog)
-        # The device's update waits for the sums of gradients.
-        sums = [(f.compute[self.end], 1.0) for f in (self.scattered, self.summed) if f]
-        if sums:
-            self.row("summed_before_update", sums, EQ)
-
-    def _add_network_flows(self, network: Network) -> None:
-        """What is gathered from all ranks, and reduced over them; the shards that tiers hold."""
-        hardware, unit, seconds = self.problem.profile.hardware, self.byte_unit, self.second_unit
-        for tier in hardware.tiers:
-            up = unit / tier.link.read_bytes_per_s / seconds
-            name = tier.name
-            self.shards[name] = self._flow(f"ks_{name} kc_{name} K_{name}", up)
-        self.gathered = self._flow("ns nc N", unit * network.gathered / seconds)
-        for _, state, y in self.model.each_state():
-            for gather in state.gathers:
-                self.gathered.amounts[gather.slot].append((y, gather.bytes / unit))
-        if not self.updating:
-            return
-        self.scattered = self._flow("xs xc X", unit * network.scattered / seconds)
-        self.summed = self._flow("ys yc Y", unit * network.summed / seconds)
-        for unit_index, state, y in self.model.each_state():
-            slot = self.end - 1 - unit_index
-            if state.scattered:
-                self.scattered.amounts[slot].append((y, state.scattered.bytes / unit))
-            if state.summed_bytes:
-                self.summed.amounts[slot].append((y, state.summed_bytes / unit))
-
-    def _leave(self, flow: _Flow, leaving: Leaving, binary: pulp.LpVariable) -> None:
-        flow.amounts[leaving.slot].append((binary, leaving.bytes / self.byte_unit))
-
-    def _add_inventory(self, name: str, flow: _Flow) -> None:
-        for t in range(self.end + 1):
-            slot = self.slot_name(t)
-            before: Terms = [(flow.waiting[t - 1], 1.0)] if t else []
-            needed = [(binary, -size) for binary, size in flow.amounts[t]]
-            # What the slot reads is there when its compute starts.
-            self.row(f"arrive_{name}_{slot}", [*before, (flow.stall[t], 1.0), *needed], GE)
-            # J_t = J_{t-1} + hs_t + hc_t - needed_t
-            came = [(flow.stall[t], 1.0), (flow.compute[t], 1.0)]
-            terms = [*before, *came, *needed, (flow.waiting[t], -1.0)]
-            self.row(f"ahead_{name}_{slot}", terms, EQ)
-
-    def _add_backlog(self, name: str, flow: _Flow) -> None:
-        for t in range(self.end + 1):
-            slot = self.slot_name(t)
-            before: Terms = [(flow.waiting[t - 1], 1.0)] if t else []
-            done = [(flow.stall[t], -1.0), (flow.compute[t], -1.0)]
-            # Only what earlier slots produced can be done by the end of this one.
-            self.row(f"{name}_produced_{slot}", [*before, *done], GE)
-            # waiting_t = waiting_{t-1} - done_t + produced_t
-            terms = [*before, *done, *flow.amounts[t], (flow.waiting[t], -1.0)]
-            self.row(f"{name}_waiting_{slot}", terms, EQ)
-        # The step ends when every move has ended.
-        self.row(f"{name}_all", [(flow.waiting[self.end], 1.0)], EQ)
-
-    def _add_lanes(self) -> None:
-        """During a stall a lane does no more than its time; a link's directions share it.
-
-        With k = 1/duplex - 1, in + k·out <= time and k·in + out <= time: exact for duplex >= 1/2,
-        optimistic below, where k is cut to 1. The same for a link and collectives.
-        """
-        self._add_network_lane()
-        for tier in self.problem.profile.hardware.tiers:
-            k = _crossing(tier.link.duplex)
-            fetches, spills = self._on_link(tier.name)
-            for t in range(self.end + 1):
-                for word, first, second in (("in", 1.0, k), ("out", k, 1.0)):
-                    terms = [(f.stall[t], first * f.rate) for f in fetches]
-                    terms += [(f.stall[t], second * f.rate) for f in spills]
-                    terms.append((self.stall[t], -1.0))
-                    self.row(f"lane_{word}_{tier.name}_{self.slot_name(t)}", terms, LE)
-        if self.updates:
-            for t in range(self.end + 1):
-                terms = [(self.updates.stall[t], 1.0), (self.stall[t], -1.0)]
-                self.row(f"lane_update_{self.slot_name(t)}", terms, LE)
-
-    def _add_network_lane(self) -> None:
-        if not self.network:
-            return
-        collectives, k = self._on_network(), _crossing(self._link_share)
-        for t in range(self.end + 1):
-            slot = self.slot_name(t)
-            terms = [(f.stall[t], f.rate) for f in collectives]
-            self.row(f"lane_network_{slot}", [*terms, (self.stall[t], -1.0)], LE)
-            for tier in self.problem.profile.hardware.tiers if k else ():
-                for way, flows in zip(("in", "out"), self._on_link(tier.name), strict=True):
-                    for word, one, other in (("", 1.0, k), ("_shared", k, 1.0)):
-                        both = [(f.stall[t], one * f.rate) for f in collectives]
-                        both += [(f.stall[t], other * f.rate) for f in flows]
-                        name = f"lane_network{word}_{way}_{tier.name}_{slot}"
-                        self.row(name, [*both, (self.stall[t], -1.0)], LE)
-
-    @property
-    def _link_share(self) -> float:
-        joined = self.problem.profile.hardware.interconnect
-        return joined.link_share if joined else 1.0
-
-    def _on_network(self) -> list[_Flow]:
-        """What collectives do, on one lane."""
-        return [flow for flow in (self.gathered, self.scattered, self.summed) if flow]
-
-    def _on_link(self, tier: TierName) -> tuple[list[_Flow], list[_Flow]]:
-        """What is read from a tier, and what is written to it."""
-        reads = [self.fetched[tier], *([self.reads] if tier == "disk" and self.reads else [])]
-        reads += [self.shards[tier]] if self.network else []
-        writes = [self.leaving[tier], *([self.writes] if tier == "disk" and self.writes else [])]
-        return reads, writes
-
-    def _add_compute(self) -> None:
-        """Compute's time is divided among the sets of lanes that slow it down and run beside it.
-
-        While a set S runs, compute progresses at the product of its lanes' contention factors, and
-        a lane at its own factor, times `duplex` where both directions of its link are in S. With
-        r_St seconds of set S in slot t, these rows allow what the simulator's rates allow, and
-        no more:
-
-            d_t = sum over S of r_St,   compute_t <= sum of rate_S · r_St,
-            work of lane l in t <= sum over S with l of rate_Sl · r_St
-
-        Lanes that leave compute alone take up no time of it; their links' rows are those of stalls.
-        """
-        seconds: list[Terms] = [[] for _ in range(self.end + 1)]
-        for unit, activation, x in self.model.each_activation():
-            seconds[unit].append((x, activation.forward_s / self.second_unit))
-            seconds[self.end - 1 - unit].append((x, activation.backward_s / self.second_unit))
-        for _, state, y in self.model.each_state():
-            if state.device_s and self.updating:
-                seconds[self.end].append((y, state.device_s / self.second_unit))
-        all_lanes = self._lanes()
-        lanes = [lane for lane in all_lanes if lane.contention.compute < 1]
-        sets = [
-            tuple(lane for lane in lanes if number >> lanes.index(lane) & 1)
-            for number in range(1 << len(lanes))
-        ]
-        rates = [_rates(running, self._link_share) for running in sets]
-        for t in range(self.end + 1):
-            slot = self.slot_name(t)
-            spent = [self.variable(f"r{number}_{slot}") for number in range(len(sets))]
-            self.row(f"time_{slot}", [*((r, 1.0) for r in spent), (self.compute[t], -1.0)], EQ)
-            slowed = [(r, -rate) for r, (rate, _) in zip(spent, rates, strict=True)]
-            self.row(f"compute_{slot}", [*seconds[t], *slowed], LE)
-            for lane in lanes:
-                terms = [(flow.compute[t], flow.rate) for flow in lane.flows]
-                terms += [
-                    (r, -by_lane[lane.name])
-                    for r, (_, by_lane) in zip(spent, rates, strict=True)
-                    if lane.name in by_lane
-                ]
-                self.row(f"beside_{lane.name}_{slot}", terms, LE)
-        self._add_links_beside_compute([lane for lane in all_lanes if lane not in lanes], lanes)
-
-    def _add_links_beside_compute(self, quiet: list[_Lane], slowing: list[_Lane]) -> None:
-        """What `quiet` lanes do during compute, and whichever lane shares a link with them."""
-        crossing = _crossing(self._link_share)
-        for lane in quiet:
-            others = [o for o in (*quiet, *slowing) if o is not lane and o.link == lane.link]
-            k = _crossing(lane.duplex)
-            pairs = [(lane, other) for other in others] if others else [(lane, None)]
-            for one, other in pairs:
-                self._add_beside(one.name, one, other, k)
-        for lane in quiet if crossing else ():
-            for other in (*quiet, *slowing):
-                kinds = {lane.link, other.link} - {None}
-                first = lane.link == "network" or other not in quiet
-                if len(kinds) == 2 and "network" in kinds and first:
-                    self._add_beside(f"{lane.name}_{other.name}", lane, other, crossing)
-
-    def _add_beside(self, name: str, one: _Lane, other: _Lane | None, k: float) -> None:
-        """Work during compute takes no longer than compute."""
-        for t in range(self.end + 1):
-            for first, second, word in ((1.0, k, ""), (k, 1.0, "_shared")):
-                terms = _work(one, t, first)
-                if other:
-                    terms += _work(other, t, second)
-                elif word:
-                    continue
-                row = f"beside_{name}{word}_{self.slot_name(t)}"
-                self.row(row, [*terms, (self.compute[t], -1.0)], LE)
-
-    def _lanes(self) -> list[_Lane]:
-        hardware, lanes = self.problem.profile.hardware, []
-        for tier in hardware.tiers:
-            fetches, spills = self._on_link(tier.name)
-            name, duplex = tier.name, tier.link.duplex
-            lanes.append(_Lane(f"in_{name}", name, duplex, hardware.read_contention, fetches))
-            lanes.append(_Lane(f"out_{name}", name, duplex, hardware.write_contention, spills))
-        if self.updates:
-            slowing = hardware.update_contention
-            lanes.append(_Lane("update", None, 1.0, slowing, [self.updates]))
-        if self.network:
-            assert hardware.interconnect, "asked when the problem was made"
-            contention = hardware.interconnect.contention
-            lanes.append(_Lane("network", "network", 1.0, contention, self._on_network()))
-        return lanes
-
-    def _add_chains(self) -> None:
-        """Updates run in the order of backward, and a piece is read, updated, then written."""
-        if not self.updates:
-            return
-        end, updates = self.end, self.updates
-        left, after = self.per_slot("left"), self.per_slot("updates_from")
-        # left_t: seconds from the end of slot t to the end of the step.
-        self.row("left_end", [(left[end], 1.0)], EQ)
-        self.row("updates_from_end", [(after[end], 1.0)], EQ)
-        for t, following in pairwise(range(end + 1)):
-            name = self.slot_name(t)
-            step = [(left[t], 1.0), (left[following], -1.0)]
-            step += [(self.stall[following], -1.0), (self.compute[following], -1.0)]
-            self.row(f"left_{name}", step, EQ)
-            # updates_from_t = updates_from_{t+1} + the updates of slot t
-            terms = [(after[t], 1.0), (after[following], -1.0)]
-            terms += [(y, -size) for y, size in updates.amounts[t]]
-            self.row(f"updates_from_{name}", terms, EQ)
-        for _, state, y in self.model.each_state():
-            if not state.update_s:
-                continue
-            # The update of a slot, and all updates behind it in the lane, wait for its gradients.
-            t, waits = state.update_slot, 0.0
-            if state.gradients and self.problem.settings.updates == "in backward":
-                flow = self.leaving[state.gradients.tier]
-                waits = state.gradients.bytes / self.byte_unit * flow.rate
-            if state.scattered and self.network and state.scattered.slot == t:
-                # Its pieces leave one after the other, while the next are summed.
-                summed_s = self.network.scattered * state.scattered.bytes
-                waits = max(waits, summed_s / self.second_unit)
-            name = f"tail_{y.name}"
-            self.row(name, [(left[t], 1.0), (after[t], -1.0), (y, -waits)], GE)
-        if not self.reads or not self.writes:
-            return
-        written = {t: dict(terms) for t, terms in self.writes.amounts.items()}
-        for name, earlier in (("read", self.reads), ("updated", updates)):
-            ratio = max(
-                (
-                    size / written[t][y]
-                    for t, terms in earlier.amounts.items()
-                    for y, size in terms
-                    if y in written.get(t, {})
-                ),
-                default=0.0,
-            )
-            if earlier is updates and len(self.problem.tiers) > 1:
-                continue  # updates of states in host memory are never written
-            for t in range(end + 1):
-                # What is still to be read or updated is still to be written.
-                terms = [(earlier.waiting[t], 1.0), (self.writes.waiting[t], -ratio)]
-                self.row(f"{name}_before_written_{self.slot_name(t)}", terms, LE)
-
-    def _add_limits(self, static: list[pulp.LpVariable]) -> None:
-        """In every slot: what the decisions need, what is ahead and what waits fit the budget.
-
-        Compute waits for what drains before it starts (os, ws); what a slot fetches ahead counts
-        in full, since its bytes are reserved from the slot that submits the move.
-        """
-        ahead = [*self.fetched.values(), *([self.gathered] if self.gathered else [])]
-        for t in range(self.end + 1):
-            terms: Terms = [(static[t], 1.0)]
-            terms += [(flow.waiting[t], 1.0) for flow in ahead]
-            flows = [(flow, 1.0) for flow in self.leaving.values()]
-            if self.scattered and t < self.end:  # the device's update waits for sums
-                flows.append((self.scattered, 1.0))
-            if self.writes:
-                flows.append((self.writes, self.held_per_written))
-            for flow, held in flows:
-                if t and held:
-                    terms.append((flow.waiting[t - 1], held))
-                if 0 < t < self.end and held:  # nothing waits before the device's update
-                    terms.append((flow.stall[t], -held))
-            self.memory_rows.append(self.row(f"memory_{self.slot_name(t)}", terms, LE, 1.0))
-
-    def seconds(self) -> Terms:
-        """The seconds of the phase."""
-        return [(variable, 1.0) for variable in (*self.stall, *self.compute)]
-
-    def seconds_and_moves(self) -> Terms:
-        """The same, and a little of all that moves."""
-        flows = [*self.fetched.values(), *self.leaving.values(), self.updates]
-        flows += [*self.shards.values(), *self._on_network()]
-        few = [
-            (variable, 1e-3 * flow.rate)
-            for flow in flows
-            if flow
-            for variable in (*flow.stall, *flow.compute)
-        ]
-        compute = [(variable, 1.0) for variable in self.compute]
-        return [*compute, *((variable, 1.0 + 1e-3) for variable in self.stall), *few]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from protrain_plan.planning.baselines import kept_seconds
 from protrain_plan.planning.fluid import Fluid
 from protrain_plan.planning.growth import Quantity, grower
 from protrain_plan.planning.largest import Largest, largest
@@ -79,7 +80,8 @@ class Answer:
     """A plan, a front of plans (`solved` is the fastest), or why there is none.
 
     `profile` is the one that was planned for: with `maximize`, grown to `largest`; of several
-    devices, one's part (see `profile_of_rank`).
+    devices, one's part (see `profile_of_rank`). `kept_seconds` is the step that keeps everything on
+    the device, where it fits.
     """
 
     profile: Profile
@@ -89,6 +91,7 @@ class Answer:
     largest: Largest | None = None
     front: "tuple[Point, ...]" = ()
     seconds_without_pins: float | None = None
+    kept_seconds: float | None = None
     report: StepReport | None = None  # of the plan, for one micro-batch with its update
 
 
@@ -153,7 +156,12 @@ def ask(
         answer = replace(answer, seconds_without_pins=free.plan.prediction.step_seconds)
     problem, plans = problem_of(outcome, problems), outcome.plan.units
     program = problem.program(plans)
-    return replace(answer, solved=outcome, report=report(program, plans, problem.profile))
+    return replace(
+        answer,
+        solved=outcome,
+        report=report(program, plans, problem.profile),
+        kept_seconds=kept_seconds(problem),
+    )
 
 
 def _with_largest(question: Question, infeasible: Infeasible) -> Infeasible:

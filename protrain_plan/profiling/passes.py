@@ -63,6 +63,9 @@ class SlotWatch:
         self.slot = -1
         self.enter(0, ())
 
+    def begin_between(self) -> None:
+        pass
+
     def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
         while self.slot < slot:
             self.slot += 1

@@ -32,7 +32,8 @@ from protrain_plan.records.plan import (
 from protrain_plan.records.profile import Workload
 from protrain_runtime.engine import Observer
 from protrain_runtime.fingerprint import model_fingerprint
-from protrain_runtime.preparation import prepare, restore_as_is
+from protrain_runtime.preparation import prepare
+from protrain_runtime.prepared import restore_as_is
 from protrain_runtime.recording import measure_step
 
 ALLOWANCE_BYTES = 2 * 2**20

@@ -35,6 +35,7 @@ def answer_json(answer: "Answer", explanation: "Explanation | None") -> dict[str
         data |= infeasible_json(answer.infeasible)
     if answer.solved is not None:
         data |= solved_json(answer.solved)
+        data["kept_seconds"] = answer.kept_seconds
         data["lanes"] = {
             lane.name: {"busy_seconds": lane.busy_s, "utilisation": lane.utilisation}
             for lane in (answer.report.lanes if answer.report else ())
@@ -83,6 +84,14 @@ def answer_text(answer: "Answer", explanation: "Explanation | None", path: Path)
     if answer.seconds_without_pins is not None:
         cost = plan.prediction.step_seconds / answer.seconds_without_pins - 1
         lines.append(Text(f"the pins cost {max(0.0, cost):.2%} of the step"))
+    if answer.kept_seconds is not None and answer.kept_seconds > plan.prediction.step_seconds:
+        longer = answer.kept_seconds / plan.prediction.step_seconds - 1
+        lines.append(
+            Text(
+                "keeping everything on the device fits as well, and its step takes"
+                f" {longer:.1%} longer: --pin '*: keep, persistent'"
+            )
+        )
     if answer.least_memory is not None:
         least = answer.least_memory
         lines.append(

@@ -267,6 +267,35 @@ def checkpoint_bytes(plans: Sequence[UnitPlan], profile: Profile) -> int:
     return profile.base_bytes + standing + SAVING_BYTES
 
 
+def evaluation_bytes(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> int:
+    """The most that stands while the model is evaluated between a forward and its backward.
+
+    Beside what waits for backward, such a forward of a batch of the profile's size holds no more
+    than one that keeps as little as can be, and the chunks of one unit at a time.
+    """
+    last = program.num_units - 1
+    waiting = activation_bytes(plans[last].activations, profile.units[last])
+    standing = waiting.cost.kept_bytes - waiting.swapped
+    buffers = dict.fromkeys(range(program.num_units), 0)
+    for holding in holdings(program, plans, profile):
+        inside = holding.kind == "activations" and holding.first == holding.last
+        if holding.first <= last <= holding.last and not inside:
+            standing += holding.bytes
+            if holding.kind == "buffers":
+                buffers[holding.unit] += holding.bytes
+    level = most = 0
+    for index, unit in enumerate(profile.units):
+        lean = min(unit.forms, key=lambda form: (form.kept_bytes, form.forward_peak_bytes))
+        brought = sum(
+            max(0, padded(chunk_size(other), program.settings).parameter_bytes - buffers[place])
+            for place, other in enumerate(profile.units)
+            if index in other.used_by and not isinstance(plans[place].states, Persistent)
+        )
+        most = max(most, level + lean.forward_peak_bytes + brought)
+        level += lean.kept_bytes
+    return standing + most
+
+
 def _transfer_holdings(
     program: Program, plans: Sequence[UnitPlan], profile: Profile
 ) -> Iterator[Holding]:

@@ -10,7 +10,8 @@ Everything else of a training loop stays as it is, and computes what plain PyTor
 from protrain_runtime.exhaustion import OutOfMemoryError
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.overruns import explain_memory
-from protrain_runtime.preparation import prepare, restore
+from protrain_runtime.preparation import prepare
+from protrain_runtime.prepared import restore
 from protrain_runtime.recording import record
 from protrain_runtime.resuming import load
 from protrain_runtime.saving import save

@@ -13,9 +13,10 @@ Nothing here knows what a slot does.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import nn
@@ -29,6 +30,13 @@ class Listener(Protocol):
 
     def begin(self, *, training: bool) -> None:
         """The model was called; slot 0 begins. `training`: a graph is being recorded."""
+        ...
+
+    def begin_between(self) -> None:
+        """The model was called without a graph, while its last forward waits for its backward.
+
+        Slots of that call are entered and left up to `end_forward`.
+        """
         ...
 
     def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
@@ -85,6 +93,7 @@ class Boundaries:
         self._step = 0  # counts forwards, so that hooks know an abandoned graph
         self._backward_began = False
         self._training = False
+        self._graph: ref[Callable[..., None]] | None = None  # alive as long as the last forward's
         self._forward: Callable[..., Any] = model.forward
         self._undo.append(replace_code(model, _method_of(model, self._run)))
         for index, module in enumerate(self._units):
@@ -109,6 +118,8 @@ class Boundaries:
             self._undo.append(handle.remove)
 
     def _run(self, *args: object, **kwargs: object) -> object:
+        if self._awaits_backward() and not torch.is_grad_enabled():
+            return self._run_between(args, kwargs)
         self._step += 1
         self._backward_began = False
         self._training = torch.is_grad_enabled()
@@ -118,12 +129,30 @@ class Boundaries:
             last = len(self._units)
             if self._training:
                 # Its loss, or what a loop makes one of: backward comes through one of them first.
-                self._watch(tensors_in(result), last)
+                self._graph = ref(self._watch(tensors_in(result), last))
             self._listener.leave(tensors_in(result))
             self._listener.end_forward()
         except BaseException:
             self._listener.abort()
             raise
+        return result
+
+    def _awaits_backward(self) -> bool:
+        """Whether backward may still come through the last forward."""
+        graph = self._graph
+        return self._training and not self._backward_began and graph is not None and bool(graph())
+
+    def _run_between(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        self._training = False
+        try:
+            self._listener.begin_between()
+            result: object = self._forward(*args, **kwargs)
+            self._listener.end_forward()
+        except BaseException:
+            self._step += 1  # the forward that waits is given up as well
+            self._listener.abort()
+            raise
+        self._training = True
         return result
 
     def _before(self, index: int) -> Callable[..., None]:
@@ -149,8 +178,11 @@ class Boundaries:
 
         return hook
 
-    def _watch(self, tensors: Sequence[torch.Tensor], slot: int) -> None:
-        """Enter `slot` when the first of these tensors' gradients is complete."""
+    def _watch(self, tensors: Sequence[torch.Tensor], slot: int) -> Callable[..., None]:
+        """Enter `slot` when the first of these tensors' gradients is complete.
+
+        Returns what their graph holds from now on, and nobody else.
+        """
         step = self._step
 
         def hook(_: torch.Tensor) -> None:
@@ -168,6 +200,7 @@ class Boundaries:
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(hook)
+        return hook
 
     def _end_backward(self) -> None:
         self._listener.end_backward()

@@ -15,6 +15,7 @@ from protrain_plan.program import COLLECT, Lane, Program
 from protrain_plan.records.plan import Swap, SwapInput, UnitPlan
 from protrain_runtime.activations import SavedTensors
 from protrain_runtime.chunks import Chunk
+from protrain_runtime.evaluation import Evaluation
 from protrain_runtime.lanes import Backend, LaneError, ThreadLane, Ticket, WorkLane, nothing
 from protrain_runtime.moves import Moves
 from protrain_runtime.ranks import Ranks
@@ -86,6 +87,7 @@ class Engine:
         self._tickets: dict[int, Ticket] = {}
         self._running: set[int] = set()  # submitted, and not yet seen to end
         self._saved: SavedTensors | None = None
+        self._evaluation: Evaluation | None = None
         self._outputs: frozenset[int] = frozenset()
 
     @property
@@ -105,14 +107,26 @@ class Engine:
         if training:
             self._begin_micro_batch()
         self._observe("begin")
-        if training and self._program is self._updating and self.recorder is not None:
+        if not training:
+            self.begin_between()
+            return
+        if self._program is self._updating and self.recorder is not None:
             self._times = self.recorder
             self._times.begin()
         self._begin_slot(0, ())
 
+    def begin_between(self) -> None:
+        """The model is evaluated, perhaps while its last forward waits for its backward."""
+        self._evaluation = Evaluation(
+            self._offloaded, self._moves, arrived=self._await_fetches, collect=self._collect
+        )
+        self.enter(0, ())
+
     def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
-        if not self._training:
-            self._enter_untracked(slot)
+        if self._evaluation is not None:
+            if not self._training:
+                self._slot = slot
+            self._evaluation.enter(slot)
             return
         if self._slot < 0:
             raise RuntimeError(
@@ -125,13 +139,17 @@ class Engine:
             self._begin_slot(following, inputs if following == slot else ())
 
     def leave(self, outputs: Sequence[torch.Tensor]) -> None:
+        if self._evaluation is not None:
+            return
         self._outputs = frozenset(tensor.untyped_storage().data_ptr() for tensor in outputs)
 
     def end_forward(self) -> None:
-        if self._training:
+        if self._evaluation is None:
             self._close_saved()  # the last unit's; its slot ends when backward begins
-        else:
-            self._release_all()
+            return
+        self._evaluation.end()
+        self._evaluation = None
+        if not self._training:
             self._slot = -1
 
     def end_backward(self) -> None:
@@ -345,9 +363,6 @@ class Engine:
 
     def _begin_slot(self, index: int, inputs: Sequence[torch.Tensor]) -> None:
         self._slot = index
-        if not self._training:
-            self._enter_untracked(index)
-            return
         slot = self._program.slots[index]
         for number in [n for n in self._running if self._tickets[n].done()]:
             self._end(number)
@@ -435,20 +450,12 @@ class Engine:
         ticket = lane.submit(what, work, after)
         ticket.wait()
 
-    def _enter_untracked(self, slot: int) -> None:
-        """Evaluation: bring what the unit reads, and take away what only the unit before read."""
-        self._slot = slot
-        for chunk in self._offloaded:
-            if slot in chunk.used_by:
-                if not chunk.buffers:
-                    if not isinstance(chunk.store, DeviceStore):
-                        self._moves.gather(chunk, chunk.every_group)()
-                    if chunk.sharding is not None:
-                        work = self._moves.all_gather(chunk, chunk.every_group)
-                        self._collect(f"all-gather {chunk.unit}", work)
-                    chunk.bind(chunk.every_group)
-            elif chunk.buffers:
-                chunk.release(chunk.every_group)
+    def _await_fetches(self, chunk: Chunk) -> None:
+        """Wait for what is on its way to a chunk's buffers."""
+        for number in sorted(self._running):
+            move = self._program.moves[number]
+            if move.unit == chunk.unit and move.kind in ("gather", "all-gather"):
+                self._tickets[number].wait()
 
     def _release_all(self) -> None:
         for chunk in self._offloaded:

@@ -22,7 +22,7 @@ from protrain_plan.units import format_bytes, parse_bytes
 from protrain_runtime.exhaustion import OutOfMemoryError, out_of_memory, refusal
 from protrain_runtime.measure import device_of
 from protrain_runtime.preflight import Room, room_here
-from protrain_runtime.preparation import Prepared, prepared_of
+from protrain_runtime.prepared import Prepared, prepared_of
 from protrain_runtime.standing import Standing, held_bytes
 
 Rows = Mapping[str, int]

@@ -2,9 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
@@ -19,7 +17,6 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.program import Settings, gradient_home
 from protrain_plan.records import fingerprint, read_plan
 from protrain_plan.records.plan import (
-    Keep,
     Persistent,
     Plan,
     Recompute,
@@ -32,7 +29,6 @@ from protrain_runtime.boundaries import Boundaries
 from protrain_runtime.checking import Check
 from protrain_runtime.checkpointing import switch_off_checkpointing
 from protrain_runtime.chunks import (
-    Chunk,
     OptimizerFactory,
     offload,
 )
@@ -43,40 +39,27 @@ from protrain_runtime.inputs import refuse_larger_batches
 from protrain_runtime.lanes import WAIT_LIMIT_S, Backend, WorkLane
 from protrain_runtime.layout import make_chunks
 from protrain_runtime.masters import with_master_weights
+from protrain_runtime.matching import (
+    check_devices,
+    check_model,
+    check_pieces,
+    keeps_everything,
+    states_of,
+)
 from protrain_runtime.measure import device_of
-from protrain_runtime.model_changes import model_changes
 from protrain_runtime.moves import Moves
 from protrain_runtime.optimizer import ParameterGroups, PlannedOptimizer, make_inner
-from protrain_runtime.pieces import check_elementwise, elementwise_states
 from protrain_runtime.preflight import check_room, for_each, room_here, warn_of_slow_disk
-from protrain_runtime.ranks import Ranks, check_ranks
+from protrain_runtime.prepared import ATTRIBUTE, Prepared, parameter_values, undo_all
+from protrain_runtime.ranks import Ranks
 from protrain_runtime.sharding import offload_shard
 from protrain_runtime.state_dicts import (
     Undo,
     add_state_dict_hooks,
     bring_back,
-    bring_back_gradients,
-    offloaded_parameters,
-    read_parameter,
 )
 from protrain_runtime.statistics import with_running_statistics
 from protrain_runtime.stores import Stores
-
-_ATTRIBUTE = "_protrain_prepared"
-"""Where a prepared model keeps its `Prepared`: on itself, so that both are freed together."""
-
-
-@dataclass(slots=True)
-class Prepared:
-    """What `prepare` attached to a model."""
-
-    engine: Engine | None
-    chunks: Sequence[Chunk]
-    optimizer: PlannedOptimizer
-    undo: Undo
-    plan: Plan
-    below: Callable[[], tuple[int, int]] = lambda: (0, 0)
-    ranks: Ranks | None = None
 
 
 def prepare(
@@ -114,12 +97,12 @@ def prepare(
     Raises ProtrainError, and leaves the model as it was, if the plan was made for another model or
     cannot be carried out here or by this version.
     """
-    if _ATTRIBUTE in model.__dict__:
+    if ATTRIBUTE in model.__dict__:
         raise ProtrainError("the model follows a plan already", fix="call restore(model) first")
     if not isinstance(plan, Plan):
         plan = read_plan(Path(plan))
     modules = check_model(model, plan)
-    _check_devices(model, plan, process_group, check)
+    check_devices(model, plan, process_group, check)
     if not keeps_everything(plan):
         refuse_compiled_around(model, modules)
     directory = Path(spill_directory if spill_directory is not None else gettempdir())
@@ -136,7 +119,7 @@ def prepare(
     undo: Undo = [switch_off_checkpointing(model)]
     prepared = Prepared(None, (), facade, undo, plan)
     if keeps_everything(plan):  # plain PyTorch itself: nothing to check either
-        model.__dict__[_ATTRIBUTE] = prepared
+        model.__dict__[ATTRIBUTE] = prepared
         return model, facade
     checking = None
     try:
@@ -154,55 +137,14 @@ def prepare(
             undo.append(ranks.close)
         _attach(model, modules, prepared, optimizer, directory, backend, ranks)
     except BaseException:
-        _undo_all(undo)
+        undo_all(undo)
         raise
     warn_of_slow_disk(plan, directory)
-    model.__dict__[_ATTRIBUTE] = prepared
+    model.__dict__[ATTRIBUTE] = prepared
     if checking is not None:
         checking.start(facade)
         undo.append(checking.stop)
     return model, facade
-
-
-def _check_devices(
-    model: nn.Module,
-    plan: Plan,
-    group: ProcessGroup | None,
-    check: Literal["bitwise"] | None,
-) -> None:
-    """ProtrainError where the plan is not for the devices that there are."""
-    check_ranks(plan, group)
-    if plan.num_devices % plan.num_replicas:
-        raise ProtrainError(
-            f"{plan.num_devices} devices cannot be {plan.num_replicas} replicas of the same size",
-            key="num_replicas",
-            fix="let it divide num_devices",
-        )
-    if plan.num_devices == 1:
-        for index, unit in enumerate(plan.units):
-            if not isinstance(unit.states, Persistent) and unit.states.tier == "device":
-                raise ProtrainError(
-                    "one device has nobody to share states with",
-                    key=f"units[{index}].states",
-                    fix="let them be persistent, or plan with --num-devices",
-                )
-        return
-    if check is not None:
-        raise ProtrainError(
-            'check="bitwise" trains a plain copy on this rank alone, which is another training than'
-            " that of several devices",
-            fix="check a plan for one device, or compare with DistributedDataParallel",
-        )
-    from torch.distributed.tensor import DTensor  # takes a second to import
-
-    distributed = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
-    if distributed:
-        raise ProtrainError(
-            f"the parameter '{distributed[0]}' is a DTensor: it is spread over devices already, and"
-            " a chunk is made of whole parameters",
-            fix="prepare the model before it is made tensor-parallel, without it, or leave tensor"
-            " parallelism to DistributedDataParallel or FSDP",
-        )
 
 
 def _meet(
@@ -241,117 +183,6 @@ def _plain_optimizer(
     )
 
 
-def restore(model: nn.Module) -> nn.Module:
-    """Give the plain model back, with its current parameters; its optimizer goes on plainly."""
-    prepared: Prepared = model.__dict__[_ATTRIBUTE]
-    if prepared.engine is not None:
-        prepared.engine.settle("restore() was called")
-    return restore_as_is(model)
-
-
-def restore_as_is(model: nn.Module) -> nn.Module:
-    """`restore`, also where an update was cut short: for steps that change no parameter."""
-    prepared: Prepared = model.__dict__[_ATTRIBUTE]
-    for chunk in prepared.chunks if prepared.engine is not None else ():
-        bring_back_gradients(chunk)
-    del model.__dict__[_ATTRIBUTE]
-    try:
-        prepared.optimizer.give_back()
-    finally:
-        _undo_all(prepared.undo)
-    return model
-
-
-def prepared_of(model: nn.Module) -> Prepared | None:
-    """What `prepare` attached to a model; None where it follows no plan."""
-    prepared: Prepared | None = model.__dict__.get(_ATTRIBUTE)
-    return prepared
-
-
-def _undo_all(undo: Undo) -> None:
-    """Undo the last first, and all of them: what one cannot bring back does not stay open."""
-    with ExitStack() as stack:
-        for each in undo:
-            stack.callback(each)
-        undo.clear()
-
-
-def engine_of(model: nn.Module) -> Engine | None:
-    """The engine that a model runs under; None without a plan, or where it keeps everything."""
-    prepared = prepared_of(model)
-    return prepared.engine if prepared else None
-
-
-def plan_of(model: nn.Module) -> Plan | None:
-    """The plan that a model follows; None without one."""
-    prepared = prepared_of(model)
-    return prepared.plan if prepared else None
-
-
-def below_device(model: nn.Module) -> tuple[int, int]:
-    """Bytes that a model holds in host memory and on disk because of its plan."""
-    prepared = prepared_of(model)
-    return prepared.below() if prepared else (0, 0)
-
-
-def parameter_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's parameters by name with their values, an offloaded one at a time.
-
-    Works for models that follow no plan, too.
-    """
-    prepared = prepared_of(model)
-    if prepared and prepared.engine:
-        prepared.engine.settle("parameters were read")
-    offloaded = offloaded_parameters(prepared.chunks if prepared else ())
-    for name, parameter in model.named_parameters():
-        if name in offloaded:
-            yield name, read_parameter(*offloaded[name])
-        else:
-            yield name, parameter.detach()
-
-
-def keeps_everything(plan: Plan) -> bool:
-    """Whether nothing is to be done: plain PyTorch is what the plan says."""
-    return plan.num_devices == 1 and all(
-        isinstance(unit.activations, Keep) and isinstance(unit.states, Persistent)
-        for unit in plan.units
-    )
-
-
-def check_model(model: nn.Module, plan: Plan) -> list[nn.Module | None]:
-    """Each unit's module, None for a part. ProtrainError if the plan is for another model."""
-    found = model_fingerprint(model)
-    if found != plan.model_fingerprint and plan.tensors:
-        changes = model_changes(plan.tensors, model, plan.units)
-        same = ["parameters and buffers are the same; a module has another class or place"]
-        raise ProtrainError(
-            "\n    ".join(["the plan was made for another model:", *(changes or same)]),
-            key="model_fingerprint",
-            fix="profile and plan this model",
-        )
-    modules: list[nn.Module | None] = []
-    for index, unit in enumerate(plan.units):
-        module = None
-        if unit.kind == "block":
-            try:
-                module = model.get_submodule(unit.name)
-            except AttributeError as error:
-                raise ProtrainError(
-                    f"the model has no module '{unit.name}'",
-                    key=f"units[{index}]",
-                    fix="profile and plan this model; the plan was made for another one",
-                ) from error
-        modules.append(module)
-    if found != plan.model_fingerprint:
-        raise ProtrainError(
-            f"the plan was made for another model: its fingerprint is"
-            f" {plan.model_fingerprint}, this model's is {found}",
-            key="model_fingerprint",
-            fix="profile and plan this model (layers, shapes, dtypes and what is trainable count)",
-        )
-    return modules
-
-
 def _attach(
     model: nn.Module,
     modules: Sequence[nn.Module | None],
@@ -371,11 +202,11 @@ def _attach(
         num_replicas=plan.num_replicas,
     )
     chunks = make_chunks(model, plan.units, ranks)
-    _check_pieces(plan, chunks, factory)
+    check_pieces(plan, chunks, factory)
     stores = Stores(backend, directory)
     undo.append(stores.close)
     dtypes = {part.dtype for chunk in chunks for part in chunk.slices if part.trainable}
-    states = {dtype: _states(factory, dtype, prepared.optimizer) for dtype in dtypes}
+    states = {dtype: states_of(factory, dtype, prepared.optimizer) for dtype in dtypes}
     for chunk, unit in zip(chunks, plan.units, strict=True):
         if isinstance(unit.states, Persistent) or not chunk.slices:
             continue
@@ -445,41 +276,6 @@ def _attach(
     prepared.engine, prepared.chunks = engine, chunks
     prepared.below = lambda: (stores.host_bytes + moves.host_bytes, stores.disk_bytes)
     prepared.optimizer.attach(chunks, engine)
-
-
-def _states(
-    factory: OptimizerFactory, dtype: torch.dtype, optimizer: PlannedOptimizer
-) -> dict[str, torch.dtype]:
-    """The elementwise states that every group has. ProtrainError where groups differ."""
-    found = [
-        elementwise_states(factory, dtype, {k: v for k, v in group.items() if k != "params"})
-        for group in optimizer.param_groups
-    ]
-    if any(states != found[0] for states in found):
-        raise ProtrainError(
-            "the parameter groups' options give them different optimizer states",
-            fix="give all groups the same options of this kind, such as amsgrad",
-        )
-    return found[0]
-
-
-def _check_pieces(plan: Plan, chunks: Sequence[Chunk], factory: OptimizerFactory) -> None:
-    """ProtrainError where an offloaded chunk cannot be updated in pieces."""
-    updated: set[torch.dtype] = set()
-    for chunk, unit in zip(chunks, plan.units, strict=True):
-        if isinstance(unit.states, Persistent):
-            continue
-        dtypes = {part.dtype for part in chunk.slices if part.trainable}
-        if len(dtypes) > 1:
-            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-            raise ProtrainError(
-                f"{unit.name} has trainable parameters of several dtypes ({names}), and states"
-                " that leave the device are of one",
-                fix="convert them to one dtype, or freeze those of the others",
-            )
-        updated |= dtypes
-    for dtype in updated:
-        check_elementwise(factory, dtype)
 
 
 def _shut(lanes: Sequence[WorkLane], stores: Stores, ranks: Ranks | None) -> None:

@@ -14,7 +14,7 @@ from protrain_plan.records.plan import Plan
 from protrain_plan.simulation.recording import Recording
 from protrain_runtime.engine import Observer
 from protrain_runtime.measure import MemoryMeter, device_of, process_memory, storage_bytes
-from protrain_runtime.preparation import below_device, engine_of, plan_of
+from protrain_runtime.prepared import below_device, engine_of, plan_of
 from protrain_runtime.step_times import StepTimes
 from protrain_runtime.taken import TakenGradient
 

@@ -12,7 +12,7 @@ from torch import nn
 from protrain_plan.errors import ProtrainError
 from protrain_runtime.checkpoints import TRAINING, is_distributed, read_index
 from protrain_runtime.chunks import Chunk, Slice
-from protrain_runtime.preparation import Prepared
+from protrain_runtime.prepared import Prepared
 from protrain_runtime.saving import (
     VERSION,
     model_values,

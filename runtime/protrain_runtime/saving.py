@@ -16,7 +16,7 @@ from torch import nn
 from protrain_plan.errors import ProtrainError
 from protrain_runtime.checkpoints import TRAINING, commit, is_distributed, next_save
 from protrain_runtime.optimizer import PlannedOptimizer
-from protrain_runtime.preparation import Prepared, prepared_of
+from protrain_runtime.prepared import Prepared, prepared_of
 from protrain_runtime.ranks import Ranks
 from protrain_runtime.state_dicts import offloaded_parameters
 from protrain_runtime.tensor_files import write_tensors
