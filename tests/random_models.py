@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from protrain_plan.models.building import seeded
+from tests.runtime_cases import device, moved_to_device
 
 WIDTH, BATCH, SEQUENCE, VOCABULARY = 32, 4, 40, 48
 """A hidden state is 20 KiB: above what a swap leaves on the device."""
@@ -160,12 +161,15 @@ def random_model(shape: Shape, *, seed: int = 0) -> nn.Module:
     for number, parameter in enumerate(model.parameters()):
         if shape.frozen and number % shape.frozen == 0:
             parameter.requires_grad_(False)
-    return model
+    return model.to(device())
 
 
 def random_batch(step: int) -> Mapping[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return {
-        "tokens": torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator),
-        "gate": torch.rand(BATCH, SEQUENCE, 1, generator=generator),
-    }
+    made: Mapping[str, Tensor] = moved_to_device(
+        {
+            "tokens": torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator),
+            "gate": torch.rand(BATCH, SEQUENCE, 1, generator=generator),
+        }
+    )
+    return made

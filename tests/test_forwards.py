@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from protrain_plan.models.adapters import adapted, parse_lora
 from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.models.building import seeded
 from protrain_plan.records.plan import (
     Activations,
     Buffer,
@@ -38,6 +40,7 @@ from tests.runtime_cases import (
     outcome,
     plan_for,
     step,
+    units_of,
 )
 
 NAME = "llama-tied"
@@ -217,6 +220,43 @@ def test_an_evaluation_after_a_forward_that_nobody_has_any_more_holds_nothing_of
     call_model(model, batch(NAME, 0))
     looked_at(torch.no_grad, model, 1)
     assert not any(chunk.buffers for chunk in engine._offloaded)
+
+
+def adapted_model() -> Any:
+    with seeded(0):
+        return adapted(build(NAME), str(parse_lora("r=2")), source="")
+
+
+@pytest.mark.parametrize("states", [Offload(tier="disk"), Buffer(tier="host")], ids=decision_name)
+@pytest.mark.parametrize("activations", [Recompute(), Swap(tier="disk")], ids=decision_name)
+def test_a_preference_loss_asks_the_model_without_its_adapters(
+    activations: Activations, states: Placement, tmp_path: Path
+) -> None:
+    """The order of direct preference optimization: policy, reference, backward."""
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
+        seen: list[Any] = []
+        for number in range(4):
+            policy = loss_of(call_model(model, batch(NAME, number)))
+            with torch.no_grad(), model.disable_adapter():
+                reference = loss_of(call_model(model, batch(NAME, number)))
+            loss = -nn.functional.logsigmoid(reference - policy)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += [reference, loss.detach()]
+        return seen
+
+    plain = adapted_model()
+    plainly = ADAMW([p for p in plain.parameters() if p.requires_grad])
+    expected = loop(plain, plainly)
+    model = adapted_model()
+    units = decided(units_of(adapted_model(), batch(NAME, 0)), activations, states)
+    model, optimizer = prepare(
+        model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path
+    )
+    assert list(differences(loop(model, optimizer), expected, "seen")) == []
+    assert_bitwise(outcome(model, optimizer, []), outcome(plain, plainly, []))
 
 
 def test_two_inputs_in_one_forward_compare_as_ever(tmp_path: Path) -> None:

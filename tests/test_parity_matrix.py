@@ -28,8 +28,11 @@ from tests.runtime_cases import (
     assert_bitwise,
     batch,
     delays,
+    device,
     differences,
     outcome,
+    random_states,
+    set_random_states,
     weight_decay_groups,
 )
 from tests.training_rows import (
@@ -37,6 +40,7 @@ from tests.training_rows import (
     OPTIMIZERS,
     PRECISIONS,
     SCHEDULES,
+    optimizer_of,
     plainly,
     plan_of_row,
     uncompiled,
@@ -135,7 +139,7 @@ def trained(row: Row, model: nn.Module, optimizer: torch.optim.Optimizer, resume
     torch.manual_seed(1)
     found, losses = Trained(Outcome()), list[Tensor]()
     scales = row["clipping"] == "loss scale"
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=scales)
+    scaler = torch.amp.GradScaler(device().type, init_scale=8.0, growth_interval=2, enabled=scales)
     numbers = itertools.count()
     for number in range(NUM_STEPS):
         if number == RESUMED_AT:
@@ -146,13 +150,18 @@ def trained(row: Row, model: nn.Module, optimizer: torch.optim.Optimizer, resume
             losses.append(loss.detach())
         if row["clipping"] != "none":
             scaler.unscale_(optimizer)
-            found.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            found.norms.append(clipped(model))
         found.gradients.append(standing_gradients(model))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
     found.outcome = outcome(model, optimizer, losses)
     return found
+
+
+def clipped(model: nn.Module) -> Tensor:
+    """Tensor by tensor, as norms are taken where some gradients wait below a card."""
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False)
 
 
 def standing_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -171,7 +180,7 @@ def under_plan(row: Row, folder: Path, *, seed: int = 0) -> Pair:
     return prepare(
         model,
         plan(row, model, seed=seed),
-        optimizer=OPTIMIZERS[row["optimizer"]],
+        optimizer=optimizer_of(row),
         param_groups=weight_decay_groups(model),
         spill_directory=folder,
         lane_delay=delays(seed) if row["lanes"] == "slow" else None,
@@ -186,15 +195,12 @@ def resumed(row: Row, model: nn.Module, optimizer: torch.optim.Optimizer, folder
             model, optimizer = under_plan(row, folder, seed=1)
             load(model, optimizer, folder / "checkpoint")
         case "states into another plan":
-            weights, states, randomness = (
-                model.state_dict(),
-                optimizer.state_dict(),
-                torch.get_rng_state(),
-            )
+            weights, states = model.state_dict(), optimizer.state_dict()
+            randomness = random_states()
             model, optimizer = under_plan(row, folder, seed=1)
             model.load_state_dict(weights)
             optimizer.load_state_dict(states)
-            torch.set_rng_state(randomness)
+            set_random_states(randomness)
         case "plainly":
             restore(model)
         case _:

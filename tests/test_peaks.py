@@ -39,7 +39,7 @@ from protrain_plan.records.plan import (
 )
 from protrain_plan.records.profile import Profile, Workload
 from protrain_plan.running import Run, train
-from protrain_plan.simulation.memory import device_bytes
+from protrain_plan.simulation.memory import device_bytes, evaluation_bytes
 from protrain_plan.simulation.sizes import compile_units
 from protrain_plan.simulation.tiers import tier_bytes
 from protrain_runtime import prepare
@@ -254,6 +254,49 @@ def test_a_plan_that_keeps_everything_matches_its_predicted_peak(
     assert run.measured_peak_bytes is not None
     assert run.measured_peak_bytes.device <= predicted
     assert predicted - run.measured_peak_bytes.device <= SLACK_BYTES
+
+
+# --- an evaluation between a forward and its backward ---------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("profile", "decision"),
+    thinned(list(SOURCES.values()), decisions("disk")[1:]),
+    ids=decision_name,
+    indirect=["profile"],
+)
+def test_an_evaluation_before_a_backward_never_exceeds_what_is_predicted_for_it(
+    profile: Profile, decision: tuple[Activations, Placement], tmp_path: Path
+) -> None:
+    units = without_freedom(decided(described_by(profile), *decision))
+    plan = plan_of(
+        units,
+        fingerprint=profile.model_fingerprint,
+        workload=profile.workload,
+        piece_bytes=PIECE_BYTES,
+    )
+    program = compile_units(units, profile, piece_bytes=PIECE_BYTES)
+    others = bytes_of_others()
+    source = load_source(profile.workload.model)
+    model, optimizer = prepare(source.build(), plan, optimizer=ADAMW, spill_directory=tmp_path)
+    inputs = next(source.batches(batch_size=4, seq_len=64))
+
+    def evaluated(observe: Observer) -> None:
+        loss = loss_of(call_model(model, inputs))
+        observe("slot evaluation")
+        with torch.no_grad():
+            call_model(model, inputs)
+        observe("slot waiting")
+        loss.backward()
+        observe("update")
+        optimizer.step()
+        optimizer.zero_grad()
+
+    evaluated(lambda _: None)
+    slots = measure_step(model, evaluated, besides_bytes=others).slot_bytes
+    evaluation = slots[program.num_units]
+    assert evaluation > slots[program.num_units + 1]
+    assert evaluation <= evaluation_bytes(program, units, profile)
 
 
 # --- micro-batches, clipping, master weights ------------------------------------------------------

@@ -24,6 +24,7 @@ from tests.runtime_cases import (
     delays,
     differences,
     mixed,
+    on_device,
     outcome,
     plan_for,
     units_of,
@@ -100,7 +101,9 @@ def assert_trains_like_plain(shape: Shape, seed: int, folder: Path) -> None:
     model = random_model(shape)
     expected = loop.train(model, ADAMW(model.parameters()))
     model = random_model(shape)
-    units = mixed(units_of(random_model(shape), random_batch(0)), rng, *tiers)
+    with on_device("cpu"):
+        found = units_of(random_model(shape), random_batch(0))
+    units = mixed(found, rng, *tiers)
     plan = replace(
         plan_for(model, units, piece_bytes=rng.choice((1_000, 20_000, 10**9))),
         micro_batches=micro_batches,

@@ -235,7 +235,7 @@ def compared(
 
 
 def differing(found: Trained, expected: Trained) -> Iterator[str]:
-    for name in ("losses", "parameters", "optimizer", "random_state"):
+    for name in ("losses", "parameters", "optimizer", "random_states"):
         yield from differences(getattr(found.outcome, name), getattr(expected.outcome, name), name)
     yield from differences(found.scales, expected.scales, "scales")
     for step, (one, other) in enumerate(zip(found.norms, expected.norms, strict=True)):

@@ -33,6 +33,7 @@ from protrain_runtime import with_master_weights
 from protrain_runtime.fingerprint import model_fingerprint
 from tests.pairwise import Impossible, Row
 from tests.runtime_cases import (
+    ADAMW,
     BATCH,
     FRACTIONAL,
     LARGE,
@@ -42,6 +43,8 @@ from tests.runtime_cases import (
     activation_decisions,
     batch,
     build,
+    device,
+    on_device,
     plan_of,
     random_schedule,
     units_of,
@@ -127,7 +130,8 @@ def workload(row: Row) -> Workload:
 def units(model: str, trained: str) -> tuple[UnitPlan, ...]:
     """As the profiler finds them: the same in every precision, compiled or not."""
     row = {"model": model, "trained": trained, "precision": "float32"}
-    return units_of(uncompiled(row), batch(model, 0))
+    with on_device("cpu"):
+        return units_of(uncompiled(row), batch(model, 0))
 
 
 def plan_of_row(
@@ -194,7 +198,12 @@ def _form(row: Row) -> RecomputedForm:
     return form
 
 
+def optimizer_of(row: Row) -> Factory:
+    """The row's optimizer; on a card see `on_device`."""
+    return OPTIMIZERS[row["optimizer"]] if device().type == "cpu" else ADAMW
+
+
 def plainly(row: Row, model: nn.Module) -> torch.optim.Optimizer:
-    factory = OPTIMIZERS[row["optimizer"]]
+    factory = optimizer_of(row)
     factory = with_master_weights(factory) if row["precision"] == "master" else factory
     return factory(weight_decay_groups(model))

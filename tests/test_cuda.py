@@ -1,0 +1,354 @@
+"""The runtime on a CUDA device: what the CPU's tests ask, asked there, and what only a card shows.
+
+Models, batches and plans are those of the CPU's tests, on the card with deterministic kernels.
+Plain steps are taken by an optimizer whose bits do not depend on where it runs (see
+`runtime_cases.on_device`), so that a chunk that is updated on the host must equal one that is
+updated on the card. What AdamW makes of its place is a test of its own.
+"""
+
+import gc
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.models.sources import load_source
+from protrain_plan.planning.outcome import Solved
+from protrain_plan.planning.planner import plan as solve
+from protrain_plan.profiling.measured import measure
+from protrain_plan.records.plan import (
+    Activations,
+    Budgets,
+    Keep,
+    Offload,
+    Placement,
+    Recompute,
+    Schedule,
+    Swap,
+    SwapInput,
+)
+from protrain_plan.records.profile import Profile
+from protrain_plan.running import train
+from protrain_plan.simulation.memory import device_bytes
+from protrain_plan.simulation.sizes import compile_units
+from protrain_plan.simulation.tiers import tier_bytes
+from protrain_runtime import OutOfMemoryError, explain_memory, prepare, record
+from protrain_runtime.prepared import below_device, engine_of
+from protrain_runtime.stores import HostStore
+from tests.pairwise import Row
+from tests.random_models import Shape
+from tests.runtime_cases import (
+    ADAMW,
+    batch,
+    build,
+    decided,
+    decision_name,
+    described,
+    described_by,
+    mixed,
+    on_device,
+    plan_for,
+    plan_of,
+    step,
+)
+from tests.test_accumulation import (  # noqa: F401 (asked again, on the card)
+    test_a_backward_through_another_forward_than_the_last_is_refused,
+    test_a_smaller_batch_trains_and_a_larger_one_is_refused,
+    test_a_step_after_fewer_micro_batches_than_planned_is_refused,
+    test_an_exception_in_backward_costs_that_step_alone_where_updates_come_after,
+    test_an_exception_in_forward_costs_that_micro_batch_alone,
+    test_any_number_of_micro_batches_adds_up_where_updates_come_after,
+    test_dropped_micro_batches_change_nothing,
+    test_evaluation_and_checkpoints_between_micro_batches_change_nothing,
+    test_restore_gives_waiting_gradients_back,
+)
+from tests.test_faults import (  # noqa: F401
+    test_a_lane_that_fails_says_which_move,
+    test_an_interrupted_step_is_given_up,
+    test_an_interrupted_update_ends_in_a_clear_error,
+    test_training_goes_on_once_a_full_disk_has_room,
+)
+from tests.test_forwards import (  # noqa: F401
+    test_a_preference_loss_asks_the_model_without_its_adapters,
+    test_an_evaluation_leaves_what_the_backward_waits_for,
+    test_an_evaluation_that_fails_gives_the_step_up,
+    test_generating_between_steps_changes_nothing,
+    test_the_model_is_evaluated_between_its_forward_and_its_backward,
+    test_two_forwards_and_one_backward_is_one_error,
+)
+from tests.test_found import (  # noqa: F401
+    test_products_that_were_swapped_may_be_written_to,
+    test_running_statistics_are_updated_once_where_a_block_is_recomputed,
+)
+from tests.test_parity_matrix import ROWS, assert_row
+from tests.test_random_models import assert_trains_like_plain, shapes, steady
+from tests.test_record_steps import (  # noqa: F401
+    test_a_recorded_step_is_the_programme,
+    test_recording_changes_no_bit,
+)
+from tests.test_runtime_parity import (  # noqa: F401
+    test_a_checkpoint_loads_into_any_plan_and_training_continues_bitwise,
+    test_a_dropped_model_takes_its_lanes_with_it,
+    test_a_forward_without_backward_costs_nothing_else,
+    test_a_plan_that_keeps_everything_installs_nothing,
+    test_all_chunks_at_once_on_the_device_match_plain_torch_bitwise,
+    test_an_exception_in_a_block_costs_that_forward_and_nothing_else,
+    test_evaluation_between_steps_matches_plain_torch_bitwise,
+    test_five_steps_match_plain_torch_bitwise,
+    test_five_steps_of_mixed_plans_with_slow_lanes_match_plain_torch_bitwise,
+    test_five_steps_on_the_host_tier_match_plain_torch_bitwise,
+    test_training_goes_on_plainly_after_restore_bitwise,
+    test_transfers_cut_in_two_match_plain_torch_bitwise,
+)
+
+CARD: Literal["cuda"] = "cuda"
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Models and batches of all that is asked here are on the card."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used
+    torch.use_deterministic_algorithms(mode=True)
+    with on_device(CARD, exact_optimizer=True):
+        yield
+    torch.use_deterministic_algorithms(mode=False)
+    gc.collect()
+
+
+# --- everything that a training run may combine ---------------------------------------------------
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[str(number) for number in range(len(ROWS))])
+def test_rows_of_the_parity_matrix_match_plain_torch_bitwise(row: Row, tmp_path: Path) -> None:
+    """Decisions, tiers, micro-batches, clipping, scaling, precisions, adapters, resuming."""
+    assert_row(row, tmp_path)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row["compiled"] != "no"][:4])
+def test_compiled_rows_match_compiled_torch_bitwise(row: Row, tmp_path: Path) -> None:
+    assert_row({**row, "compiled": "inductor"}, tmp_path)
+
+
+@steady
+@given(shapes(), st.integers(0, 2**32))
+def test_random_models_train_like_plain_on_the_card(shape: Shape, seed: int) -> None:
+    with TemporaryDirectory() as folder:
+        assert_trains_like_plain(shape, seed, Path(folder))
+
+
+def test_a_half_precision_model_is_scaled_like_plain_torch(tmp_path: Path) -> None:
+    """float16 under autocast with torch.amp.GradScaler, from a scale that overflows at first."""
+    results: list[list[Tensor | float]] = []
+    for planned in (False, True):
+        model = build("llama-tied")
+        optimizer: torch.optim.Optimizer = ADAMW(model.parameters())
+        if planned:
+            units = decided(described("llama-tied"), Recompute(), Offload(tier="host"))
+            plan = replace(plan_for(model, units), updates="after backward")
+            model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+        scaler = torch.amp.GradScaler(CARD, init_scale=2.0**40, growth_interval=2)
+        seen: list[Tensor | float] = []
+        for number in range(6):
+            with torch.autocast(CARD, dtype=torch.float16, cache_enabled=False):
+                loss = loss_of(call_model(model, batch("llama-tied", number)))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen += [loss.detach(), scaler.get_scale()]
+        results.append([*seen, *(value.clone() for value in model.state_dict().values())])
+    assert all(
+        torch.equal(one.cpu(), two.cpu())
+        if isinstance(one, Tensor) and isinstance(two, Tensor)
+        else one == two
+        for one, two in zip(*results, strict=True)
+    )
+
+
+def test_adamw_on_the_host_takes_the_step_of_a_cpu(tmp_path: Path) -> None:
+    """Bit for bit; the card's own AdamW may round the last bit otherwise, and not much more."""
+    factory = torch.optim.AdamW
+    plain = build("llama")
+    gradients = gradients_of(plain)
+    on_cpu = {name: value.detach().cpu().clone() for name, value in plain.named_parameters()}
+    for name, value in on_cpu.items():
+        value.requires_grad_()
+        value.grad = gradients[name].cpu()
+    factory(on_cpu.values(), lr=1e-3, fused=True).step()
+    on_card = factory(plain.parameters(), lr=1e-3, fused=True)
+    on_card.step()
+
+    model = build("llama")
+    units = decided(described("llama"), Keep(), Offload(tier="host"))
+    model, optimizer = prepare(
+        model,
+        plan_for(model, units),
+        optimizer=lambda groups: factory(groups, lr=1e-3, fused=True),
+        spill_directory=tmp_path,
+    )
+    step("llama", model, optimizer, 0)
+    for name, value in model.state_dict().items():
+        if name in on_cpu:
+            assert torch.equal(value.cpu(), on_cpu[name].detach()), name
+            torch.testing.assert_close(value.cpu(), plain.state_dict()[name].cpu())
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    loss_of(call_model(model, batch("llama", 0))).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+# --- what only a card shows -----------------------------------------------------------------------
+
+DECISIONS: list[tuple[Activations, Placement]] = [
+    (Swap(tier="host"), Offload(tier="host")),
+    (SwapInput(tier="host"), Offload(tier="host")),
+    (Recompute(form="lite"), Offload(tier="host")),
+    (Keep(), Offload(tier="disk")),
+]
+
+
+@pytest.mark.parametrize("decision", DECISIONS, ids=decision_name)
+def test_steps_do_not_synchronise_the_host(
+    decision: tuple[Activations, Placement], tmp_path: Path
+) -> None:
+    """Forward and backward of a steady step: PyTorch raises where a call would wait for the card.
+
+    The programme's own waits are for events of its lanes, which PyTorch does not count.
+    """
+    ahead = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
+    model = build("llama")
+    units = decided(described("llama"), *decision, ahead)
+    model, optimizer = prepare(
+        model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path
+    )
+    inputs = [batch("llama", number) for number in range(4)]
+    for number in range(3):
+        step("llama", model, optimizer, number)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss_of(call_model(model, inputs[3])).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    optimizer.step()
+
+
+def test_host_memory_is_pinned(tmp_path: Path) -> None:
+    model = build("llama")
+    units = decided(described("llama"), Swap(tier="host"), Offload(tier="host"))
+    model, optimizer = prepare(
+        model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path
+    )
+    step("llama", model, optimizer, 0)
+    engine = engine_of(model)
+    assert engine
+    stores = {chunk.store for chunk in engine._offloaded}
+    assert stores
+    for store in stores:
+        assert isinstance(store, HostStore)
+        assert store.view(0, 1).is_pinned()
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    """A small model as the card runs it."""
+    return measure(
+        load_source("tiny-llama"),
+        batch_size=4,
+        seq_len=64,
+        dtype="bfloat16",
+        device=CARD,
+        seed=0,
+        num_steps=2,
+        spill_directory=tmp_path_factory.mktemp("spill"),
+        text=None,
+        progress=lambda *_: None,
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_measured_bytes_never_exceed_predicted(profile: Profile, seed: int, tmp_path: Path) -> None:
+    """Of tensors, in every slot; and below the device, to the byte."""
+    units = mixed(described_by(profile), random.Random(seed), "host", "disk")
+    plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
+    program = compile_units(units, profile, piece_bytes=plan.piece_bytes)
+    run = train(plan, num_steps=3, plain=False, text=None, spill_directory=tmp_path)
+    predicted = [slot.total for slot in device_bytes(program, units, profile)]
+    over = [(n, m - p) for n, (p, m) in enumerate(zip(predicted, run.slot_bytes, strict=True))]
+    assert [(number, more) for number, more in over if more > 0] == []
+    peak = run.measured_peak_bytes
+    assert peak
+    assert peak.host <= tier_bytes("host", units, profile, program.settings)
+    assert peak.disk <= tier_bytes("disk", units, profile, program.settings)
+
+
+def test_a_solved_plan_keeps_its_promise(profile: Profile, tmp_path: Path) -> None:
+    """Between the least and what keeping everything takes."""
+    ample = Budgets(device=10**12, host=10**12, disk=10**12)
+    everything = solve(profile, ample)
+    assert isinstance(everything, Solved)
+    whole = everything.plan.prediction.peak_bytes
+    budgets = replace(ample, device=whole.context + round(0.75 * whole.device))
+    solved = solve(profile, budgets)
+    assert isinstance(solved, Solved)
+    run = train(solved.plan, num_steps=3, plain=False, text=None, spill_directory=tmp_path)
+    assert run.measured_peak_bytes
+    assert run.measured_peak_bytes.device <= solved.plan.prediction.peak_bytes.device
+
+
+def test_memory_that_runs_out_is_told_by_slot(profile: Profile, tmp_path: Path) -> None:
+    """A cap below what is planned, set by the allocator."""
+    units = decided(described_by(profile), Keep(), Offload(tier="host"))
+    plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
+    with on_device("cpu"):
+        model = load_source("tiny-llama").build(dtype="bfloat16").to(CARD)
+    model, _ = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+    inputs = next(load_source("tiny-llama").batches(batch_size=4, seq_len=64, device=CARD))
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    held = torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction((held + 2**20) / total)
+    try:
+        with pytest.raises(OutOfMemoryError) as caught, explain_memory(model, lambda: profile):
+            loss_of(call_model(model, inputs)).backward()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "out of memory" in str(caught.value)
+
+
+def test_a_recording_has_the_lanes_of_the_card(tmp_path: Path) -> None:
+    model = build("llama")
+    units = decided(described("llama"), Swap(tier="host"), Offload(tier="host"))
+    model, optimizer = prepare(
+        model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path
+    )
+    with record(model) as recorder:
+        for number in range(2):
+            step("llama", model, optimizer, number)
+    lanes = {event.lane for event in recorder.recording().events}
+    assert {"compute", "fetch host", "spill host", "update host"} <= lanes
+
+
+def test_what_is_swapped_stands_in_host_memory(tmp_path: Path) -> None:
+    model = build("llama")
+    units = decided(described("llama"), Swap(tier="host"), Offload(tier="disk"))
+    model, optimizer = prepare(
+        model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path
+    )
+    before, _ = below_device(model)
+    step("llama", model, optimizer, 0)
+    assert below_device(model)[0] > before
