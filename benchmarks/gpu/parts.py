@@ -166,7 +166,7 @@ def _parity(work: Work, smoke: bool) -> list[Cell]:
 
 
 def _tests(smoke: bool) -> list[Cell]:
-    arguments = ["-m", "gpu", "-n", "0", *(["tests/test_program.py"] if smoke else [])]
+    arguments = ["-m", "gpu and not slow", "-n", "0", *(["tests/test_program.py"] if smoke else [])]
     return [Cell(key="tests/gpu", part="parity", task="tests", arguments={"arguments": arguments})]
 
 
