@@ -162,12 +162,12 @@ def in_words(explanation: Explanation) -> list[str]:
         words.append(
             f"With a new plan {format_bytes(amount)} more would save {listed_words(worth, 'and')}."
         )
-    words.append(
-        "Evaluated between a forward and its backward, the model takes up to"
-        f" {format_bytes(explanation.evaluation_bytes)} of tensors on the device."
-    )
     words += [group.reason for group in explanation.groups]
     if explanation.num_unexplained:
         smaller = "group is" if explanation.num_unexplained == 1 else "groups are"
         words.append(f"{explanation.num_unexplained} smaller {smaller} not explained.")
+    words.append(
+        "Evaluated between a forward and its backward, the model takes up to"
+        f" {format_bytes(explanation.evaluation_bytes)} of tensors on the device."
+    )
     return words
