@@ -54,9 +54,6 @@ class Bar:
     found: str
 
 
-_RESULTS = {"held": "held", "not told apart": "not told apart", "missed": "**missed**"}
-
-
 def page(document: Found) -> str:
     """The whole page."""
     parts = [
@@ -70,7 +67,15 @@ def page(document: Found) -> str:
         "",
         *_table(
             ("model", "asked", "result", "found"),
-            [(bar.model, bar.asked, _RESULTS[bar.result], bar.found) for bar in bars(document)],
+            [
+                (
+                    bar.model,
+                    bar.asked,
+                    f"**{bar.result}**" if bar.result == "missed" else bar.result,
+                    bar.found,
+                )
+                for bar in bars(document)
+            ],
         ),
     ]
     for name, model in document["models"].items():

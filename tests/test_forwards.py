@@ -64,12 +64,18 @@ def prepared(
     return prepare(model, plan, optimizer=ADAMW, spill_directory=folder, lane_delay=lane_delay)
 
 
-def assert_same(loop: Loop, folder: Path) -> None:
+def assert_same(
+    loop: Loop,
+    folder: Path,
+    *,
+    units: tuple[UnitPlan, ...] | None = None,
+    lane_delay: Callable[[], float] | None = None,
+) -> None:
     """The loop, plainly and under a plan."""
     reference = build(NAME)
     plainly = ADAMW(reference.parameters())
     expected = loop(reference, plainly)
-    model, optimizer = prepared(folder)
+    model, optimizer = prepared(folder, units=units, lane_delay=lane_delay)
     found = loop(model, optimizer)
     assert list(differences(found, expected, "seen")) == []
     assert_bitwise(outcome(model, optimizer, []), outcome(reference, plainly, []))
@@ -171,13 +177,7 @@ def test_the_model_is_evaluated_between_its_forward_and_its_backward(
 ) -> None:
     schedule = Schedule(forward_lead=lead, backward_lead=lead, swap_lead=lead)
     units = decided(described(NAME), activations, states, schedule)
-    loop = compared_with_itself(looking)
-    reference = build(NAME)
-    plainly = ADAMW(reference.parameters())
-    expected = loop(reference, plainly)
-    model, optimizer = prepared(tmp_path, units=units, lane_delay=delays(lead))
-    assert list(differences(loop(model, optimizer), expected, "seen")) == []
-    assert_bitwise(outcome(model, optimizer, []), outcome(reference, plainly, []))
+    assert_same(compared_with_itself(looking), tmp_path, units=units, lane_delay=delays(lead))
 
 
 def test_an_evaluation_leaves_what_the_backward_waits_for(tmp_path: Path) -> None:
@@ -274,10 +274,4 @@ def test_two_inputs_in_one_forward_compare_as_ever(tmp_path: Path) -> None:
             seen.append(loss.detach())
         return seen
 
-    reference = build(NAME)
-    plainly = ADAMW(reference.parameters())
-    expected = loop(reference, plainly)
-    units = decided(described(NAME), Recompute(), Offload(tier="disk"))
-    model, optimizer = prepared(tmp_path, units=units)
-    assert list(differences(loop(model, optimizer), expected, "losses")) == []
-    assert_bitwise(outcome(model, optimizer, []), outcome(reference, plainly, []))
+    assert_same(loop, tmp_path, units=decided(described(NAME), Recompute(), Offload(tier="disk")))
