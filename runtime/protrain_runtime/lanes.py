@@ -347,7 +347,8 @@ class Backend:
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """A new buffer on the device.  # uint8 [num_bytes]"""
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(mode=False):  # of parameters, whatever forward brings them
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         if self.on_host and num_bytes >= HUGE_PAGES_FROM:
             ask_for_huge_pages(buffer)
         return buffer
