@@ -22,7 +22,7 @@ from protrain_plan.records.hardware import Contention
 from protrain_plan.records.profile import DType, Precision
 from protrain_runtime.chunks import OptimizerFactory, make_chunk, offload
 from protrain_runtime.devices import current_stream, found, new_stream, on_host, synchronize
-from protrain_runtime.lanes import Backend
+from protrain_runtime.lanes import Backend, take_one_thread
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.pieces import Piece, elementwise_states
 from protrain_runtime.stores import HostStore
@@ -115,7 +115,9 @@ def lane_update(
     offload(chunk, store, {stored: elementwise_states(factory, stored)})
     chunk.unbind(chunk.every_group)
     gradients = {part.name: torch.full((size,), 1e-3, dtype=stored) for part in chunk.slices}
-    options = dict.fromkeys(gradients, factory([{"params": [nn.Parameter(torch.zeros(1))]}]).defaults)
+    options = dict.fromkeys(
+        gradients, factory([{"params": [nn.Parameter(torch.zeros(1))]}]).defaults
+    )
 
     def update() -> None:
         piece = Piece(chunk, 0, chunk.num_trainable)
@@ -221,7 +223,7 @@ def in_worker(work: Callable[[], Result]) -> Result:
     num_threads = torch.get_num_threads()
 
     def alone() -> Result:
-        torch.set_num_threads(1)
+        take_one_thread()
         return work()
 
     try:
@@ -239,7 +241,7 @@ def rates_together(compute: Callable[[], None], lane: Callable[[], None]) -> tup
     num_threads = torch.get_num_threads()
 
     def until_stopped() -> float:
-        torch.set_num_threads(1)
+        take_one_thread()
         running.set()
         return runs_per_second(lane, until=stop)
 

@@ -14,7 +14,7 @@ import torch
 
 from protrain_plan.program import PIECE_ALIGNMENT
 from protrain_runtime.devices import on_host
-from protrain_runtime.lanes import STACK_BYTES
+from protrain_runtime.lanes import STACK_BYTES, take_one_thread
 
 SMALLEST_RANGE = 2**17
 """Elements that are worth a thread: about 150 us of AdamW's step, several times what handing a
@@ -88,9 +88,7 @@ def _helpers(count: int) -> ThreadPoolExecutor:
     num_threads = torch.get_num_threads()
     usual = threading.stack_size(STACK_BYTES)
     everyone = threading.Barrier(count + 1)
-    pool = ThreadPoolExecutor(
-        count, "protrain update", initializer=torch.set_num_threads, initargs=(1,)
-    )
+    pool = ThreadPoolExecutor(count, "protrain update", initializer=take_one_thread)
     for _ in range(count):
         pool.submit(everyone.wait)
     everyone.wait()
