@@ -47,6 +47,10 @@ SMALL = (1000, 64)
 """Parameters, and elements of each: what an optimizer costs per parameter."""
 
 
+Seconds = dict[str, list[tuple[float, float]]]
+"""By way, of each round: by the clock, and of all processors together."""
+
+
 class Way(NamedTuple):
     """One way to update the chunk."""
 
@@ -94,7 +98,7 @@ def _lane_seconds(
     optimizer: str,
     dtype: DType,
     precision: Precision,
-) -> dict[str, list[float]]:
+) -> Seconds:
     """Seconds of an update of the chunk, by way, one of each round."""
     make = partial(lane_update, dtype, optimizer=optimizer, precision=precision)
     teams = [UpdateTeam(number) for number in arguments.threads]
@@ -120,7 +124,7 @@ def _lane_seconds(
             team.close()
 
 
-def _small_masters(num_rounds: int) -> dict[str, list[float]]:
+def _small_masters(num_rounds: int) -> Seconds:
     """Seconds of a step on many small bfloat16 parameters with masters, by way."""
     count, elements = SMALL
     factory = optimizer_factory("adamw")
@@ -143,18 +147,22 @@ def _small_masters(num_rounds: int) -> dict[str, list[float]]:
     return _in_turns(ways, num_rounds, torch.device("cpu"))
 
 
-def _in_turns(ways: Sequence[Way], num_rounds: int, device: torch.device) -> dict[str, list[float]]:
-    def rounds() -> dict[str, list[float]]:
-        seconds: dict[str, list[float]] = {way.label: [] for way in ways}
+def _in_turns(ways: Sequence[Way], num_rounds: int, device: torch.device) -> Seconds:
+    def rounds() -> Seconds:
+        seconds: Seconds = {way.label: [] for way in ways}
         for number in range(num_rounds + 2):
             for way in ways:
-                start = time.perf_counter()
+                start, busy = time.perf_counter(), time.process_time()
                 way.update()
                 if number >= 2:  # the first two make states and warm up
-                    seconds[way.label].append(time.perf_counter() - start)
+                    by_clock, by_processors = (
+                        time.perf_counter() - start,
+                        time.process_time() - busy,
+                    )
+                    seconds[way.label].append((by_clock, by_processors))
         return seconds
 
-    def in_lane() -> dict[str, list[float]]:
+    def in_lane() -> Seconds:
         return in_worker(rounds)
 
     return in_lane() if on_host(device) else while_copying(device, in_lane)
@@ -182,47 +190,50 @@ def page(document: Mapping[str, Any]) -> str:
         f"A chunk of {document['num_parameters'] / 2**20:.0f} Mi parameters in"
         f" {document['num_tensors']} tensors in host memory. {beside} Ways take turns; a ratio is"
         " of two that ran in one round, in the median of the rounds and from their first to their"
-        " third quartile. G/s are 10^9 parameters per second in the median.",
+        " third quartile: by the clock, and of processor time, which others' work disturbs less."
+        " G/s are 10^9 parameters per second in the median.",
         *_warning(document),
         "",
-        "| optimizer | dtype | precision | way | G/s | times as fast as before |",
-        "|---|---|---|---|---:|---:|",
+        "| optimizer | dtype | precision | way | G/s | times as fast | times less processor time |",
+        "|---|---|---|---|---:|---:|---:|",
         *_lane_rows(document),
         "",
         f"Master weights of {document['masters']['num_parameters']} parameters of"
         f" {document['masters']['elements']} elements each, AdamW, in the computing thread:",
         "",
-        "| way | us per parameter | times as fast |",
-        "|---|---:|---:|",
+        "| way | us per parameter | times as fast | times less processor time |",
+        "|---|---:|---:|---:|",
         *_master_rows(document["masters"]),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _lane_rows(document: Mapping[str, Any]) -> Iterator[str]:
-    num_parameters = document["num_parameters"]
     for kind in document["lane"]:
         before = kind["seconds"][BEFORE]
         for label, seconds in kind["seconds"].items():
+            rate = document["num_parameters"] / statistics.median(one for one, _ in seconds)
             yield (
                 f"| {kind['optimizer']} | {kind['dtype']} | {kind['precision']} | {label} |"
-                f" {num_parameters / statistics.median(seconds) / 1e9:.2f} |"
-                f" {_ratio(before, seconds)} |"
+                f" {rate / 1e9:.2f} | {_ratio(before, seconds, 0)} | {_ratio(before, seconds, 1)} |"
             )
 
 
 def _master_rows(masters: Mapping[str, Any]) -> Iterator[str]:
     before = next(iter(masters["seconds"].values()))
     for label, seconds in masters["seconds"].items():
-        each = statistics.median(seconds) / masters["num_parameters"]
-        yield f"| {label} | {each * 1e6:.1f} | {_ratio(before, seconds)} |"
+        each = statistics.median(one for one, _ in seconds) / masters["num_parameters"]
+        yield (
+            f"| {label} | {each * 1e6:.1f} |"
+            f" {_ratio(before, seconds, 0)} | {_ratio(before, seconds, 1)} |"
+        )
 
 
-def _ratio(before: Sequence[float], after: Sequence[float]) -> str:
-    """Of runs of one round each: the median, and the quartiles around it."""
+def _ratio(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], clock: int) -> str:
+    """Of runs of one round each, by one of the clocks: the median, and the quartiles around it."""
     if before is after:
         return "1"
-    ratios = [one / other for one, other in zip(before, after, strict=True)]
+    ratios = [one[clock] / other[clock] for one, other in zip(before, after, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
@@ -234,7 +245,7 @@ def _warning(document: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"**Others computed on these {document['processors']} processors at the same time:**"
             " rates are lower than the machine's, and more threads than one gain little or nothing."
-            " Only ratios of ways with one thread say something here."
+            " Ratios of processor time say what a way costs, not how fast several threads are."
         )
 
 
