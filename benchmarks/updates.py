@@ -2,7 +2,7 @@
 
     python -m benchmarks.updates [--device NAME] [--threads N...] [--rounds N] [--quick]
 
-What a lane runs, through the runtime's own pieces: a chunk of one decoder block's size in host
+What a lane runs, through the runtime's own pieces: a chunk of large matrices in host
 memory, updated by one thread in whole tensors as it was, and by a team of threads in ranges. Ways
 take turns, round by round; what counts are ratios within a round. With an accelerator for
 `--device`, copies between it and pinned memory go both ways meanwhile. Run it on a quiet machine.
@@ -30,7 +30,7 @@ from protrain_runtime.masters import MasterOptimizer
 from protrain_runtime.update_team import UpdateTeam
 
 MODULE = "benchmarks.updates"
-NUM_TENSORS = 8  # of a chunk
+NUM_TENSORS = 2  # of a chunk: matrices of an 8B model have 16 to 58 Mi elements
 UNCUT = 2**62
 BEFORE = "one thread, whole tensors"
 
