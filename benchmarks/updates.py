@@ -2,10 +2,10 @@
 
     python -m benchmarks.updates [--device NAME] [--threads N...] [--rounds N] [--quick]
 
-What a lane runs, through the runtime's own pieces: a chunk of large matrices in host
-memory, updated by one thread in whole tensors as it was, and by a team of threads in ranges. Ways
-take turns, round by round; what counts are ratios within a round. With an accelerator for
-`--device`, copies between it and pinned memory go both ways meanwhile. Run it on a quiet machine.
+What a lane runs, through the runtime's own pieces: a chunk of large matrices in host memory, updated
+by one thread in whole tensors as it was, and by a team of threads in ranges. Ways take turns, round
+by round; what counts are ratios within a round. With an accelerator for `--device`, copies between
+it and pinned memory go both ways meanwhile. Run it on a quiet machine.
 """
 
 import argparse
