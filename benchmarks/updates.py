@@ -2,10 +2,10 @@
 
     python -m benchmarks.updates [--device NAME] [--threads N...] [--rounds N] [--quick]
 
-What a lane runs, through the runtime's own pieces: a chunk of large matrices in host memory, updated
-by one thread in whole tensors as it was, and by a team of threads in ranges. Ways take turns, round
-by round; what counts are ratios within a round. With an accelerator for `--device`, copies between
-it and pinned memory go both ways meanwhile. Run it on a quiet machine.
+What a lane runs, through the runtime's own pieces: a chunk of large matrices in host memory,
+updated by one thread in whole tensors as it was, and by a team of threads in ranges. Ways take
+turns, round by round; what counts are ratios within a round. With an accelerator for `--device`,
+copies between it and pinned memory go both ways meanwhile. Run it on a quiet machine.
 """
 
 import argparse
@@ -191,6 +191,7 @@ def page(document: Mapping[str, Any]) -> str:
         f" {document['num_tensors']} tensors in host memory. {beside} Ways take turns; a ratio is"
         " of two that ran in one round, in the median of the rounds and from their first to their"
         " third quartile: by the clock, and of processor time, which others' work disturbs less."
+        " Each way has memory of its own; where it lies makes equal ways differ by up to a tenth."
         " G/s are 10^9 parameters per second in the median.",
         *_warning(document),
         "",

@@ -24,7 +24,7 @@ LONGEST_SPAN = 2**20
 """Elements that an optimizer steps on as one parameter: 4 MiB of float32, so that what it needs
 besides (a float32 gradient, the temporaries of a plain loop) is no fresh memory, whose pages the
 system clears first: twice as fast with master weights, three times as fast in a loop of operators
-(`benchmarks/results/updates.md`). Shorter ones cost fused steps a few per cent."""
+(`benchmarks/results/updates.md`). Runs of a quarter cost a fused step up to a tenth."""
 
 
 def spare_threads(device: torch.device) -> int:
