@@ -7,37 +7,39 @@ import torch
 from torch.nn.functional import linear
 
 from protrain_plan.hardware.interference import host_update_speed, runs_per_second
-from protrain_plan.records.hardware import DeviceKind, Rates
+from protrain_plan.records.hardware import Rates
 from protrain_plan.records.profile import DType
 from protrain_plan.units import four_digits
+from protrain_runtime.devices import found, on_host, synchronize
 
 _ROUNDS = 3
 _CALLS = 1000  # of the small operator in one run: a run is milliseconds
 # Of the matrix product (width), and of each operand of the sum (bytes): a run is some ten
 # milliseconds on two cores and about one on a GPU, and the sum is past every cache of both.
-_WIDTH: dict[DeviceKind, int] = {"cpu": 1024, "cuda": 8192}
-_SUM_BYTES: dict[DeviceKind, int] = {"cpu": 2**26, "cuda": 2**29}
+_WIDTH_ON_CPU, _WIDTH = 1024, 8192
+_SUM_BYTES_ON_CPU, _SUM_BYTES = 2**26, 2**29
 
 
-def measure_rates(device: DeviceKind, *, dtype: DType) -> Rates:
+def measure_rates(device: torch.device | str, *, dtype: DType) -> Rates:
     """The rates that this process reaches, in the calling thread with the threads it has.
 
     Peak and reached are the same in a measurement: both efficiencies are 1. `dtype` is that of
     the host's updates, which are measured as in the update lane. About 2 s.
     """
+    here = found(str(device))
     return Rates(
-        float32_flops_per_s=four_digits(_flops_per_s(torch.float32, device)),
-        bfloat16_flops_per_s=four_digits(_flops_per_s(torch.bfloat16, device)),
+        float32_flops_per_s=four_digits(_flops_per_s(torch.float32, here)),
+        bfloat16_flops_per_s=four_digits(_flops_per_s(torch.bfloat16, here)),
         compute_efficiency=1.0,
-        memory_bytes_per_s=four_digits(_memory_bytes_per_s(device)),
+        memory_bytes_per_s=four_digits(_memory_bytes_per_s(here)),
         memory_efficiency=1.0,
-        operator_s=four_digits(_operator_s(device)),
-        host_parameters_per_s=four_digits(host_update_speed(dtype)),
+        operator_s=four_digits(_operator_s(here)),
+        host_parameters_per_s=four_digits(host_update_speed(dtype, device=here)),
     )
 
 
-def _flops_per_s(dtype: torch.dtype, device: DeviceKind) -> float:
-    width = _WIDTH[device]
+def _flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
+    width = _WIDTH_ON_CPU if on_host(device) else _WIDTH
     # No constants: multiplying by them draws less power, so that a GPU's clock stays higher.
     source = torch.Generator(device).manual_seed(0)
     tokens, weight = (
@@ -47,19 +49,18 @@ def _flops_per_s(dtype: torch.dtype, device: DeviceKind) -> float:
     return 2 * width**3 * _per_second(lambda: linear(tokens, weight), device)
 
 
-def _memory_bytes_per_s(device: DeviceKind) -> float:
+def _memory_bytes_per_s(device: torch.device) -> float:
     """Two operands are read and one is written: where it is allocated anew, as results are.
 
     On a CPU the system clears the pages of every result, which takes longer than the sum. On a GPU
     the allocator keeps them.
     """
-    left, right = (
-        torch.ones(_SUM_BYTES[device] // 4, dtype=torch.float32, device=device) for _ in range(2)
-    )
-    return 3 * _SUM_BYTES[device] * _per_second(lambda: torch.add(left, right), device)
+    num_bytes = _SUM_BYTES_ON_CPU if on_host(device) else _SUM_BYTES
+    left, right = (torch.ones(num_bytes // 4, dtype=torch.float32, device=device) for _ in range(2))
+    return 3 * num_bytes * _per_second(lambda: torch.add(left, right), device)
 
 
-def _operator_s(device: DeviceKind) -> float:
+def _operator_s(device: torch.device) -> float:
     """Of products too small to take time: half are written down for backward, half run there."""
     small = torch.ones(64, device=device)
 
@@ -72,13 +73,12 @@ def _operator_s(device: DeviceKind) -> float:
     return 1 / (_CALLS * _per_second(calls, device))
 
 
-def _per_second(work: Callable[[], object], device: DeviceKind) -> float:
+def _per_second(work: Callable[[], object], device: torch.device) -> float:
     """Runs per second, the median of a few windows after one run that warms up."""
 
     def run() -> None:
         work()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
 
     run()
     return statistics.median(runs_per_second(run) for _ in range(_ROUNDS))

@@ -14,7 +14,7 @@ from protrain_plan.hardware.overheads import measure_overheads
 from protrain_plan.hardware.probe import probe
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
-from protrain_plan.models.precision import parameter_dtype, stepped_dtype
+from protrain_plan.models.precision import parameter_dtype
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling import passes
 from protrain_plan.profiling.accounting import dissect, weigh
@@ -248,9 +248,14 @@ def _optimizer(
     workload: Workload, name: str, model: nn.Module, spill_directory: Path
 ) -> OptimizerCost:
     """Its speeds on tensors of the model's sizes. A GPU's host is not asked about pieces."""
-    dtype = stepped_dtype(workload.dtype, workload.precision)
     sizes = [p.numel() for p in model.parameters() if p.requires_grad]
-    host, device = update_speeds(dtype, sizes, device=workload.device, optimizer=name)
+    host, device = update_speeds(
+        workload.dtype,
+        sizes,
+        device=workload.device,
+        optimizer=name,
+        precision=workload.precision,
+    )
     on_cpu = workload.device == "cpu"
     piece_s = measure_overheads(spill_directory, optimizer=name).piece_s if on_cpu else 0.0
     return OptimizerCost(

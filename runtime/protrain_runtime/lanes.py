@@ -200,8 +200,7 @@ class ThreadLane:
         self._thread.join(self._limit_s)
 
     def _run(self) -> None:
-        # One intra-op thread: compute has the others, and a second team would contend with it.
-        torch.set_num_threads(1)
+        take_one_thread()
         while (item := self._queue.get()) is not None:
             error: BaseException | None = None
             try:
@@ -396,6 +395,17 @@ class Backend:
     def synchronize(self) -> None:
         """Block until the device has done all that was submitted to it."""
         devices.synchronize(self.device)
+
+
+def take_one_thread() -> None:
+    """Let the calling thread have one intra-op thread: a second team would contend with compute's.
+
+    It is asked for its number first: a thread that was never asked takes the process's own when it
+    first needs one, whatever it has set. What it sets also becomes the process's own, for threads
+    to come: whoever started this one sets that back.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(1)
 
 
 def nothing() -> None:

@@ -21,6 +21,7 @@ from protrain_runtime.chunks import (
     flat_storage_order,
 )
 from protrain_runtime.engine import Engine
+from protrain_runtime.masters import MasterOptimizer
 
 ParameterGroups = Sequence[Mapping[str, Any]]
 
@@ -32,6 +33,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._inner = inner
         self._names = dict(names)
         self._chunks: Sequence[Chunk] = ()
+        self._persistent: Sequence[Chunk] = ()
         self._engine: Engine | None = None
         self._used: list[dict[str, Any]] = []  # the groups' options when backward updated with them
         # The groups are shared with the inner optimizer, not copied: one set of options.
@@ -46,6 +48,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def attach(self, chunks: Sequence[Chunk], engine: Engine) -> None:
         """Take charge of offloaded `chunks`; `engine` updates them."""
         self._chunks = [chunk for chunk in chunks if chunk.store is not None]
+        self._persistent = [chunk for chunk in chunks if chunk.store is None]
         self._engine = engine
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -94,6 +97,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
         for chunk in self._chunks:
             chunk.drop_taken()
         self._engine.update_shards()
+        if isinstance(self._inner, MasterOptimizer):
+            # What the plan counts: the workspace of a step on the largest chunk.
+            self._inner.room_elements = max(map(_due_elements, self._persistent), default=0)
         self._inner.step()
         self._engine.finish_step()
         self._used = []
@@ -196,7 +202,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
                         state[layout.key] = value.to(part.parameter.device)
                     if state:
                         self._inner.state[part.parameter] = state
-        self._chunks, self._engine = (), None
+        self._chunks, self._persistent, self._engine = (), (), None
 
     def _settle(self, what: str) -> None:
         if self._engine is not None:
@@ -205,6 +211,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
 def _moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     return {k: v.to(device) if torch.is_tensor(v) else v for k, v in state.items()}
+
+
+def _due_elements(chunk: Chunk) -> int:
+    """Elements of the chunk's parameters that have gradients."""
+    return sum(each.numel() for each in chunk.parameters if each.grad is not None)
 
 
 def _scalars(chunk: Chunk) -> dict[str, dict[str, Any]]:
