@@ -18,11 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch, byte_tokens, call_model, loss_of
+from protrain_plan.models.building import kernels
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
+from protrain_plan.records.hardware import is_accelerator
 from protrain_plan.records.plan import Plan, TierBytes
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.recording import Recording
+from protrain_runtime import devices
 from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.checkpoints import check_writable
 from protrain_runtime.engine import Observer
@@ -118,16 +121,22 @@ def train(
         check_writable(checkpoints.directory)
     source = load_source(workload.model, model_config=workload.model_config)
     factory = optimizer_factory(plan.optimizer)
-    with explained_exhaustion(
-        fix="plan this workload for the memory there is, and run the plan"
-        if plain
-        else "plan with a smaller --device-memory than the limit, and run that plan"
+    device = devices.found(workload.device)
+    with (
+        kernels(deterministic=workload.deterministic)
+        if is_accelerator(device.type)
+        else nullcontext(),
+        explained_exhaustion(
+            fix="plan this workload for the memory there is, and run the plan"
+            if plain
+            else "plan with a smaller --device-memory than the limit, and run that plan"
+        ),
     ):
         model = source.build(
             dtype=workload.dtype,
             precision=workload.precision,
             adapter=workload.adapter,
-            device=workload.device,
+            device=device,
             seed=workload.seed,
         )
         batches = source.batches(
@@ -135,7 +144,7 @@ def train(
             seq_len=workload.seq_len,
             dtype=workload.dtype,
             precision=workload.precision,
-            device=workload.device,
+            device=device,
             text=text,
             seed=workload.seed,
         )

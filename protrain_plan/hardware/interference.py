@@ -17,8 +17,9 @@ from torch import nn
 
 from protrain_plan.models.building import TORCH_DTYPES
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
-from protrain_plan.records.hardware import Contention, DeviceKind
+from protrain_plan.records.hardware import Contention
 from protrain_plan.records.profile import DType
+from protrain_runtime import devices
 
 Result = TypeVar("Result")
 
@@ -32,7 +33,7 @@ def update_speeds(
     dtype: DType,
     sizes: Sequence[int],
     *,
-    device: DeviceKind = "cpu",
+    device: torch.device = devices.HOST,
     optimizer: str = DEFAULT_OPTIMIZER,
 ) -> tuple[float, float]:
     """Parameters per second that one step updates: (in the update lane, on the device).
@@ -55,7 +56,7 @@ def _alike(sizes: Sequence[int]) -> tuple[int, ...]:
 
 def host_update_speed(dtype: DType, *, optimizer: str = DEFAULT_OPTIMIZER) -> float:
     """Parameters per second that one step in the update lane updates."""
-    step = update_step(dtype, device="cpu", optimizer=optimizer)
+    step = update_step(dtype, device=devices.HOST, optimizer=optimizer)
     return _UPDATE_PARAMETERS / in_worker(lambda: _median_seconds(step))
 
 
@@ -63,10 +64,10 @@ def update_step(
     dtype: DType,
     sizes: Sequence[int] = (_UPDATE_PARAMETERS,),
     *,
-    device: DeviceKind,
+    device: torch.device,
     optimizer: str = DEFAULT_OPTIMIZER,
 ) -> Callable[[], None]:
-    """One optimizer step on tensors of `sizes`; on CUDA it returns when the step has ended."""
+    """One optimizer step on tensors of `sizes`; it returns when the step has ended."""
     parameters = [
         nn.Parameter(torch.full((size,), 0.5, dtype=TORCH_DTYPES[dtype], device=device))
         for size in sizes
@@ -77,8 +78,7 @@ def update_step(
 
     def step() -> None:
         stepper.step()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        devices.synchronize(device)
 
     return step
 
@@ -90,7 +90,7 @@ def contention(lane: Callable[[], None]) -> Contention:
     every result, in the calling thread with the threads it has; the lane is a worker thread with
     one intra-op thread. Medians of short windows, alone and together.
     """
-    compute = small_compute("cpu")
+    compute = small_compute(devices.HOST)
     compute()
     in_worker(lane)
     compute_kept, lane_kept = [], []
@@ -103,17 +103,17 @@ def contention(lane: Callable[[], None]) -> Contention:
     return Contention(compute=kept_fraction(compute_kept), lane=kept_fraction(lane_kept))
 
 
-def small_compute(device: DeviceKind) -> Callable[[], None]:
-    """What a model does in some milliseconds; on CUDA it returns when that has ended."""
-    scale = 8 if device == "cuda" else 1
+def small_compute(device: torch.device) -> Callable[[], None]:
+    """What a model does in some milliseconds; it returns when that has ended."""
+    scale = 1 if devices.on_host(device) else 8
     tokens = torch.full((scale * _TOKENS, scale * _WIDTH), 0.5, device=device)
     weight = torch.full((scale * _WIDTH, 4 * scale * _WIDTH), 0.5, device=device)
 
     def compute() -> None:
         hidden = torch.nn.functional.silu(tokens @ weight)
         torch.add(hidden @ weight.T, tokens)
-        if device == "cuda":
-            torch.cuda.current_stream().synchronize()
+        if not devices.on_host(device):
+            devices.current_stream(device).synchronize()
 
     return compute
 

@@ -7,19 +7,20 @@ import torch
 from torch.nn.functional import linear
 
 from protrain_plan.hardware.interference import host_update_speed, runs_per_second
-from protrain_plan.records.hardware import DeviceKind, Rates
+from protrain_plan.records.hardware import Rates
 from protrain_plan.records.profile import DType
 from protrain_plan.units import four_digits
+from protrain_runtime import devices
 
 _ROUNDS = 3
 _CALLS = 1000  # of the small operator in one run: a run is milliseconds
 # Of the matrix product (width), and of each operand of the sum (bytes): a run is some ten
 # milliseconds on two cores and about one on a GPU, and the sum is past every cache of both.
-_WIDTH: dict[DeviceKind, int] = {"cpu": 1024, "cuda": 8192}
-_SUM_BYTES: dict[DeviceKind, int] = {"cpu": 2**26, "cuda": 2**29}
+_WIDTHS = {True: 1024, False: 8192}  # by whether it is the host
+_SUM_BYTES = {True: 2**26, False: 2**29}
 
 
-def measure_rates(device: DeviceKind, *, dtype: DType) -> Rates:
+def measure_rates(device: torch.device, *, dtype: DType) -> Rates:
     """The rates that this process reaches, in the calling thread with the threads it has.
 
     Peak and reached are the same in a measurement: both efficiencies are 1. `dtype` is that of
@@ -36,8 +37,8 @@ def measure_rates(device: DeviceKind, *, dtype: DType) -> Rates:
     )
 
 
-def _flops_per_s(dtype: torch.dtype, device: DeviceKind) -> float:
-    width = _WIDTH[device]
+def _flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
+    width = _WIDTHS[devices.on_host(device)]
     # No constants: multiplying by them draws less power, so that a GPU's clock stays higher.
     source = torch.Generator(device).manual_seed(0)
     tokens, weight = (
@@ -47,19 +48,18 @@ def _flops_per_s(dtype: torch.dtype, device: DeviceKind) -> float:
     return 2 * width**3 * _per_second(lambda: linear(tokens, weight), device)
 
 
-def _memory_bytes_per_s(device: DeviceKind) -> float:
+def _memory_bytes_per_s(device: torch.device) -> float:
     """Two operands are read and one is written: where it is allocated anew, as results are.
 
     On a CPU the system clears the pages of every result, which takes longer than the sum. On a GPU
     the allocator keeps them.
     """
-    left, right = (
-        torch.ones(_SUM_BYTES[device] // 4, dtype=torch.float32, device=device) for _ in range(2)
-    )
-    return 3 * _SUM_BYTES[device] * _per_second(lambda: torch.add(left, right), device)
+    num_bytes = _SUM_BYTES[devices.on_host(device)]
+    left, right = (torch.ones(num_bytes // 4, dtype=torch.float32, device=device) for _ in range(2))
+    return 3 * num_bytes * _per_second(lambda: torch.add(left, right), device)
 
 
-def _operator_s(device: DeviceKind) -> float:
+def _operator_s(device: torch.device) -> float:
     """Of products too small to take time: half are written down for backward, half run there."""
     small = torch.ones(64, device=device)
 
@@ -72,13 +72,12 @@ def _operator_s(device: DeviceKind) -> float:
     return 1 / (_CALLS * _per_second(calls, device))
 
 
-def _per_second(work: Callable[[], object], device: DeviceKind) -> float:
+def _per_second(work: Callable[[], object], device: torch.device) -> float:
     """Runs per second, the median of a few windows after one run that warms up."""
 
     def run() -> None:
         work()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        devices.synchronize(device)
 
     run()
     return statistics.median(runs_per_second(run) for _ in range(_ROUNDS))

@@ -42,6 +42,7 @@ class Workload:
     precision: Precision = "pure"
     adapter: str = ""  # "lora r=16": what was added to the model, and trained instead of it
     inputs: tuple[str, ...] = ()  # of a factory's profiled batch: "tokens 4x64", a tensor each
+    deterministic: bool = False  # whether PyTorch took deterministic kernels alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +137,8 @@ class Profile:
     method: Literal["measured", "estimated"]
     model_fingerprint: str  # of module structure, shapes and dtypes
     optimizer: OptimizerCost
-    base_bytes: int  # live bytes before the first slot: the batch, buffers, last step's loss
+    # Live bytes before the first slot: the batch, buffers, last step's loss; on an accelerator also
+    # what its libraries keep in the allocator, and scalars, which take a block each there.
+    base_bytes: int
     units: tuple[Unit, ...]
     tensors: tuple[str, ...] = ()
