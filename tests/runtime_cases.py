@@ -47,6 +47,7 @@ from protrain_plan.records.plan import (
     UnitPlan,
 )
 from protrain_plan.records.profile import Profile, RecomputedForm, Workload
+from protrain_runtime import devices
 from protrain_runtime.fingerprint import model_fingerprint
 from tests.functional_model import FunctionalStack
 
@@ -108,13 +109,13 @@ def moved_to_device(tree: Any) -> Any:
 def random_states() -> list[Tensor]:
     """Of all generators that training here may draw from."""
     host = [torch.get_rng_state()]
-    return host if device().type == "cpu" else [*host, torch.cuda.get_rng_state(device())]
+    return host if devices.on_host(device()) else [*host, devices.random_state(device())]
 
 
 def set_random_states(states: Sequence[Tensor]) -> None:
     torch.set_rng_state(states[0])
     for state in states[1:]:
-        torch.cuda.set_rng_state(state, device())
+        devices.set_random_state(device(), state)
 
 
 # --- models ---------------------------------------------------------------------------------------

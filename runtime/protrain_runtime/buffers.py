@@ -18,7 +18,7 @@ from protrain_runtime.lanes import Backend
 class Buffers:
     """Makes buffers on the device; those given up at a boundary serve first.
 
-    A CUDA device's allocator keeps freed blocks by itself.
+    An accelerator's allocator keeps freed blocks by itself.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -34,7 +34,7 @@ class Buffers:
 
     def give_up(self, buffers: Iterable[torch.Tensor]) -> None:
         """Let these serve again, but for those that somebody else still looks into."""
-        if not self._backend.is_cuda:
+        if self._backend.on_host:
             self._spare += [buffer for buffer in buffers if _holders(buffer) == _ONE_HOLDER]
 
     def keep_for(self, sizes: Iterable[int]) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from protrain_plan.errors import ProtrainError
+from protrain_runtime import devices
 from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.compiled import replace_code
 from protrain_runtime.optimizer import PlannedOptimizer
@@ -44,17 +45,16 @@ class _MicroBatch:
 
 
 class _RandomStates:
-    """The generators' states on the host and on a CUDA device."""
+    """The generators' states on the host and on an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._host = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._own = devices.random_state(device)
 
     def set(self) -> None:
         torch.set_rng_state(self._host)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
+        devices.set_random_state(self._device, self._own)
 
 
 class _Tap(torch.autograd.Function):

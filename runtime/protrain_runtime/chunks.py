@@ -14,7 +14,7 @@ from torch import nn
 
 from protrain_plan.program import PIECE_ALIGNMENT, ChunkSize, grouped, pieces_in
 from protrain_runtime.stores import Store
-from protrain_runtime.taken import TakenGradient
+from protrain_runtime.taken import TakenGradient, single
 from protrain_runtime.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class Chunk:
         """
         for number in groups:
             for part in self.groups[number].slices:
-                hollow = torch.empty((), dtype=part.dtype, device=part.parameter.device)
+                hollow = single(part.dtype, part.parameter.device)
                 part.parameter.data = hollow.expand(part.shape)
             self.hollow.add(number)
 

@@ -136,13 +136,6 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def pin(buffer: torch.Tensor, num_bytes: int) -> Callable[[], None] | None:
-    """Pin `num_bytes` from the start of host memory on; None where the type has no way to."""
-    here = torch.accelerator.current_accelerator()
-    own = None if here is None else of_type(here).pin
-    return None if own is None else own(buffer.data_ptr(), num_bytes)
-
-
 # --- memory ---------------------------------------------------------------------------------------
 
 
@@ -189,6 +182,11 @@ def room_bytes(device: torch.device) -> int:
     limit = of_type(device).memory_limit
     cap = None if limit is None else limit(device)
     return room if cap is None else min(room, cap)
+
+
+def collectives(device: torch.device) -> str:
+    """The library that PyTorch's collectives between devices of this type run in by default."""
+    return torch.distributed.get_default_backend_for_device(device.type)
 
 
 def free_cached(device: torch.device) -> None:

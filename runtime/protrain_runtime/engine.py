@@ -16,7 +16,7 @@ from protrain_plan.records.plan import Swap, SwapInput, UnitPlan
 from protrain_runtime.activations import SavedTensors
 from protrain_runtime.chunks import Chunk
 from protrain_runtime.evaluation import Evaluation
-from protrain_runtime.lanes import Backend, LaneError, ThreadLane, Ticket, WorkLane, nothing
+from protrain_runtime.lanes import Backend, LaneError, Ticket, WorkLane, nothing
 from protrain_runtime.moves import Moves
 from protrain_runtime.ranks import Ranks
 from protrain_runtime.standing import Standing, all_bytes, held_bytes
@@ -403,8 +403,6 @@ class Engine:
         self._began = self._began or move.kind == "update"
         lane = self.lanes[move.lane]
         after = [self._tickets[other] for other in move.after]
-        if isinstance(lane, ThreadLane):
-            after.extend(self._backend.fence())
         work = self._moves.start(number)
         if self._times is not None:
             work = self._times.timed(number, work, lane)
@@ -412,7 +410,7 @@ class Engine:
         self._running.add(number)
 
     def _end(self, number: int) -> None:
-        self._tickets[number].wait()  # on CUDA: orders compute behind a copy that has ended
+        self._tickets[number].wait()  # on a stream: what is freed below serves again behind it
         self._running.discard(number)
         self._moves.end(number)
 
@@ -445,10 +443,7 @@ class Engine:
 
     def _collect(self, what: str, work: Callable[[], None]) -> None:
         """Run a collective on its lane, behind all before it, and wait for it."""
-        lane = self.lanes[COLLECT]
-        after = self._backend.fence() if isinstance(lane, ThreadLane) else ()
-        ticket = lane.submit(what, work, after)
-        ticket.wait()
+        self.lanes[COLLECT].submit(what, work, ()).wait()
 
     def _await_fetches(self, chunk: Chunk) -> None:
         """Wait for what is on its way to a chunk's buffers."""

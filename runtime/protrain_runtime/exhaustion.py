@@ -1,5 +1,6 @@
 """Memory that ran out, as one message."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,14 +16,14 @@ class OutOfMemoryError(ProtrainError):
 
 
 @contextmanager
-def explained_exhaustion(*, fix: str) -> Iterator[None]:
+def explained_exhaustion(*, fix: str, what: str = "out of memory") -> Iterator[None]:
     """OutOfMemoryError, with a way out, where an allocator inside found no memory."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         if not out_of_memory(error):
             raise
-        raise OutOfMemoryError(f"out of memory: {refusal(error)}", fix=fix) from error
+        raise OutOfMemoryError(f"{what}: {refusal(error)}", fix=fix) from error
 
 
 def out_of_memory(error: BaseException | None) -> bool:
@@ -32,6 +33,8 @@ def out_of_memory(error: BaseException | None) -> bool:
     seen = str(error)
     return (
         isinstance(error, MemoryError | torch.OutOfMemoryError)
+        or (isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN))
+        or "out of memory" in seen  # also what CUDA says of host memory that it cannot pin
         or "not enough memory" in seen
         or "can't allocate memory" in seen
         or out_of_memory(error.__cause__)

@@ -78,7 +78,7 @@ class GradientMoves:
 
         def work() -> None:
             for offset, source in writes:
-                store.write(offset, source)
+                store.start_write(offset, source)
             for room, source in copies:
                 room.copy_(source, non_blocking=True)
 

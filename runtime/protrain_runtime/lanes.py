@@ -1,7 +1,7 @@
 """Lanes: queues of work that run beside compute, one item at a time, in order.
 
 A lane is a worker thread where Python must act (files, the optimizer on the host, every lane of a
-CPU machine) and a CUDA stream where the hardware copies by itself. Submitting returns a `Ticket`;
+CPU machine) and a stream where the hardware copies by itself. Submitting returns a `Ticket`;
 waiting for it is the only way in which compute and lanes meet.
 """
 
@@ -14,12 +14,15 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from queue import SimpleQueue
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.program import pinned_bytes
+from protrain_plan.units import format_bytes
+from protrain_runtime import devices
+from protrain_runtime.exhaustion import explained_exhaustion
 
 WAIT_LIMIT_S = 600.0
 """No transfer of one chunk takes ten minutes; a wait that does is a fault, not a slow disk."""
@@ -28,7 +31,7 @@ PATIENCE_S = 10.0
 """What a collective that fails may take to find out which rank is missing, and more."""
 
 LONGEST_NAP_S = 1e-3
-"""Between two looks at a CUDA event: what a wait for one may take too long, at most."""
+"""Between two looks at an event: what a wait for one may take too long, at most."""
 
 STACK_BYTES = 2 * 2**20
 """A lane calls nothing deep, and a stack counts against a limit on the process's memory."""
@@ -50,8 +53,12 @@ class Ticket(Protocol):
         """Whether the work has ended, without waiting."""
         ...
 
+    def issued(self) -> bool:
+        """Whether `wait` returns at once: the work has ended, or is on a stream."""
+        ...
+
     def wait(self) -> None:
-        """Make compute that is submitted from now on wait for the work."""
+        """Make what this thread submits from now on, to its current stream, wait for the work."""
         ...
 
     def synchronize(self) -> None:
@@ -75,6 +82,9 @@ class ThreadTicket:
     def done(self) -> bool:
         return self._event.is_set()
 
+    def issued(self) -> bool:
+        return self.done()
+
     def wait(self) -> None:
         self.synchronize()
 
@@ -90,26 +100,42 @@ class ThreadTicket:
 
 
 class StreamTicket:
-    """The end of work on a CUDA stream."""
+    """The end of work on a stream: an event there, once the work is submitted to the stream."""
 
-    def __init__(self, event: torch.cuda.Event, what: str, lane: str, limit_s: float) -> None:
-        self._event = event
+    def __init__(self, what: str, lane: str, device: torch.device, limit_s: float) -> None:
         self._what, self._lane, self._limit_s = what, lane, limit_s
+        self._device = device
+        self._event: torch.Event | None = None
+        self._issue = ThreadTicket(what, lane, limit_s)
+
+    def issue(self, event: torch.Event | None, error: BaseException | None = None) -> None:
+        """Called by the lane, once: `event` stands behind the work, or the work failed."""
+        self._event = event
+        self._issue.finish(error)
 
     def done(self) -> bool:
-        return bool(self._event.query())
+        return self._event is not None and bool(self._event.query())
+
+    def issued(self) -> bool:
+        return self._issue.done()
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        devices.current_stream(self._device).wait_event(self._end())
 
     def synchronize(self) -> None:
         # The event's own `synchronize` has no limit. Naps grow with the wait, a twentieth of it.
-        start = time.perf_counter()
-        while not self._event.query():
+        event, start = self._end(), time.perf_counter()
+        while not event.query():
             waited = time.perf_counter() - start
             if waited > self._limit_s:
                 raise _too_late(self._what, self._lane, self._limit_s)
             time.sleep(min(LONGEST_NAP_S, waited / 20))
+
+    def _end(self) -> torch.Event:
+        if self._event is None:
+            self._issue.synchronize()
+        assert self._event is not None
+        return self._event
 
 
 def _too_late(what: str, lane: str, limit_s: float) -> LaneError:
@@ -129,7 +155,9 @@ class WorkLane(Protocol):
     def submit(self, what: str, work: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
         """Queue `work`, to start when the work before it and all of `after` have ended.
 
-        `what` names it in errors.
+        What the calling thread has submitted to the device has ended by then, too: sources are
+        written, and buffers that compute's allocator handed out are no longer in use by what had
+        them before. The calling thread goes on at once. `what` names the work in errors.
         """
         ...
 
@@ -141,7 +169,7 @@ class WorkLane(Protocol):
 class ThreadLane:
     """A lane on a worker thread.
 
-    `device` is the CUDA device whose memory the work may touch. `delay`, if given, returns seconds
+    `device` is the accelerator whose memory the work may touch. `delay`, if given, returns seconds
     to sleep before each item: a test's way to make a missing wait show up as a wrong number.
     """
 
@@ -155,19 +183,16 @@ class ThreadLane:
     ) -> None:
         self.name = name
         self.on_stream = False
-        self._delay, self._limit_s = delay, limit_s
-        # With a CUDA device, the work's copies run on a stream of the lane's own.
-        self._stream = None if device is None else torch.cuda.Stream(device)
-        self._queue: SimpleQueue[tuple[Callable[[], None], Sequence[Ticket], ThreadTicket] | None]
-        self._queue = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"protrain {name}", daemon=True)
-        usual = threading.stack_size(STACK_BYTES)
-        self._thread.start()
-        threading.stack_size(usual)
+        self._delay, self._limit_s, self._device = delay, limit_s, device
+        # With an accelerator, the work's copies run on a stream of the lane's own.
+        self._stream = None if device is None else devices.new_stream(device)
+        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
+        self._thread = started(f"protrain {name}", self._run)
 
     def submit(self, what: str, work: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
         ticket = ThreadTicket(what, self.name, self._limit_s)
-        self._queue.put((work, after, ticket))
+        fence = None if self._device is None else devices.record_event(self._device)
+        self._queue.put(_Item(work, after, fence, ticket.finish))
         return ticket
 
     def close(self) -> None:
@@ -178,49 +203,110 @@ class ThreadLane:
         # One intra-op thread: compute has the others, and a second team would contend with it.
         torch.set_num_threads(1)
         while (item := self._queue.get()) is not None:
-            work, after, ticket = item
             error: BaseException | None = None
             try:
                 if self._delay is not None:
                     time.sleep(self._delay())
-                for other in after:
+                for other in item.after:
                     other.synchronize()
-                if self._stream is None:
-                    work()
-                else:
-                    with torch.cuda.stream(self._stream):
-                        work()
-                    self._stream.synchronize()
+                self._do(item)
             except BaseException as raised:  # noqa: BLE001 - raised again where it is waited for
                 error = raised
             # Work and what it refers to are dropped first: the engine frees, not the lane.
-            del item, work, after
-            ticket.finish(error)
+            finish = item.finish
+            del item
+            finish(error)
+
+    def _do(self, item: "_Item") -> None:
+        if self._stream is None or item.fence is None:
+            item.work()
+            return
+        with self._stream:
+            # Copies wait for what compute was given, on the stream; what the work does in host
+            # memory alone need not.
+            self._stream.wait_event(item.fence)
+            item.work()
+        self._stream.synchronize()
+
+
+class _Item(NamedTuple):
+    """Work in a lane's queue. `fence` is the end of what compute was given before it."""
+
+    work: Callable[[], None]
+    after: Sequence[Ticket]
+    fence: torch.Event | None
+    finish: Callable[[BaseException | None], None]
+
+
+def started(name: str, run: Callable[[], None]) -> threading.Thread:
+    """A thread of the small kind that lanes are."""
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    usual = threading.stack_size(STACK_BYTES)
+    try:
+        thread.start()
+    finally:
+        threading.stack_size(usual)
+    return thread
 
 
 class StreamLane:
-    """A lane on a CUDA stream of its own."""
+    """A lane on a stream of its own.
+
+    Work is submitted to the stream by the thread that computes, unless it follows work of a thread
+    that has not ended (a read from disk, a sum on the host): then by a thread of the lane, which
+    waits in the place of the one that computes.
+    """
 
     def __init__(self, name: str, device: torch.device, *, limit_s: float) -> None:
         self.name = name
         self.on_stream = True
-        self._limit_s = limit_s
-        self._stream = torch.cuda.Stream(device)
+        self._device, self._limit_s = device, limit_s
+        self._stream = devices.new_stream(device)
+        self._queue: SimpleQueue[tuple[_Item, StreamTicket] | None] = SimpleQueue()
+        self._waiting: StreamTicket | None = None  # the last that was left to the thread
+        self._thread: threading.Thread | None = None
 
     def submit(self, what: str, work: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
-        # The stream sees what compute has queued so far: sources are written, and buffers that
-        # compute's allocator handed out are no longer in use by what had them before.
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for other in after:
-                other.wait()
-            work()
-            event = torch.cuda.Event()
-            event.record()
-        return StreamTicket(event, what, self.name, self._limit_s)
+        ticket = StreamTicket(what, self.name, self._device, self._limit_s)
+        item = _Item(work, after, devices.record_event(self._device), lambda _: None)
+        if self._waiting is not None and self._waiting.issued():
+            self._waiting = None
+        if self._waiting is None and all(other.issued() for other in after):
+            ticket.issue(self._issue(item))
+            return ticket
+        if self._thread is None:
+            self._thread = started(f"protrain {self.name}", self._run)
+        self._waiting = ticket
+        self._queue.put((item, ticket))
+        return ticket
 
     def close(self) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(self._limit_s)
         self._stream.synchronize()
+
+    def _issue(self, item: _Item) -> torch.Event:
+        assert item.fence is not None
+        with self._stream:
+            self._stream.wait_event(item.fence)
+            for other in item.after:
+                other.wait()
+            item.work()
+            return devices.record_event(self._device)
+
+    def _run(self) -> None:
+        while (queued := self._queue.get()) is not None:
+            item, ticket = queued
+            event: torch.Event | None = None
+            error: BaseException | None = None
+            try:
+                event = self._issue(item)
+            except BaseException as raised:  # noqa: BLE001 - raised again where it is waited for
+                error = raised
+            del item, queued
+            ticket.issue(event, error)
+            del ticket
 
 
 def ask_for_huge_pages(buffer: torch.Tensor) -> None:
@@ -243,7 +329,7 @@ def _libc() -> ctypes.CDLL:
 
 
 class Backend:
-    """The few things that differ between a CPU and a CUDA device.
+    """The few things that differ between the host's own memory and an accelerator.
 
     `limit_s` is how long a wait for a lane may take before it is a fault.
     """
@@ -256,29 +342,38 @@ class Backend:
         limit_s: float = WAIT_LIMIT_S,
     ) -> None:
         self.device = device
-        self.is_cuda = device.type == "cuda"
+        self.on_host = devices.on_host(device)
         self._delay, self._limit_s = delay, limit_s
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """A new buffer on the device.  # uint8 [num_bytes]"""
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        if not self.is_cuda and num_bytes >= HUGE_PAGES_FROM:
+        if self.on_host and num_bytes >= HUGE_PAGES_FROM:
             ask_for_huge_pages(buffer)
         return buffer
 
     def empty_host(self, num_bytes: int) -> torch.Tensor:
-        """A new buffer in host memory, pinned where there is a device.  # uint8 [num_bytes]
+        """A new buffer in host memory, pinned where there is an accelerator.  # uint8 [num_bytes]
 
-        Whole pages and no more: PyTorch's own pinned allocator rounds up to powers of two.
+        Whole pages and no more, where the type of device lets pages be pinned: PyTorch's own
+        pinned allocator rounds up to powers of two. OutOfMemoryError where the system refuses.
         """
-        if not self.is_cuda or not num_bytes:
+        if self.on_host or not num_bytes:
             return torch.empty(num_bytes, dtype=torch.uint8)
-        pages = mmap.mmap(-1, pinned_bytes(num_bytes))
-        buffer = torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes)
-        address, cuda = buffer.data_ptr(), torch.cuda.cudart()
-        torch.cuda.check_error(cuda.cudaHostRegister(address, len(pages), 0))
+        pin = devices.of_type(self.device).pin
+        with explained_exhaustion(
+            fix="let the process pin more (ulimit -l), or plan with a smaller --host-memory",
+            what=f"{format_bytes(num_bytes)} of host memory cannot be pinned",
+        ):
+            if pin is None:
+                return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            pages = mmap.mmap(-1, pinned_bytes(num_bytes))
+            buffer = torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes)
+            if num_bytes >= HUGE_PAGES_FROM:  # before they are pinned, which touches them
+                ask_for_huge_pages(buffer)
+            unpin = pin(buffer.data_ptr(), len(pages))
         # The pages live as long as a view of them; they stay pinned while the buffer itself lives.
-        weakref.finalize(buffer, cuda.cudaHostUnregister, address)
+        weakref.finalize(buffer, unpin)
         return buffer
 
     def lane(self, name: str, *, on_device: bool, patient: bool = False) -> WorkLane:
@@ -287,10 +382,10 @@ class Backend:
         A `patient` one has work with a time limit of its own, which is to say first what is late.
         """
         limit_s = self._limit_s * (2 if patient else 1) + (PATIENCE_S if patient else 0)
-        if self.is_cuda and on_device:
+        if on_device and not self.on_host:
             return StreamLane(name, self.device, limit_s=limit_s)
         threads = torch.get_num_threads()
-        device = self.device if self.is_cuda else None
+        device = None if self.on_host else self.device
         lane = ThreadLane(name, delay=self._delay, device=device, limit_s=limit_s)
         lane.submit("the start", nothing, ()).synchronize()
         # The worker's own number of threads also became the default of threads to come.
@@ -299,16 +394,7 @@ class Backend:
 
     def synchronize(self) -> None:
         """Block until the device has done all that was submitted to it."""
-        if self.is_cuda:
-            torch.cuda.synchronize(self.device)
-
-    def fence(self) -> tuple[Ticket, ...]:
-        """The end of all compute submitted so far, for lanes on threads."""
-        if not self.is_cuda:
-            return ()
-        event = torch.cuda.Event()
-        event.record()
-        return (StreamTicket(event, "compute", "compute", self._limit_s),)
+        devices.synchronize(self.device)
 
 
 def nothing() -> None:

@@ -3,8 +3,9 @@
 [Note: who frees what]
 Buffers are allocated and freed by the thread that computes, at slot boundaries only. A lane's work
 borrows the tensors that it reads or fills: `start` is called when the move enters its lane, and
-`end` when the engine has seen its end or has told compute to wait for it. On CUDA that order makes
-the caching allocator safe: a buffer is freed after compute was ordered behind the copy out of it.
+`end` when the engine has seen its end or has told compute to wait for it. On an accelerator that
+order makes the caching allocator safe, whose blocks serve again at once in compute's stream: a
+buffer is freed after compute was ordered behind the copy out of it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -158,7 +159,7 @@ class Moves:
 
         On a CPU these buffers count as the device's.
         """
-        if not self._backend.is_cuda:
+        if self._backend.on_host:
             return 0
         return sum(buffer.numel() for buffer in (*self._ring, *self._gradients.rooms))
 
@@ -274,7 +275,7 @@ class Moves:
 
         def work() -> None:
             for offset, buffer in pairs:
-                store.read(offset, buffer)
+                store.start_read(offset, buffer)
 
         return work
 
@@ -328,7 +329,7 @@ class Moves:
         def work() -> None:
             for storage in storages:
                 assert storage.source is not None
-                store.write(storage.offset, storage.source)
+                store.start_write(storage.offset, storage.source)
 
         return work
 
@@ -343,7 +344,7 @@ class Moves:
         def work() -> None:
             for offset, restored in pairs:
                 assert restored is not None
-                store.read(offset, restored)
+                store.start_read(offset, restored)
 
         return work
 

@@ -18,6 +18,7 @@ import torch
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.plan import Plan
 from protrain_plan.units import format_bytes, format_seconds
+from protrain_runtime import devices
 from protrain_runtime.measure import process_memory
 
 PROBE_BYTES = 16 * 2**20
@@ -45,7 +46,7 @@ class Room:
     swap_bytes      free swap space: not for pinned memory
     resident_bytes  of this process in RAM already
     data_limit      the most private memory that the system lets it hold (RLIMIT_DATA)
-    device_bytes    of a CUDA device, free or in PyTorch's hands
+    device_bytes    what this process's allocator may have of an accelerator, context apart
     disk_bytes      free in the spill directory
     file_limit      the longest file that the process may write (RLIMIT_FSIZE)
     disk_is_memory  the spill directory is a tmpfs
@@ -92,9 +93,8 @@ def check_room(plan: Plan, room: Room, directory: Path) -> None:
             available += room.resident_bytes + room.swap_bytes
         _memory("this process", process + in_memory, available, "the machine has {} left for it")
     else:
-        _memory(
-            "the device", takes.device + takes.context, room.device_bytes, "{} are free", "device"
-        )
+        # What is free is free beside this process's context, which is there by now.
+        _memory("the device", takes.device, room.device_bytes, "it has room for {}", "device")
         pinned, what = takes.host + in_memory, "the machine has {} left for pinned memory"
         _memory("host memory", pinned, room.memory_bytes, what, "host")
     fix = "free some space there, or name another spill directory"
@@ -127,8 +127,8 @@ def _memory(whose: str, takes: int, there: int | None, what: str, option: str = 
 def room_here(device: torch.device, directory: Path) -> Room:
     """What this machine and this process have now."""
     free = None
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    if not devices.on_host(device):
+        free = devices.room_bytes(device)
     if not sys.platform.startswith("linux"):
         return Room(device_bytes=free)
     import resource

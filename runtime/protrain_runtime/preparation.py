@@ -194,7 +194,7 @@ def _attach(
 ) -> None:
     plan, undo = prepared.plan, prepared.undo
     settings = Settings(
-        device="cuda" if backend.is_cuda else "cpu",
+        device=backend.device.type,  # type: ignore[arg-type]
         piece_bytes=plan.piece_bytes,
         updates=plan.updates,
         micro_batches=plan.micro_batches,

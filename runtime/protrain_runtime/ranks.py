@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.plan import Plan
+from protrain_runtime import devices
 
 ANSWER_S = 3.0
 """How long a rank that is there may take to say so; it looks four times a second."""
@@ -63,7 +64,8 @@ class Ranks:
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
         self.num_shards = self.count // num_replicas
         self.shard = self.rank % self.num_shards
-        self.on_stream = device.type == "cuda"
+        self.on_stream = not devices.on_host(device)
+        self._library = devices.collectives(device)
         self._limit_s = limit_s
         self._checkpoints: dist.ProcessGroup | None = None
         self._members = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -87,7 +89,7 @@ class Ranks:
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         members = tuple(self._members[rank] for rank in ranks)
-        return _group(members, "nccl" if self.on_stream else "gloo", self._limit_s)
+        return _group(members, self._library, self._limit_s)
 
     def close(self) -> None:
         """Answer no more. The groups stay, for the next one: see `_group`."""

@@ -12,6 +12,7 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.records import fingerprint
 from protrain_plan.records.plan import Plan
 from protrain_plan.simulation.recording import Recording
+from protrain_runtime import devices
 from protrain_runtime.engine import Observer
 from protrain_runtime.measure import MemoryMeter, device_of, process_memory, storage_bytes
 from protrain_runtime.prepared import below_device, engine_of, plan_of
@@ -82,8 +83,8 @@ def _live_bytes(model: nn.Module, device: torch.device) -> int:
 
     On a CPU the buffers of a host tier are told apart from the device's tensors.
     """
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+    if not devices.on_host(device):
+        return devices.allocated_bytes(device)
     kinds = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
     tensors = [t for t in kinds if not isinstance(t, TakenGradient)]  # a few bytes each
     host, _ = below_device(model)
@@ -134,7 +135,7 @@ def record(model: nn.Module) -> Iterator[Recorder]:
         )
     if engine.recorder is not None:
         raise RuntimeError("the model is being recorded already")
-    engine.recorder = StepTimes(engine.program, is_cuda=next(model.parameters()).is_cuda)
+    engine.recorder = StepTimes(engine.program, device_of(model))
     try:
         yield Recorder(engine.recorder, plan)
     finally:

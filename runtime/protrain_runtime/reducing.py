@@ -82,7 +82,11 @@ class Reductions:
         return work
 
     def _counts(self, present: Sequence[bool]) -> torch.Tensor:
-        return torch.tensor(present, dtype=torch.int32, device=self._backend.device)
+        # Not from a list, which the host would wait to have copied.
+        counts = torch.ones(len(present), dtype=torch.int32, device=self._backend.device)
+        for index in (index for index, there in enumerate(present) if not there):
+            counts[index].zero_()
+        return counts
 
     def _collect(self, chunk: Chunk, groups: range, offsets: dict[str, int]) -> _Sum:
         """Copy gradients to the buffers in which they are added, and free them.
@@ -197,6 +201,6 @@ class Reductions:
 
         def work() -> None:
             for offset, shard in writes:
-                store.write(offset, shard)
+                store.start_write(offset, shard)
 
         return work, [shard for _, shard in writes]

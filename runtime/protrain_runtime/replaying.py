@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from protrain_plan.records.profile import RecomputedForm
+from protrain_runtime import devices
 from protrain_runtime.boundaries import tensors_in
 
 
@@ -313,13 +314,8 @@ def _draws(func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) ->
 
 def _random_state(result: object) -> torch.Tensor:
     """The state of the generator of the device that a result is on."""
-    device = tensors_in(result)[0].device
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return devices.random_state(tensors_in(result)[0].device)
 
 
 def _set_random_state(result: object, state: torch.Tensor) -> None:
-    device = tensors_in(result)[0].device
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+    devices.set_random_state(tensors_in(result)[0].device, state)

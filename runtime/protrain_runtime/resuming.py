@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from protrain_plan.errors import ProtrainError
+from protrain_runtime import devices
 from protrain_runtime.checkpoints import TRAINING, is_distributed, read_index
 from protrain_runtime.chunks import Chunk, Slice
 from protrain_runtime.prepared import Prepared
@@ -348,5 +349,5 @@ class _Resumed:
 def _set_random(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
-    if states["cuda"] and torch.cuda.device_count() == len(states["cuda"]):
-        torch.cuda.set_rng_state_all(states["cuda"])
+    for kind in states.keys() - {"torch", "python"}:
+        devices.set_all_random_states(kind, states[kind])

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from protrain_plan.errors import ProtrainError
+from protrain_runtime import devices
 from protrain_runtime.checkpoints import TRAINING, commit, is_distributed, next_save
 from protrain_runtime.optimizer import PlannedOptimizer
 from protrain_runtime.prepared import Prepared, prepared_of
@@ -229,8 +230,9 @@ def _optimizer_values(
 
 
 def _random() -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate()}
+    kind, states = devices.all_random_states()
+    of_devices = {"cuda": [], kind: states} if kind else {"cuda": []}
+    return {"torch": torch.get_rng_state(), **of_devices, "python": random.getstate()}
 
 
 def _packed(training: Mapping[str, Any]) -> bytes:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from protrain_runtime import devices
 from protrain_runtime.measure import process_memory, storage_bytes
 from protrain_runtime.taken import TakenGradient
 
@@ -18,8 +19,8 @@ class Standing:
     gradients  of all parameters, while they are on the device
     transfers  buffers of chunks, and swapped activations on their way
     staging    what optimizer states and gradients pass through
-    in_all     CPU: what the process holds of the kind that RLIMIT_DATA counts; CUDA: what the
-               allocator gave out
+    in_all     CPU: what the process holds of the kind that RLIMIT_DATA counts; on an accelerator
+               what its allocator gave out
     """
 
     slot: int
@@ -38,8 +39,8 @@ def held_bytes(tensors: Iterable[torch.Tensor | None], device: torch.device) -> 
 
 def all_bytes(device: torch.device) -> int:
     """What the process holds of the memory that `device` has; 0 where the system does not say."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+    if not devices.on_host(device):
+        return devices.allocated_bytes(device)
     try:
         return process_memory().data_bytes
     except OSError:

@@ -1,6 +1,6 @@
 """When the slots and moves of a step ran, seen where they start and end.
 
-What runs on the host is timed by the host's clock. What runs on a CUDA stream is timed by events in
+What runs on the host is timed by the host's clock. What runs on a stream is timed by events in
 that stream, which cost no wait; both count from one moment, at which the device had nothing to do.
 """
 
@@ -13,9 +13,10 @@ import torch
 from protrain_plan.program import Program
 from protrain_plan.simulation.recording import Event
 from protrain_plan.simulation.report import COMPUTE
+from protrain_runtime import devices
 from protrain_runtime.lanes import WorkLane
 
-Stamp = float | torch.cuda.Event
+Stamp = float | torch.Event
 """A moment: the host's clock, or an event that a stream reaches."""
 
 
@@ -32,14 +33,14 @@ class TimedStep:
     """A step that ended. `spans` are in the order in which they ended."""
 
     origin_s: float  # by the host's clock
-    origin_event: torch.cuda.Event | None
+    origin_event: torch.Event | None
+    device: torch.device
     spans: tuple[_Span, ...]
     step_seconds: float
 
     def events(self) -> tuple[Event, ...]:
         """What ran, by when it started; waits for the device."""
-        if self.origin_event is not None:
-            torch.cuda.synchronize()
+        devices.synchronize(self.device)
         events = [
             Event(
                 lane=span.lane,
@@ -62,8 +63,9 @@ class TimedStep:
 class StepTimes:
     """What an engine tells of the steps of `program`; `last` is the last one that ended."""
 
-    def __init__(self, program: Program, *, is_cuda: bool) -> None:
-        self._program, self._is_cuda = program, is_cuda
+    def __init__(self, program: Program, device: torch.device) -> None:
+        self._program, self._device = program, device
+        self._on_host = devices.on_host(device)
         self.last: TimedStep | None = None
         self._spans: list[_Span] = []
         self._slot: tuple[str, Stamp] | None = None  # that computes, and since when
@@ -72,9 +74,9 @@ class StepTimes:
         """A step begins; what was seen of one that did not end is forgotten."""
         self._spans, self._slot = [], None
         self._origin_event = None
-        if self._is_cuda:
-            torch.cuda.synchronize()
-            self._origin_event = _event()
+        devices.synchronize(self._device)
+        if not self._on_host:
+            self._origin_event = self._event()
         self._origin_s = time.perf_counter()
 
     def enter(self, slot: int) -> None:
@@ -92,38 +94,34 @@ class StepTimes:
         """The work of a move, which notes when its lane runs it."""
         name, lane_name = self._program.move_name(number), str(self._program.moves[number].lane)
         spans = self._spans  # of this step, whenever the lane comes to it
-        stamp: Callable[[], Stamp] = _event if lane.on_stream else _host_time
+        stamp: Callable[[], Stamp] = self._event if lane.on_stream else _host_time
 
         def run() -> None:
             start = stamp()
             work()
-            if self._is_cuda and not lane.on_stream:
-                torch.cuda.current_stream().synchronize()  # the lane's own, for its copies
+            if not (self._on_host or lane.on_stream):
+                devices.current_stream(self._device).synchronize()  # the lane's own, for its copies
             spans.append(_Span(lane_name, name, start, stamp()))
 
         return run
 
     def end(self) -> None:
         """Every move of the step has ended, and so has the device's update."""
-        if self._is_cuda:
-            torch.cuda.synchronize()
+        devices.synchronize(self._device)
         self.last = TimedStep(
             origin_s=self._origin_s,
             origin_event=self._origin_event,
+            device=self._device,
             spans=tuple(self._spans),
             step_seconds=time.perf_counter() - self._origin_s,
         )
 
     def _now(self) -> Stamp:
-        return _event() if self._is_cuda else _host_time()
+        return _host_time() if self._on_host else self._event()
+
+    def _event(self) -> torch.Event:
+        return devices.record_event(self._device, timing=True)
 
 
 def _host_time() -> float:
     return time.perf_counter()
-
-
-def _event() -> torch.cuda.Event:
-    """The moment at which the current stream has done what was submitted to it."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

@@ -9,6 +9,9 @@ import ctypes
 import errno
 import os
 import tempfile
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, assert_never
 
@@ -17,11 +20,21 @@ import torch
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.plan import StateTier
 from protrain_plan.units import format_bytes
+from protrain_runtime import devices
 from protrain_runtime.lanes import Backend
+
+PASSAGE_BYTES = 2 * 4 * 2**20
+"""Of pinned memory that a thread's bytes pass through between a file and an accelerator: two halves
+of 4 MiB, each a few hundred times what a transfer costs besides its bytes."""
 
 
 class Store(Protocol):
-    """Bytes at offsets. Reads and writes run on a lane and may overlap if their ranges do not."""
+    """Bytes at offsets. Reads and writes may overlap if their ranges do not.
+
+    `read` and `write` have ended when they return. A lane uses `start_read` and `start_write`: what
+    the hardware can do by itself is only submitted to the current stream, and the lane's ticket
+    tells its end. Until then nobody may free either side, or look at the host's.
+    """
 
     num_bytes: int  # how far the store reaches
 
@@ -37,8 +50,16 @@ class Store(Protocol):
         """Fill `target` (uint8, contiguous, on the device or the host) from the store."""
         ...
 
+    def start_write(self, offset: int, source: torch.Tensor) -> None:
+        """`write`, on the current stream."""
+        ...
+
+    def start_read(self, offset: int, target: torch.Tensor) -> None:
+        """`read`, on the current stream."""
+        ...
+
     def close(self) -> None:
-        """Free everything."""
+        """Free everything. What is in flight has ended before."""
         ...
 
 
@@ -47,14 +68,12 @@ class HostStore:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._buffers: dict[int, torch.Tensor] = {}  # offset -> uint8 [bytes]
+        self._starts: list[int] = []  # of the buffers, ascending
+        self._buffers: list[torch.Tensor] = []  # uint8 [bytes]
         self.num_bytes = 0
 
     def reserve(self, num_bytes: int) -> int:
-        offset = self.num_bytes
-        self._buffers[offset] = self._empty(num_bytes)
-        self.num_bytes += num_bytes
-        return offset
+        return self.hold(self._empty(num_bytes))
 
     def _empty(self, num_bytes: int) -> torch.Tensor:
         return self._backend.empty_host(num_bytes)
@@ -62,22 +81,32 @@ class HostStore:
     def hold(self, buffer: torch.Tensor) -> int:
         """Take a buffer that there is as a reservation; returns its offset.  # uint8 [bytes]"""
         offset = self.num_bytes
-        self._buffers[offset] = buffer
+        self._starts.append(offset)
+        self._buffers.append(buffer)
         self.num_bytes += buffer.numel()
         return offset
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
         """The bytes in place, for an optimizer that runs on the host.  # uint8 [num_bytes]"""
-        start = max(start for start in self._buffers if start <= offset)
-        return self._buffers[start][offset - start : offset - start + num_bytes]
+        index = bisect_right(self._starts, offset) - 1
+        start = offset - self._starts[index]
+        return self._buffers[index][start : start + num_bytes]
 
     def write(self, offset: int, source: torch.Tensor) -> None:
-        self.view(offset, source.numel()).copy_(source, non_blocking=True)
+        self.view(offset, source.numel()).copy_(source)
 
     def read(self, offset: int, target: torch.Tensor) -> None:
+        target.copy_(self.view(offset, target.numel()))
+
+    def start_write(self, offset: int, source: torch.Tensor) -> None:
+        self.view(offset, source.numel()).copy_(source, non_blocking=True)
+
+    def start_read(self, offset: int, target: torch.Tensor) -> None:
         target.copy_(self.view(offset, target.numel()), non_blocking=True)
 
     def close(self) -> None:
+        self._backend.synchronize()  # pages are not unpinned under a copy
+        self._starts.clear()
         self._buffers.clear()
 
 
@@ -89,10 +118,14 @@ class DeviceStore(HostStore):
 
 
 class DiskStore:
-    """A tier in one unnamed file in `directory`, read and written through the page cache."""
+    """A tier in one unnamed file in `directory`, read and written through the page cache.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    Between the file and an accelerator bytes pass through pinned memory of the calling thread.
+    """
+
+    def __init__(self, directory: Path, backend: Backend | None = None) -> None:
+        self._directory, self._backend = directory, backend
+        self._own = threading.local()
         self.num_bytes = 0
         try:
             self._file = tempfile.TemporaryFile(dir=directory, prefix="protrain-spill-")  # noqa: SIM115 - ours until `close`
@@ -120,7 +153,29 @@ class DiskStore:
         return offset
 
     def write(self, offset: int, source: torch.Tensor) -> None:
-        view = memory_of(source.cpu())
+        if source.device.type == "cpu":
+            self._write(offset, source)
+        else:
+            self._passage.down(source, lambda start, half: self._write(offset + start, half))
+
+    def read(self, offset: int, target: torch.Tensor) -> None:
+        if target.device.type == "cpu":
+            self._read(offset, target)
+        else:
+            self._passage.up(target, lambda start, half: self._read(offset + start, half))
+
+    start_write, start_read = write, read  # files are the thread's own work
+
+    @property
+    def _passage(self) -> "_Passage":
+        if not hasattr(self._own, "passage"):
+            assert self._backend is not None, "only an accelerator's bytes pass through"
+            self._own.passage = _Passage(self._backend)
+        passage: _Passage = self._own.passage
+        return passage
+
+    def _write(self, offset: int, source: torch.Tensor) -> None:
+        view = memory_of(source)
         while view:
             try:
                 written = os.pwrite(self._file.fileno(), view, offset)
@@ -128,9 +183,8 @@ class DiskStore:
                 raise self._failed("written", error.strerror) from error
             view, offset = view[written:], offset + written
 
-    def read(self, offset: int, target: torch.Tensor) -> None:
-        staging = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
-        view = memory_of(staging)
+    def _read(self, offset: int, target: torch.Tensor) -> None:
+        view = memory_of(target)
         while view:
             try:
                 count = os.preadv(self._file.fileno(), [view], offset)
@@ -139,8 +193,6 @@ class DiskStore:
             if count == 0:
                 raise self._failed("read back", "the file is shorter than what was written to it")
             view, offset = view[count:], offset + count
-        if staging is not target:
-            target.copy_(staging)
 
     def close(self) -> None:
         self._file.close()
@@ -151,6 +203,48 @@ class DiskStore:
             source=str(self._directory),
             fix="see whether its disk is full or faulty; train on from a checkpoint",
         )
+
+
+class _Passage:
+    """Two halves of pinned memory: while the file has one, the device copies the other."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._device = backend.device
+        half = PASSAGE_BYTES // 2
+        whole = backend.empty_host(PASSAGE_BYTES)
+        self._whole = whole  # pinned while it lives
+        self._halves = (whole[:half], whole[half:])
+
+    def down(self, source: torch.Tensor, write: Callable[[int, torch.Tensor], None]) -> None:
+        """Copy from the device, in the current stream, and hand every part to `write`."""
+        pending: tuple[int, torch.Tensor, torch.Event] | None = None
+        for start, half in self._parts(source.numel()):
+            half.copy_(source[start : start + half.numel()], non_blocking=True)
+            arrived = devices.record_event(self._device)
+            if pending is not None:
+                pending[2].synchronize()
+                write(*pending[:2])
+            pending = start, half, arrived
+        if pending is not None:
+            pending[2].synchronize()
+            write(*pending[:2])
+
+    def up(self, target: torch.Tensor, read: Callable[[int, torch.Tensor], None]) -> None:
+        """Let `read` fill every part, and copy it to the device in the current stream."""
+        gone: list[torch.Event] = []
+        for start, half in self._parts(target.numel()):
+            if len(gone) > 1:
+                gone[-2].synchronize()  # the half is the device's until then
+            read(start, half)
+            target[start : start + half.numel()].copy_(half, non_blocking=True)
+            gone.append(devices.record_event(self._device))
+        for event in gone[-2:]:
+            event.synchronize()
+
+    def _parts(self, num_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+        size = PASSAGE_BYTES // 2
+        for number, start in enumerate(range(0, num_bytes, size)):
+            yield start, self._halves[number % 2][: num_bytes - start]
 
 
 class Stores:
@@ -172,7 +266,7 @@ class Stores:
             case "host":
                 return HostStore(self._backend)
             case "disk":
-                return DiskStore(self._directory)
+                return DiskStore(self._directory, self._backend)
             case _:
                 assert_never(tier)
 

@@ -5,9 +5,20 @@ their gradients are gone. Code that looks at them there, such as gradient clippi
 scaler, would silently miss them; it gets an error instead.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
+
+
+@cache
+def single(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The one element that stands, expanded, for all that is elsewhere.  # dtype []
+
+    One for all of them: an accelerator's allocator gives every tensor 512 bytes.
+    """
+    with torch.inference_mode(mode=False):  # it outlives an evaluation that asks first
+        return torch.zeros((), dtype=dtype, device=device)
 
 
 class TakenGradient(torch.Tensor):
@@ -16,8 +27,8 @@ class TakenGradient(torch.Tensor):
     @classmethod
     def standing_for(cls, gradient: torch.Tensor) -> "TakenGradient":
         """One of the gradient's shape, dtype and device that holds a single element."""
-        single = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
-        taken: TakenGradient = torch.Tensor._make_subclass(cls, single.expand(gradient.shape))
+        stands = single(gradient.dtype, gradient.device).expand(gradient.shape)
+        taken: TakenGradient = torch.Tensor._make_subclass(cls, stands)
         return taken
 
     @classmethod

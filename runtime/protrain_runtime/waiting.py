@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from protrain_runtime.stores import HostStore, Store
-from protrain_runtime.taken import TakenGradient
+from protrain_runtime.taken import TakenGradient, single
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,8 +87,9 @@ class WaitingGradient(TakenGradient):
 
         `shape` is that of the whole gradient, where this rank has a part of it.
         """
-        single = torch.zeros((), dtype=waiting.dtype, device=waiting.device)
-        expanded = single.expand(waiting.shape if shape is None else shape)
+        expanded = single(waiting.dtype, waiting.device).expand(
+            waiting.shape if shape is None else shape
+        )
         found: WaitingGradient = torch.Tensor._make_subclass(cls, expanded)
         found.waiting = waiting
         return found
