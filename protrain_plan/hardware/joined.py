@@ -85,8 +85,7 @@ def probe_with_ranks(
         # Before the ranks meet: the probe's steps are planned for one device, and are asked for it.
         found = probe(where, spill_directory=spill_directory, name=name, progress=progress)
     before = held_bytes(where)
-    backend = distributed.get_default_backend_for_device(where)
-    distributed.init_process_group(backend, timeout=_WAIT)
+    distributed.init_process_group(devices.collectives(where), timeout=_WAIT)
     try:
         everyone = distributed.group.WORLD
         assert everyone is not None
