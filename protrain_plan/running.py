@@ -103,6 +103,7 @@ def train(
     checkpoints: Checkpoints = NO_CHECKPOINTS,
     rank: int = 0,
     profile: Callable[[], Profile | None] = lambda: None,
+    device: torch.device | str | None = None,
 ) -> Run:
     """Build the plan's model and train it until `num_steps` are done; `plain`: ordinary PyTorch.
 
@@ -112,7 +113,8 @@ def train(
     first steps. `profile` finds the plan's profile, to say what was planned where memory runs out.
     With `recorded` the run has a recording, of two steps: when things ran is that of the last step
     but one, bytes are those of the last. Of several devices this is rank `rank`, with the batches
-    of its turn; `plain` is then DistributedDataParallel.
+    of its turn; `plain` is then DistributedDataParallel. `device` is one of the plan's type, by
+    default the one that is current.
     ProtrainError where the model cannot be built, the plan is not for it, memory ran out, or a
     checkpoint cannot be read or written, or is of another run.
     """
@@ -121,7 +123,13 @@ def train(
         check_writable(checkpoints.directory)
     source = load_source(workload.model, model_config=workload.model_config)
     factory = optimizer_factory(plan.optimizer)
-    device = devices.found(workload.device)
+    device = devices.found(workload.device if device is None else str(device))
+    if device.type != workload.device:
+        raise ProtrainError(
+            f"the plan is for a device of type '{workload.device}', and '{device}' is none",
+            key="--device",
+            fix="profile and plan for that one",
+        )
     with (
         kernels(deterministic=workload.deterministic)
         if is_accelerator(device.type)

@@ -60,6 +60,10 @@ def run(
             "--record", help="Write what ran when in a step, for `protrain report --recording`."
         ),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Which device of the plan's type: cuda:1. Default: the current one."),
+    ] = None,
     spill_directory: SpillOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -109,6 +113,7 @@ def run(
             checkpoints=checkpoints,
             rank=rank,
             profile=beside,
+            device=device,
         )
 
     def beside() -> Profile | None:

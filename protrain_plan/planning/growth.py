@@ -218,6 +218,7 @@ def fitted(
             inputs=(),
         ),
         base_bytes=_aligned(line.bytes(low.base_bytes, high.base_bytes)),
+        fixed_bytes=max(low.fixed_bytes, high.fixed_bytes),
         units=tuple(
             replace(
                 unit,

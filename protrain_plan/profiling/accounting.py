@@ -31,7 +31,8 @@ from protrain_runtime.pieces import elementwise_states, scalar_state_bytes
 class Anatomy:
     """A model's units, their parameters, and what each saves that is its own.
 
-    `base_bytes` are live before the first slot. `plans` say what the units are, as a plan does,
+    `base_bytes` are live before the first slot, and `fixed_bytes` are as in the profile, without
+    what libraries keep. `plans` say what the units are, as a plan does,
     with nothing decided. `writing` blocks write buffers in forward: a second one would do it again.
     Storages take whole blocks of `block` bytes.
     """
@@ -40,6 +41,7 @@ class Anatomy:
     chunks: Sequence[Chunk]
     saved: dict[Form, list[passes.SavedBytes]]
     base_bytes: int
+    fixed_bytes: int
     plans: list[UnitPlan]
     writing: Set[int]
     block: int = 1
@@ -95,26 +97,23 @@ def dissect(
             saved[form] = passes.saved_bytes(
                 model, modules, batch, form, own_inputs=own_inputs, kept=kept
             )
-    chunks = _chunks(model, found, BLOCK_BYTES if is_accelerator(device) else ALIGNMENT)
+    on_blocks = is_accelerator(device)
+    chunks = _chunks(model, found, BLOCK_BYTES if on_blocks else ALIGNMENT)
     parts = [part for chunk in chunks for part in chunk.slices]
-    beside = (
-        _beside_in_blocks(parts, optimizer, precision)
-        if is_accelerator(device)
-        else _scalars_on_host(parts, optimizer)
-    )
     standing = storage_bytes([*model.buffers(), *tensors_in(batch)], block=block)
     return Anatomy(
         found=found,
         chunks=chunks,
         saved=saved,
-        base_bytes=standing + beside + held_inputs,
+        base_bytes=standing + held_inputs + (0 if on_blocks else _scalars(parts, optimizer)),
+        fixed_bytes=_beside_in_blocks(parts, optimizer, precision) if on_blocks else 0,
         plans=_described(found, chunks, keep),
         writing=frozenset(writing),
         block=block,
     )
 
 
-def _scalars_on_host(parts: Sequence[Slice], optimizer: str) -> int:
+def _scalars(parts: Sequence[Slice], optimizer: str) -> int:
     """What stands beside the bytes of units on a CPU.
 
     An optimizer's scalars per parameter (AdamW's step) are cloned while an update is in flight, and

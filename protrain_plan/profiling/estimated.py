@@ -6,7 +6,7 @@ through has been read and not tried:
 
 - Dropout keeps a mask of one byte per element there, and one in the values' dtype here.
 - Attention with a mask, or in float32, saves sums padded to 32 rows, which is not counted.
-- The matrix library keeps workspaces in the allocator: counted in `base_bytes` (`_library_bytes`).
+- The matrix library keeps workspaces in the allocator: counted in `fixed_bytes` (`_library_bytes`).
 - The allocator's segments are larger than what it gives out of them: nothing is held back for that.
 
 Of other accelerators nothing was read: their models are to be profiled where they run.
@@ -208,9 +208,10 @@ def _estimates(
             method="estimated",
             model_fingerprint=fingerprint,
             optimizer=cost,
-            base_bytes=anatomy.base_bytes + _library_bytes(machine.device),
+            base_bytes=anatomy.base_bytes,
             units=tuple(its_units),
             tensors=tensors,
+            fixed_bytes=anatomy.fixed_bytes + _library_bytes(machine.device),
         )
         for machine, cost, its_units in zip(machines, costs, timed, strict=True)
     ]

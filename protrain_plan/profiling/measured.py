@@ -213,7 +213,7 @@ def measure_model(
             absent=elision.elided,
             swapped_bytes=sum(saved.swappable_bytes for saved in anatomy.saved["keep"]),
         )
-        base_bytes = anatomy.base_bytes + libraries.kept_bytes()
+        fixed_bytes = anatomy.fixed_bytes + libraries.kept_bytes()
         progress("counting bytes", 0.2)
         with elided(found, counted) if whole else nullcontext():
             units = weigh(
@@ -251,9 +251,10 @@ def measure_model(
         method="measured",
         model_fingerprint=model_fingerprint(model),
         optimizer=_optimizer(workload, optimizer, model, spill_directory),
-        base_bytes=base_bytes,
+        base_bytes=anatomy.base_bytes,
         units=tuple(filled(_timed(units, seconds, elision), elision)),
         tensors=model_tensors(model),
+        fixed_bytes=fixed_bytes,
     )
     progress("done", 1.0)
     return profile

@@ -9,23 +9,48 @@ import torch
 from protrain_runtime import devices
 from protrain_runtime.measure import MemoryMeter, reachable_bytes
 
+SMALL_BYTES, LARGE_BYTES = 512, 2**20 + 512
+"""Tensors of the sizes that CUDA's allocator takes from segments of their own (2 MiB for those of
+up to 1 MiB, 20 MiB for others; c10/cuda/CUDACachingAllocator.cpp, kSmallSize)."""
+
+_MOST_TENSORS = 2**16
+
 
 class Reserve:
-    """What the allocator holds beyond what it has given out, at most, in the steps that it saw.
+    """What the allocator holds beyond what it has given out, at most, as far as steps show it.
 
     It takes memory from the device in segments and cuts blocks from them; every limit is on the
-    segments. Before each step all that nobody has is given back, so that a step has its own. On a
-    CPU all of it is 0.
+    segments. How much of them stays unused in a step was seen in those that were watched. Another
+    plan's step may begin one more segment of each kind that they had, and hardly use it. Before
+    each step all that nobody has is given back, so that a step has its own. On a CPU all of it is
+    0.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._seen_bytes = 0
+        self._seen: list[tuple[int, int]] = []  # reserved, and given out, at most
         self._meters: list[MemoryMeter] = []
 
     @property
     def most_bytes(self) -> int:
-        return max([self._seen_bytes, *(meter.allocator_bytes for meter in self._meters)])
+        """What plans are to hold back."""
+        if devices.on_host(self._device):
+            return 0
+        seen = [*self._seen, *(meter.reserved_and_allocated for meter in self._meters)]
+        kinds = {self._segment_bytes(SMALL_BYTES), self._segment_bytes(LARGE_BYTES)}
+        largest = max(reserved for reserved, _ in seen)
+        return max(reserved - allocated for reserved, allocated in seen) + sum(
+            segment for segment in kinds if segment <= largest
+        )
+
+    def _segment_bytes(self, num_bytes: int) -> int:
+        """What the allocator takes from the device for one more tensor of this size."""
+        devices.free_cached(self._device)
+        before = devices.reserved_bytes(self._device)
+        held: list[torch.Tensor] = []  # what fits into what there is
+        while devices.reserved_bytes(self._device) == before and len(held) < _MOST_TENSORS:
+            held.append(torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
+        return devices.reserved_bytes(self._device) - before
 
     def meter(self) -> MemoryMeter:
         """A meter of a step that is seen, too."""
@@ -44,8 +69,7 @@ class Reserve:
         devices.reset_peaks(self._device)
         yield
         reserved = devices.peak_reserved_bytes(self._device)
-        beyond = reserved - devices.peak_allocated_bytes(self._device)
-        self._seen_bytes = max(self._seen_bytes, beyond)
+        self._seen.append((reserved, devices.peak_allocated_bytes(self._device)))
 
 
 class Libraries:
@@ -59,7 +83,10 @@ class Libraries:
     def __init__(self, device: torch.device) -> None:
         """Before the first step: what Python can reach now is not theirs."""
         self._device = device
-        self._before_bytes = 0 if devices.on_host(device) else reachable_bytes(device)
+        self._before_bytes = 0
+        if not devices.on_host(device):
+            gc.collect()  # what nobody names any more would be missing later
+            self._before_bytes = reachable_bytes(device)
 
     def kept_bytes(self) -> int:
         """What stands besides, now that no step runs and no gradient is there."""

@@ -129,7 +129,9 @@ class Profile:
 
     `tensors` names the model's parameters and buffers with their shapes and dtypes, equal ones in
     one line (`model.layers.0-29.mlp.up_proj.weight 1536x576 float32 trainable`), so that a plan can
-    say what changed in a model that it was not made for.
+    say what changed in a model that it was not made for. `fixed_bytes` stand on an accelerator
+    whatever the batch: workspaces that its libraries keep in the allocator, scalars, which take a
+    block each there, and what rounds states up to blocks.
     """
 
     workload: Workload
@@ -137,8 +139,7 @@ class Profile:
     method: Literal["measured", "estimated"]
     model_fingerprint: str  # of module structure, shapes and dtypes
     optimizer: OptimizerCost
-    # Live bytes before the first slot: the batch, buffers, last step's loss; on an accelerator also
-    # what its libraries keep in the allocator, and scalars, which take a block each there.
-    base_bytes: int
+    base_bytes: int  # live bytes before the first slot: the batch, buffers, last step's loss
     units: tuple[Unit, ...]
     tensors: tuple[str, ...] = ()
+    fixed_bytes: int = 0

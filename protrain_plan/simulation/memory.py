@@ -106,7 +106,7 @@ def holdings(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> I
 def base_bytes(profile: Profile, settings: Settings) -> int:
     """What stands on the device in every slot, whatever is decided."""
     gaps = gap_bytes(profile.tensors, settings.device) if settings.num_devices > 1 else 0
-    return profile.base_bytes + gaps
+    return profile.base_bytes + profile.fixed_bytes + gaps
 
 
 _SHARDED_COPIES = 3
@@ -272,7 +272,7 @@ def checkpoint_bytes(plans: Sequence[UnitPlan], profile: Profile) -> int:
         for plan, unit in zip(plans, profile.units, strict=True)
         if isinstance(plan.states, Persistent)
     )
-    return profile.base_bytes + standing + SAVING_BYTES
+    return profile.base_bytes + profile.fixed_bytes + standing + SAVING_BYTES
 
 
 def evaluation_bytes(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> int:

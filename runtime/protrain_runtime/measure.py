@@ -49,9 +49,9 @@ class MemoryMeter:
     then (`storage_bytes`) to get absolute numbers, or nothing to get what the code adds.
 
     On an accelerator the numbers are those of its allocator (whole blocks of 512 bytes); its peak
-    statistics are reset at every mark, and `allocator_bytes` is what it held beyond what it had
-    given out: its most reserved less its most allocated bytes. On a CPU they are exact,
-    intra-operator temporaries included, but come from the profiler's allocation events, so:
+    statistics are reset at every mark, and `reserved_and_allocated` are the highest of them. On a
+    CPU they are exact, intra-operator temporaries included, but come from the profiler's allocation
+    events, so:
 
     - only the entering thread is seen; a backward of CPU tensors runs in the thread that calls it;
     - a block that another thread frees counts until its address is given out again;
@@ -118,10 +118,9 @@ class MemoryMeter:
         return self._segments
 
     @property
-    def allocator_bytes(self) -> int:
-        """What an accelerator's allocator held beyond what it had given out; 0 on a CPU."""
-        most = max((peak for peak, _ in self._readings), default=0)
-        return max(0, self._reserved_bytes - most)
+    def reserved_and_allocated(self) -> tuple[int, int]:
+        """The most bytes that an accelerator's allocator held, and gave out; zeros on a CPU."""
+        return self._reserved_bytes, max((peak for peak, _ in self._readings), default=0)
 
     def _read(self) -> None:
         # The allocator counts on the host when an operator is issued: no synchronisation.
