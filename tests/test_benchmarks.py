@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import accuracy_page, paper, ranks, runtime_page
+from benchmarks import accuracy_page, paper, ranks, runtime_page, updates
 from benchmarks.gpu import parts as gpu
 from benchmarks.peers.building import built
 from benchmarks.peers.cells import Results, run_all
@@ -125,6 +125,17 @@ def test_the_runtimes_speed_on_a_tiny_model(tmp_path: Path) -> None:
         assert [len(one.ours) for one in rounds.rounds] == [1, 1]
         assert (rounds.simulated_ratio is not None) == (name == "offload")
     assert out.with_suffix(".md").read_text() == runtime_page.page(found)
+
+
+def test_the_speed_of_a_small_chunks_update(tmp_path: Path) -> None:
+    """Every way runs; nothing is asked of seconds."""
+    out = tmp_path / "updates.json"
+    _run("benchmarks.updates", "--quick", "--out", str(out))
+    document = json.loads(out.read_text())
+    for kind in document["lane"]:
+        assert [len(seconds) for seconds in kind["seconds"].values()] == [2, 2, 2]
+    assert [len(seconds) for seconds in document["masters"]["seconds"].values()] == [2, 2]
+    assert out.with_suffix(".md").read_text() == updates.page(document)
 
 
 def _run(*arguments: str) -> str:
@@ -319,7 +330,7 @@ def test_a_prediction_for_the_papers_models(tmp_path: Path) -> None:
 
 
 RESULTS = ROOT / "benchmarks/results"
-STEMS = ("accuracy", "cpu", "gpu", "paper", "ranks", "runtime")
+STEMS = ("accuracy", "cpu", "gpu", "paper", "ranks", "runtime", "updates")
 MADE_BY = [path for path in sorted(RESULTS.glob("*.json")) if path.stem in STEMS]
 
 
@@ -335,6 +346,8 @@ def test_committed_tables_follow_from_committed_results(path: Path) -> None:
             expected = ranks.markdown(document)
         case "runtime":
             expected = runtime_page.page(document)
+        case "updates":
+            expected = updates.page(document)
         case stem:
             expected = markdown(document, title=stem)
     assert path.with_suffix(".md").read_text() == expected

@@ -23,6 +23,7 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.records.plan import Offload, Plan, Swap
 from protrain_runtime import prepare, restore
+from protrain_runtime.devices import on_host
 from protrain_runtime.lanes import Backend, LaneError
 from protrain_runtime.measure import process_memory, storage_bytes
 from protrain_runtime.prepared import engine_of
@@ -35,6 +36,7 @@ from tests.runtime_cases import (
     build,
     decided,
     described,
+    device,
     outcome,
     plan_for,
     step,
@@ -214,15 +216,22 @@ def ctrl_c() -> Iterator[Callable[[], None]]:
 @pytest.mark.parametrize("slot", [0, 2, UNITS - 1, UNITS, 2 * UNITS - 3, 2 * UNITS - 1])
 def test_an_interrupted_step_is_given_up(slot: int, clipped: bool, tmp_path: Path) -> None:
     """In forward always, in backward where no update has begun: later steps are plain ones."""
-    if slot > UNITS and not clipped:
+    # An accelerator's backward runs in a thread of its own, and ends before Python is asked.
+    to_the_end = slot >= UNITS and not on_host(device())
+    if (slot > UNITS or to_the_end) and not clipped:
         with nothing_left(tmp_path):
             error = interrupted_backward(build(NAME), slot, tmp_path)
-        assert error == (
+        cut_short = (
             "a second forward began after backward() was cut short: this plan updates offloaded"
             " parameters during backward, so that some are updated and some are not. Go on from a"
             " checkpoint, with a model that is built anew; under a plan with --clip a step that is"
             " cut short is given up"
         )
+        ended = (
+            "a second forward began between backward() and optimizer.step(): this plan updates"
+            " offloaded parameters during backward, so every backward needs its step"
+        )
+        assert error == (ended if to_the_end else cut_short)
         return
     model = build(NAME)
     with nothing_left(tmp_path), ctrl_c() as interrupt:

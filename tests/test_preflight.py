@@ -54,8 +54,9 @@ SMALLER = "\n  fix: plan with a smaller --device-memory, and run that plan"
         ),
         (
             "cuda",
-            Room(device_bytes=149 * MIB),
-            "the plan takes up to 150.00 MiB of the device, and 149.00 MiB are free" + SMALLER,
+            Room(device_bytes=99 * MIB),
+            "the plan takes up to 100.00 MiB of the device, and it has room for 99.00 MiB"
+            + SMALLER,
         ),
         (
             "cuda",
@@ -88,7 +89,8 @@ def test_too_little_room_is_one_message(device: str, room: Room, message: str) -
     [
         ("cpu", Room()),
         ("cpu", Room(memory_bytes=150 * MIB, resident_bytes=30 * MIB, data_limit=180 * MIB)),
-        ("cuda", Room(memory_bytes=30 * MIB, device_bytes=150 * MIB, data_limit=1)),
+        # The context is there before anybody asks, so that what is free is free beside it.
+        ("cuda", Room(memory_bytes=30 * MIB, device_bytes=100 * MIB, data_limit=1)),
         ("cpu", Room(disk_bytes=400 * MIB, file_limit=400 * MIB)),
     ],
 )

@@ -17,6 +17,7 @@ from protrain_plan.hardware.interference import in_worker, update_speeds
 from protrain_plan.hardware.probe import host_memory_bytes, probe
 from protrain_plan.records import read_hardware, write_hardware
 from protrain_plan.records.hardware import Hardware
+from protrain_plan.records.profile import DType, Precision
 
 HOW_TO = Path(__file__).parent.parent / "docs/how-to/several-gpus.md"
 PROTRAIN, TORCHRUN = (Path(sys.executable).with_name(name) for name in ("protrain", "torchrun"))
@@ -192,10 +193,12 @@ def test_nodes_of_one_rank_have_nothing_within(tmp_path: Path) -> None:
     assert hardware.sources[1] == "interconnect: measured by 2 ranks, 1 in a node"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_update_speeds_are_those_of_a_machine(dtype: str) -> None:
-    assert dtype in ("float32", "bfloat16")
-    lane, device = update_speeds("float32" if dtype == "float32" else "bfloat16", (64, 4096))
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [("float32", "pure"), ("bfloat16", "pure"), ("bfloat16", "master"), ("bfloat16", "autocast")],
+)
+def test_update_speeds_are_those_of_a_machine(dtype: DType, precision: Precision) -> None:
+    lane, device = update_speeds(dtype, (64, 4096), precision=precision)
     assert 0 < lane < 1e12
     assert 0 < device < 1e12
 

@@ -46,6 +46,7 @@ from protrain_runtime.optimizer import read_state
 from protrain_runtime.pieces import elementwise_states
 from protrain_runtime.state_dicts import read_parameter
 from protrain_runtime.stores import DiskStore, HostStore
+from protrain_runtime.update_team import UpdateTeam
 from tests.runtime_cases import (
     ADAMW,
     FRACTIONAL,
@@ -242,7 +243,8 @@ def test_updates_from_disk_on_the_host_of_a_gpu_match_plain_torch_bitwise(
 ) -> None:
     """A GPU machine's moves on this one: states and parameters come from disk through staging.
 
-    Run one after the other, without lanes; frozen parameters lie between the others.
+    Run one after the other, without lanes, the updates by three threads; frozen parameters lie
+    between the others.
     """
     model, reference = build(name), build(name)
     for each in (model, reference):
@@ -260,6 +262,7 @@ def test_updates_from_disk_on_the_host_of_a_gpu_match_plain_torch_bitwise(
         chunk.unbind(chunk.every_group)
     sizes = [chunk.size({torch.float32: 8}) for chunk in chunks]
     program = compile_plan(units, sizes, Settings(device="cuda", piece_bytes=15_000))
+    team = UpdateTeam(3, smallest=64)
     moves = Moves(
         program,
         units,
@@ -268,6 +271,7 @@ def test_updates_from_disk_on_the_host_of_a_gpu_match_plain_torch_bitwise(
         swap_stores={},
         factory=ADAMW,
         options=lambda: {part.name: {} for chunk in chunks for part in chunk.slices},
+        team=team,
     )
     plainly = ADAMW([p for p in reference.parameters() if p.requires_grad])
     random_numbers = torch.Generator().manual_seed(3)
@@ -296,6 +300,7 @@ def test_updates_from_disk_on_the_host_of_a_gpu_match_plain_torch_bitwise(
                 found = read_state(chunk, layout, part)
                 assert torch.equal(found, plainly.state[expected[part.name]][layout.key])
     store.close()
+    team.close()
 
 
 # --- what else a training loop does ---------------------------------------------------------------

@@ -10,20 +10,29 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from protrain_plan.models.building import TORCH_DTYPES
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
+from protrain_plan.models.precision import parameter_dtype
 from protrain_plan.records.hardware import Contention
-from protrain_plan.records.profile import DType
-from protrain_runtime import devices
+from protrain_plan.records.profile import DType, Precision
+from protrain_runtime.chunks import OptimizerFactory, make_chunk, offload
+from protrain_runtime.devices import current_stream, found, new_stream, on_host, synchronize
+from protrain_runtime.lanes import Backend, take_one_thread
+from protrain_runtime.masters import with_master_weights
+from protrain_runtime.pieces import Piece, elementwise_states
+from protrain_runtime.stores import HostStore
+from protrain_runtime.update_team import UpdateTeam, spare_threads
 
 Result = TypeVar("Result")
 
 _UPDATE_PARAMETERS = 8 * 2**20  # 128 MiB with gradients and AdamW states: past every cache
+_TIMES_BESIDE_ACCELERATOR = 8  # the caches of its machine, and the threads that share this out
+_COPY_BYTES = 2**26  # as the probe copies them, to measure the link
 _ROUNDS = 3
 _WINDOW_S = 0.15
 _TOKENS, _WIDTH = 256, 768  # a small model's: a few ms on two cores, so windows hold many
@@ -33,18 +42,20 @@ def update_speeds(
     dtype: DType,
     sizes: Sequence[int],
     *,
-    device: torch.device = devices.HOST,
+    device: torch.device | str = "cpu",
     optimizer: str = DEFAULT_OPTIMIZER,
+    precision: Precision = "pure",
 ) -> tuple[float, float]:
     """Parameters per second that one step updates: (in the update lane, on the device).
 
-    The lane is a worker thread with one intra-op thread; the device is the calling thread with
-    the threads it has, or the GPU, and updates tensors of a model's `sizes`: many small ones take
-    longer than few large ones. Both from the median of short steps, first ones excluded.
+    The lane's is `host_update_speed`; the device updates tensors of a model's `sizes`, by the
+    calling thread with the threads it has or on the accelerator: many small ones take longer than
+    few large ones. Both with the master weights of the precision, from the median of short steps,
+    first ones excluded.
     """
-    lane = host_update_speed(dtype, optimizer=optimizer)
+    lane = host_update_speed(dtype, device=device, optimizer=optimizer, precision=precision)
     alike = _alike(sizes)
-    step = update_step(dtype, alike, device=device, optimizer=optimizer)
+    step = update_step(dtype, alike, device=device, optimizer=optimizer, precision=precision)
     return lane, sum(alike) / _median_seconds(step)
 
 
@@ -54,33 +65,116 @@ def _alike(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(min(size, _UPDATE_PARAMETERS) for size in sizes[::every]) or (_UPDATE_PARAMETERS,)
 
 
-def host_update_speed(dtype: DType, *, optimizer: str = DEFAULT_OPTIMIZER) -> float:
-    """Parameters per second that one step in the update lane updates."""
-    step = update_step(dtype, device=devices.HOST, optimizer=optimizer)
-    return _UPDATE_PARAMETERS / in_worker(lambda: _median_seconds(step))
+def host_update_speed(
+    dtype: DType,
+    *,
+    device: torch.device | str = "cpu",
+    optimizer: str = DEFAULT_OPTIMIZER,
+    precision: Precision = "pure",
+) -> float:
+    """Parameters per second that the update lane updates in host memory.
+
+    What runs is the runtime's own: a chunk in host memory, the ranges and the threads that a plan
+    on `device` has, a lane's thread. Beside an accelerator it runs while copies go both ways, which
+    read and write the same memory. The median of short steps, first ones excluded.
+    """
+    here = found(str(device))
+    beside = not on_host(here)
+    num_parameters = _UPDATE_PARAMETERS * (_TIMES_BESIDE_ACCELERATOR if beside else 1)
+    with closing(UpdateTeam(spare_threads(here))) as team:
+        update = lane_update(
+            dtype, team, num_parameters=num_parameters, optimizer=optimizer, precision=precision
+        )
+
+        def seconds() -> float:
+            return in_worker(lambda: _median_seconds(update))
+
+        return num_parameters / (while_copying(here, seconds) if beside else seconds())
+
+
+def lane_update(
+    dtype: DType,
+    team: UpdateTeam,
+    *,
+    num_parameters: int = _UPDATE_PARAMETERS,
+    num_tensors: int = 1,
+    optimizer: str = DEFAULT_OPTIMIZER,
+    precision: Precision = "pure",
+) -> Callable[[], None]:
+    """One update of a chunk in host memory of as many parameters, in equal tensors.
+
+    The states, 16 bytes of float32 per parameter with AdamW, are as long as what is returned.
+    """
+    stored = parameter_dtype(dtype, precision)
+    factory = _factory(optimizer, precision)
+    size = num_parameters // num_tensors
+    values = [torch.full((size,), 0.5, dtype=stored) for _ in range(num_tensors)]
+    named = [(str(number), nn.Parameter(each)) for number, each in enumerate(values)]
+    chunk = make_chunk(0, named, used_by=(0,))
+    store = HostStore(Backend(torch.device("cpu")))
+    offload(chunk, store, {stored: elementwise_states(factory, stored)})
+    chunk.unbind(chunk.every_group)
+    gradients = {part.name: torch.full((size,), 1e-3, dtype=stored) for part in chunk.slices}
+    options = dict.fromkeys(
+        gradients, factory([{"params": [nn.Parameter(torch.zeros(1))]}]).defaults
+    )
+
+    def update() -> None:
+        piece = Piece(chunk, 0, chunk.num_trainable)
+        piece.view_store()
+        piece.update(factory, options, gradients, team)
+        piece.write(parameters=False)
+
+    return update
+
+
+def while_copying(device: torch.device, work: Callable[[], Result]) -> Result:
+    """`work()` in a thread, while copies between pinned memory and the device go both ways."""
+    backend = Backend(device)
+    ends = [(backend.empty_host(_COPY_BYTES), backend.empty(_COPY_BYTES)) for _ in range(2)]
+    (up_host, up_device), (down_host, down_device) = ends
+    up, down = new_stream(device), new_stream(device)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        result = pool.submit(work)
+        while not result.done():
+            with up:
+                up_device.copy_(up_host, non_blocking=True)
+            with down:
+                down_host.copy_(down_device, non_blocking=True)
+            up.synchronize()
+            down.synchronize()
+        return result.result()
 
 
 def update_step(
     dtype: DType,
     sizes: Sequence[int] = (_UPDATE_PARAMETERS,),
     *,
-    device: torch.device,
+    device: torch.device | str,
     optimizer: str = DEFAULT_OPTIMIZER,
+    precision: Precision = "pure",
 ) -> Callable[[], None]:
-    """One optimizer step on tensors of `sizes`; it returns when the step has ended."""
+    """One optimizer step on tensors of `sizes`; it returns when the device has ended it."""
+    here = found(str(device))
+    stored = parameter_dtype(dtype, precision)
     parameters = [
-        nn.Parameter(torch.full((size,), 0.5, dtype=TORCH_DTYPES[dtype], device=device))
-        for size in sizes
+        nn.Parameter(torch.full((size,), 0.5, dtype=stored, device=here)) for size in sizes
     ]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 1e-3)
-    stepper = optimizer_factory(optimizer)(parameters)
+    stepper = _factory(optimizer, precision)([{"params": parameters}])
 
     def step() -> None:
         stepper.step()
-        devices.synchronize(device)
+        synchronize(here)
 
     return step
+
+
+def _factory(optimizer: str, precision: Precision) -> OptimizerFactory:
+    """What `prepare` makes optimizers by."""
+    plain = optimizer_factory(optimizer)
+    return with_master_weights(plain) if precision == "master" else plain
 
 
 def contention(lane: Callable[[], None]) -> Contention:
@@ -90,7 +184,7 @@ def contention(lane: Callable[[], None]) -> Contention:
     every result, in the calling thread with the threads it has; the lane is a worker thread with
     one intra-op thread. Medians of short windows, alone and together.
     """
-    compute = small_compute(devices.HOST)
+    compute = small_compute("cpu")
     compute()
     in_worker(lane)
     compute_kept, lane_kept = [], []
@@ -103,22 +197,23 @@ def contention(lane: Callable[[], None]) -> Contention:
     return Contention(compute=kept_fraction(compute_kept), lane=kept_fraction(lane_kept))
 
 
-def small_compute(device: torch.device) -> Callable[[], None]:
-    """What a model does in some milliseconds; it returns when that has ended."""
+def small_compute(device: torch.device | str) -> Callable[[], None]:
+    """What a model does in some milliseconds; it returns when the device has ended it."""
+    here = found(str(device))
 
     def of(scale: int) -> Callable[[], None]:
-        tokens = torch.full((scale * _TOKENS, scale * _WIDTH), 0.5, device=device)
-        weight = torch.full((scale * _WIDTH, 4 * scale * _WIDTH), 0.5, device=device)
+        tokens = torch.full((scale * _TOKENS, scale * _WIDTH), 0.5, device=here)
+        weight = torch.full((scale * _WIDTH, 4 * scale * _WIDTH), 0.5, device=here)
 
         def compute() -> None:
             hidden = torch.nn.functional.silu(tokens @ weight)
             torch.add(hidden @ weight.T, tokens)
-            if not devices.on_host(device):
-                devices.current_stream(device).synchronize()
+            if not on_host(here):
+                current_stream(here).synchronize()
 
         return compute
 
-    return grown(of, device)[1]
+    return grown(of, here)[1]
 
 
 _SCALES = (1, 2, 4, 8)
@@ -133,14 +228,14 @@ def grown(
     `of` makes it of a scale, by which the sides of its matrices grow.
     """
     work = of(_SCALES[0])
-    if devices.on_host(device):
+    if on_host(device):
         return _SCALES[0], work
     for scale in _SCALES:
         work = of(scale)
         for _ in range(2):  # the first one loads kernels
             start = time.perf_counter()
             work()
-            devices.synchronize(device)
+            synchronize(device)
             seconds = time.perf_counter() - start
         if seconds >= _LONG_ENOUGH_S:
             break
@@ -157,7 +252,7 @@ def in_worker(work: Callable[[], Result]) -> Result:
     num_threads = torch.get_num_threads()
 
     def alone() -> Result:
-        torch.set_num_threads(1)
+        take_one_thread()
         return work()
 
     try:
@@ -175,7 +270,7 @@ def rates_together(compute: Callable[[], None], lane: Callable[[], None]) -> tup
     num_threads = torch.get_num_threads()
 
     def until_stopped() -> float:
-        torch.set_num_threads(1)
+        take_one_thread()
         running.set()
         return runs_per_second(lane, until=stop)
 

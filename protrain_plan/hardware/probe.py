@@ -17,6 +17,7 @@ from protrain_plan.hardware.interference import (
     contention,
     in_worker,
     kept_fraction,
+    lane_update,
     rates_together,
     runs_per_second,
     small_compute,
@@ -31,6 +32,7 @@ from protrain_runtime import devices
 from protrain_runtime.lanes import Backend
 from protrain_runtime.measure import process_memory
 from protrain_runtime.stores import DiskStore
+from protrain_runtime.update_team import UpdateTeam, spare_threads
 
 _BUFFER_BYTES = 2**20
 """What models that a CPU trains move at a time: tensors of up to a few MiB, too small for the huge
@@ -109,12 +111,13 @@ def _below(device: torch.device, directory: Path, dtype: DType, progress: Progre
             host = Tier(name="host", capacity_bytes=host_memory_bytes(), link=pinned.measured())
             progress("measuring what lanes and compute leave each other", 0.6)
             compute = small_compute(device)
-            return _Below(
-                tiers=(host, disk),
-                read=_left_beside(compute, pinned.read),
-                write=_left_beside(compute, pinned.write),
-                update=_left_beside(compute, update_step(dtype, device=devices.HOST)),
-            )
+            with contextlib.closing(UpdateTeam(spare_threads(device))) as team:
+                return _Below(
+                    tiers=(host, disk),
+                    read=_left_beside(compute, pinned.read),
+                    write=_left_beside(compute, pinned.write),
+                    update=_left_beside(compute, lane_update(dtype, team)),
+                )
         progress("measuring the runtime itself", 0.25)
         overheads = measure_overheads(directory)
         progress("measuring what lanes and compute leave each other", 0.3)

@@ -10,7 +10,7 @@ from protrain_plan.hardware.interference import grown, host_update_speed, runs_p
 from protrain_plan.records.hardware import Rates
 from protrain_plan.records.profile import DType
 from protrain_plan.units import four_digits
-from protrain_runtime import devices
+from protrain_runtime.devices import found, synchronize
 
 _ROUNDS = 3
 _CALLS = 1000  # of the small operator in one run: a run is milliseconds
@@ -20,31 +20,30 @@ cores, and the sum is past every cache. On an accelerator both grow until a run 
 (`grown`)."""
 
 
-def measure_rates(device: torch.device, *, dtype: DType) -> Rates:
+def measure_rates(device: torch.device | str, *, dtype: DType) -> Rates:
     """The rates that this process reaches, in the calling thread with the threads it has.
 
     Peak and reached are the same in a measurement: both efficiencies are 1. `dtype` is that of
     the host's updates, which are measured as in the update lane. About 2 s.
     """
+    here = found(str(device))
     return Rates(
-        float32_flops_per_s=four_digits(_flops_per_s(torch.float32, device)),
-        bfloat16_flops_per_s=four_digits(_flops_per_s(torch.bfloat16, device)),
+        float32_flops_per_s=four_digits(_flops_per_s(torch.float32, here)),
+        bfloat16_flops_per_s=four_digits(_flops_per_s(torch.bfloat16, here)),
         compute_efficiency=1.0,
-        memory_bytes_per_s=four_digits(_memory_bytes_per_s(device)),
+        memory_bytes_per_s=four_digits(_memory_bytes_per_s(here)),
         memory_efficiency=1.0,
-        operator_s=four_digits(_operator_s(device)),
-        host_parameters_per_s=four_digits(host_update_speed(dtype)),
+        operator_s=four_digits(_operator_s(here)),
+        host_parameters_per_s=four_digits(host_update_speed(dtype, device=here)),
     )
 
 
 def _flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
     def product(scale: int) -> Callable[[], object]:
         # No constants: multiplying by them draws less power, so that a GPU's clock stays higher.
-        source = torch.Generator(device).manual_seed(0)
+        source, width = torch.Generator(device).manual_seed(0), scale * _WIDTH
         tokens, weight = (
-            torch.rand(scale * _WIDTH, scale * _WIDTH, generator=source, device=device)
-            .sub(0.5)
-            .to(dtype)
+            torch.rand(width, width, generator=source, device=device).sub(0.5).to(dtype)
             for _ in range(2)
         )
         return lambda: linear(tokens, weight)
@@ -61,10 +60,8 @@ def _memory_bytes_per_s(device: torch.device) -> float:
     """
 
     def addition(scale: int) -> Callable[[], object]:
-        left, right = (
-            torch.ones(scale * _SUM_BYTES // 4, dtype=torch.float32, device=device)
-            for _ in range(2)
-        )
+        count = scale * _SUM_BYTES // 4
+        left, right = (torch.ones(count, dtype=torch.float32, device=device) for _ in range(2))
         return lambda: torch.add(left, right)
 
     scale, work = grown(addition, device)
@@ -89,7 +86,7 @@ def _per_second(work: Callable[[], object], device: torch.device) -> float:
 
     def run() -> None:
         work()
-        devices.synchronize(device)
+        synchronize(device)
 
     run()
     return statistics.median(runs_per_second(run) for _ in range(_ROUNDS))

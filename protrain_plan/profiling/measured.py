@@ -14,7 +14,7 @@ from protrain_plan.hardware.overheads import measure_overheads
 from protrain_plan.hardware.probe import probe
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
-from protrain_plan.models.precision import parameter_dtype, stepped_dtype
+from protrain_plan.models.precision import parameter_dtype
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling import passes
 from protrain_plan.profiling.accounting import dissect, weigh
@@ -277,9 +277,14 @@ def _optimizer(
 ) -> OptimizerCost:
     """Its speeds on tensors of the model's sizes. Only a CPU is asked about pieces."""
     where = device_of(model)
-    dtype = stepped_dtype(workload.dtype, workload.precision)
     sizes = [p.numel() for p in model.parameters() if p.requires_grad]
-    host, device = update_speeds(dtype, sizes, device=where, optimizer=name)
+    host, device = update_speeds(
+        workload.dtype,
+        sizes,
+        device=where,
+        optimizer=name,
+        precision=workload.precision,
+    )
     on_host = devices.on_host(where)
     piece_s = measure_overheads(spill_directory, optimizer=name).piece_s if on_host else 0.0
     return OptimizerCost(

@@ -208,10 +208,11 @@ class Chunk:
 
     def bind(self, groups: Iterable[int]) -> None:
         """Let the parameters of these groups be views of their buffers."""
-        for number in groups:
-            for part in self.groups[number].slices:
-                part.parameter.data = part.view(self.buffers[number])
-            self.hollow.discard(number)
+        with torch.inference_mode(mode=False):  # a parameter's, also where a forward is without
+            for number in groups:
+                for part in self.groups[number].slices:
+                    part.parameter.data = part.view(self.buffers[number])
+                self.hollow.discard(number)
 
     def unbind(self, groups: Iterable[int]) -> None:
         """Leave parameters of the right shape that hold nothing.
@@ -222,7 +223,8 @@ class Chunk:
         for number in groups:
             for part in self.groups[number].slices:
                 hollow = single(part.dtype, part.parameter.device)
-                part.parameter.data = hollow.expand(part.shape)
+                with torch.inference_mode(mode=False):
+                    part.parameter.data = hollow.expand(part.shape)
             self.hollow.add(number)
 
     def release(self, groups: Iterable[int]) -> list[torch.Tensor]:

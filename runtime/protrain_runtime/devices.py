@@ -255,4 +255,8 @@ _NEEDED: dict[str, Callable[[torch.device], object]] = {
     "memory statistics": lambda device: (room_bytes(device), peak_reserved_bytes(device)),
     "pinned memory": _can_pin,
     "random states": random_state,
+    # Without it, dropout that is recomputed draws other numbers, and nobody says so.
+    "flag by which torch.utils.checkpoint knows that random states are in use": lambda device: (
+        torch.get_device_module(device)._initialized
+    ),
 }

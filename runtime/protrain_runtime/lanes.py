@@ -200,8 +200,7 @@ class ThreadLane:
         self._thread.join(self._limit_s)
 
     def _run(self) -> None:
-        # One intra-op thread: compute has the others, and a second team would contend with it.
-        torch.set_num_threads(1)
+        take_one_thread()
         while (item := self._queue.get()) is not None:
             error: BaseException | None = None
             try:
@@ -347,7 +346,8 @@ class Backend:
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """A new buffer on the device.  # uint8 [num_bytes]"""
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(mode=False):  # of parameters, whatever forward brings them
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         if self.on_host and num_bytes >= HUGE_PAGES_FROM:
             ask_for_huge_pages(buffer)
         return buffer
@@ -395,6 +395,17 @@ class Backend:
     def synchronize(self) -> None:
         """Block until the device has done all that was submitted to it."""
         devices.synchronize(self.device)
+
+
+def take_one_thread() -> None:
+    """Let the calling thread have one intra-op thread: a second team would contend with compute's.
+
+    It is asked for its number first: a thread that was never asked takes the process's own when it
+    first needs one, whatever it has set. What it sets also becomes the process's own, for threads
+    to come: whoever started this one sets that back.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(1)
 
 
 def nothing() -> None:

@@ -35,6 +35,7 @@ from protrain_runtime.pieces import Piece
 from protrain_runtime.ranks import Ranks
 from protrain_runtime.reducing import Reductions
 from protrain_runtime.stores import DeviceStore, HostStore, Store
+from protrain_runtime.update_team import UpdateTeam
 
 Options = Mapping[str, Mapping[str, Any]]
 """Hyperparameters by parameter name."""
@@ -76,7 +77,7 @@ class Moves:
     """The data side of a programme: chunks, swapped activations, optimizer pieces.
 
     `program` is the one that ends with an update, which has every kind of move; `clear` sets which
-    one runs. `options` returns the hyperparameters that hold now.
+    one runs. `options` returns the hyperparameters that hold now. `team` updates beside compute.
     """
 
     def __init__(
@@ -90,7 +91,9 @@ class Moves:
         factory: OptimizerFactory,
         options: Callable[[], Options],
         ranks: Ranks | None = None,
+        team: UpdateTeam | None = None,
     ) -> None:
+        self._team = UpdateTeam() if team is None else team
         self._program, self._plans, self._chunks = program, plans, chunks
         self._backend, self._swap_stores = backend, swap_stores
         self.buffers = Buffers(backend)
@@ -306,7 +309,7 @@ class Moves:
         """The optimizer's step on a shard on the device, by the thread that computes."""
         piece = Piece(chunk.own, 0, chunk.own.num_trainable)
         piece.view_store()
-        piece.update(self._factory, self._options(), piece.waiting_gradients())
+        piece.update(self._factory, self._options(), {})
         piece.write(parameters=False)
 
     def _reduce(self, number: int, move: Move, chunk: Chunk) -> Work:
@@ -394,7 +397,7 @@ class Moves:
         def work() -> None:
             if on_host:
                 piece.view_store()
-            piece.update(self._factory, options, {**piece.waiting_gradients(), **gradients})
+            piece.update(self._factory, options, gradients, self._team)
             if on_host:
                 piece.write(parameters=False)
 

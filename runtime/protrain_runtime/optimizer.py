@@ -7,6 +7,7 @@ user's own class with the options that its group holds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, overload
 
 import torch
@@ -20,6 +21,7 @@ from protrain_runtime.chunks import (
     flat_storage_order,
 )
 from protrain_runtime.engine import Engine
+from protrain_runtime.masters import MasterOptimizer
 
 ParameterGroups = Sequence[Mapping[str, Any]]
 
@@ -31,6 +33,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._inner = inner
         self._names = dict(names)
         self._chunks: Sequence[Chunk] = ()
+        self._persistent: Sequence[Chunk] = ()
         self._engine: Engine | None = None
         self._used: list[dict[str, Any]] = []  # the groups' options when backward updated with them
         # The groups are shared with the inner optimizer, not copied: one set of options.
@@ -45,6 +48,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def attach(self, chunks: Sequence[Chunk], engine: Engine) -> None:
         """Take charge of offloaded `chunks`; `engine` updates them."""
         self._chunks = [chunk for chunk in chunks if chunk.store is not None]
+        self._persistent = [chunk for chunk in chunks if chunk.store is None]
         self._engine = engine
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -93,6 +97,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
         for chunk in self._chunks:
             chunk.drop_taken()
         self._engine.update_shards()
+        if isinstance(self._inner, MasterOptimizer):
+            # What the plan counts: the workspace of a step on the largest chunk.
+            self._inner.room_elements = max(map(_due_elements, self._persistent), default=0)
         self._inner.step()
         self._engine.finish_step()
         self._used = []
@@ -124,7 +131,15 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, here or in plain PyTorch, under any plan."""
         self._settle("optimizer.load_state_dict() was called")
-        self._inner.load_state_dict(state_dict)
+        below = self._states_below(state_dict)
+        # The inner optimizer brings what it loads to the parameters' device: not these.
+        others = {k: v for k, v in state_dict["state"].items() if k not in below}
+        self._inner.load_state_dict({**state_dict, "state": others})
+        states = {
+            name: state_dict["state"][number]
+            for number, name in below.items()
+            if number in state_dict["state"]
+        }
         # Loading replaced the inner optimizer's groups and states by new objects. The list of
         # groups stays the same one: an optimizer that was adopted (and its schedulers) has it too.
         self.param_groups[:] = self._inner.param_groups
@@ -133,10 +148,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
             store = chunk.store
             assert store is not None
             for part in chunk.slices:
-                state = self._inner.state.pop(part.parameter, None)
-                if state is None:
+                if part.name not in states:
                     chunk.updated.discard(part.name)
                     continue
+                state = dict(states[part.name])
                 for layout in chunk.own.states:
                     if chunk.sharding is not None:
                         chunk.sharding.keep_state(layout, part, state.pop(layout.key))
@@ -145,26 +160,62 @@ class PlannedOptimizer(torch.optim.Optimizer):
                     flat = flat_storage_order(values.copy_(state.pop(layout.key)))
                     place = layout.offset + part.start * layout.dtype.itemsize
                     store.write(place, flat.view(torch.uint8))
-                chunk.scalars[part.name] = dict(state)
+                # A fused optimizer has its counters on the device, that of a chunk steps here.
+                chunk.scalars[part.name] = _moved(state, torch.device("cpu"))
                 chunk.updated.add(part.name)
+
+    def _states_below(self, state_dict: Mapping[str, Any]) -> dict[int, str]:
+        """The numbers under which a state dict has offloaded parameters' states, with their names.
+
+        ValueError where the groups are other ones.
+        """
+        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        if sizes != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError(
+                "the state dict has parameter groups of other sizes than the optimizer"
+            )
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        offloaded = {part.name for chunk in self._chunks for part in chunk.slices}
+        names = (
+            (number, self._names[parameter]) for number, parameter in zip(saved, own, strict=True)
+        )
+        return {number: name for number, name in names if name in offloaded}
 
     def give_back(self) -> None:
         """Bring every state home to the inner optimizer, and act as it from now on."""
+        counts_on_device = {
+            parameter
+            for group in self.param_groups
+            if group.get("fused") or group.get("capturable")
+            for parameter in group["params"]
+        }
         for chunk in self._chunks:
             scalars = _scalars(chunk)
             for part in chunk.slices:
                 if part.name in scalars:
                     state = dict(scalars[part.name])
+                    if part.parameter in counts_on_device:
+                        state = _moved(state, part.parameter.device)
                     for layout in chunk.own.states:
                         value = read_state(chunk, layout, part)
                         state[layout.key] = value.to(part.parameter.device)
                     if state:
                         self._inner.state[part.parameter] = state
-        self._chunks, self._engine = (), None
+        self._chunks, self._persistent, self._engine = (), (), None
 
     def _settle(self, what: str) -> None:
         if self._engine is not None:
             self._engine.settle(what)
+
+
+def _moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {k: v.to(device) if torch.is_tensor(v) else v for k, v in state.items()}
+
+
+def _due_elements(chunk: Chunk) -> int:
+    """Elements of the chunk's parameters that have gradients."""
+    return sum(each.numel() for each in chunk.parameters if each.grad is not None)
 
 
 def _scalars(chunk: Chunk) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Pieces: ranges of an offloaded chunk on their way through the optimizer."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +10,41 @@ from torch import nn
 from protrain_plan.errors import ProtrainError
 from protrain_plan.program import PIECE_ALIGNMENT, in_blocks
 from protrain_runtime.chunks import Chunk, OptimizerFactory, Slice
-from protrain_runtime.stores import HostStore, Store
+from protrain_runtime.masters import MasterOptimizer
+from protrain_runtime.stores import HostStore
+from protrain_runtime.update_team import UpdateTeam, ranges
 from protrain_runtime.waiting import scaled
 
 _PARAMETERS, _GRADIENTS = "parameters ", "gradients "
 """Stand for these among the elementwise states, whose keys are names."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """The gradient of the elements of a parameter that a piece covers, as it lies in memory."""
+
+    part: Slice
+    low: int
+    high: int
+    elements: torch.Tensor  # [high - low]
+    factors: Sequence[torch.Tensor]  # that it is to be multiplied by, one after the other
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """What one optimizer of the user's steps on: runs of parameters, and their gradients' factors.
+
+    Ranges share nothing, so that each may be stepped on by a thread of its own.
+    """
+
+    worker: torch.optim.Optimizer
+    shadows: list[tuple[nn.Parameter, Slice, int, int]]
+    factors: list[tuple[torch.Tensor, Sequence[torch.Tensor]]]
+
+    def step(self) -> None:
+        for elements, factors in self.factors:
+            scaled(elements, factors)
+        self.worker.step()
 
 
 @dataclass(slots=True)
@@ -23,6 +53,7 @@ class Piece:
 
     `staging` holds one tensor per elementwise state, filled by "read states" and written back by
     "write states"; before the first step there is nothing to read, and the optimizer makes them.
+    With `in_place` they are the store's own bytes.
     `parameters` are, by name, the elements that the piece covers, where the optimizer runs, and
     `gradients` those of gradients that waited on disk. A piece refers to nothing outside its range:
     what other pieces need may leave the device before it.
@@ -37,6 +68,7 @@ class Piece:
     made: list[tuple[Slice, int, int, dict[str, Any]]] = field(
         default_factory=list[tuple[Slice, int, int, dict[str, Any]]]
     )
+    in_place: bool = False
 
     def parts(self) -> Iterable[tuple[Slice, int, int]]:
         """The parameters that the piece covers, with the element range within each."""
@@ -97,6 +129,7 @@ class Piece:
         """Use the parameters and their states in place, where the store is host memory."""
         store = self.chunk.store
         assert isinstance(store, HostStore)
+        self.in_place = True
         for part, low, high in self.parts():
             size = part.dtype.itemsize
             place = store.view(self.chunk.offset + part.offset + low * size, (high - low) * size)
@@ -106,42 +139,79 @@ class Piece:
             place = store.view(layout.offset + self.start * layout.dtype.itemsize, size)
             self.staging[layout.key] = place.view(layout.dtype)
 
-    def waiting_gradients(self) -> dict[str, torch.Tensor]:
-        """The elements of gradients that waited below the device, as they are due."""
-        found: dict[str, torch.Tensor] = {}
-        for part, low, high in self.parts():
-            waiting = self.chunk.waiting.get(part.name)
-            if waiting is not None and not waiting.is_none():
-                read = self.gradients.get(part.name)
-                elements = waiting.in_host(low, high) if read is None else read
-                found[part.name] = scaled(elements, waiting.factors)
-        return found
-
     def update(
         self,
         factory: OptimizerFactory,
         options: Mapping[str, Mapping[str, Any]],
         gradients: Mapping[str, torch.Tensor],
+        team: UpdateTeam | None = None,
     ) -> None:
-        """The optimizer's own step on this range.
+        """The optimizer's own step on this range, by the team's threads where there is one.
 
         `options` are the hyperparameters by parameter name, `gradients` those of the elements that
-        the piece covers, flat in storage order. Elementwise optimizers compute every element by
-        itself, so a range of a parameter gets the bits that the whole would get.
+        the piece covers and that did not wait below the device, flat in storage order. Elementwise
+        optimizers compute every element by itself, so a range of a parameter gets the bits that the
+        whole would get, and every range starts from the same scalars.
         """
-        shadows: list[tuple[nn.Parameter, Slice, int, int]] = []
-        groups: dict[int, dict[str, Any]] = {}  # by the options that parameters share
+        due = list(self._due(gradients))
+        lengths = [one.high - one.low for one in due]
+        # On a device kernels have threads of their own, and the larger they are, the better.
+        longest = sum(lengths) if team is None else team.longest
+        cut = ranges(lengths, 1, longest=longest) if team is None else team.ranges(lengths)
+        # Here and not in their threads: the first optimizer of a class changes the class.
+        stepped = [
+            self._range(factory, options, [(due[i], start, stop) for i, start, stop in spans])
+            for spans in cut
+        ]
+        for each in stepped:
+            if isinstance(each.worker, MasterOptimizer):
+                # A piece's workspace is counted for all of its elements: this is no more.
+                elements = sum(shadow.numel() for shadow, *_ in each.shadows)
+                each.worker.room_elements = min(elements, longest)
+        if team is None:
+            for each in stepped:
+                each.step()
+        else:
+            team.run([each.step for each in stepped])
+        for each in stepped:
+            for shadow, part, low, high in each.shadows:
+                self.made.append((part, low, high, dict(each.worker.state[shadow])))
+
+    def _due(self, gradients: Mapping[str, torch.Tensor]) -> Iterable[_Due]:
+        """The gradients that there are, from where each of them is."""
         for part, low, high in self.parts():
-            gradient = gradients.get(part.name)
-            if gradient is not None:
-                shadow = nn.Parameter(self.parameters[part.name])
-                shadow.grad = gradient
-                chosen = options[part.name]
-                group = groups.setdefault(id(chosen), {**chosen, "params": []})
-                group["params"].append(shadow)
-                shadows.append((shadow, part, low, high))
-        if not shadows:
-            return
+            elements = gradients.get(part.name)
+            factors: list[torch.Tensor] = []
+            waiting = self.chunk.waiting.get(part.name)
+            if elements is None and waiting is not None and not waiting.is_none():
+                elements = self.gradients.get(part.name)
+                if elements is None:
+                    elements = waiting.in_host(low, high)
+                # Here once, not in every thread: a factor may be on a device.
+                factors = [factor.to(elements.device) for factor in waiting.factors]
+            if elements is not None:
+                yield _Due(part, low, high, elements, factors)
+
+    def _range(
+        self,
+        factory: OptimizerFactory,
+        options: Mapping[str, Mapping[str, Any]],
+        spans: Sequence[tuple[_Due, int, int]],
+    ) -> _Range:
+        """An optimizer over these elements of gradients and of the parameters that have them."""
+        shadows: list[tuple[nn.Parameter, Slice, int, int]] = []
+        scales: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
+        groups: dict[int, dict[str, Any]] = {}  # by the options that parameters share
+        for due, start, stop in spans:
+            part = due.part
+            shadow = nn.Parameter(self.parameters[part.name][start:stop])
+            shadow.grad = due.elements[start:stop]
+            if due.factors:
+                scales.append((shadow.grad, due.factors))
+            chosen = options[part.name]
+            group = groups.setdefault(id(chosen), {**chosen, "params": []})
+            group["params"].append(shadow)
+            shadows.append((shadow, part, due.low + start, due.low + stop))
         worker = factory(groups.values())
         for shadow, part, low, high in shadows:
             first = part.start + low - self.start
@@ -153,28 +223,28 @@ class Piece:
                 for key, values in self.staging.items():
                     state[key] = values[first : first + high - low]
                 worker.state[shadow] = state
-        worker.step()
-        for shadow, part, low, high in shadows:
-            self.made.append((part, low, high, dict(worker.state[shadow])))
+        return _Range(worker, shadows, scales)
 
     def write(self, *, parameters: bool) -> None:
         """Bring the new states, and the parameters where asked for, to the store.
 
-        The last piece of a parameter settles its scalars: until then, every piece of it starts
-        from the same ones.
+        The last range of a parameter settles its scalars: until then, every range of it starts from
+        the same ones.
         """
         store = self.chunk.store
         assert store is not None
+        stepped = {part.name for part, *_ in self.made}
+        for part, low, _ in self.parts() if parameters else ():
+            if part.name in stepped:
+                place = self.chunk.offset + part.offset + low * part.dtype.itemsize
+                store.write(place, self.parameters[part.name].view(torch.uint8))
         for part, low, high, state in self.made:
             first = part.start + low
             for layout in self.chunk.states:
-                values = state.pop(layout.key).view(torch.uint8)
-                place = layout.offset + first * layout.dtype.itemsize
-                if not _lies_in(store, place, values):  # else it was updated where it lives
-                    store.write(place, values)
-            if parameters:
-                place = self.chunk.offset + part.offset + low * part.dtype.itemsize
-                store.write(place, self.parameters[part.name].view(torch.uint8))
+                values = state.pop(layout.key)
+                if not self._stands(layout.key, first - self.start, values):
+                    place = layout.offset + first * layout.dtype.itemsize
+                    store.write(place, values.view(torch.uint8))
             if high == part.numel:
                 self.chunk.scalars[part.name] = state
                 self.chunk.updated.add(part.name)
@@ -183,12 +253,12 @@ class Piece:
         self.parameters.clear()
         self.gradients.clear()
 
-
-def _lies_in(store: Store, offset: int, values: torch.Tensor) -> bool:
-    """Whether `values` (uint8) are the store's own bytes at `offset`."""
-    if not isinstance(store, HostStore):
-        return False
-    return store.view(offset, values.numel()).data_ptr() == values.data_ptr()
+    def _stands(self, key: str, first: int, values: torch.Tensor) -> bool:
+        """Whether these are the store's own bytes, from the piece's element `first` on."""
+        if not self.in_place or key not in self.staging:
+            return False
+        staged = self.staging[key]
+        return values.data_ptr() == staged.data_ptr() + first * staged.itemsize
 
 
 def elementwise_states(

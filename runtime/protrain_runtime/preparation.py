@@ -61,6 +61,7 @@ from protrain_runtime.state_dicts import (
 )
 from protrain_runtime.statistics import with_running_statistics
 from protrain_runtime.stores import Stores
+from protrain_runtime.update_team import UpdateTeam, spare_threads
 
 
 def prepare(
@@ -236,6 +237,8 @@ def _attach(
     sizes = [chunk.size(per_parameter) for chunk in chunks]
     program = compile_plan(plan.units, sizes, settings)
     accumulating = compile_plan(plan.units, sizes, settings, updating=False)
+    team = UpdateTeam(spare_threads(backend.device))
+    undo.append(team.close)
     moves = Moves(
         program,
         plan.units,
@@ -245,6 +248,7 @@ def _attach(
         factory=factory,
         options=prepared.optimizer.options,
         ranks=ranks,
+        team=team,
     )
     # Addresses that stay what they are. Those of offloaded parameters do not: what stands in for
     # them is freed by the first gather, and an activation may come to lie there.

@@ -75,9 +75,12 @@ class StepTimes:
         self._spans, self._slot = [], None
         self._origin_event = None
         devices.synchronize(self._device)
+        before = after = time.perf_counter()
         if not self._on_host:
             self._origin_event = self._event()
-        self._origin_s = time.perf_counter()
+            self._origin_event.synchronize()
+            after = time.perf_counter()
+        self._origin_s = (before + after) / 2  # the event came in between
 
     def enter(self, slot: int) -> None:
         """A slot begins to compute; the one after the last is the device's update."""
@@ -96,7 +99,11 @@ class StepTimes:
         spans = self._spans  # of this step, whenever the lane comes to it
         stamp: Callable[[], Stamp] = self._event if lane.on_stream else _host_time
 
+        copies = self._program.moves[number].lane.direction in ("fetch", "spill")
+
         def run() -> None:
+            if copies and not (self._on_host or lane.on_stream):
+                devices.current_stream(self._device).synchronize()  # it starts behind compute
             start = stamp()
             work()
             if not (self._on_host or lane.on_stream):

@@ -61,6 +61,7 @@ def _module(loaded: Any) -> ModuleType:
     functions: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "_initialized": True,
         "_is_in_bad_fork": lambda: False,
         "device_count": loaded.device_count,
         "current_device": loaded.current_device,

@@ -2,6 +2,7 @@
 #include "emulated.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <ATen/Context.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <pybind11/chrono.h>
@@ -119,6 +120,7 @@ class Collectives final : public c10d::Backend {
 
 PYBIND11_MODULE(emulated_device, module) {
   using namespace emulated;
+  at::globalContext().lazyInitDevice(kType);
   module.def("set_delays", &set_delays);
   module.def("set_cap", &set_cap);
   module.def("cap", &cap);

@@ -119,6 +119,7 @@ void Queue::run() {
     } catch (const std::exception& error) {
       fail(error.what());
     }
+    item.work = nullptr;  // and with it what it held, before the thread waits
   }
 }
 
@@ -589,6 +590,7 @@ size_t cap(c10::DeviceIndex device) { return memory(device).cap; }
 namespace {
 std::mutex pins_mutex;
 std::map<uintptr_t, size_t> pins;
+std::multimap<uintptr_t, size_t> in_flight;  // host memory that a submitted copy reads or fills
 
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t num_bytes) override {
@@ -619,7 +621,25 @@ void pin(uintptr_t address, size_t num_bytes) {
 }
 void unpin(uintptr_t address) {
   std::lock_guard lock(pins_mutex);
-  pins.erase(address);
+  auto found = pins.find(address);
+  if (found == pins.end()) return;
+  for (auto& [start, size] : in_flight)
+    if (start < address + found->second && address < start + size)
+      fail("host memory was unpinned under a copy");
+  pins.erase(found);
+}
+void copy_begins(const void* pointer, size_t num_bytes) {
+  std::lock_guard lock(pins_mutex);
+  in_flight.emplace(reinterpret_cast<uintptr_t>(pointer), num_bytes);
+}
+void copy_ends(const void* pointer, size_t num_bytes) {
+  std::lock_guard lock(pins_mutex);
+  auto [first, past] = in_flight.equal_range(reinterpret_cast<uintptr_t>(pointer));
+  for (auto it = first; it != past; ++it) {
+    if (it->second != num_bytes) continue;
+    in_flight.erase(it);
+    return;
+  }
 }
 bool is_pinned(const void* pointer) {
   const auto address = reinterpret_cast<uintptr_t>(pointer);

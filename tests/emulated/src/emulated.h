@@ -106,6 +106,9 @@ size_t cap(c10::DeviceIndex device);
 void pin(uintptr_t address, size_t num_bytes);
 void unpin(uintptr_t address);
 bool is_pinned(const void* pointer);
+// Of copies by address: memory that is unpinned in between is an error.
+void copy_begins(const void* pointer, size_t num_bytes);
+void copy_ends(const void* pointer, size_t num_bytes);
 c10::Allocator* pinned_allocator();
 
 // ---- random numbers -------------------------------------------------------------------------

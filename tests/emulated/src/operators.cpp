@@ -130,12 +130,26 @@ void need_workspace(c10::DeviceIndex device) {
   held->emplace(key, allocator()->allocate(kWorkspaceBytes));
 }
 
+// Operators whose statistics a CPU kernel has in another dtype than other devices' kernels.
+const std::set<std::string> kNorms{"aten::native_layer_norm", "aten::native_group_norm"};
+
 struct Call {
   const c10::OperatorHandle& op;
   const c10::FunctionSchema& schema;
   std::vector<IValue> arguments;
   c10::DeviceIndex device;
 };
+
+// The input's dtype, or float32 where a weight of float32 meets an input of less.
+Tensor statistic(const Call& call, const Tensor& meta) {
+  auto dtype = call.arguments[0].toTensor().scalar_type();
+  for (auto& value : call.arguments) {
+    each_tensor(value, [&](const Tensor& operand) {
+      if (operand.scalar_type() == at::kFloat) dtype = at::kFloat;
+    });
+  }
+  return meta.to(dtype);
+}
 
 // Which argument an output is, if it is one that the operator writes to.
 const IValue* written(const Call& call, size_t output) {
@@ -223,8 +237,10 @@ void run_later(
       outputs.push_back(*same);
       continue;
     }
-    outputs.push_back(mapped(
-        sizes[n], [&](const Tensor& meta) { return like_on_device(meta, call.device); }));
+    outputs.push_back(mapped(sizes[n], [&](const Tensor& meta) {
+      const bool other = n && kNorms.count(call.schema.name());
+      return like_on_device(other ? statistic(call, meta) : meta, call.device);
+    }));
     fill.emplace_back(n, mapped(outputs.back(), alias_on_host));
   }
   // The operands are addresses alone, as a kernel's are: nothing here keeps device memory.
@@ -347,11 +363,16 @@ Tensor by_address(const Tensor& host) {
   return at::from_blob(memory, host.sizes(), host.strides(), host.options().pinned_memory(false));
 }
 
-void copy_later(Queue& queue, const Tensor& from, const Tensor& to) {
-  queue.submit([from, to] {
+void copy_later(
+    Queue& queue, const Tensor& from, const Tensor& to, const Tensor& host = Tensor()) {
+  const void* memory = host.defined() ? host.const_data_ptr() : nullptr;
+  const size_t size = host.defined() ? host.nbytes() : 0;
+  if (memory) copy_begins(memory, size);
+  queue.submit([from, to, memory, size] {
     at::AutoDispatchBelowADInplaceOrView below;
     at::NoGradGuard no_grad;
     to.copy_(from);
+    if (memory) copy_ends(memory, size);
   });
 }
 
@@ -371,10 +392,11 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   const Tensor& host = down ? target : source;
   const bool direct = is_pinned(host.const_data_ptr());
   if (down) {
-    copy_later(queue, alias_on_host(source), by_address(target));
+    copy_later(queue, alias_on_host(source), by_address(target), target);
   } else {
     // Pageable memory is read into the driver's own before the call returns.
-    copy_later(queue, direct ? by_address(source) : source.clone(), alias_on_host(target));
+    if (direct) copy_later(queue, by_address(source), alias_on_host(target), source);
+    else copy_later(queue, source.clone(), alias_on_host(target));
   }
   if (!non_blocking) wait_on_host(queue.mark(), "blocking copy");
   else if (down && !direct) wait_on_host(queue.mark(), "copy to pageable memory");
@@ -413,6 +435,36 @@ std::tuple<Tensor, Tensor> native_dropout(
   return {input.mul(mask).mul_(kept == 0 ? 0.0 : 1 / kept), mask};
 }
 
+// PyTorch hands convolutions of unknown devices on, in the terms of its own operators.
+template <class... Arguments>
+torch::jit::Stack called(const char* name, Arguments&&... arguments) {
+  auto stack = torch::jit::Stack();
+  torch::jit::push(stack, std::forward<Arguments>(arguments)...);
+  fallback(c10::Dispatcher::singleton().findSchemaOrThrow(name, ""), &stack);
+  return stack;
+}
+
+Tensor convolution(
+    const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+    c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
+    c10::IntArrayRef output_padding, int64_t groups) {
+  return called("aten::convolution", input, weight, bias, stride, padding, dilation, transposed,
+                output_padding, groups)[0].toTensor();
+}
+
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(
+    const Tensor& gradient, const Tensor& input, const Tensor& weight, c10::IntArrayRef stride,
+    c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
+    c10::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> wanted) {
+  auto bias = c10::IValue();
+  if (wanted[2]) bias = std::vector<int64_t>{gradient.size(1)};
+  c10::List<bool> mask({wanted[0], wanted[1], wanted[2]});
+  auto found = called("aten::convolution_backward", gradient, input, weight, bias, stride, padding,
+                      dilation, transposed, output_padding, groups, mask);
+  auto tensor = [&](int n) { return found[n].isNone() ? Tensor() : found[n].toTensor(); };
+  return {tensor(0), tensor(1), tensor(2)};
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
@@ -432,6 +484,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage", &set_whole_storage);
   library.impl("resize_", &resize);
   library.impl("native_dropout", &native_dropout);
+  library.impl("convolution_overrideable", &convolution);
+  library.impl("convolution_backward_overrideable", &convolution_backward);
+  // Not as PyTorch would compose them, whose backward is not the CPU kernel's.
+  for (auto* norm : {"native_layer_norm", "native_group_norm"})
+    library.impl(norm, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 // As on CUDA (ATen/autocast_mode.h), of what the models of the tests run.

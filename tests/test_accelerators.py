@@ -1,18 +1,19 @@
-"""The runtime on a CUDA device: what the CPU's tests ask, asked there, and what only a card shows.
+"""The runtime on accelerators: what the CPU's tests ask, asked there, and what only they show.
 
-Models, batches and plans are those of the CPU's tests, on the card with deterministic kernels.
-Plain steps are taken by an optimizer whose bits do not depend on where it runs (see
-`runtime_cases.on_device`), so that a chunk that is updated on the host must equal one that is
-updated on the card. What AdamW makes of its place is a test of its own.
+Every test runs on the emulated device (marker `emulated`), whose streams are late at random, and on
+a CUDA device where there is one (marker `gpu`), with deterministic kernels. There plain steps are
+taken by an optimizer whose bits do not depend on where it runs (see `runtime_cases.on_device`), so
+that a chunk that is updated on the host must equal one that is updated on the card. What AdamW
+makes of its place is a test of its own.
 """
 
 import gc
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
 
 import pytest
 import torch
@@ -41,9 +42,10 @@ from protrain_plan.running import train
 from protrain_plan.simulation.memory import device_bytes
 from protrain_plan.simulation.sizes import compile_units
 from protrain_plan.simulation.tiers import tier_bytes
-from protrain_runtime import OutOfMemoryError, explain_memory, prepare, record
+from protrain_runtime import OutOfMemoryError, devices, explain_memory, prepare, record
 from protrain_runtime.prepared import below_device, engine_of
 from protrain_runtime.stores import HostStore
+from tests.cards import CARDS, capped, card_called, host_waits
 from tests.pairwise import Row
 from tests.random_models import Shape
 from tests.runtime_cases import (
@@ -54,6 +56,7 @@ from tests.runtime_cases import (
     decision_name,
     described,
     described_by,
+    device,
     mixed,
     on_device,
     plan_for,
@@ -110,23 +113,13 @@ from tests.test_runtime_parity import (  # noqa: F401
     test_transfers_cut_in_two_match_plain_torch_bitwise,
 )
 
-CARD: Literal["cuda"] = "cuda"
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-
-@pytest.fixture(autouse=True)
-def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(autouse=True, params=CARDS)
+def card(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """Models and batches of all that is asked here are on the card."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used
-    torch.use_deterministic_algorithms(mode=True)
-    with on_device(CARD, exact_optimizer=True):
-        yield
-    torch.use_deterministic_algorithms(mode=False)
-    gc.collect()
+    name: str = request.param
+    with card_called(name, request.node.nodeid) as found:
+        yield found
 
 
 # --- everything that a training run may combine ---------------------------------------------------
@@ -160,10 +153,10 @@ def test_a_half_precision_model_is_scaled_like_plain_torch(tmp_path: Path) -> No
             units = decided(described("llama-tied"), Recompute(), Offload(tier="host"))
             plan = replace(plan_for(model, units), updates="after backward")
             model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-        scaler = torch.amp.GradScaler(CARD, init_scale=2.0**40, growth_interval=2)
+        scaler = torch.amp.GradScaler(device().type, init_scale=2.0**40, growth_interval=2)
         seen: list[Tensor | float] = []
         for number in range(6):
-            with torch.autocast(CARD, dtype=torch.float16, cache_enabled=False):
+            with torch.autocast(device().type, dtype=torch.float16, cache_enabled=False):
                 loss = loss_of(call_model(model, batch("llama-tied", number)))
             scaler.scale(loss).backward()
             scaler.step(optimizer)
@@ -223,15 +216,15 @@ DECISIONS: list[tuple[Activations, Placement]] = [
 
 
 @pytest.mark.parametrize("decision", DECISIONS, ids=decision_name)
-def test_steps_do_not_synchronise_the_host(
+def test_steps_wait_for_the_card_no_more_often_than_plain_ones(
     decision: tuple[Activations, Placement], tmp_path: Path
 ) -> None:
-    """Forward and backward of a steady step: PyTorch raises where a call would wait for the card.
+    """Forward and backward of a steady step; what transformers looks at, both wait for.
 
-    The programme's own waits are for events of its lanes, which PyTorch does not count.
+    Waits for a lane's thread, where bytes come from disk, are none for the card.
     """
     ahead = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
-    model = build("llama")
+    plain, model = build("llama"), build("llama")
     units = decided(described("llama"), *decision, ahead)
     model, optimizer = prepare(
         model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path
@@ -239,12 +232,13 @@ def test_steps_do_not_synchronise_the_host(
     inputs = [batch("llama", number) for number in range(4)]
     for number in range(3):
         step("llama", model, optimizer, number)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        loss_of(call_model(model, inputs[3])).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    found = []
+    for each in (plain, model):
+        with host_waits() as waits:
+            loss_of(call_model(each, inputs[3])).backward()
+        found.append(waits)
     optimizer.step()
+    assert found[1] <= found[0]
 
 
 def test_host_memory_is_pinned(tmp_path: Path) -> None:
@@ -263,27 +257,33 @@ def test_host_memory_is_pinned(tmp_path: Path) -> None:
         assert store.view(0, 1).is_pinned()
 
 
-@pytest.fixture(scope="module")
-def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+@pytest.fixture
+def profile(card: torch.device) -> Profile:
     """A small model as the card runs it."""
-    return measure(
-        load_source("tiny-llama"),
-        batch_size=4,
-        seq_len=64,
-        dtype="bfloat16",
-        device=CARD,
-        seed=0,
-        num_steps=2,
-        spill_directory=tmp_path_factory.mktemp("spill"),
-        text=None,
-        progress=lambda *_: None,
-    )
+    return _profiled(str(card))
+
+
+@cache
+def _profiled(_: str) -> Profile:
+    with TemporaryDirectory() as spill:
+        return measure(
+            load_source("tiny-llama"),
+            batch_size=4,
+            seq_len=64,
+            dtype="bfloat16",
+            device=device(),
+            seed=0,
+            num_steps=2,
+            spill_directory=Path(spill),
+            text=None,
+            progress=lambda *_: None,
+        )
 
 
 def bytes_of_others() -> int:
     """Of tensors that other tests have left on the card."""
     gc.collect()
-    return torch.cuda.memory_allocated()
+    return devices.allocated_bytes(device())
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -321,9 +321,9 @@ def test_a_solved_plan_keeps_its_promise(profile: Profile, tmp_path: Path) -> No
 
 def filling(num_bytes: int) -> Iterator[Tensor]:
     """Tensors of this size until the allocator asks the card for more."""
-    reserved = torch.cuda.memory_reserved()
-    while torch.cuda.memory_reserved() == reserved:
-        yield torch.empty(num_bytes, dtype=torch.uint8, device=CARD)
+    reserved = devices.reserved_bytes(device())
+    while devices.reserved_bytes(device()) == reserved:
+        yield torch.empty(num_bytes, dtype=torch.uint8, device=device())
 
 
 def test_memory_that_runs_out_is_told_by_slot(profile: Profile, tmp_path: Path) -> None:
@@ -331,18 +331,17 @@ def test_memory_that_runs_out_is_told_by_slot(profile: Profile, tmp_path: Path) 
     units = decided(described_by(profile), Keep(), Offload(tier="host"))
     plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
     with on_device("cpu"):
-        model = load_source("tiny-llama").build(dtype="bfloat16").to(CARD)
+        model = load_source("tiny-llama").build(dtype="bfloat16").to(device())
     model, _ = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-    inputs = next(load_source("tiny-llama").batches(batch_size=4, seq_len=64, device=CARD))
+    inputs = next(load_source("tiny-llama").batches(batch_size=4, seq_len=64, device=device()))
     held = [*filling(2**16), *filling(2**21)]  # the allocator's small and large blocks
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
-    try:
-        with pytest.raises(OutOfMemoryError) as caught, explain_memory(model, lambda: profile):
-            loss_of(call_model(model, inputs)).backward()
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-        held.clear()
+    with (
+        capped(devices.reserved_bytes(device())),
+        pytest.raises(OutOfMemoryError) as caught,
+        explain_memory(model, lambda: profile),
+    ):
+        loss_of(call_model(model, inputs)).backward()
+    held.clear()
     assert "out of memory" in str(caught.value)
 
 

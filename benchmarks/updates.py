@@ -1,0 +1,273 @@
+"""The host's update lane: parameters per second by threads, and many small masters.
+
+    python -m benchmarks.updates [--device NAME] [--threads N...] [--rounds N] [--quick]
+
+What a lane runs, through the runtime's own pieces: a chunk of large matrices in host memory,
+updated by one thread in whole tensors as it was, and by a team of threads in ranges. Ways take
+turns, round by round; what counts are ratios within a round. With an accelerator for `--device`,
+copies between it and pinned memory go both ways meanwhile. Run it on a quiet machine.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from benchmarks.processes import Found, described
+from protrain_plan.hardware.interference import in_worker, lane_update, while_copying
+from protrain_plan.models.optimizers import optimizer_factory
+from protrain_plan.records.profile import DType, Precision
+from protrain_runtime.devices import found, on_host
+from protrain_runtime.masters import MasterOptimizer
+from protrain_runtime.update_team import UpdateTeam
+
+MODULE = "benchmarks.updates"
+NUM_TENSORS = 2  # of a chunk: matrices of an 8B model have 16 to 58 Mi elements
+UNCUT = 2**62
+BEFORE = "one thread, whole tensors"
+
+KINDS: tuple[tuple[str, DType, Precision], ...] = (
+    ("adamw", "float32", "pure"),
+    ("adamw", "bfloat16", "pure"),
+    ("adamw", "bfloat16", "master"),
+    ("nadam", "float32", "pure"),
+    ("nadam", "bfloat16", "master"),
+)
+"""Fused kernels and a loop of operators; what the optimizer steps on."""
+
+SMALL = (1000, 64)
+"""Parameters, and elements of each: what an optimizer costs per parameter."""
+
+
+Seconds = dict[str, list[tuple[float, float]]]
+"""By way, of each round: by the clock, and of all processors together."""
+
+
+class Way(NamedTuple):
+    """One way to update the chunk."""
+
+    label: str
+    update: Callable[[], None]
+
+
+def main() -> None:
+    arguments = _arguments()
+    here = found(arguments.device)
+    torch.set_num_threads(max(torch.get_num_threads(), max(arguments.threads) + 1))
+    document: Found = {
+        **described(MODULE),
+        "device": str(here),
+        "processors": os.cpu_count(),
+        "num_parameters": arguments.parameters,
+        "num_tensors": NUM_TENSORS,
+        "load": [round(os.getloadavg()[0], 1)],
+        "lane": [],
+    }
+    for optimizer, dtype, precision in KINDS:
+        document["lane"].append(
+            {
+                "optimizer": optimizer,
+                "dtype": dtype,
+                "precision": precision,
+                "seconds": _lane_seconds(arguments, here, optimizer, dtype, precision),
+            }
+        )
+    document["masters"] = {
+        "num_parameters": SMALL[0],
+        "elements": SMALL[1],
+        "seconds": _small_masters(arguments.rounds),
+    }
+    document["load"].append(round(os.getloadavg()[0], 1))
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    arguments.out.with_suffix(".md").write_text(page(document))
+    print(page(document), end="")
+
+
+def _lane_seconds(
+    arguments: argparse.Namespace,
+    device: torch.device,
+    optimizer: str,
+    dtype: DType,
+    precision: Precision,
+) -> Seconds:
+    """Seconds of an update of the chunk, by way, one of each round."""
+    make = partial(lane_update, dtype, optimizer=optimizer, precision=precision)
+    teams = [UpdateTeam(number) for number in arguments.threads]
+    size = arguments.parameters
+    # Each tensor by itself: with master weights, an optimizer was made for each.
+    parts = [
+        make(UpdateTeam(1, longest=UNCUT), num_parameters=size // NUM_TENSORS)
+        for _ in range(NUM_TENSORS)
+    ]
+
+    def one_by_one() -> None:
+        for part in parts:
+            part()
+
+    ways = [Way(BEFORE, one_by_one)]
+    for number, team in zip(arguments.threads, teams, strict=True):
+        update = make(team, num_parameters=size, num_tensors=NUM_TENSORS)
+        ways.append(Way(f"ranges, {number} thread{'s' * (number > 1)}", update))
+    try:
+        return _in_turns(ways, arguments.rounds, device)
+    finally:
+        for team in teams:
+            team.close()
+
+
+def _small_masters(num_rounds: int) -> Seconds:
+    """Seconds of a step on many small bfloat16 parameters with masters, by way."""
+    count, elements = SMALL
+    factory = optimizer_factory("adamw")
+
+    def parameters() -> list[nn.Parameter]:
+        made = [nn.Parameter(torch.zeros(elements, dtype=torch.bfloat16)) for _ in range(count)]
+        for each in made:
+            each.grad = torch.full_like(each, 1e-3)
+        return made
+
+    each = [MasterOptimizer([parameter], factory) for parameter in parameters()]
+    together = MasterOptimizer(parameters(), factory)
+    together.room_elements = count * elements
+
+    def one_by_one() -> None:
+        for optimizer in each:
+            optimizer.step()
+
+    ways = [Way("an optimizer for each", one_by_one), Way("in batches", together.step)]
+    return _in_turns(ways, num_rounds, torch.device("cpu"))
+
+
+def _in_turns(ways: Sequence[Way], num_rounds: int, device: torch.device) -> Seconds:
+    def rounds() -> Seconds:
+        seconds: Seconds = {way.label: [] for way in ways}
+        for number in range(num_rounds + 2):
+            for way in ways:
+                start, busy = time.perf_counter(), time.process_time()
+                way.update()
+                if number >= 2:  # the first two make states and warm up
+                    by_clock, by_processors = (
+                        time.perf_counter() - start,
+                        time.process_time() - busy,
+                    )
+                    seconds[way.label].append((by_clock, by_processors))
+        return seconds
+
+    def in_lane() -> Seconds:
+        return in_worker(rounds)
+
+    return in_lane() if on_host(device) else while_copying(device, in_lane)
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """The results for people."""
+    versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items())
+    low, high = sorted(document["load"])
+    beside = (
+        "Nothing is copied meanwhile."
+        if document["device"] == "cpu"
+        else f"Copies between pinned memory and {document['device']} go both ways meanwhile."
+    )
+    lines = [
+        "# Speed of the host's update lane",
+        "",
+        f"`{document['command']}`, {document['date']}, commit {document['commit']}",
+        "",
+        f"{document['system']}; {versions}. Load of the machine: {low} to {high}.",
+        "",
+        f"A chunk of {document['num_parameters'] / 2**20:.0f} Mi parameters in"
+        f" {document['num_tensors']} tensors in host memory. {beside} Ways take turns; a ratio is"
+        " of two that ran in one round, in the median of the rounds and from their first to their"
+        " third quartile: by the clock, and of processor time, which others' work disturbs less."
+        " Each way has memory of its own; where it lies makes equal ways differ by up to a tenth."
+        " G/s are 10^9 parameters per second in the median.",
+        *_warning(document),
+        "",
+        "| optimizer | dtype | precision | way | G/s | times as fast | times less processor time |",
+        "|---|---|---|---|---:|---:|---:|",
+        *_lane_rows(document),
+        "",
+        f"Master weights of {document['masters']['num_parameters']} parameters of"
+        f" {document['masters']['elements']} elements each, AdamW, in the computing thread:",
+        "",
+        "| way | us per parameter | times as fast | times less processor time |",
+        "|---|---:|---:|---:|",
+        *_master_rows(document["masters"]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _lane_rows(document: Mapping[str, Any]) -> Iterator[str]:
+    for kind in document["lane"]:
+        before = kind["seconds"][BEFORE]
+        for label, seconds in kind["seconds"].items():
+            rate = document["num_parameters"] / statistics.median(one for one, _ in seconds)
+            yield (
+                f"| {kind['optimizer']} | {kind['dtype']} | {kind['precision']} | {label} |"
+                f" {rate / 1e9:.2f} | {_ratio(before, seconds, 0)} | {_ratio(before, seconds, 1)} |"
+            )
+
+
+def _master_rows(masters: Mapping[str, Any]) -> Iterator[str]:
+    before = next(iter(masters["seconds"].values()))
+    for label, seconds in masters["seconds"].items():
+        each = statistics.median(one for one, _ in seconds) / masters["num_parameters"]
+        yield (
+            f"| {label} | {each * 1e6:.1f} |"
+            f" {_ratio(before, seconds, 0)} | {_ratio(before, seconds, 1)} |"
+        )
+
+
+def _ratio(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], clock: int) -> str:
+    """Of runs of one round each, by one of the clocks: the median, and the quartiles around it."""
+    if before is after:
+        return "1"
+    ratios = [one[clock] / other[clock] for one, other in zip(before, after, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def _warning(document: Mapping[str, Any]) -> Iterator[str]:
+    """Where others computed on the same processors."""
+    if max(document["load"]) > document["processors"]:
+        yield ""
+        yield (
+            f"**Others computed on these {document['processors']} processors at the same time:**"
+            " rates are lower than the machine's, and more threads than one gain little or nothing."
+            " Ratios of processor time say what a way costs, not how fast several threads are."
+        )
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4 ... and the most."""
+    return sorted({2**n for n in range(most.bit_length()) if 2**n < most} | {most})
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=MODULE, description=__doc__)
+    parser.add_argument("--device", default="cpu", help="whose copies run beside the lane")
+    parser.add_argument("--threads", nargs="+", type=int, default=_powers(os.cpu_count() or 1))
+    parser.add_argument("--parameters", type=int, default=2**26, help="of the chunk")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/updates.json"))
+    parser.add_argument("--quick", action="store_true", help="a tiny chunk, on any machine")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.parameters, arguments.rounds, arguments.threads = 2**20, 2, (1, 2)
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
