@@ -224,8 +224,8 @@ def test_a_device_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ProtrainError) as caught:
         probe("cuda", spill_directory=tmp_path)
     assert str(caught.value) == (
-        "this machine has no CUDA device that torch can use\n"
-        "  fix: --device cpu, or a CUDA build of torch on a machine with a GPU"
+        "this machine has no device of type 'cuda' that torch can use\n"
+        "  fix: a build of PyTorch for cuda on a machine that has one, or cpu"
     )
 
 
