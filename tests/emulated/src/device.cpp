@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <set>
@@ -125,7 +126,8 @@ void Queue::run() {
 
 namespace {
 std::mutex streams_mutex;
-std::map<int64_t, Queue*> streams[kDevices];
+// Nothing that threads use is destroyed when the process ends: they may run until it has.
+auto& streams = *new std::array<std::map<int64_t, Queue*>, kDevices>;
 std::atomic<int64_t> handed_out[kDevices];
 thread_local c10::DeviceIndex this_device = 0;
 thread_local int64_t this_stream[kDevices] = {};
@@ -158,9 +160,9 @@ c10::DeviceIndex current_device() { return this_device; }
 
 namespace {
 std::mutex waits_mutex;
-std::map<long, std::map<std::string, int64_t>> waits;
+auto& waits = *new std::map<long, std::map<std::string, int64_t>>;
 std::mutex failure_mutex;
-std::string failure;
+auto& failure = *new std::string;
 
 template <class F>
 void without_gil(F wait) {
@@ -589,8 +591,8 @@ size_t cap(c10::DeviceIndex device) { return memory(device).cap; }
 
 namespace {
 std::mutex pins_mutex;
-std::map<uintptr_t, size_t> pins;
-std::multimap<uintptr_t, size_t> in_flight;  // host memory that a submitted copy reads or fills
+auto& pins = *new std::map<uintptr_t, size_t>;
+auto& in_flight = *new std::multimap<uintptr_t, size_t>;  // host memory that a submitted copy reads or fills
 
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t num_bytes) override {

@@ -34,7 +34,7 @@ at::Tensor alias_on_host(const Tensor& tensor) {
 
 namespace {
 std::mutex synchronous_mutex;
-std::map<std::string, int64_t> synchronous;
+auto& synchronous = *new std::map<std::string, int64_t>;
 
 bool on_device(const Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == kType;
@@ -97,11 +97,11 @@ Tensor like_on_device(const Tensor& tensor, c10::DeviceIndex device) {
 // What a library of matrix products keeps in the allocator for each of its handles (one a thread)
 // and streams, from its first product on.
 constexpr int64_t kWorkspaceBytes = 1 << 20;
-const std::set<std::string> kProducts{"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"};
+const auto& kProducts = *new std::set<std::string>{"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"};
 
 struct Handle {
   static inline std::mutex mutex;
-  static inline std::vector<int64_t> spare;
+  static inline auto& spare = *new std::vector<int64_t>;
   static inline int64_t count = 0;
   int64_t number;
   Handle() {
@@ -131,7 +131,7 @@ void need_workspace(c10::DeviceIndex device) {
 }
 
 // Operators whose statistics a CPU kernel has in another dtype than other devices' kernels.
-const std::set<std::string> kNorms{"aten::native_layer_norm", "aten::native_group_norm"};
+const auto& kNorms = *new std::set<std::string>{"aten::native_layer_norm", "aten::native_group_norm"};
 
 struct Call {
   const c10::OperatorHandle& op;
