@@ -222,7 +222,6 @@ def _attach(
             own = chunk.own
             own.gradient_store = stores.get(home)
             own.gradient_offset = own.gradient_store.reserve(own.gradient_bytes)
-        backend.synchronize()
         chunk.unbind(chunk.every_group)
     swap_stores = {
         unit.activations.tier: stores.get(unit.activations.tier)
