@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.program import PIECE_ALIGNMENT
+from protrain_plan.program import PIECE_ALIGNMENT, in_blocks
 from protrain_runtime.chunks import Chunk, OptimizerFactory, Slice
 from protrain_runtime.masters import MasterOptimizer
 from protrain_runtime.stores import HostStore
@@ -313,11 +313,14 @@ def _not_elementwise(optimizer: torch.optim.Optimizer, problem: str) -> Protrain
     )
 
 
-def scalar_state_bytes(factory: OptimizerFactory) -> int:
-    """Bytes of the states that are not elementwise, such as AdamW's step, for one parameter."""
+def scalar_state_bytes(factory: OptimizerFactory, *, block: int = 1) -> int:
+    """Bytes of the states that are not elementwise, such as AdamW's step, for one parameter.
+
+    Each takes whole blocks of `block` bytes.
+    """
     dummy, state = _dummy_state(factory, torch.float32, None)
     return sum(
-        value.nbytes
+        in_blocks(value.nbytes, block)
         for value in state.values()
         if isinstance(value, torch.Tensor) and value.shape != dummy.shape
     )
