@@ -91,18 +91,18 @@ class Piece:
         for layout in self.chunk.states if self.chunk.updated else ():
             target = self.staging[layout.key] = regions[layout.key]
             place = layout.offset + self.start * layout.dtype.itemsize
-            store.read(place, target.view(torch.uint8))
+            store.start_read(place, target.view(torch.uint8))
         for part, low, high in self.parts():
             here = slice(part.start + low - self.start, part.start + high - self.start)
             if parameters:
                 target = self.parameters[part.name] = regions[_PARAMETERS][here]
                 place = self.chunk.offset + part.offset + low * part.dtype.itemsize
-                store.read(place, target.view(torch.uint8))
+                store.start_read(place, target.view(torch.uint8))
             waiting = self.chunk.waiting.get(part.name)
             if gradients and waiting is not None:
                 target = self.gradients[part.name] = regions[_GRADIENTS][here]
                 place = waiting.offset + low * part.dtype.itemsize
-                waiting.store.read(place, target.view(torch.uint8))
+                waiting.store.start_read(place, target.view(torch.uint8))
 
     def _regions(
         self, ring: torch.Tensor, *, parameters: bool, gradients: bool
@@ -237,14 +237,14 @@ class Piece:
         for part, low, _ in self.parts() if parameters else ():
             if part.name in stepped:
                 place = self.chunk.offset + part.offset + low * part.dtype.itemsize
-                store.write(place, self.parameters[part.name].view(torch.uint8))
+                store.start_write(place, self.parameters[part.name].view(torch.uint8))
         for part, low, high, state in self.made:
             first = part.start + low
             for layout in self.chunk.states:
                 values = state.pop(layout.key)
                 if not self._stands(layout.key, first - self.start, values):
                     place = layout.offset + first * layout.dtype.itemsize
-                    store.write(place, values.view(torch.uint8))
+                    store.start_write(place, values.view(torch.uint8))
             if high == part.numel:
                 self.chunk.scalars[part.name] = state
                 self.chunk.updated.add(part.name)

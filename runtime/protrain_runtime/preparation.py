@@ -42,6 +42,7 @@ from protrain_runtime.layout import make_chunks
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.matching import (
     check_devices,
+    check_kernels,
     check_model,
     check_pieces,
     keeps_everything,
@@ -104,6 +105,7 @@ def prepare(
     if not isinstance(plan, Plan):
         plan = read_plan(Path(plan))
     modules = check_model(model, plan)
+    check_kernels(plan)
     check_devices(model, plan, process_group, check)
     if not keeps_everything(plan):
         refuse_compiled_around(model, modules)
@@ -224,7 +226,6 @@ def _attach(
             own = chunk.own
             own.gradient_store = stores.get(home)
             own.gradient_offset = own.gradient_store.reserve(own.gradient_bytes)
-        backend.synchronize()
         chunk.unbind(chunk.every_group)
     swap_stores = {
         unit.activations.tier: stores.get(unit.activations.tier)
