@@ -98,8 +98,8 @@ def page(document: Mapping[str, Any]) -> str:
         " step; a plain one is forward and backward. The cost of a move is the difference, divided"
         " by the number of moves: of all that a plan adds, so that units without moves count, too."
         " Steps take turns in a process, and processes of the two commits with each other. Ratios"
-        " alone are told: medians over processes of medians over"
-        f" {document['rounds']} steps, from the least to the most.",
+        " alone are told, of the least that a step took: what others do on a processor only adds."
+        f" Each is the median over processes of {document['rounds']} steps, and the range.",
         *_warning(document),
     ]
     for device, found in document["devices"].items():
@@ -147,7 +147,7 @@ def _rows(found: Mapping[str, list[Found]]) -> list[list[str]]:
 
 def _step(one: Found, kind: str) -> float:
     seconds: list[float] = one[kind]
-    return statistics.median(seconds)
+    return min(seconds)
 
 
 def _move(one: Found) -> float:
@@ -157,7 +157,7 @@ def _move(one: Found) -> float:
 
 
 def _spread(ratios: Iterator[float]) -> str:
-    """The median, and the range around it."""
+    """Of processes: the median, and the range around it."""
     values = sorted(ratios)
     middle = f"{statistics.median(values):.2f}"
     return f"{middle} ({values[0]:.2f} to {values[-1]:.2f})" if len(values) > 1 else middle

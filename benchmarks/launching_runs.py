@@ -36,7 +36,7 @@ from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.prepared import engine_of
 
 WIDTH = 16
-NUM_WARM_STEPS = 3
+NUM_WARM_STEPS = 5
 SCHEDULE = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
 
 
@@ -90,7 +90,9 @@ def main() -> None:
 
         extension()
     torch.set_num_threads(1)
-    found = {number: measured(torch.device(device), int(number), int(rounds)) for number in counts}
+    where = torch.device(device)
+    measured(where, max(map(int, counts)), 0)  # the interpreter makes what runs often faster
+    found = {number: measured(where, int(number), int(rounds)) for number in counts}
     json.dump(found, sys.stdout)
 
 
