@@ -92,7 +92,7 @@ def page(document: Mapping[str, Any]) -> str:
         "",
         f"{document['system']}; {versions}. Load of the machine: {low} to {high}.",
         "",
-        "Processor time of the threads that compute, in a model of blocks that compute almost"
+        "Processor time in a model of blocks that compute almost"
         " nothing: what is left is what it costs to launch. All states are in host memory, and what"
         " blocks save is swapped to it. A planned step is forward, backward and the optimizer's"
         " step; a plain one is forward and backward. The cost of a move is the difference, divided"
@@ -103,7 +103,9 @@ def page(document: Mapping[str, Any]) -> str:
         *_warning(document),
     ]
     for device, found in document["devices"].items():
-        lines += ["", f"## On {_device(device)}", "", *markdown_table(_rows(found))]
+        lines += ["", f"## On {_device(device)}"]
+        for clock, whose in enumerate(("The threads that compute", "All threads, with lanes'")):
+            lines += ["", f"{whose}:", "", *markdown_table(_rows(found, clock))]
     return "\n".join(lines) + "\n"
 
 
@@ -117,7 +119,7 @@ def _device(device: str) -> str:
     return "a CPU" if device == "cpu" else f"a device of type {device}"
 
 
-def _rows(found: Mapping[str, list[Found]]) -> list[list[str]]:
+def _rows(found: Mapping[str, list[Found]], clock: int) -> list[list[str]]:
     columns = [name for name in ("before", "after") if name in found]
     header = ["blocks", "moves", *(f"step, planned / plain: {name}" for name in columns)]
     sizes = list(next(iter(found.values()))[0])
@@ -129,31 +131,31 @@ def _rows(found: Mapping[str, list[Found]]) -> list[list[str]]:
         each = {name: [process[size] for process in found[name]] for name in columns}
         row = [size, str(sum(each[columns[0]][0]["moves"].values()))]
         row += [
-            _spread(_step(one, "planned") / _step(one, "plain") for one in each[name])
+            _spread(_step(one, "planned", clock) / _step(one, "plain", clock) for one in each[name])
             for name in columns
         ]
         row += [
             "1"
             if size == first
-            else _spread(_move(one[size]) / _move(one[first]) for one in found[name])
+            else _spread(_move(one[size], clock) / _move(one[first], clock) for one in found[name])
             for name in columns
         ]
         if both:
             pairs = zip(each["after"], each["before"], strict=True)
-            row.append(_spread(_move(a) / _move(b) for a, b in pairs))
+            row.append(_spread(_move(a, clock) / _move(b, clock) for a, b in pairs))
         rows.append(row)
     return rows
 
 
-def _step(one: Found, kind: str) -> float:
-    seconds: list[float] = one[kind]
-    return min(seconds)
+def _step(one: Found, kind: str, clock: int) -> float:
+    seconds: list[list[float]] = one[kind]
+    return min(step[clock] for step in seconds)
 
 
-def _move(one: Found) -> float:
+def _move(one: Found, clock: int) -> float:
     """Seconds of processor time that a move adds."""
     moves: dict[str, int] = one["moves"]
-    return (_step(one, "planned") - _step(one, "plain")) / sum(moves.values())
+    return (_step(one, "planned", clock) - _step(one, "plain", clock)) / sum(moves.values())
 
 
 def _spread(ratios: Iterator[float]) -> str:
@@ -184,7 +186,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=MODULE, description=__doc__)
     parser.add_argument("--before", type=Path, help="a git worktree of another commit")
     parser.add_argument("--devices", nargs="+", default=["cpu", "emulated"])
-    parser.add_argument("--blocks", nargs="+", type=int, default=[8, 32, 64])
+    parser.add_argument("--blocks", nargs="+", type=int, default=[8, 32, 64, 128])
     parser.add_argument("--rounds", type=int, default=15, help="steps of each kind in a process")
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/launching.json"))

@@ -66,7 +66,10 @@ class Stack(nn.Module):
 
 
 class Clocks:
-    """Processor seconds of the threads that compute: this one, and autograd's of an accelerator."""
+    """Processor seconds: of the threads that compute, and of all that the process has.
+
+    Those that compute are this one and, on an accelerator, autograd's.
+    """
 
     def __init__(self) -> None:
         self._threads = {threading.get_ident()}
@@ -76,11 +79,10 @@ class Clocks:
         self._threads.add(threading.get_ident())
         return gradient
 
-    def seconds(self) -> float:
-        """Of all of them, so far."""
-        return sum(
-            time.clock_gettime(time.pthread_getcpuclockid(thread)) for thread in self._threads
-        )
+    def seconds(self) -> tuple[float, float]:
+        """So far, of either."""
+        clocks = [time.pthread_getcpuclockid(thread) for thread in self._threads]
+        return sum(time.clock_gettime(clock) for clock in clocks), time.process_time()
 
 
 def main() -> None:
@@ -97,7 +99,7 @@ def main() -> None:
 
 
 def measured(device: torch.device, num_blocks: int, num_rounds: int) -> dict[str, Any]:
-    """Seconds of plain and planned steps in turns, and how many moves a planned one has.
+    """Seconds of plain and planned steps in turns (`Clocks`), and the moves of a planned one.
 
     A plain one is forward and backward: under the plan, lanes update.
     """
@@ -111,7 +113,7 @@ def measured(device: torch.device, num_blocks: int, num_rounds: int) -> dict[str
     hook = next(plain.parameters()).register_hook(clocks.note_thread)
     plain(batch).backward()
     hook.remove()
-    seconds: dict[str, list[float]] = {"plain": [], "planned": []}
+    seconds: dict[str, list[tuple[float, float]]] = {"plain": [], "planned": []}
     for number in range(NUM_WARM_STEPS + num_rounds):
         gc.collect()
         gc.disable()  # when it would come, and into which of the two, is chance
@@ -125,8 +127,8 @@ def measured(device: torch.device, num_blocks: int, num_rounds: int) -> dict[str
         end = clocks.seconds()
         gc.enable()
         if number >= NUM_WARM_STEPS:
-            seconds["plain"].append(between - start)
-            seconds["planned"].append(end - between)
+            seconds["plain"].append((between[0] - start[0], between[1] - start[1]))
+            seconds["planned"].append((end[0] - between[0], end[1] - between[1]))
     kinds = [str(move.kind) for move in engine.program.moves]
     return {"moves": {kind: kinds.count(kind) for kind in sorted(set(kinds))}, **seconds}
 
