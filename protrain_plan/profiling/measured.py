@@ -68,11 +68,13 @@ def measure(
     adapter: str = "",
     optimizer: str = DEFAULT_OPTIMIZER,
     unit_by_unit: bool = False,
+    machine: Hardware | None = None,
 ) -> Profile:
     """Build the model, run it, and write down what it costs.
 
     A model that would take too much of the device's free memory is measured unit by unit (see
-    `unit_by_unit`), and others too where that is asked for.
+    `unit_by_unit`), and others too where that is asked for. `machine` is this one, where it was
+    probed before.
     ProtrainError where the model cannot be built or run, or the machine cannot be probed.
     """
     workload = Workload(
@@ -119,6 +121,7 @@ def measure(
         spill_directory=spill_directory,
         progress=progress,
         running=running,
+        machine=machine,
     )
 
 
