@@ -14,7 +14,7 @@ PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c '$(USABLE)' 2>/d
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 STAMP := .venv/.installed
-# What `make test` leaves out: tests of more than ten seconds, and those that need a GPU.
+# What `make test` leaves out: what runs every night, and tests that need a GPU.
 MARKERS ?= not slow and not gpu
 JOBS ?= 2
 

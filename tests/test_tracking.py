@@ -21,6 +21,7 @@ from protrain_plan.profiling.workspaces import allocator_of
 from protrain_plan.records.hardware import Device, DeviceKind
 from protrain_plan.records.profile import Form
 from protrain_runtime.measure import MemoryMeter, Segment
+from tests.thinning import thinned
 
 aten = torch.ops.aten
 SMALL: dict[str, int] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2,
@@ -54,8 +55,7 @@ def segments(
     return passes.memory_segments(model, modules, batch, form, meter=meter)
 
 
-@pytest.mark.parametrize("form", ["keep", "full"])
-@pytest.mark.parametrize("name", sorted(CONFIGS))
+@pytest.mark.parametrize(("name", "form"), thinned(sorted(CONFIGS), ["keep", "full"]))
 def test_every_slot_of_a_step_has_the_bytes_of_real_tensors(name: str, form: Form) -> None:
     made = source(name)
     batch = next(iter(made.batches(batch_size=2, seq_len=32)))
