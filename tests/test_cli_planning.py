@@ -230,6 +230,7 @@ def test_mistakes_are_one_message(
     assert (result.returncode, result.stdout, result.stderr) == (2, "", message)
 
 
+@pytest.mark.slow
 def test_ctrl_c_writes_the_best_plan_so_far(tmp_path: Path) -> None:
     path = tmp_path / "profile.yaml"
     write_profile(decoder(cpu(), blocks=24, pieces=7), path)
