@@ -37,7 +37,7 @@ demo: $(STAMP) ## profile, plan, check and train a small model under a hard memo
 test: lint types ## lint, check types, run the tests (all of them: make test MARKERS=)
 	@$(BIN)/pytest -q -n $(JOBS) -m "$(MARKERS)"
 
-levels: $(STAMP) ## run the tests of bytes and peaks with fewer of the processor's instructions
+levels: $(STAMP) ## run the tests of bytes and peaks at each level of the processor's instructions
 	@$(BIN)/python -m tests.levels
 
 lint: $(STAMP) ## check style and format
