@@ -2,6 +2,7 @@
 
 import gc
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,10 +21,25 @@ settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")
 
 
+EMULATED_EVERY = 4
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-golden", action="store_true", help="write the files in tests/golden anew"
     )
+
+
+@pytest.hookimpl(tryfirst=True)  # before some are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of what the CPU is asked, the emulated device is asked a part in every run, all at night."""
+    for item in items:
+        if not (isinstance(item, pytest.Function) and item.get_closest_marker("emulated")):
+            continue
+        elsewhere = item.function.__module__ != item.module.__name__
+        table = item.originalname.startswith("test_rows_of_the_parity_matrix")
+        if (elsewhere or table) and zlib.crc32(item.name.encode()) % EMULATED_EVERY:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

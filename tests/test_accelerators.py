@@ -28,7 +28,7 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.planner import plan as solve
 from protrain_plan.profiling.measured import measure
-from protrain_plan.records.hardware import TierName
+from protrain_plan.records.hardware import Hardware, TierName
 from protrain_plan.records.plan import (
     Activations,
     Budgets,
@@ -53,6 +53,7 @@ from protrain_runtime.prepared import below_device, engine_of
 from protrain_runtime.stores import HostStore
 from tests.cards import CARDS, capped, card_called, host_waits
 from tests.pairwise import Row
+from tests.planning_cases import gpu
 from tests.random_models import Shape
 from tests.runtime_cases import (
     ADAMW,
@@ -369,7 +370,16 @@ def _profiled(_: str) -> Profile:
             spill_directory=Path(spill),
             text=None,
             progress=lambda *_: None,
+            # What a probe says of the emulated device's speed tells nothing.
+            machine=None if device().type == "cuda" else machine_of(device()),
         )
+
+
+def machine_of(card: torch.device) -> Hardware:
+    """A machine with this card that nobody has measured."""
+    made = gpu(disk_gb=1)
+    total = devices.free_and_total_bytes(card)[1]
+    return replace(made, device=replace(made.device, kind=card.type, memory_bytes=total))
 
 
 def bytes_of_others() -> int:
