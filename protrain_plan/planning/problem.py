@@ -222,7 +222,8 @@ class Problem:
         total = sum(o.tier_bytes.get(tier, 0) for options in (activations, states) for o in options)
         if tier == "host" and is_accelerator(self.settings.device):
             total += self.staging(states)
-            on_disk = any("disk" in option.tier_bytes for option in (*activations, *states))
+            below = (o.tier_bytes for options in (activations, states) for o in options)
+            on_disk = any("disk" in sizes for sizes in below)
             total += passage_bytes(on_disk=on_disk, settings=self.settings)
         return total
 
