@@ -159,7 +159,6 @@ class Engine:
             self._end_moves()
         for number in self._program.reduced:
             if number in self._running:
-                self._tickets[number].synchronize()
                 self._end(number)
         self._moves.pass_boundary(())
         self._slot = -1

@@ -31,7 +31,7 @@ def extension() -> Any:
         pin=partial(_pin, loaded), memory_limit=lambda device: loaded.cap(device.index)
     )
     dist.Backend.register_backend(
-        TYPE, partial(_process_group, loaded), extended_api=True, devices=TYPE
+        TYPE, partial(_process_group, loaded), extended_api=True, devices=[TYPE]
     )
     atexit.register(_settle)
     return loaded
