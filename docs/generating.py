@@ -11,6 +11,7 @@ import typer.main
 from protrain_plan.checking.schemas import SCHEMAS
 from protrain_plan.cli import app
 from protrain_plan.records import hardware, plan, profile
+from protrain_plan.records.schema import PATTERNS
 
 Json = dict[str, Any]
 
@@ -186,7 +187,8 @@ def _value(schema: Json) -> str:
         case {"type": "number"}:
             return f"a number{_bounds(schema)}"
         case {"type": "string", "pattern": str(pattern)}:
-            return "a percentage" if "%" in pattern else "a text"
+            forms = {f"^{form}$": words for form, words in PATTERNS.values()}
+            return forms.get(pattern, "a percentage" if "%" in pattern else "a text")
         case {"type": str(kind)}:
             return {"string": "a text", "boolean": "`true` or `false`"}[kind]
         case _:

@@ -13,6 +13,12 @@ from typing import Annotated, NoReturn
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+# An accelerator's allocator then cuts blocks as they are asked for, from segments that grow. Limits
+# are on the segments: without this, much of them may be holes that no tensor fits into.
+if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & set(
+    os.environ
+):
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 import typer
 from rich.markup import escape

@@ -77,7 +77,6 @@ class _Compiler:
         self.fetches: list[tuple[int, int, Move]] = []  # (slot to submit in, slot served, move)
         self.written: list[int] = []  # the "write states" moves so far, for the staging pool
         self.added: list[int] = []  # the "add gradients" moves so far, for the arriving buffers
-        self.swapped_out: dict[int, list[int]] = {}  # unit -> its "swap out" moves
 
     def compile(self) -> Program:
         for unit in range(len(self.units)):
@@ -176,8 +175,6 @@ class _Compiler:
         return [(early, (0.0, cut)), (late, (cut, 1.0))]
 
     def _add_fetch(self, move: Move) -> int:
-        if move.kind == "swap in":
-            move = move._replace(after=tuple(self.swapped_out[move.unit]))
         key = move.unit, move.slot, move.share[0]
         if move.kind == "all-gather" and key in self.gathered:
             move = move._replace(after=(self.gathered[key],))
@@ -296,7 +293,8 @@ class _Compiler:
     def _add_swap_out(self, index: int, slot: Slot, tier: TierName) -> None:
         unit, schedule = slot.unit, self.units[slot.unit].schedule
         served = 2 * len(self.units) - 1 - unit
-        # What comes back needs its room again: the way out ends before that.
+        # What comes back needs its room again: the way out ends before that, and no way back has to
+        # wait for it once more.
         first_in = self._fetch_slots(served, unit + 1, schedule.swap_lead)[0][0]
         latest = first_in - index - 1
         drain = schedule.swap_drain
@@ -314,7 +312,6 @@ class _Compiler:
             moves.append(self._add(move))
             self._drain(moves[-1], index, slots)
         slot.finish += moves
-        self.swapped_out[unit] = moves
 
     def _add_spills(self, index: int, slot: Slot, home: Literal["host", "disk"]) -> tuple[int, ...]:
         """The way of a chunk's gradients to where they wait; returns the moves."""

@@ -61,7 +61,7 @@ def fit(question: Question, *, effort: Effort) -> Fit:
     answer = ask(question, Objective(), effort=effort)
     problems = question.problems()
     problem = problem_of(answer.solved, problems) if answer.solved else problems[0]
-    context = problem.profile.hardware.device.context_bytes
+    besides = problem.profile.hardware.device.besides_bytes
     plain = tuple((0, 0) for _ in problem.options)
     if answer.solved is not None:
         binds = _lanes(problem, answer.solved)
@@ -71,7 +71,7 @@ def fit(question: Question, *, effort: Effort) -> Fit:
     return Fit(
         profile=question.profile,
         group=Group.of(answer.solved.plan) if answer.solved else question.group,
-        plain_bytes=max(problem.static_bytes(plain)) + context,
+        plain_bytes=max(problem.static_bytes(plain)) + besides,
         plain_seconds=answer.kept_seconds,
         solved=answer.solved,
         infeasible=answer.infeasible,

@@ -36,7 +36,7 @@ from itertools import accumulate
 from math import floor
 from typing import Literal, NamedTuple, assert_never
 
-from protrain_plan.records.hardware import DeviceKind, TierName
+from protrain_plan.records.hardware import DeviceKind, TierName, is_accelerator
 from protrain_plan.records.plan import (
     Buffer,
     Offload,
@@ -67,6 +67,10 @@ STAGING_PIECES = 3
 ARRIVING_GRADIENTS = 2
 """Chunks whose gradients are in memory at once to be added to those of micro-batches before: one
 arriving, one added."""
+
+BLOCK_BYTES = 512
+"""What allocators of accelerators round every tensor up to, and let it begin at a multiple of
+(c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize; others' are built alike)."""
 
 PIECE_ALIGNMENT = 64
 """Within a parameter, pieces are cut at multiples of this many elements. Fused CPU optimizers
@@ -356,6 +360,16 @@ def residencies(
             assert_never(states)
 
 
+def block_bytes(device: DeviceKind) -> int:
+    """What a tensor's bytes are rounded up to where devices of this type have it."""
+    return BLOCK_BYTES if is_accelerator(device) else 1
+
+
+def in_blocks(num_bytes: int, block: int) -> int:
+    """What a tensor of `num_bytes` takes in blocks of `block` bytes."""
+    return -(-num_bytes // block) * block
+
+
 GradientHome = Literal["in place", "device", "host", "disk"]
 """See `gradient_home`."""
 
@@ -372,10 +386,10 @@ def gradient_home(states: Offload | Buffer, settings: Settings) -> GradientHome:
     Of several devices, each one's shard of the sum is in host memory (with its states) or on the
     device.
     """
+    stepped_there = states.tier == "disk" and not is_accelerator(settings.device)
     if settings.num_devices > 1:
-        on_device = states.tier == "device" or (settings.device == "cpu" and states.tier == "disk")
-        return "device" if on_device else "host"
-    if not (settings.device == "cpu" and states.tier == "disk"):
+        return "device" if states.tier == "device" or stepped_there else "host"
+    if not stepped_there:
         return "host"
     if settings.updates == "in backward":
         return "in place"

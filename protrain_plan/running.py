@@ -18,11 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch, byte_tokens, call_model, loss_of
+from protrain_plan.models.building import kernels
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
+from protrain_plan.records.hardware import is_accelerator
 from protrain_plan.records.plan import Plan, TierBytes
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.recording import Recording
+from protrain_runtime import devices
 from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.checkpoints import check_writable
 from protrain_runtime.engine import Observer
@@ -100,6 +103,7 @@ def train(
     checkpoints: Checkpoints = NO_CHECKPOINTS,
     rank: int = 0,
     profile: Callable[[], Profile | None] = lambda: None,
+    device: torch.device | str | None = None,
 ) -> Run:
     """Build the plan's model and train it until `num_steps` are done; `plain`: ordinary PyTorch.
 
@@ -109,7 +113,8 @@ def train(
     first steps. `profile` finds the plan's profile, to say what was planned where memory runs out.
     With `recorded` the run has a recording, of two steps: when things ran is that of the last step
     but one, bytes are those of the last. Of several devices this is rank `rank`, with the batches
-    of its turn; `plain` is then DistributedDataParallel.
+    of its turn; `plain` is then DistributedDataParallel. `device` is one of the plan's type, by
+    default the one that is current.
     ProtrainError where the model cannot be built, the plan is not for it, memory ran out, or a
     checkpoint cannot be read or written, or is of another run.
     """
@@ -118,16 +123,28 @@ def train(
         check_writable(checkpoints.directory)
     source = load_source(workload.model, model_config=workload.model_config)
     factory = optimizer_factory(plan.optimizer)
-    with explained_exhaustion(
-        fix="plan this workload for the memory there is, and run the plan"
-        if plain
-        else "plan with a smaller --device-memory than the limit, and run that plan"
+    device = devices.found(workload.device if device is None else str(device))
+    if device.type != workload.device:
+        raise ProtrainError(
+            f"the plan is for a device of type '{workload.device}', and '{device}' is none",
+            key="--device",
+            fix="profile and plan for that one",
+        )
+    with (
+        kernels(deterministic=workload.deterministic)
+        if is_accelerator(device.type)
+        else nullcontext(),
+        explained_exhaustion(
+            fix="plan this workload for the memory there is, and run the plan"
+            if plain
+            else "plan with a smaller --device-memory than the limit, and run that plan"
+        ),
     ):
         model = source.build(
             dtype=workload.dtype,
             precision=workload.precision,
             adapter=workload.adapter,
-            device=workload.device,
+            device=device,
             seed=workload.seed,
         )
         batches = source.batches(
@@ -135,7 +152,7 @@ def train(
             seq_len=workload.seq_len,
             dtype=workload.dtype,
             precision=workload.precision,
-            device=workload.device,
+            device=device,
             text=text,
             seed=workload.seed,
         )

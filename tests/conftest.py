@@ -12,6 +12,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import pytest
 from hypothesis import settings
 
+from tests.emulated import building
+
 # The same examples in every run, and none that fails for being slow on a busy machine.
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")
@@ -21,6 +23,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-golden", action="store_true", help="write the files in tests/golden anew"
     )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Autograd counts the devices at the first backward: the emulated ones have to be there."""
+    chosen = any(item.get_closest_marker("emulated") for item in session.items)
+    if chosen and not session.config.option.collectonly and building.compiler() is not None:
+        from tests.emulated.device import extension
+
+        extension()
 
 
 @pytest.fixture

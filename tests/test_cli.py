@@ -240,7 +240,8 @@ def test_every_mistake_is_one_message(synthetic: Path, tmp_path: Path) -> None:
         ("run", "plan.yaml", "--memory-limit", "1.5GX"): f"--memory-limit: {size}",
         ("profile", "tiny-llama", "--dtype", "float33"): "--dtype: expected float32, bfloat16 or"
         " float16, got 'float33'",
-        ("profile", "tiny-llama", "--device", "tpu"): "--device: expected cpu or cuda, got 'tpu'",
+        ("profile", "tiny-llama", "--device", "tpu"): "--device: PyTorch knows no device called"
+        " 'tpu'\n  fix: cpu, cuda, xpu, or another type that this build of PyTorch names",
         ("plan", synthetic, "-o", "/dev/null/no/plan.yaml"): directory
         + "  fix: name a file in another directory with -o",
         ("profile", "tiny-llama", "-o", "."): ".: is a directory\n  fix: name a file with -o",

@@ -261,7 +261,10 @@ def test_mistakes_are_messages() -> None:
     )
     result = protrain("probe", "--device", "tpu")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "error: --device: expected cpu or cuda, got 'tpu'\n"
+    assert result.stderr == (
+        "error: --device: PyTorch knows no device called 'tpu'\n"
+        "  fix: cpu, cuda, xpu, or another type that this build of PyTorch names\n"
+    )
     result = protrain("probe", "-o", "/no/such/folder/machine.yaml")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (

@@ -24,7 +24,8 @@ ALLOWED = {
     "records": BASE,
     "program": BASE | {"records"},
     "compiling": BASE | {"records", "program"},
-    "models": BASE | {"records"},
+    # Decided: what a model is built with starts from a seed, on every accelerator too.
+    "models": BASE | {"records", "runtime"},
     "hardware": BASE | {"records", "models", "runtime"},
     # Decided: a measured profile looks through the runtime's own boundaries and meters, so that
     # what it counts is what a run meets.

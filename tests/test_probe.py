@@ -223,9 +223,11 @@ def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 def test_a_device_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ProtrainError) as caught:
         probe("cuda", spill_directory=tmp_path)
+    here = torch.accelerator.current_accelerator()  # the emulated one, where others use it
+    others = f", and has one of type '{here.type}'" if here else ""
     assert str(caught.value) == (
-        "this machine has no CUDA device that torch can use\n"
-        "  fix: --device cpu, or a CUDA build of torch on a machine with a GPU"
+        f"this machine has no device of type 'cuda' that torch can use{others}\n"
+        "  fix: a build of PyTorch for cuda on a machine that has one, or cpu"
     )
 
 

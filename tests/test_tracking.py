@@ -12,11 +12,11 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.profiling import passes
-from protrain_plan.profiling.cuda_workspaces import CUDA_BLOCK_BYTES
 from protrain_plan.profiling.discovery import discover
 from protrain_plan.profiling.faking import fake_batch, faking, without_values
 from protrain_plan.profiling.tracking import FakeMeter
 from protrain_plan.profiling.workspaces import allocator_of
+from protrain_plan.program import BLOCK_BYTES
 from protrain_plan.records.hardware import Device, DeviceKind
 from protrain_plan.records.profile import Form
 from protrain_runtime.measure import MemoryMeter, Segment
@@ -211,8 +211,8 @@ def test_cuda_rounds_every_storage_up_to_a_block() -> None:
         meter.mark("one")
         del large
     assert [segment.end_bytes for segment in meter.segments] == [
-        3 * CUDA_BLOCK_BYTES,
-        CUDA_BLOCK_BYTES,
+        3 * BLOCK_BYTES,
+        BLOCK_BYTES,
     ]
     del small
 

@@ -27,6 +27,7 @@ from protrain_plan.profiling.unit_by_unit import (
 )
 from protrain_plan.records import read_plan, read_profile
 from protrain_plan.records.profile import Unit, Workload
+from protrain_runtime import devices
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.measure import MemoryMeter, device_of
 from tests.test_elision import CONFIGS, SMALL
@@ -162,9 +163,9 @@ def test_free_memory_follows_a_limit_on_the_process() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     try:
         resource.setrlimit(resource.RLIMIT_DATA, (2**62, hard))
-        unlimited = free_bytes("cpu")
+        unlimited = free_bytes(devices.HOST)
         resource.setrlimit(resource.RLIMIT_DATA, (2**10, hard))
-        assert free_bytes("cpu") == 0 < unlimited
+        assert free_bytes(devices.HOST) == 0 < unlimited
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 

@@ -174,8 +174,8 @@ def _amounts(old: Plan, new: Plan) -> Iterator[Amount]:
     before, after = old.prediction, new.prediction
     yield Amount(
         name="device peak",
-        before=before.peak_bytes.device + before.peak_bytes.context,
-        after=after.peak_bytes.device + after.peak_bytes.context,
+        before=before.peak_bytes.on_device,
+        after=after.peak_bytes.on_device,
         in_bytes=True,
     )
     for name in ("host", "disk"):

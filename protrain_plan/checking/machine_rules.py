@@ -20,9 +20,9 @@ from protrain_plan.units import format_bytes, format_seconds
 def hdw001(situation: Situation) -> Verdict:
     """The machine has what the plan uses.
 
-    Its device is of the kind that the plan was made for, since a programme for CUDA and one for a
-    CPU differ, it has every tier that a decision names, its devices are joined where the plan is
-    for several, and the budgets are not above what it has.
+    Its device is of the kind that the plan was made for, since a programme for an accelerator and
+    one for a CPU differ, it has every tier that a decision names, its devices are joined where the
+    plan is for several, and the budgets are not above what it has.
     """
     case, machine = situation.case, situation.target.hardware
     planned_for = case.profile.hardware.device.kind
@@ -57,11 +57,12 @@ def hdw001(situation: Situation) -> Verdict:
 def mem001(situation: Situation) -> Verdict:
     """The predicted device peak is within the budget.
 
-    The peak is an upper bound on tensors, with what the process holds besides (the CUDA context,
-    the interpreter). The budget is that of budgets.yaml or pyproject.toml for the machine, less
-    its headroom; without one, the plan's own, or all memory of a machine that the plan was not
-    made for. Where the model changed, the peak is the estimate of today's model under the plan's
-    decisions, and the message names the layers that grew.
+    The peak is an upper bound on tensors, with what the process holds besides (an accelerator's
+    context and what its allocator holds beyond the tensors, the interpreter). The budget is that of
+    budgets.yaml or pyproject.toml for the machine, less its headroom; without one, the plan's own,
+    or all memory of a machine that the plan was not made for. Where the model changed, the peak is
+    the estimate of today's model under the plan's decisions, and the message names the layers that
+    grew.
     """
     limit = situation.target.device
     if situation.misfit is not None:
@@ -72,7 +73,8 @@ def mem001(situation: Situation) -> Verdict:
     peak = predicted_now.peak_bytes
     text = (
         f"the predicted peak of {format_bytes(predicted_now.device)}"
-        f" ({format_bytes(peak.device)} of tensors, {format_bytes(peak.context)} besides)"
+        f" ({format_bytes(peak.device)} of tensors,"
+        f" {format_bytes(peak.on_device - peak.device)} besides)"
     )
     return _over(situation, text, predicted_now.device, limit)
 
@@ -180,7 +182,7 @@ def _with_remedy(
     if none_fits:
         at_least = ""
         if lean is not None:
-            needed = lean.bytes + asked.profile.hardware.device.context_bytes
+            needed = lean.bytes + asked.profile.hardware.device.besides_bytes
             at_least = f": the leanest needs {format_bytes(needed)} of the device"
         fix = f"no plan of this workload fits{at_least}"
     else:

@@ -39,7 +39,7 @@ class Predicted:
     @property
     def device(self) -> int:
         """All that the process takes of the device, in bytes."""
-        return self.peak_bytes.device + self.peak_bytes.context
+        return self.peak_bytes.on_device
 
 
 def problem_of(plan: Plan, profile: Profile, budgets: Budgets | None = None) -> Problem:
@@ -68,6 +68,7 @@ def predicted(plan: Plan, profile: Profile) -> Predicted:
         peak_bytes=TierBytes(
             device=max(slot.total for slot in slots),
             context=profile.hardware.device.context_bytes,
+            allocator=profile.hardware.device.allocator_bytes,
             host=below("host"),
             disk=below("disk"),
         ),

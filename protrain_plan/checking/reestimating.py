@@ -13,11 +13,12 @@ from pathlib import Path
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.records.hardware import DeviceKind, Hardware
+from protrain_plan.records.hardware import Hardware, is_accelerator
 from protrain_plan.records.profile import Profile, Workload
 
-_SUBSTITUTES: dict[DeviceKind, str] = {"cpu": "cpu", "cuda": "h100-sxm"}
-"""Machines of the catalogue that lend their rates to one whose own are not known."""
+_SUBSTITUTES = {False: "cpu", True: "h100-sxm"}
+"""Machines of the catalogue that lend their rates to one whose own are not known, by whether it has
+an accelerator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,10 @@ def look(profile: Profile) -> Today | Broken | Unavailable:
 
     def estimated(hardware: Hardware) -> Profile:
         # Bytes do not depend on rates: those of any machine do where its own are not known.
-        rates = hardware.rates or load_hardware(_SUBSTITUTES[hardware.device.kind]).rates
+        rates = (
+            hardware.rates
+            or load_hardware(_SUBSTITUTES[is_accelerator(hardware.device.kind)]).rates
+        )
         found = estimate(
             source,
             batch_size=workload.batch_size,

@@ -43,6 +43,7 @@ def profile_command(case: Case) -> str:
         words += ["--on", hardware.name if known else str(case.profile_path)]
     else:
         words += _unless("cpu", "--device", workload.device)
+        words += ["--deterministic"] if workload.deterministic else []
     if workload.model_config:  # a factory's batches are its own
         words += ["--batch-size", str(workload.batch_size), "--seq-len", str(workload.seq_len)]
     words += _unless("float32", "--dtype", workload.dtype)

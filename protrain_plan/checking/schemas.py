@@ -20,6 +20,7 @@ from protrain_plan.records.schema import (
     KINDS,
     LIMITS,
     NOT_NEGATIVE,
+    PATTERNS,
     STATES,
     STEP_END,
     VERSION,
@@ -114,6 +115,8 @@ def _name_or_names(schema: Schema) -> None:
 
 def _value(owner: Any, name: str, hint: Any, definitions: dict[str, Schema]) -> Schema:
     limits = LIMITS.get((owner, name), NOT_NEGATIVE)
+    if (owner, name) in PATTERNS:
+        return {"type": "string", "pattern": f"^{PATTERNS[owner, name][0]}$"}
     if hint == Activations:
         return {"enum": list(ACTIVATIONS)}
     if hint == Placement:

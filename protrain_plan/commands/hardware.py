@@ -2,15 +2,15 @@
 
 import tempfile
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 
-from protrain_plan.commands.options import JsonOption, SpillOption, choice, writable
+from protrain_plan.commands.options import JsonOption, SpillOption, found_device, writable
 from protrain_plan.commands.output import progress, show
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_plan.records import write_hardware
-from protrain_plan.records.hardware import DeviceKind, Hardware
+from protrain_plan.records.hardware import Hardware, is_accelerator
 from protrain_plan.rendering.machines import (
     machine_json,
     machine_text,
@@ -61,7 +61,9 @@ def probe(
     output: Annotated[Path, typer.Option("-o", "--output", help="The hardware to write.")] = Path(
         "hardware.yaml"
     ),
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, cuda:1, xpu, ...: a device of this machine.")
+    ] = "cpu",
     name: Annotated[
         str | None, typer.Option(help="Its name; default: such as cpu-2, after the threads.")
     ] = None,
@@ -72,23 +74,23 @@ def probe(
 
     Under torchrun, what joins the ranks too; rank 0 writes.
     """
-    device_name: DeviceKind = choice("--device", device, get_args(DeviceKind))
     writable(output)
     # Torch loads here, so that the catalogue need not wait for it.
     from protrain_plan.hardware.joined import Rank, probe_with_ranks
     from protrain_plan.hardware.probe import probe as measured
     from protrain_runtime.measure import return_freed_memory
 
-    if device_name == "cpu":
+    where = found_device(device)
+    if not is_accelerator(where.type):
         return_freed_memory()
     rank, directory = Rank.launched(), spill_directory or Path(tempfile.gettempdir())
     machine: Hardware | None
     with progress(quiet=as_json or (rank is not None and rank.number > 0)) as report:
         if rank is None:
-            machine = measured(device_name, spill_directory=directory, name=name, progress=report)
+            machine = measured(where, spill_directory=directory, name=name, progress=report)
         else:
             machine = probe_with_ranks(
-                device_name, rank, spill_directory=directory, name=name, progress=report
+                where, rank, spill_directory=directory, name=name, progress=report
             )
     if machine is None:
         return

@@ -3,13 +3,16 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.hardware import Hardware
 from protrain_plan.units import parse_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 Name = TypeVar("Name", bound=str)
 
@@ -60,6 +63,16 @@ def choice(option: str, text: str, known: tuple[Name, ...]) -> Name:
     raise ProtrainError(
         f"expected {', '.join(known[:-1])} or {known[-1]}, got {text!r}", key=option
     )
+
+
+def found_device(text: str) -> "torch.device":
+    """The device that `--device` names, with its index; ProtrainError where it cannot be had."""
+    from protrain_runtime import devices  # torch loads here
+
+    try:
+        return devices.found(text)
+    except ProtrainError as error:
+        raise ProtrainError(error.message, key="--device", fix=error.fix) from None
 
 
 def refuse_host_memory(text: str | None, machines: Sequence[Hardware]) -> None:

@@ -7,12 +7,12 @@ from typing import Annotated, get_args
 
 import typer
 
-from protrain_plan.commands.options import JsonOption, SpillOption, choice, writable
+from protrain_plan.commands.options import JsonOption, SpillOption, choice, found_device, writable
 from protrain_plan.commands.output import progress, show
 from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.records import write_profile
-from protrain_plan.records.hardware import DeviceKind
+from protrain_plan.records.hardware import is_accelerator
 from protrain_plan.records.profile import DType, Precision
 from protrain_plan.rendering.profiles import profile_json, profile_text
 
@@ -76,7 +76,17 @@ def profile(
             " the catalogue, or a YAML file (protrain hardware probe under torchrun)."
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu (the default) or cuda.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu (the default), cuda, cuda:1, xpu, ...: a device of this machine."),
+    ] = None,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="Measure PyTorch's deterministic kernels, and have the plan's runs take them.",
+        ),
+    ] = False,
     steps: Annotated[
         int | None,
         typer.Option(
@@ -103,7 +113,6 @@ def profile(
     """
     dtype_name: DType = choice("--dtype", dtype, get_args(DType))
     precision_name: Precision = choice("--precision", precision, get_args(Precision))
-    device_name: DeviceKind = choice("--device", device or "cpu", get_args(DeviceKind))
     machine = None if on is None else load_hardware(on)
     joined = None if interconnect is None else load_hardware(interconnect).interconnect
     if interconnect is not None and joined is None:
@@ -116,6 +125,7 @@ def profile(
         for option, value in (
             ("--device", device),
             ("--steps", steps),
+            ("--deterministic", deterministic or None),
             ("--unit-by-unit", unit_by_unit or None),
             ("--spill-directory", spill_directory),
         ):
@@ -124,6 +134,7 @@ def profile(
     writable(output)
     # Torch loads here, so that --help and planning need not wait for it.
     from protrain_plan.models.adapters import parse_lora
+    from protrain_plan.models.building import kernels
     from protrain_plan.models.optimizers import optimizer_factory
     from protrain_plan.models.sources import load_source
     from protrain_plan.profiling.estimated import Options, estimate
@@ -131,6 +142,7 @@ def profile(
     from protrain_runtime.exhaustion import explained_exhaustion
     from protrain_runtime.measure import return_freed_memory
 
+    where = found_device(device or "cpu")
     optimizer_factory(optimizer)  # a wrong name is told at once
     adapter = "" if lora is None else str(parse_lora(lora))
     source = load_source(model)
@@ -149,14 +161,17 @@ def profile(
         if machine is not None:
             record = estimate(source, hardware=machine, **options)
         else:
-            if device_name == "cpu":
+            if not is_accelerator(where.type):
                 return_freed_memory()
-            with explained_exhaustion(
-                fix="a smaller --batch-size or --seq-len; the model alone: --unit-by-unit"
+            with (
+                kernels(deterministic=deterministic),
+                explained_exhaustion(
+                    fix="a smaller --batch-size or --seq-len; the model alone: --unit-by-unit"
+                ),
             ):
                 record = measure(
                     source,
-                    device=device_name,
+                    device=where,
                     num_steps=steps,
                     spill_directory=spill_directory or Path(tempfile.gettempdir()),
                     unit_by_unit=unit_by_unit,

@@ -11,6 +11,7 @@ from protrain_plan.commands.options import JsonOption, SpillOption, size, writab
 from protrain_plan.commands.output import progress, show
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records import read_plan
+from protrain_plan.records.hardware import is_accelerator
 from protrain_plan.records.profile import Profile
 from protrain_plan.rendering.runs import run_json, run_text
 from protrain_plan.simulation.recording import write_recording
@@ -59,6 +60,10 @@ def run(
             "--record", help="Write what ran when in a step, for `protrain report --recording`."
         ),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Which device of the plan's type: cuda:1. Default: the current one."),
+    ] = None,
     spill_directory: SpillOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -82,7 +87,7 @@ def run(
     from protrain_runtime.launching import joined
     from protrain_runtime.measure import return_freed_memory
 
-    if record.workload.device == "cpu":
+    if not is_accelerator(record.workload.device):
         return_freed_memory()
 
     def trained(
@@ -108,6 +113,7 @@ def run(
             checkpoints=checkpoints,
             rank=rank,
             profile=beside,
+            device=device,
         )
 
     def beside() -> Profile | None:

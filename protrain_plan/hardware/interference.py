@@ -200,17 +200,46 @@ def contention(lane: Callable[[], None]) -> Contention:
 def small_compute(device: torch.device | str) -> Callable[[], None]:
     """What a model does in some milliseconds; it returns when the device has ended it."""
     here = found(str(device))
-    scale = 1 if on_host(here) else 8
-    tokens = torch.full((scale * _TOKENS, scale * _WIDTH), 0.5, device=here)
-    weight = torch.full((scale * _WIDTH, 4 * scale * _WIDTH), 0.5, device=here)
 
-    def compute() -> None:
-        hidden = torch.nn.functional.silu(tokens @ weight)
-        torch.add(hidden @ weight.T, tokens)
-        if not on_host(here):
-            current_stream(here).synchronize()
+    def of(scale: int) -> Callable[[], None]:
+        tokens = torch.full((scale * _TOKENS, scale * _WIDTH), 0.5, device=here)
+        weight = torch.full((scale * _WIDTH, 4 * scale * _WIDTH), 0.5, device=here)
 
-    return compute
+        def compute() -> None:
+            hidden = torch.nn.functional.silu(tokens @ weight)
+            torch.add(hidden @ weight.T, tokens)
+            if not on_host(here):
+                current_stream(here).synchronize()
+
+        return compute
+
+    return grown(of, here)[1]
+
+
+_SCALES = (1, 2, 4, 8)
+_LONG_ENOUGH_S = 5e-3
+
+
+def grown(
+    of: Callable[[int], Callable[[], Result]], device: torch.device
+) -> tuple[int, Callable[[], Result]]:
+    """Work that takes some milliseconds on an accelerator, and how often it is that of a CPU.
+
+    `of` makes it of a scale, by which the sides of its matrices grow.
+    """
+    work = of(_SCALES[0])
+    if on_host(device):
+        return _SCALES[0], work
+    for scale in _SCALES:
+        work = of(scale)
+        for _ in range(2):  # the first one loads kernels
+            start = time.perf_counter()
+            work()
+            synchronize(device)
+            seconds = time.perf_counter() - start
+        if seconds >= _LONG_ENOUGH_S:
+            break
+    return scale, work
 
 
 def kept_fraction(ratios: Iterable[float], *, at_least: float = 0.01) -> float:

@@ -25,18 +25,15 @@ from protrain_plan.hardware.interference import (
     runs_per_second,
     small_compute,
 )
-from protrain_plan.hardware.probe import Progress, SpillFile, held_bytes, probe
+from protrain_plan.hardware.probe import PinnedLink, Progress, SpillFile, held_bytes, probe
 from protrain_plan.records.hardware import (
     Collectives,
     Contention,
-    DeviceKind,
     Hardware,
     Interconnect,
 )
 from protrain_plan.units import four_digits
-
-_BYTES: dict[DeviceKind, int] = {"cpu": 2**25, "cuda": 2**28}
-"""Of what all ranks hold together: a decoder block of a small model, and of a large one."""
+from protrain_runtime import devices
 
 _CALLS = 4  # of a collective in one window
 _SMALL_CALLS = 20
@@ -44,6 +41,11 @@ _ROUNDS = 3
 _WAIT = timedelta(minutes=10)  # for a rank, while others wait in a collective
 
 Call = Callable[[], None]
+
+
+def _num_bytes(device: torch.device) -> int:
+    """Of what all ranks hold together: a decoder block of a small model, and of a large one."""
+    return 2**25 if devices.on_host(device) else 2**28
 
 
 class Rank(NamedTuple):
@@ -63,7 +65,7 @@ class Rank(NamedTuple):
 
 
 def probe_with_ranks(
-    device: DeviceKind,
+    device: torch.device | str,
     rank: Rank,
     *,
     spill_directory: Path,
@@ -72,23 +74,25 @@ def probe_with_ranks(
 ) -> Hardware | None:
     """`probe` on rank 0 while the others wait for it, then what joins them; None on the others.
 
-    Takes about 20 s on two cores. On CUDA every rank takes the device of its number in its node.
+    Takes about 20 s on two cores. A rank takes the accelerator of its number in its node.
     """
-    if device == "cuda":
-        torch.cuda.set_device(rank.number % rank.in_node)
+    where = devices.found(str(device))
+    if not devices.on_host(where):
+        where = torch.device(where.type, rank.number % rank.in_node)
+        torch.accelerator.set_device_index(where.index)  # collectives ask which is the thread's
     found = None
     if rank.number == 0:
         # Before the ranks meet: the probe's steps are planned for one device, and are asked for it.
-        found = probe(device, spill_directory=spill_directory, name=name, progress=progress)
-    before = held_bytes(device)
-    distributed.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_WAIT)
+        found = probe(where, spill_directory=spill_directory, name=name, progress=progress)
+    before = held_bytes(where)
+    distributed.init_process_group(devices.collectives(where), timeout=_WAIT)
     try:
         everyone = distributed.group.WORLD
         assert everyone is not None
-        _Group(device, everyone, rank.of, num_bytes=4 * rank.of)
-        library_bytes = max(0, held_bytes(device) - before)
+        _Group(where, everyone, rank.of, num_bytes=4 * rank.of)
+        library_bytes = max(0, held_bytes(where) - before)
         progress("measuring what joins the ranks", 0.9)
-        joined = _interconnect(device, rank, everyone, spill_directory)
+        joined = _interconnect(where, rank, everyone, spill_directory)
         progress("done", 1.0)
     finally:
         distributed.destroy_process_group()
@@ -103,16 +107,16 @@ def probe_with_ranks(
 
 
 def _interconnect(
-    device: DeviceKind, rank: Rank, everyone: distributed.ProcessGroup, spill_directory: Path
+    device: torch.device, rank: Rank, everyone: distributed.ProcessGroup, spill_directory: Path
 ) -> Interconnect:
     """What joins the ranks, without what the library holds; `within` of one rank is as `across`."""
-    group = _Group(device, everyone, rank.of, num_bytes=_BYTES[device])
+    group = _Group(device, everyone, rank.of, num_bytes=_num_bytes(device))
     speeds, across = group.speeds(), None
     if rank.of > rank.in_node:
         across = speeds
         if rank.in_node > 1:
             node, _ = distributed.new_subgroups(rank.in_node)
-            within = _Group(device, node, rank.in_node, num_bytes=_BYTES[device])
+            within = _Group(device, node, rank.in_node, num_bytes=_num_bytes(device))
             speeds = within.speeds()
     beside = _contention(group.gather, small_compute(device))
     with _link_read(device, spill_directory) as read:
@@ -130,7 +134,7 @@ class _Group:
     """Ranks that gather and reduce together, with their buffers."""
 
     def __init__(
-        self, device: DeviceKind, group: distributed.ProcessGroup, size: int, *, num_bytes: int
+        self, device: torch.device, group: distributed.ProcessGroup, size: int, *, num_bytes: int
     ) -> None:
         self.device, self.group, self.size = device, group, size
         self.whole = torch.ones(num_bytes // 4 // size * size, device=device)
@@ -157,8 +161,8 @@ class _Group:
         self._wait()
 
     def _wait(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.current_stream().synchronize()
+        if not devices.on_host(self.device):
+            devices.current_stream(self.device).synchronize()
 
     def speeds(self) -> Collectives:
         """Bytes per second that this rank gets from the others, and the seconds of a hop."""
@@ -220,18 +224,10 @@ def _together(collective: Call, other: Call) -> tuple[float, float]:
 
 
 @contextlib.contextmanager
-def _link_read(device: DeviceKind, directory: Path) -> Iterator[Call]:
-    """What a rank reads of the tier below: a file's bytes on a CPU, pinned host memory on CUDA."""
-    if device == "cuda":
-        source = torch.ones(_BYTES[device], dtype=torch.uint8).pin_memory()
-        target, stream = torch.empty_like(source, device=device), torch.cuda.Stream()
-
-        def copy() -> None:
-            with torch.cuda.stream(stream):
-                target.copy_(source, non_blocking=True)
-            stream.synchronize()
-
-        yield copy
+def _link_read(device: torch.device, directory: Path) -> Iterator[Call]:
+    """What a rank reads of the tier below: a file's bytes on a CPU, else pinned host memory."""
+    if not devices.on_host(device):
+        yield PinnedLink(device, _num_bytes(device)).read
         return
     with contextlib.closing(SpillFile(directory, device)) as file:
         yield file.read

@@ -17,17 +17,22 @@ from protrain_plan.hardware.interference import (
     contention,
     in_worker,
     kept_fraction,
+    lane_update,
     rates_together,
     runs_per_second,
+    small_compute,
     update_step,
 )
 from protrain_plan.hardware.overheads import Overheads, measure_overheads
 from protrain_plan.hardware.rates import measure_rates
-from protrain_plan.records.hardware import Contention, Device, DeviceKind, Hardware, Link, Tier
+from protrain_plan.records.hardware import Contention, Device, Hardware, Link, Tier
 from protrain_plan.records.profile import DType
 from protrain_plan.units import four_digits
+from protrain_runtime import devices
+from protrain_runtime.lanes import Backend
 from protrain_runtime.measure import process_memory
 from protrain_runtime.stores import DiskStore
+from protrain_runtime.update_team import UpdateTeam, spare_threads
 
 _BUFFER_BYTES = 2**20
 """What models that a CPU trains move at a time: tensors of up to a few MiB, too small for the huge
@@ -40,7 +45,7 @@ Progress = Callable[[str, float], None]
 
 
 def probe(
-    device: DeviceKind,
+    device: torch.device | str,
     *,
     spill_directory: Path,
     name: str | None = None,
@@ -52,25 +57,21 @@ def probe(
 
     `context_bytes` is recorded as given; without it, as what this process holds in the end, which
     is less exact than what the profiler measures in a model's own steps. `dtype` is that of the
-    updates whose speed and contention with compute are measured. On CUDA, contention is taken as
-    none: copies and the host's updates run on other hardware than compute.
+    updates whose speed and contention with compute are measured.
 
-    ProtrainError where there is no such device, or `spill_directory` cannot be written.
+    ProtrainError where there is no such device, it lacks what plans need, or `spill_directory`
+    cannot be written.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ProtrainError(
-            "this machine has no CUDA device that torch can use",
-            fix="--device cpu, or a CUDA build of torch on a machine with a GPU",
-        )
-    below = _below(device, spill_directory, dtype, progress)
+    where = devices.found(str(device))
+    below = _below(where, spill_directory, dtype, progress)
     progress("measuring compute and memory", 0.8)
-    rates = measure_rates(device, dtype=dtype)
+    rates = measure_rates(where, dtype=dtype)
     if below.overheads is not None:
         rates = replace(rates, host_piece_s=four_digits(below.overheads.piece_s))
     progress("done", 1.0)
-    described = _device(device, held_bytes(device) if context_bytes is None else context_bytes)
+    described = _device(where, held_bytes(where) if context_bytes is None else context_bytes)
     return Hardware(
-        name=name or f"{device}-{described.num_threads}",
+        name=name or f"{where.type}-{described.num_threads}",
         device=described,
         tiers=below.tiers,
         read_contention=below.read,
@@ -96,7 +97,7 @@ class _Below:
     overheads: Overheads | None = None
 
 
-def _below(device: DeviceKind, directory: Path, dtype: DType, progress: Progress) -> _Below:
+def _below(device: torch.device, directory: Path, dtype: DType, progress: Progress) -> _Below:
     with (
         contextlib.closing(SpillFile(directory, device)) as reads,
         contextlib.closing(SpillFile(directory, device)) as writes,
@@ -104,10 +105,19 @@ def _below(device: DeviceKind, directory: Path, dtype: DType, progress: Progress
         progress("measuring the disk", 0.0)
         link = _disk_link(reads, writes)
         disk = Tier(name="disk", capacity_bytes=shutil.disk_usage(directory).free, link=link)
-        if device == "cuda":
+        if not devices.on_host(device):
             progress("measuring the link to host memory", 0.5)
-            alone = Contention(compute=1.0, lane=1.0)
-            return _Below(tiers=(_pinned_host(), disk), read=alone, write=alone, update=alone)
+            pinned = PinnedLink(device)
+            host = Tier(name="host", capacity_bytes=host_memory_bytes(), link=pinned.measured())
+            progress("measuring what lanes and compute leave each other", 0.6)
+            compute = small_compute(device)
+            with contextlib.closing(UpdateTeam(spare_threads(device))) as team:
+                return _Below(
+                    tiers=(host, disk),
+                    read=_left_beside(compute, pinned.read),
+                    write=_left_beside(compute, pinned.write),
+                    update=_left_beside(compute, lane_update(dtype, team)),
+                )
         progress("measuring the runtime itself", 0.25)
         overheads = measure_overheads(directory)
         progress("measuring what lanes and compute leave each other", 0.3)
@@ -117,15 +127,14 @@ def _below(device: DeviceKind, directory: Path, dtype: DType, progress: Progress
             overheads=overheads,
             read=contention(reads.read),
             write=contention(writes.write),
-            update=contention(update_step(dtype, device="cpu")),
+            update=contention(update_step(dtype, device=devices.HOST)),
         )
 
 
-def held_bytes(device: DeviceKind) -> int:
+def held_bytes(device: torch.device) -> int:
     """What this process holds besides tensors, of which it has none here; 0 where none can say."""
-    if device == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        return total - free - torch.cuda.memory_reserved()
+    if not devices.on_host(device):
+        return devices.context_bytes(device)
     with contextlib.suppress(OSError):
         return process_memory().data_bytes
     return 0
@@ -147,14 +156,13 @@ def host_memory_bytes() -> int:
     return total
 
 
-def _device(kind: DeviceKind, context_bytes: int) -> Device:
-    if kind == "cuda":
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        name, memory_bytes = properties.name, properties.total_memory
-    else:
+def _device(device: torch.device, context_bytes: int) -> Device:
+    if devices.on_host(device):
         name, memory_bytes = _processor(), host_memory_bytes()
+    else:
+        name, memory_bytes = devices.name(device), devices.free_and_total_bytes(device)[1]
     return Device(
-        kind=kind,
+        kind=device.type,
         name=name,
         memory_bytes=memory_bytes,
         context_bytes=context_bytes,
@@ -182,7 +190,7 @@ class SpillFile:
     part of a read. On others it goes to memory that stays, as their staging does.
     """
 
-    def __init__(self, directory: Path, device: DeviceKind) -> None:
+    def __init__(self, directory: Path, device: torch.device) -> None:
         self._device = device
         self._store = DiskStore(directory)
         free_bytes = shutil.disk_usage(directory).free
@@ -205,7 +213,7 @@ class SpillFile:
 
     def _target(self, at: int) -> torch.Tensor:
         """Where the buffer that stands at `at` is read to."""
-        if self._device == "cpu":
+        if devices.on_host(self._device):
             # The system's own pages: the C library may have some that were touched before.
             return torch.frombuffer(mmap.mmap(-1, _BUFFER_BYTES), dtype=torch.uint8)
         return self._source[at : at + _BUFFER_BYTES]
@@ -253,48 +261,84 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-# --- pinned host memory of a CUDA machine ---------------------------------------------------------
+# --- pinned host memory of a machine with an accelerator ------------------------------------------
 
 
-def _pinned_host() -> Tier:
-    """Copies between pinned host memory and the device, one way and both ways at once."""
-    num_bytes = 2 * 2**26
-    up_host, down_host = (torch.ones(num_bytes, dtype=torch.uint8).pin_memory() for _ in range(2))
-    up_device, down_device = (torch.ones_like(t, device="cuda") for t in (up_host, down_host))
-    up_stream, down_stream = torch.cuda.Stream(), torch.cuda.Stream()
+class PinnedLink:
+    """Copies between host memory, pinned as the runtime pins it, and a device, on streams.
 
-    def up() -> None:
-        with torch.cuda.stream(up_stream):
-            up_device.copy_(up_host, non_blocking=True)
+    The buffers are this object's; every copy has ended when a method returns.
+    """
 
-    def down() -> None:
-        with torch.cuda.stream(down_stream):
-            down_host.copy_(down_device, non_blocking=True)
+    def __init__(self, device: torch.device, num_bytes: int = 2**27) -> None:
+        backend = Backend(device)
+        self._num_bytes = num_bytes
+        self._up_host, self._down_host = (backend.empty_host(num_bytes).fill_(1) for _ in range(2))
+        self._up_device, self._down_device = (backend.empty(num_bytes).fill_(1) for _ in range(2))
+        self._up, self._down = (devices.new_stream(device) for _ in range(2))
+        devices.synchronize(device)  # the device's buffers were filled on the current stream
 
-    def both() -> None:
-        up()
-        down()
+    def read(self) -> None:
+        """From the host to the device."""
+        self._start_read(self._num_bytes)
+        self._up.synchronize()
 
-    def seconds(copy: Callable[[], object]) -> float:
-        runs = []
-        for _ in range(2 + 5):  # two to warm up
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            copy()
-            torch.cuda.synchronize()
-            runs.append(time.perf_counter() - start)
-        return statistics.median(runs[2:])
+    def write(self) -> None:
+        """From the device to the host."""
+        self._start_write()
+        self._down.synchronize()
 
-    up_s, down_s, both_s = seconds(up), seconds(down), seconds(both)
-    small = up_host[:4096]
-    return Tier(
-        name="host",
-        capacity_bytes=host_memory_bytes(),
-        link=Link(
-            read_bytes_per_s=num_bytes / up_s,
-            write_bytes_per_s=num_bytes / down_s,
-            latency_s=seconds(lambda: up_device[:4096].copy_(small, non_blocking=True)),
+    def both(self) -> None:
+        """Both ways at once."""
+        self._start_read(self._num_bytes)
+        self._start_write()
+        self._up.synchronize()
+        self._down.synchronize()
+
+    def read_little(self) -> None:
+        """What a copy costs apart from its bytes."""
+        self._start_read(4096)
+        self._up.synchronize()
+
+    def measured(self) -> Link:
+        """The link that the copies make, from medians of a few each."""
+        read_s, write_s, both_s, little_s = (
+            self._seconds(copy) for copy in (self.read, self.write, self.both, self.read_little)
+        )
+        return Link(
+            read_bytes_per_s=self._num_bytes / read_s,
+            write_bytes_per_s=self._num_bytes / write_s,
+            latency_s=little_s,
             # Both ways in the time of the slower one alone: 1. One after the other: about 0.5.
-            duplex=kept_fraction([max(up_s, down_s) / both_s], at_least=0.5),
-        ),
+            duplex=kept_fraction([max(read_s, write_s) / both_s], at_least=0.5),
+        )
+
+    def _start_read(self, num_bytes: int) -> None:
+        with self._up:
+            self._up_device[:num_bytes].copy_(self._up_host[:num_bytes], non_blocking=True)
+
+    def _start_write(self) -> None:
+        with self._down:
+            self._down_host.copy_(self._down_device, non_blocking=True)
+
+    def _seconds(self, copy: Callable[[], None]) -> float:
+        copy()
+        copy()  # two to warm up
+        return statistics.median(_seconds(copy) for _ in range(5))
+
+
+def _left_beside(compute: Callable[[], None], lane: Callable[[], None]) -> Contention:
+    """What compute on an accelerator and a lane in a thread of the host leave each other.
+
+    One window of each alone and one of both: half a second. Copies and the host's updates run on
+    other hardware than compute, so that little is taken, but they share its memory and the link.
+    """
+    compute()
+    in_worker(lane)
+    compute_alone = runs_per_second(compute)
+    lane_alone = in_worker(lambda: runs_per_second(lane))
+    compute_beside, lane_beside = rates_together(compute, lane)
+    return Contention(
+        compute=four_digits(kept_fraction([compute_beside / compute_alone])),
+        lane=four_digits(kept_fraction([lane_beside / lane_alone])),
     )

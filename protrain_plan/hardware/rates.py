@@ -6,18 +6,18 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import linear
 
-from protrain_plan.hardware.interference import host_update_speed, runs_per_second
+from protrain_plan.hardware.interference import grown, host_update_speed, runs_per_second
 from protrain_plan.records.hardware import Rates
 from protrain_plan.records.profile import DType
 from protrain_plan.units import four_digits
-from protrain_runtime.devices import found, on_host, synchronize
+from protrain_runtime.devices import found, synchronize
 
 _ROUNDS = 3
 _CALLS = 1000  # of the small operator in one run: a run is milliseconds
-# Of the matrix product (width), and of each operand of the sum (bytes): a run is some ten
-# milliseconds on two cores and about one on a GPU, and the sum is past every cache of both.
-_WIDTH_ON_CPU, _WIDTH = 1024, 8192
-_SUM_BYTES_ON_CPU, _SUM_BYTES = 2**26, 2**29
+_WIDTH, _SUM_BYTES = 1024, 2**26
+"""Of the matrix product, and of each operand of the sum: a run is some ten milliseconds on two
+cores, and the sum is past every cache. On an accelerator both grow until a run takes as long
+(`grown`)."""
 
 
 def measure_rates(device: torch.device | str, *, dtype: DType) -> Rates:
@@ -39,14 +39,17 @@ def measure_rates(device: torch.device | str, *, dtype: DType) -> Rates:
 
 
 def _flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
-    width = _WIDTH_ON_CPU if on_host(device) else _WIDTH
-    # No constants: multiplying by them draws less power, so that a GPU's clock stays higher.
-    source = torch.Generator(device).manual_seed(0)
-    tokens, weight = (
-        torch.rand(width, width, generator=source, device=device).sub(0.5).to(dtype)
-        for _ in range(2)
-    )
-    return 2 * width**3 * _per_second(lambda: linear(tokens, weight), device)
+    def product(scale: int) -> Callable[[], object]:
+        # No constants: multiplying by them draws less power, so that a GPU's clock stays higher.
+        source, width = torch.Generator(device).manual_seed(0), scale * _WIDTH
+        tokens, weight = (
+            torch.rand(width, width, generator=source, device=device).sub(0.5).to(dtype)
+            for _ in range(2)
+        )
+        return lambda: linear(tokens, weight)
+
+    scale, work = grown(product, device)
+    return 2 * (scale * _WIDTH) ** 3 * _per_second(work, device)
 
 
 def _memory_bytes_per_s(device: torch.device) -> float:
@@ -55,9 +58,14 @@ def _memory_bytes_per_s(device: torch.device) -> float:
     On a CPU the system clears the pages of every result, which takes longer than the sum. On a GPU
     the allocator keeps them.
     """
-    num_bytes = _SUM_BYTES_ON_CPU if on_host(device) else _SUM_BYTES
-    left, right = (torch.ones(num_bytes // 4, dtype=torch.float32, device=device) for _ in range(2))
-    return 3 * num_bytes * _per_second(lambda: torch.add(left, right), device)
+
+    def addition(scale: int) -> Callable[[], object]:
+        count = scale * _SUM_BYTES // 4
+        left, right = (torch.ones(count, dtype=torch.float32, device=device) for _ in range(2))
+        return lambda: torch.add(left, right)
+
+    scale, work = grown(addition, device)
+    return 3 * scale * _SUM_BYTES * _per_second(work, device)
 
 
 def _operator_s(device: torch.device) -> float:

@@ -1,5 +1,6 @@
 """What every kind of model source needs to build: dtypes, and random states that are given back."""
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,8 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from protrain_plan.records.profile import DType
+from protrain_runtime import devices
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     "float32": torch.float32,
@@ -21,14 +24,34 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 def seeded(seed: int) -> Iterator[None]:
     """The random states that building may use start from the seed, and are put back after."""
     before = random.getstate()
-    cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with _disable_current_modes():  # models are built of fake tensors too; states are real
+        kind, accelerators = devices.all_random_states()
     try:
-        with torch.random.fork_rng(devices=cuda):
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             random.seed(seed)
             yield
     finally:
         random.setstate(before)
+        with _disable_current_modes():
+            devices.set_all_random_states(kind, accelerators)
+
+
+@contextmanager
+def kernels(*, deterministic: bool) -> Iterator[None]:
+    """Inside, operators take deterministic kernels alone, or any: as a workload was profiled.
+
+    cuBLAS has deterministic ones where its workspace has a size that it is told before its first.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 def moved(

@@ -12,6 +12,9 @@ from protrain_plan.records.plan import Budgets
 from protrain_plan.simulation.memory import device_bytes
 from protrain_plan.units import exact_bytes
 
+_BESIDES = "besides tensors"
+_HELD_BACK = "held back for the allocator"
+
 
 def infeasible(problem: Problem, budgets: Budgets, lean: Leanest | None) -> Infeasible:
     """The answer for a problem whose leanest choice, `lean`, exceeds the device's budget."""
@@ -26,8 +29,8 @@ def infeasible(problem: Problem, budgets: Budgets, lean: Leanest | None) -> Infe
         found = _below_device(problem, budgets, lean, tier)
         if found:
             return found
-    context = problem.profile.hardware.device.context_bytes
-    needed = lean.bytes + context
+    besides = problem.profile.hardware.device.besides_bytes
+    needed = lean.bytes + besides
     slot, occupants = _tightest(problem, lean)
     return Infeasible(
         tier="device",
@@ -36,7 +39,7 @@ def infeasible(problem: Problem, budgets: Budgets, lean: Leanest | None) -> Infe
         budget_bytes=budgets.device,
         shortfall_bytes=needed - budgets.device,
         smallest_budget_bytes=needed,
-        proven_budget_bytes=lean.proven_bytes + context,
+        proven_budget_bytes=lean.proven_bytes + besides,
         advice=_advice(problem, lean, dict(occupants)),
     )
 
@@ -51,7 +54,7 @@ def _below_device(
     if needs is None or max(problem.static_bytes(needs.choice)) > problem.device:
         return None
     budget = budgets.host if tier == "host" else budgets.disk
-    context = problem.profile.hardware.device.context_bytes
+    besides = problem.profile.hardware.device.besides_bytes
     slot, occupants = _tightest(problem, lean)
     return Infeasible(
         tier=tier,
@@ -63,7 +66,7 @@ def _below_device(
         proven_budget_bytes=needs.proven_bytes,
         advice=(
             f"raise the {tier} budget to {enough(needs.bytes)}",
-            f"or the device budget to {enough(lean.bytes + context)}",
+            f"or the device budget to {enough(lean.bytes + besides)}",
         ),
     )
 
@@ -84,20 +87,24 @@ def _tightest(problem: Problem, lean: Leanest) -> tuple[str, tuple[tuple[str, in
         unit = min(tightest, 2 * count - 1 - tightest)
         direction = "forward" if tightest < count else "backward"
         name = f"{direction} of {problem.profile.units[unit].name}"
-    context = problem.profile.hardware.device.context_bytes
-    standing = [*slots[tightest].by_kind.items(), ("besides tensors", context)]
+    device = problem.profile.hardware.device
+    standing = [
+        *slots[tightest].by_kind.items(),
+        (_BESIDES, device.context_bytes),
+        (_HELD_BACK, device.allocator_bytes),
+    ]
     occupants = sorted(standing, key=lambda item: -item[1])
     return name, tuple((kind, size) for kind, size in occupants if size)
 
 
 def _advice(problem: Problem, lean: Leanest, occupants: dict[str, int]) -> tuple[str, ...]:
     """What would bring the peak down, the largest occupant's remedies first."""
-    context = problem.profile.hardware.device.context_bytes
-    lines = [f"raise the device budget to {enough(lean.bytes + context)}"]
+    besides = problem.profile.hardware.device.besides_bytes
+    lines = [f"raise the device budget to {enough(lean.bytes + besides)}"]
     if problem.pins:
         free = leanest(replace(problem, pins=()))
         if free and free.bytes < lean.bytes:
-            lines.append(f"without the pins the device needs {enough(free.bytes + context)}")
+            lines.append(f"without the pins the device needs {enough(free.bytes + besides)}")
     freed = replace(
         problem,
         tiers={tier.name: tier.capacity_bytes for tier in problem.profile.hardware.tiers},
@@ -107,11 +114,11 @@ def _advice(problem: Problem, lean: Leanest, occupants: dict[str, int]) -> tuple
         if unlimited and unlimited.bytes < lean.bytes:
             lines.append(
                 "with all of the machine's other tiers the device needs "
-                f"{enough(unlimited.bytes + context)}"
+                f"{enough(unlimited.bytes + besides)}"
             )
     if not problem.tiers:
         lines.append("this machine has no tier below the device: add host memory or a disk to it")
-    total = sum(size for kind, size in occupants.items() if kind != "besides tensors")
+    total = sum(size for kind, size in occupants.items() if kind not in (_BESIDES, _HELD_BACK))
     if any(len(unit.forms) < 2 and unit.kind == "block" for unit in problem.profile.units):
         lines.append("profile the blocks with recomputation")
     if occupants.get("staging", 0) * 4 >= total:

@@ -19,7 +19,7 @@ from protrain_plan.planning.options import (
 from protrain_plan.planning.problem import Problem
 from protrain_plan.program import PIECE_ALIGNMENT, STAGING_PIECES
 from protrain_plan.records import activations_text, states_text
-from protrain_plan.records.hardware import TierName
+from protrain_plan.records.hardware import TierName, is_accelerator
 from protrain_plan.simulation.memory import base_bytes
 
 Terms = list[tuple[pulp.LpVariable, float]]
@@ -178,7 +178,7 @@ class DecisionModel:
             stand(activation.stays, x)
         for _, state, y in self.each_state():
             stand(state.stays, y)
-        if problem.settings.device == "cpu":
+        if not is_accelerator(problem.settings.device):
             change[0] += staging
         change[self.end].append((device_workspace, 1.0))
         memory = self.per_slot("m")
@@ -236,7 +236,7 @@ class DecisionModel:
         for tier, limit in self.problem.tiers.items():
             # States, swapped activations and gradients in passing fit the tier's budget.
             terms = self.tier_terms(tier)
-            if tier == "host" and self.problem.settings.device != "cpu":
+            if tier == "host" and is_accelerator(self.problem.settings.device):
                 terms += staging
             row = self.row(f"budget_{tier}", terms, pulp.LpConstraintLE, limit / self.byte_unit)
             self.tier_rows[tier] = row

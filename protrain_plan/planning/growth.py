@@ -27,15 +27,12 @@ from fractions import Fraction
 from typing import Literal
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.program import BLOCK_BYTES
 from protrain_plan.records.profile import FormCost, Profile, Unit
 from protrain_plan.units import four_digits
 
 Growth = Literal["in proportion", "fitted"]
 Quantity = Literal["batch-size", "seq-len"]
-
-ALIGNMENT_BYTES = 512
-"""What PyTorch's CUDA allocator rounds every block up to (c10/cuda/CUDACachingAllocator.h,
-kMinBlockSize)."""
 
 RANDOM_STATE_BYTES = 5056
 """What a recomputed unit keeps whatever the batch: `torch.get_rng_state().nbytes`, torch 2.13."""
@@ -83,7 +80,7 @@ def grown(
     base                            r times, and never less: the model's buffers do not shrink
     seconds                         r times
 
-    Sizes are rounded up to whole `ALIGNMENT_BYTES`, so that a promise errs on the safe side. It is
+    Sizes are rounded up to whole `BLOCK_BYTES`, so that a promise errs on the safe side. It is
     an assumption that seconds are proportional: the time of attention has a part that grows with
     the square of the sequence, which one profile cannot show, and so have the bytes of an attention
     that stores its scores. Small batches fill a device less than large ones. Tables of positions
@@ -221,6 +218,7 @@ def fitted(
             inputs=(),
         ),
         base_bytes=_aligned(line.bytes(low.base_bytes, high.base_bytes)),
+        fixed_bytes=max(low.fixed_bytes, high.fixed_bytes),
         units=tuple(
             replace(
                 unit,
@@ -361,4 +359,4 @@ def _shape(unit: Unit) -> tuple[object, ...]:
 
 def _aligned(size: Fraction) -> int:
     """The bytes in whole blocks, rounded up (towards zero where they are below it)."""
-    return math.ceil(size / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return math.ceil(size / BLOCK_BYTES) * BLOCK_BYTES

@@ -15,6 +15,7 @@ from protrain_plan.planning.pins import Pin
 from protrain_plan.planning.problem import Choice, Problem
 from protrain_plan.records.plan import Activations, Budgets, Placement, Updates
 from protrain_plan.records.profile import Profile
+from protrain_plan.simulation.memory import base_bytes
 from protrain_plan.simulation.ranks import ALONE, Group
 
 STEPS: dict[Quantity, int] = {"batch-size": 1, "seq-len": 64}
@@ -116,7 +117,7 @@ def _fits(problem: Problem, choice: Choice) -> bool:
 def _least_bytes(problem: Problem) -> int:
     """No choice's peak is lower: each slot with the least that each unit may hold in it."""
     end = 2 * problem.count
-    least = [problem.profile.base_bytes] * (end + 1)
+    least = [base_bytes(problem.profile, problem.settings)] * (end + 1)
     for unit in problem.options:
         activations = [option.stays for option in unit.activations]
         states = [option.stays for option in unit.states]

@@ -216,7 +216,7 @@ def least_memory(
     fewest = problems[0]
     step = fastest.plan.prediction.step_seconds
     limit_s = step * max_slowdown
-    context = fewest.profile.hardware.device.context_bytes
+    besides = fewest.profile.hardware.device.besides_bytes
     least = int(min(_least_bytes(problem, limit_s) for problem in problems))
     best, best_bytes = fastest, _needed(fastest)
     hints = [fewest.choice_of(fastest.plan.units)]
@@ -224,7 +224,7 @@ def least_memory(
 
     def planned(device: int) -> bool:
         nonlocal best, best_bytes
-        smaller = replace(budgets, device=device + context)
+        smaller = replace(budgets, device=device + besides)
         found = solve_any(
             within(problems, device), smaller, effort=inner, progress=progress, hints=hints
         )
@@ -253,7 +253,7 @@ def least_memory(
         solved=best,
         limit_seconds=limit_s,
         fastest_seconds=step,
-        lower_bound_bytes=min(least, best_bytes) + context,
+        lower_bound_bytes=min(least, best_bytes) + besides,
     )
 
 
@@ -299,7 +299,7 @@ def pareto(
         found = solve_problem(problem, budgets, effort=effort)
         assert isinstance(found, Infeasible)
         return found
-    context = problem.profile.hardware.device.context_bytes
+    besides = problem.profile.hardware.device.besides_bytes
     plain: Choice = tuple((0, 0) for _ in problem.options)
     largest = max(lean.bytes, min(problem.device, max(problem.static_bytes(plain))))
     points: list[Point] = []
@@ -311,7 +311,7 @@ def pareto(
             break
         found = solve_any(
             within(problems, device),
-            replace(budgets, device=device + context),
+            replace(budgets, device=device + besides),
             effort=effort,
             progress=progress,
             hints=hints,
@@ -321,5 +321,5 @@ def pareto(
         hints = (problem.choice_of(found.plan.units),)
         step = found.plan.prediction.step_seconds
         if not points or step < points[-1].solved.plan.prediction.step_seconds:
-            points.append(Point(device_bytes=_needed(found) + context, solved=found))
+            points.append(Point(device_bytes=_needed(found) + besides, solved=found))
     return tuple(points)

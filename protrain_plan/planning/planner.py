@@ -320,6 +320,7 @@ def _solved(
         peak_bytes=TierBytes(
             device=peak,
             context=profile.hardware.device.context_bytes,
+            allocator=profile.hardware.device.allocator_bytes,
             host=below.get("host", 0),
             disk=below.get("disk", 0),
         ),

@@ -17,7 +17,7 @@ from protrain_plan.program import (
     Program,
     Settings,
 )
-from protrain_plan.records.hardware import TierName
+from protrain_plan.records.hardware import TierName, is_accelerator
 from protrain_plan.records.plan import (
     Activations,
     Budgets,
@@ -51,7 +51,7 @@ def default_piece_bytes(profile: Profile) -> int:
     On a CPU machine the staging buffers stand on the device: the smallest that is worth it. With
     a device beside it, the largest chunk's states make up to `MAX_PIECES_ON_DISK` pieces.
     """
-    if profile.hardware.device.kind == "cpu":
+    if not is_accelerator(profile.hardware.device.kind):
         return MIN_PIECE_BYTES
     largest = max(unit.state_bytes for unit in profile.units)
     piece = MIN_PIECE_BYTES
@@ -62,7 +62,7 @@ def default_piece_bytes(profile: Profile) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """Bytes in `device` are for tensors: the context is taken off already.
+    """Bytes in `device` are for tensors: what they cannot have is taken off already.
 
     `profile` is `made_from` as one of the devices has it (see `profile_of_rank`).
     """
@@ -105,7 +105,7 @@ class Problem:
                 num_nodes=group.num_nodes,
             ),
             pins=tuple(pins),
-            device=budgets.device - profile.hardware.device.context_bytes,
+            device=budgets.device - profile.hardware.device.besides_bytes,
             tiers={
                 tier.name: min(tier.capacity_bytes, limits[tier.name])
                 for tier in profile.hardware.tiers
@@ -220,7 +220,7 @@ class Problem:
         """What a choice takes of a tier below the device."""
         activations, states = self.chosen(choice)
         total = sum(o.tier_bytes.get(tier, 0) for options in (activations, states) for o in options)
-        if tier == "host" and self.settings.device != "cpu":
+        if tier == "host" and is_accelerator(self.settings.device):
             total += self.staging(states)
         return total
 
@@ -241,7 +241,7 @@ class Problem:
             for first, last, size in stays:
                 change[first] += size
                 change[last + 1] -= size
-        if self.settings.device == "cpu":
+        if not is_accelerator(self.settings.device):
             change[0] += self.staging(states)
         change[end] += round(max(state.device_workspace for state in states))
         for state in states:

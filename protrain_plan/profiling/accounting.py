@@ -9,13 +9,19 @@ import torch
 from torch import nn
 
 from protrain_plan.models.batches import Batch
-from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
+from protrain_plan.models.optimizers import (
+    DEFAULT_OPTIMIZER,
+    OptimizerFactory,
+    optimizer_factory,
+)
 from protrain_plan.profiling import passes
 from protrain_plan.profiling.discovery import FoundUnit
+from protrain_plan.program import BLOCK_BYTES, block_bytes, in_blocks
+from protrain_plan.records.hardware import DeviceKind, is_accelerator
 from protrain_plan.records.plan import Keep, Persistent, UnitPlan
 from protrain_plan.records.profile import Form, FormCost, Precision, Unit
 from protrain_runtime.boundaries import tensors_in
-from protrain_runtime.chunks import Chunk, make_chunk
+from protrain_runtime.chunks import ALIGNMENT, Chunk, Slice, make_chunk
 from protrain_runtime.layout import unit_parameters
 from protrain_runtime.measure import Segment, storage_bytes
 from protrain_runtime.pieces import elementwise_states, scalar_state_bytes
@@ -25,16 +31,20 @@ from protrain_runtime.pieces import elementwise_states, scalar_state_bytes
 class Anatomy:
     """A model's units, their parameters, and what each saves that is its own.
 
-    `base_bytes` are live before the first slot. `plans` say what the units are, as a plan does,
+    `base_bytes` are live before the first slot, and `fixed_bytes` are as in the profile, without
+    what libraries keep. `plans` say what the units are, as a plan does,
     with nothing decided. `writing` blocks write buffers in forward: a second one would do it again.
+    Storages take whole blocks of `block` bytes.
     """
 
     found: tuple[FoundUnit, ...]
     chunks: Sequence[Chunk]
     saved: dict[Form, list[passes.SavedBytes]]
     base_bytes: int
+    fixed_bytes: int
     plans: list[UnitPlan]
     writing: Set[int]
+    block: int = 1
 
     @property
     def unused(self) -> Set[int]:
@@ -65,12 +75,18 @@ def dissect(
     batch: Batch,
     found: tuple[FoundUnit, ...],
     *,
+    device: DeviceKind = "cpu",
     forms: Sequence[Form] = passes.FORMS,
     optimizer: str = DEFAULT_OPTIMIZER,
+    precision: Precision = "pure",
 ) -> Anatomy:
-    """Run forwards of the model, and look at what its units save in each of the forms."""
+    """Run forwards of the model, and look at what its units save in each of the forms.
+
+    `device` is the type of those that the profile is for: fake tensors are on a CPU.
+    """
     modules = [unit.module for unit in found]
-    held_inputs = passes.shared_input_bytes(model, modules, batch)
+    block = block_bytes(device)
+    held_inputs = passes.shared_input_bytes(model, modules, batch, block=block)
     with passes.writing(modules) as writing:
         keep = passes.saved_bytes(model, modules, batch, "keep")
     own_inputs = [unit.own_inputs for unit in keep]
@@ -81,20 +97,63 @@ def dissect(
             saved[form] = passes.saved_bytes(
                 model, modules, batch, form, own_inputs=own_inputs, kept=kept
             )
-    chunks = _chunks(model, found)
-    # An optimizer's scalars per parameter (AdamW's step) are cloned while an update is in flight,
-    # and one element stands for an offloaded parameter; losses and their gradients are a few more.
-    steps = scalar_state_bytes(optimizer_factory(optimizer))
+    on_blocks = is_accelerator(device)
+    chunks = _chunks(model, found, BLOCK_BYTES if on_blocks else ALIGNMENT)
     parts = [part for chunk in chunks for part in chunk.slices]
-    scalars = sum(2 * steps + part.dtype.itemsize for part in parts) + 256
+    standing = storage_bytes([*model.buffers(), *tensors_in(batch)], block=block)
     return Anatomy(
         found=found,
         chunks=chunks,
         saved=saved,
-        base_bytes=storage_bytes([*model.buffers(), *tensors_in(batch)]) + scalars + held_inputs,
+        base_bytes=standing + held_inputs + (0 if on_blocks else _scalars(parts, optimizer)),
+        fixed_bytes=_beside_in_blocks(parts, optimizer, precision) if on_blocks else 0,
         plans=_described(found, chunks, keep),
         writing=frozenset(writing),
+        block=block,
     )
+
+
+def _scalars(parts: Sequence[Slice], optimizer: str) -> int:
+    """What stands beside the bytes of units on a CPU.
+
+    An optimizer's scalars per parameter (AdamW's step) are cloned while an update is in flight, and
+    one element stands for an offloaded parameter; losses and their gradients are a few more.
+    """
+    steps = scalar_state_bytes(optimizer_factory(optimizer))
+    return sum(2 * steps + part.dtype.itemsize for part in parts) + 256
+
+
+_NORMS = 2
+"""Of a gradient while it is clipped: what was taken as it left, or by `clip_grad_norm_`, and what
+of that is multiplied."""
+
+_GRADIENTS = 2
+"""Of a parameter at once, where micro-batches add up: the sum, and what is added to it."""
+
+_LOOSE_BLOCKS = 16
+"""Of the last step's loss, this one's with its share of a mean and their gradients, the total norm
+and the factor of clipping, a gradient scaler's scale and its growth; some more for the model's."""
+
+
+def _beside_in_blocks(parts: Sequence[Slice], optimizer: str, precision: Precision) -> int:
+    """What an accelerator's allocator gives out beside the bytes of units: scalars take a block.
+
+    A parameter that stays there has its optimizer's scalars there too, and its gradient and its
+    states, storages of their own, round up to blocks, which the units' bytes do not say. One
+    element of each dtype stands for all offloaded parameters, and one for their gradients.
+    """
+    factory = optimizer_factory(optimizer)
+    scalars = scalar_state_bytes(factory, block=BLOCK_BYTES) + _NORMS * BLOCK_BYTES
+    updated = [part for part in parts if part.trainable]
+    states = {
+        dtype: _state_dtypes(factory, dtype, precision)
+        for dtype in {part.dtype for part in updated}
+    }
+    total = (_LOOSE_BLOCKS + 2 * len({part.dtype for part in parts})) * BLOCK_BYTES
+    for part in updated:
+        total += scalars + _GRADIENTS * (-part.num_bytes % BLOCK_BYTES)
+        total += sum(-part.numel * state.itemsize % BLOCK_BYTES for state in states[part.dtype])
+    return total
 
 
 def weigh(
@@ -151,7 +210,7 @@ def _listed(unit: FoundUnit) -> tuple[str, ...]:
     return tuple(sorted(inside))
 
 
-def _chunks(model: nn.Module, found: Sequence[FoundUnit]) -> list[Chunk]:
+def _chunks(model: nn.Module, found: Sequence[FoundUnit], alignment: int) -> list[Chunk]:
     shape = [(unit.kind, unit.name, _listed(unit)) for unit in found]
     parameters = unit_parameters(model, shape)
     owner = {name: index for index, unit in enumerate(parameters) for name, _ in unit}
@@ -161,7 +220,7 @@ def _chunks(model: nn.Module, found: Sequence[FoundUnit]) -> list[Chunk]:
             if index not in users[owner[name]]:
                 users[owner[name]].append(index)
     return [
-        make_chunk(index, unit, tuple(users[index]) if unit else ())
+        make_chunk(index, unit, tuple(users[index]) if unit else (), alignment=alignment)
         for index, unit in enumerate(parameters)
     ]
 
@@ -207,7 +266,7 @@ def _units(
             # Gradients of units that ran before in backward stand in this pass; a plan says
             # what becomes of them. A tied one stands from its last use on.
             gradients = sum(
-                part.num_bytes
+                in_blocks(part.num_bytes, anatomy.block)
                 for chunk in chunks
                 if chunk.used_by and max(chunk.used_by) > index
                 for part in chunk.slices
@@ -286,12 +345,17 @@ def _state_bytes(
     """Bytes of optimizer states per parameter, for every dtype of parameters."""
     factory = optimizer_factory(optimizer)
     dtypes = {part.dtype for chunk in chunks for part in chunk.slices}
-    if precision == "master":
-        # The optimizer steps on a float32 copy, which is one more state.
-        states = elementwise_states(factory, torch.float32).values()
-        master = sum(state.itemsize for state in (torch.float32, *states))
-        return dict.fromkeys(dtypes, master)
     return {
-        dtype: sum(state.itemsize for state in elementwise_states(factory, dtype).values())
+        dtype: sum(state.itemsize for state in _state_dtypes(factory, dtype, precision))
         for dtype in dtypes
     }
+
+
+def _state_dtypes(
+    factory: OptimizerFactory, dtype: torch.dtype, precision: Precision
+) -> tuple[torch.dtype, ...]:
+    """Those of the elementwise states of a parameter of `dtype`."""
+    if precision == "master":
+        # The optimizer steps on a float32 copy, which is one more state.
+        return (torch.float32, *elementwise_states(factory, torch.float32).values())
+    return tuple(elementwise_states(factory, dtype).values())

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from protrain_plan.profiling.operator_calls import OperatorCall, Workspace, contiguous
+from protrain_plan.program import BLOCK_BYTES
 
 aten = torch.ops.aten
 
-CUDA_BLOCK_BYTES = 512
-"""The caching allocator's smallest unit (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
 _SCRATCH_BYTES = 2**20
 """A bound on what CUDA's reductions and scans take for partial results."""
 
@@ -25,7 +24,7 @@ def _cuda_partial(_: OperatorCall) -> int:
 
 def _cuda_random_state(_: OperatorCall) -> int:
     """Seed and offset of the dropout, which the kernel returns besides, in a block each."""
-    return 2 * CUDA_BLOCK_BYTES
+    return 2 * BLOCK_BYTES
 
 
 def _cuda_attention_backward(call: OperatorCall) -> int:

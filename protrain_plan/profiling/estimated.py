@@ -6,8 +6,10 @@ through has been read and not tried:
 
 - Dropout keeps a mask of one byte per element there, and one in the values' dtype here.
 - Attention with a mask, or in float32, saves sums padded to 32 rows, which is not counted.
-- cuBLAS takes a workspace once (PyTorch's CUDA notes, cuBLAS workspaces: 8 MiB, and 32 MiB on
-  Hopper), and cuBLASLt another: counted in `base_bytes`.
+- The matrix library keeps workspaces in the allocator: counted in `fixed_bytes` (`_library_bytes`).
+- The allocator's segments are larger than what it gives out of them: nothing is held back for that.
+
+Of other accelerators nothing was read: their models are to be profiled where they run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +31,7 @@ from protrain_plan.profiling.measured import Progress, workspace_fraction
 from protrain_plan.profiling.roofline import OperatorLog
 from protrain_plan.profiling.tracking import NUMBER_BYTES, FakeMeter
 from protrain_plan.profiling.workspaces import allocator_of
-from protrain_plan.records.hardware import DeviceKind, Hardware, Rates
+from protrain_plan.records.hardware import Device, DeviceKind, Hardware, Rates, is_accelerator
 from protrain_plan.records.profile import (
     DType,
     Form,
@@ -46,8 +48,16 @@ from protrain_runtime.inputs import with_batch_sizes
 from protrain_runtime.model_changes import model_tensors
 from protrain_runtime.pieces import elementwise_states
 
-_LIBRARY_BYTES: dict[DeviceKind, int] = {"cpu": 0, "cuda": 64 * 2**20}
-"""Workspaces that cuBLAS and cuBLASLt keep: 32 MiB each, the larger of the documented defaults."""
+_HANDLES = 2
+"""Of the matrix library: each thread has one, the one of forward and that of autograd."""
+
+_WORKSPACE_BYTES = 32 * 2**20
+"""Of a handle on a stream: 32 MiB from Hopper on, 8 MiB before; cuBLASLt shares it
+(aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize and
+unified_cublas_and_lt_workspaces; CUBLAS_WORKSPACE_CONFIG changes it)."""
+
+_AMD_WORKSPACE_BYTES = (128 + 76) * 2**20
+"""hipBLAS's and hipBLASLt's on MI300 (the same file)."""
 
 
 class Options(TypedDict, total=False):
@@ -78,6 +88,7 @@ def estimates(
 ) -> list[Profile]:
     """A profile per machine; those that allocate alike share one run of the model's code."""
     for machine in machines:
+        _refuse_unknown(machine)
         _rates(machine)
     groups: dict[tuple[DeviceKind, int], list[Hardware]] = {}
     for machine in machines:
@@ -89,6 +100,25 @@ def estimates(
         for machine, profile in zip(alike, _estimates(source, alike, **options), strict=True)
     }
     return [found[id(machine)] for machine in machines]
+
+
+def _refuse_unknown(machine: Hardware) -> None:
+    if machine.device.kind not in ("cpu", "cuda"):
+        raise ProtrainError(
+            f"what operators take on devices of type '{machine.device.kind}' is not known, so that"
+            " no bytes can be estimated",
+            source=machine.name,
+            key="device.kind",
+            fix=f"profile on the device itself: --device {machine.device.kind}",
+        )
+
+
+def _library_bytes(device: Device) -> int:
+    """What the device's matrix library keeps in the allocator, at most."""
+    if not is_accelerator(device.kind):
+        return 0
+    each = _AMD_WORKSPACE_BYTES if device.name.startswith("AMD") else _WORKSPACE_BYTES
+    return _HANDLES * each
 
 
 def _rates(machine: Hardware) -> Rates:
@@ -152,7 +182,9 @@ def _estimates(
             elision = equal_blocks(model, found, batch)
             with elided(found, elision):
                 progress("finding what is saved", 0.4)
-                anatomy = dissect(model, batch, found, optimizer=optimizer)
+                anatomy = dissect(
+                    model, batch, found, device=kind, optimizer=optimizer, precision=precision
+                )
                 progress("counting bytes and operations", 0.6)
                 steps: list[OperatorLog] = []
 
@@ -176,9 +208,10 @@ def _estimates(
             method="estimated",
             model_fingerprint=fingerprint,
             optimizer=cost,
-            base_bytes=anatomy.base_bytes + _LIBRARY_BYTES[kind],
+            base_bytes=anatomy.base_bytes,
             units=tuple(its_units),
             tensors=tensors,
+            fixed_bytes=anatomy.fixed_bytes + _library_bytes(machine.device),
         )
         for machine, cost, its_units in zip(machines, costs, timed, strict=True)
     ]

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from protrain_plan.models.batches import Batch, call_model
+from protrain_runtime import devices
 from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.compiled import uncompiled
 
@@ -180,18 +181,15 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Train mode inside; train flags, buffers and random states as before afterwards.
 
-    Random states are those of PyTorch, of Python and, where it is loaded, of NumPy.
+    Random states are those of PyTorch (of the model's devices too), of Python and, where it is
+    loaded, of NumPy.
     """
     flags = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, dict(module._buffers), [(b, b.detach().clone()) for b in _own_buffers(module)])
         for module in model.modules()
     ]
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    with (
-        torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]),
-        _other_random_states(),
-    ):
+    with torch.random.fork_rng(devices=[]), _other_random_states(), _of_accelerators(model):
         model.train()
         try:
             yield
@@ -208,6 +206,21 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 def _own_buffers(module: nn.Module) -> Iterator[Tensor]:
     return (buffer for buffer in module._buffers.values() if buffer is not None)
+
+
+@contextmanager
+def _of_accelerators(model: nn.Module) -> Iterator[None]:
+    there = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    states = {
+        device: devices.random_state(device)
+        for device in there
+        if device.type != "meta" and not devices.on_host(device)
+    }
+    try:
+        yield
+    finally:
+        for device, state in states.items():
+            devices.set_random_state(device, state)
 
 
 @contextmanager

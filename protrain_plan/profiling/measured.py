@@ -22,6 +22,7 @@ from protrain_plan.profiling.discovery import FoundUnit, discover
 from protrain_plan.profiling.elision import Elision, elided, equal_blocks, filled, with_inputs
 from protrain_plan.profiling.execution import undisturbed
 from protrain_plan.profiling.rehearsal import context_bytes
+from protrain_plan.profiling.reserving import Libraries, Reserve
 from protrain_plan.profiling.unit_by_unit import (
     SHARE_OF_FREE_MEMORY,
     Sketch,
@@ -29,7 +30,7 @@ from protrain_plan.profiling.unit_by_unit import (
     free_bytes,
     sketched,
 )
-from protrain_plan.records.hardware import DeviceKind, Hardware
+from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.profile import (
     DType,
     Form,
@@ -40,12 +41,13 @@ from protrain_plan.records.profile import (
     Workload,
 )
 from protrain_plan.units import four_digits
+from protrain_runtime import devices
 from protrain_runtime.checkpointing import switch_off_checkpointing
 from protrain_runtime.compiled import refuse_compiled_around
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.inputs import with_batch_sizes
 from protrain_runtime.masters import with_master_weights
-from protrain_runtime.measure import MemoryMeter
+from protrain_runtime.measure import MemoryMeter, device_of
 from protrain_runtime.model_changes import model_tensors
 
 Progress = Callable[[str, float], None]
@@ -58,7 +60,7 @@ def measure(
     batch_size: int,
     seq_len: int,
     dtype: DType,
-    device: DeviceKind,
+    device: torch.device | str,
     seed: int,
     num_steps: int | None,
     spill_directory: Path,
@@ -72,40 +74,44 @@ def measure(
     """Build the model, run it, and write down what it costs.
 
     A model that would take too much of the device's free memory is measured unit by unit (see
-    `unit_by_unit`), and others too where that is asked for.
-    ProtrainError where the model cannot be built or run, or the machine cannot be probed.
+    `unit_by_unit`), and others too where that is asked for. The record says whether PyTorch was
+    told to take deterministic kernels alone.
+    ProtrainError where the device is not there, the model cannot be built or run, or the machine
+    cannot be probed.
     """
+    where = devices.found(str(device))
     workload = Workload(
         model=source.name,
         model_config=source.model_config,
         batch_size=batch_size,
         seq_len=seq_len,
         dtype=dtype,
-        device=device,
+        device=where.type,
         seed=seed,
         precision=precision,
         adapter=adapter,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     progress("looking at the model", 0.0)
     sketch = (
         sketched(source, workload, text=text)
         if unit_by_unit
-        else _too_large(source, workload, text)
+        else _too_large(source, workload, where, text)
     )
     progress("building the model", 0.02)
     if sketch is not None:
-        model, found, batches = build_sparsely(source, workload, sketch, text=text)
+        model, found, batches = build_sparsely(source, workload, sketch, device=where, text=text)
         running = Running(found, sketch.elision)
     else:
         model = source.build(
-            dtype=dtype, precision=precision, adapter=adapter, device=device, seed=seed
+            dtype=dtype, precision=precision, adapter=adapter, device=where, seed=seed
         )
         batches = source.batches(
             batch_size=batch_size,
             seq_len=seq_len,
             dtype=dtype,
             precision=precision,
-            device=device,
+            device=where,
             text=text,
             seed=seed,
         )
@@ -122,7 +128,9 @@ def measure(
     )
 
 
-def _too_large(source: ModelSource, workload: Workload, text: Path | None) -> Sketch | None:
+def _too_large(
+    source: ModelSource, workload: Workload, device: torch.device, text: Path | None
+) -> Sketch | None:
     """A sketch of the model if the whole of it would take too much of the device's free memory."""
     try:
         sketch = sketched(source, workload, text=text)
@@ -130,7 +138,7 @@ def _too_large(source: ModelSource, workload: Workload, text: Path | None) -> Sk
         # Whatever a model's code does with fake tensors that it does not do with real ones: it is
         # measured whole, and says what is wrong with it there.
         return None
-    fits = sketch.whole_bytes <= SHARE_OF_FREE_MEMORY * free_bytes(workload.device)
+    fits = sketch.whole_bytes <= SHARE_OF_FREE_MEMORY * free_bytes(device)
     return None if fits else sketch
 
 
@@ -161,11 +169,14 @@ def measure_model(
     `machine` is this one, where it was probed before; what the model holds besides tensors is
     measured anew.
     """
+    device = device_of(model)
+    reserve = Reserve(device)
     with ExitStack() as stack:
         stack.enter_context(_gradients_aside(model))
         stack.enter_context(undisturbed(model))
         stack.callback(switch_off_checkpointing(model))
         batch = next(batches)
+        libraries = Libraries(device)
         workload = with_batch_sizes(workload, model, batch)
         progress("finding units", 0.05)
         whole = running is None
@@ -175,13 +186,21 @@ def measure_model(
         found, elision = running.found, running.elision
         refuse_compiled_around(model, (unit.module for unit in found))
         stack.enter_context(elided(found, elision))
-        passes.training_step(model, batch)  # fills caches that the first step makes
+        with reserve.watching():
+            passes.training_step(model, batch)  # fills caches that the first step makes
         passes.drop_gradients(model)
         progress("finding what is saved", 0.1)
         # Bytes of equal blocks are counted once; seconds are those of the whole model.
         counted = equal_blocks(model, found, batch) if whole else elision
         with elided(found, counted) if whole else nullcontext():
-            anatomy = dissect(model, batch, found, optimizer=optimizer)
+            anatomy = dissect(
+                model,
+                batch,
+                found,
+                device=workload.device,
+                optimizer=optimizer,
+                precision=workload.precision,
+            )
         progress("rehearsing a planned step", 0.15)
         context = context_bytes(
             model,
@@ -189,16 +208,19 @@ def measure_model(
             with_inputs(anatomy.plans, counted),
             workload,
             spill_directory,
+            reserve,
             optimizer=optimizer,
             absent=elision.elided,
+            swapped_bytes=sum(saved.swappable_bytes for saved in anatomy.saved["keep"]),
         )
+        fixed_bytes = anatomy.fixed_bytes + libraries.kept_bytes()
         progress("counting bytes", 0.2)
         with elided(found, counted) if whole else nullcontext():
             units = weigh(
                 model,
                 batch,
                 anatomy,
-                lambda: MemoryMeter(workload.device),
+                reserve.meter,
                 optimizer=optimizer,
                 precision=workload.precision,
             )
@@ -216,17 +238,23 @@ def measure_model(
         )
     if machine is None:
         progress("probing the machine", 0.7)
-        machine = probe(workload.device, spill_directory=spill_directory, dtype=workload.dtype)
+        machine = probe(device, spill_directory=spill_directory, dtype=workload.dtype)
     progress("timing the optimizer", 0.95)
     profile = Profile(
         workload=workload,
-        hardware=replace(machine, device=replace(machine.device, context_bytes=context)),
+        hardware=replace(
+            machine,
+            device=replace(
+                machine.device, context_bytes=context, allocator_bytes=reserve.most_bytes
+            ),
+        ),
         method="measured",
         model_fingerprint=model_fingerprint(model),
         optimizer=_optimizer(workload, optimizer, model, spill_directory),
         base_bytes=anatomy.base_bytes,
         units=tuple(filled(_timed(units, seconds, elision), elision)),
         tensors=model_tensors(model),
+        fixed_bytes=fixed_bytes,
     )
     progress("done", 1.0)
     return profile
@@ -247,30 +275,35 @@ def _gradients_aside(model: nn.Module) -> Iterator[None]:
 def _optimizer(
     workload: Workload, name: str, model: nn.Module, spill_directory: Path
 ) -> OptimizerCost:
-    """Its speeds on tensors of the model's sizes. A GPU's host is not asked about pieces."""
+    """Its speeds on tensors of the model's sizes. Only a CPU is asked about pieces."""
+    where = device_of(model)
     sizes = [p.numel() for p in model.parameters() if p.requires_grad]
     host, device = update_speeds(
         workload.dtype,
         sizes,
-        device=workload.device,
+        device=where,
         optimizer=name,
         precision=workload.precision,
     )
-    on_cpu = workload.device == "cpu"
-    piece_s = measure_overheads(spill_directory, optimizer=name).piece_s if on_cpu else 0.0
+    on_host = devices.on_host(where)
+    piece_s = measure_overheads(spill_directory, optimizer=name).piece_s if on_host else 0.0
     return OptimizerCost(
         name=name,
         host_parameters_per_s=four_digits(host),
         device_parameters_per_s=four_digits(device),
         host_piece_s=four_digits(piece_s),
         workspace_fraction=workspace_fraction(
-            name, workload.dtype, workload.precision, device=workload.device
+            name, workload.dtype, workload.precision, device=where
         ),
     )
 
 
 def workspace_fraction(
-    optimizer: str, dtype: DType, precision: Precision, *, device: DeviceKind = "cpu"
+    optimizer: str,
+    dtype: DType,
+    precision: Precision,
+    *,
+    device: torch.device = devices.HOST,
 ) -> float:
     """What a step needs besides its operands, as a fraction of the parameter's bytes."""
     stored = parameter_dtype(dtype, precision)

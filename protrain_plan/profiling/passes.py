@@ -20,8 +20,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain_plan.models.batches import Batch, call_model, loss_of
-from protrain_plan.program import grouped
+from protrain_plan.program import grouped, in_blocks
 from protrain_plan.records.profile import Form
+from protrain_runtime import devices
 from protrain_runtime.activations import MIN_SWAP_BYTES
 from protrain_runtime.boundaries import Boundaries, tensors_in
 from protrain_runtime.measure import Segment, device_of
@@ -285,10 +286,13 @@ def released_inputs(
     ]
 
 
-def shared_input_bytes(model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch) -> int:
+def shared_input_bytes(
+    model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch, *, block: int = 1
+) -> int:
     """Bytes of the inputs that several blocks share and none saves, such as position ids.
 
-    They end with the model's forward, unless a block is recomputed: it holds them until then.
+    They end with the model's forward, unless a block is recomputed: it holds them until then. Each
+    storage takes whole blocks of `block` bytes.
     """
     count = len(modules)
     known = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
@@ -312,7 +316,7 @@ def shared_input_bytes(model: nn.Module, modules: Sequence[nn.Module | None], ba
             loss = loss_of(call_model(model, batch))
         del loss
     return sum(
-        storages[pointer].nbytes()
+        in_blocks(storages[pointer].nbytes(), block)
         for pointer, units in readers.items()
         if len(units) > 1 and pointer not in saved
     )
@@ -357,7 +361,7 @@ def slot_seconds(
     # [form][step][slot]
     """
     device = device_of(model)
-    clock = _CudaClock() if device.type == "cuda" else _CpuClock()
+    clock = _CpuClock() if devices.on_host(device) else _EventClock(device)
     steps: dict[Form, list[list[float]]] = {form: [] for form in forms}
 
     def step(form: Form) -> list[float]:
@@ -394,21 +398,20 @@ class _CpuClock:
         return [end - start for start, end in pairwise(self._stamps)]
 
 
-class _CudaClock:
+class _EventClock:
     """Events on the compute stream: nothing waits while the step runs."""
 
-    def __init__(self) -> None:
-        self._events: list[torch.cuda.Event] = []
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.Event] = []
 
     def restart(self) -> None:
-        torch.cuda.synchronize()
+        devices.synchronize(self._device)
         self._events = []
 
     def stamp(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._events.append(event)
+        self._events.append(devices.record_event(self._device, timing=True))
 
     def seconds(self) -> list[float]:
-        torch.cuda.synchronize()
+        devices.synchronize(self._device)
         return [start.elapsed_time(end) / 1000 for start, end in pairwise(self._events)]

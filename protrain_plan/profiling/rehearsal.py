@@ -1,7 +1,9 @@
 """A rehearsal of a planned run, to see what a process holds besides tensors.
 
-Lanes, their files, the optimizer and the engine take memory of their own. The rehearsal offloads
-and swaps everything, for two steps with a learning rate of zero, so that no parameter changes.
+Lanes, their files, the optimizer and the engine take memory of their own, and kernels are loaded
+where they first run. The rehearsal offloads and swaps everything, for two steps with a learning
+rate of zero, so that no parameter changes. An accelerator keeps the states of its smallest unit,
+so that its optimizer runs, too.
 """
 
 from collections.abc import Sequence
@@ -18,6 +20,9 @@ from protrain_plan.models.optimizers import (
     OptimizerFactory,
     optimizer_factory,
 )
+from protrain_plan.profiling.reserving import Reserve
+from protrain_plan.profiling.unit_by_unit import SHARE_OF_FREE_MEMORY, free_bytes
+from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     Budgets,
     Keep,
@@ -30,8 +35,11 @@ from protrain_plan.records.plan import (
     UnitPlan,
 )
 from protrain_plan.records.profile import Workload
+from protrain_runtime import devices
 from protrain_runtime.engine import Observer
 from protrain_runtime.fingerprint import model_fingerprint
+from protrain_runtime.layout import unit_parameters
+from protrain_runtime.measure import device_of
 from protrain_runtime.preparation import prepare
 from protrain_runtime.prepared import restore_as_is
 from protrain_runtime.recording import measure_step
@@ -44,6 +52,9 @@ ABSENT_UNIT_BYTES = 2**20
 """Added for a unit that does not run: its hooks, moves and counted operators. A layer of SmolLM2
 135M takes 0.65 MiB (324.9 MiB with 27 of 32 units absent, 342.6 MiB with all; PyTorch 2.13)."""
 
+_STATE_BYTES = 20
+"""Of a parameter at most: itself, its gradient, a float32 master and AdamW's two states."""
+
 
 def context_bytes(
     model: nn.Module,
@@ -51,23 +62,38 @@ def context_bytes(
     units: Sequence[UnitPlan],
     workload: Workload,
     spill_directory: Path,
+    reserve: Reserve,
     *,
     optimizer: str = DEFAULT_OPTIMIZER,
     absent: Sequence[int] = (),
+    swapped_bytes: int = 0,
 ) -> int:
     """What the process holds besides tensors in a planned step, at most.
 
     `units` say what the model's units are; their decisions are made here. Rehearse before bytes
-    are counted: what that leaves behind in the process would count, too. On CUDA: what the device
-    holds besides the caching allocator's memory. `absent` are units that do not run: their
-    parameters are on `meta`.
+    are counted: what that leaves behind in the process would count, too. On an accelerator: what is
+    taken of the device besides its allocator's memory; `reserve` sees the second step. `absent` are
+    units that do not run: their parameters are on `meta`. `swapped_bytes` is what the others swap.
     """
-    if workload.device == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        return total - free - torch.cuda.memory_reserved()
+    device = device_of(model)
+    shape = [(unit.kind, unit.name, unit.parameters) for unit in units]
+    sizes = [
+        sum(p.numel() for _, p in parameters if p.requires_grad and not p.is_meta)
+        for parameters in unit_parameters(model, shape)
+    ]
+    if devices.on_host(device):
+        made = _offload_all(model, units, workload, absent, tier="disk")
+    else:
+        made = _offload_all(
+            model,
+            units,
+            workload,
+            (*absent, _smallest(sizes)),
+            tier=_tier(_STATE_BYTES * sum(sizes) + swapped_bytes),
+        )
     model, stepper = prepare(
         model,
-        _offload_all(model, units, workload, absent),
+        made,
         optimizer=_idle(optimizer_factory(optimizer)),
         param_groups=[
             {"params": [p for p in model.parameters() if p.requires_grad and not p.is_meta]}
@@ -84,8 +110,13 @@ def context_bytes(
 
     try:
         step(lambda _: None)
-        held = measure_step(model, step).context_bytes
-        return held + ALLOWANCE_BYTES + len(absent) * ABSENT_UNIT_BYTES
+        if devices.on_host(device):
+            held = measure_step(model, step).context_bytes
+            return held + ALLOWANCE_BYTES + len(absent) * ABSENT_UNIT_BYTES
+        with reserve.watching():
+            step(lambda _: None)
+        devices.synchronize(device)
+        return devices.context_bytes(device) + ALLOWANCE_BYTES
     finally:
         restore_as_is(model)  # the learning rate is zero
 
@@ -102,9 +133,25 @@ def _idle(factory: OptimizerFactory) -> OptimizerFactory:
     return make
 
 
+def _smallest(sizes: Sequence[int]) -> int:
+    """The unit with the fewest parameters to update, of those that have any."""
+    return min((size, index) for index, size in enumerate(sizes) if size)[1]
+
+
+def _tier(num_bytes: int) -> TierName:
+    """Where the rehearsal keeps so many bytes: in host memory, pinned, where there is room."""
+    return "host" if num_bytes <= SHARE_OF_FREE_MEMORY * free_bytes(devices.HOST) else "disk"
+
+
 def _offload_all(
-    model: nn.Module, units: Sequence[UnitPlan], workload: Workload, absent: Sequence[int]
+    model: nn.Module,
+    units: Sequence[UnitPlan],
+    workload: Workload,
+    left_alone: Sequence[int],
+    *,
+    tier: TierName,
 ) -> Plan:
+    """A plan that sends everything to `tier` but for what belongs to the units `left_alone`."""
     nothing = TierBytes(device=0, context=0, host=0, disk=0)
     schedule = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=0)
     return Plan(
@@ -119,11 +166,11 @@ def _offload_all(
         piece_bytes=2**20,
         units=tuple(
             unit
-            if index in absent
+            if index in left_alone
             else replace(
                 unit,
-                activations=Swap(tier="disk") if unit.kind == "block" else Keep(),
-                states=Offload(tier="disk"),
+                activations=Swap(tier=tier) if unit.kind == "block" else Keep(),
+                states=Offload(tier=tier),
                 schedule=schedule,
             )
             for index, unit in enumerate(units)

@@ -29,9 +29,10 @@ from protrain_plan.profiling.execution import undisturbed
 from protrain_plan.profiling.faking import fake_batch, fake_model, faking, without_values
 from protrain_plan.profiling.tracking import FakeMeter
 from protrain_plan.profiling.workspaces import allocator_of
-from protrain_plan.records.hardware import Device, DeviceKind
+from protrain_plan.records.hardware import Device
 from protrain_plan.records.profile import Unit, Workload
 from protrain_plan.units import format_bytes
+from protrain_runtime import devices
 from protrain_runtime.measure import process_memory
 
 SHARE_OF_FREE_MEMORY = 0.5
@@ -78,7 +79,7 @@ def sketched(source: ModelSource, workload: Workload, *, text: Path | None) -> S
     """
     with without_parameters():
         # A factory's batches come with its model.
-        given = next(_batches(source, workload, text=text, device="cpu"))
+        given = next(_batches(source, workload, text=text, device=devices.HOST))
     device = Device(
         kind=workload.device,
         name="",
@@ -99,7 +100,7 @@ def sketched(source: ModelSource, workload: Workload, *, text: Path | None) -> S
             found = discover(model, batch)
             elision = equal_blocks(model, found, batch)
             with elided(found, elision):
-                anatomy = dissect(model, batch, found, forms=("keep",))
+                anatomy = dissect(model, batch, found, device=workload.device, forms=("keep",))
                 units = weigh(model, batch, anatomy, lambda: FakeMeter(allocator_of(device)))
     return Sketch(
         found=tuple(replace(unit, module=None) for unit in found),
@@ -109,35 +110,39 @@ def sketched(source: ModelSource, workload: Workload, *, text: Path | None) -> S
 
 
 def build_sparsely(
-    source: ModelSource, workload: Workload, sketch: Sketch, *, text: Path | None
+    source: ModelSource,
+    workload: Workload,
+    sketch: Sketch,
+    *,
+    device: torch.device = devices.HOST,
+    text: Path | None,
 ) -> tuple[nn.Module, tuple[FoundUnit, ...], Iterator[Batch]]:
     """The model with parameters of those units alone that run, its units, and batches for it.
 
     Parameters are random, by the workload's seed; all others are on `meta`, and all buffers as the
     model makes them. ProtrainError where a single unit's do not fit the device.
     """
-    _check_units(sketch, source.name, free_bytes(workload.device))
+    _check_units(sketch, source.name, free_bytes(device))
     with without_parameters():
         model = _built(source, workload)
-        batches = _batches(source, workload, text=text, device=workload.device)
+        batches = _batches(source, workload, text=text, device=device)
     found = tuple(
         replace(unit, module=model.get_submodule(unit.name) if unit.kind == "block" else None)
         for unit in sketch.found
     )
     absent = {name for unit in sketch.elision.elided for name in found[unit].parameters}
-    _materialise(model, absent, torch.device(workload.device), workload.seed)
+    _materialise(model, absent, device, workload.seed)
     return model, found, batches
 
 
-def free_bytes(device: DeviceKind) -> int:
+def free_bytes(device: torch.device) -> int:
     """Memory that this process can still take on the device.
 
     On a CPU machine: what the system has available, or a limit on the process leaves
     (`RLIMIT_DATA`, a container's memory).
     """
-    if device == "cuda":
-        free, _ = torch.cuda.mem_get_info()
-        return int(free)
+    if not devices.on_host(device):
+        return devices.room_bytes(device)
     free = host_memory_bytes()
     if sys.platform.startswith("linux"):
         free = min(free, _available_bytes())
@@ -189,7 +194,7 @@ def _built(source: ModelSource, workload: Workload) -> nn.Module:
 
 
 def _batches(
-    source: ModelSource, workload: Workload, *, text: Path | None, device: DeviceKind
+    source: ModelSource, workload: Workload, *, text: Path | None, device: torch.device
 ) -> Iterator[Batch]:
     return source.batches(
         batch_size=workload.batch_size,

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from protrain_plan.profiling.cpu_workspaces import CPU_WORKSPACES
-from protrain_plan.profiling.cuda_workspaces import CUDA_BLOCK_BYTES, CUDA_WORKSPACES
+from protrain_plan.profiling.cuda_workspaces import CUDA_WORKSPACES
 from protrain_plan.profiling.operator_calls import OperatorCall, Workspace
-from protrain_plan.records.hardware import Device
+from protrain_plan.program import BLOCK_BYTES, in_blocks
+from protrain_plan.records.hardware import Device, is_accelerator
 from protrain_runtime.boundaries import tensors_in
 
 
@@ -26,7 +27,7 @@ class Allocator:
 
     def rounded(self, num_bytes: int) -> int:
         """What a storage of `num_bytes` takes."""
-        return -(-num_bytes // self.block_bytes) * self.block_bytes
+        return in_blocks(num_bytes, self.block_bytes)
 
     def workspace(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         """What `func` takes besides its inputs and outputs while it runs."""
@@ -44,11 +45,15 @@ class Allocator:
 
 
 def allocator_of(device: Device) -> Allocator:
-    """How the allocator of `device` counts."""
-    if device.kind == "cuda":
+    """How the allocator of `device` counts.
+
+    What operators of other accelerators hold while they run is not known: CUDA's stand for theirs,
+    where a model is sketched that will be measured. Estimates are refused (`estimated`).
+    """
+    if is_accelerator(device.kind):
         return Allocator(
             workspaces=CUDA_WORKSPACES,
-            block_bytes=CUDA_BLOCK_BYTES,
+            block_bytes=BLOCK_BYTES,
             python_scalars=False,
             num_threads=1,  # no kernel of a card cares
         )

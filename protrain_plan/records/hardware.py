@@ -4,8 +4,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 TierName = Literal["host", "disk"]
-DeviceKind = Literal["cpu", "cuda"]
+DeviceKind = str
+"""A type of device as PyTorch names it: `cpu`, `cuda` (ROCm's too), `xpu`, ... (`DEVICE_KIND` in
+schema.py). What a record says holds for every device of the type; none has an index."""
 Shared = Literal["of the node", "of each device"]
+
+
+def is_accelerator(kind: DeviceKind) -> bool:
+    """Whether devices of this type have memory of their own, and work beside the host.
+
+    A CPU machine computes in host memory: what is below the device there is disk alone.
+    """
+    return kind != "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +45,10 @@ class Tier:
 class Device:
     """Where the model computes.
 
-    `context_bytes` is what a process holds of `memory_bytes` besides tensors: the CUDA context,
-    or on a CPU the interpreter, the libraries' data and their scratch memory.
+    `context_bytes` is what a process holds of `memory_bytes` besides tensors: an accelerator's
+    context and kernels, or on a CPU the interpreter, the libraries' data and their scratch memory.
+    `allocator_bytes` is what an accelerator's allocator holds beyond what it has given out, at
+    most: limits are on what it holds, peaks are of what it gives out. 0 where it was not measured.
     """
 
     kind: DeviceKind
@@ -44,6 +56,12 @@ class Device:
     memory_bytes: int
     context_bytes: int
     num_threads: int
+    allocator_bytes: int = 0
+
+    @property
+    def besides_bytes(self) -> int:
+        """What tensors cannot have of `memory_bytes`."""
+        return self.context_bytes + self.allocator_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,12 +110,27 @@ class UnitPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierBytes:
-    """Bytes on one tier; `device` counts tensors, and `context` what the process holds besides."""
+    """Bytes on each tier.
+
+    `device` counts tensors, `context` what the process holds besides, and `allocator` what the
+    device's allocator may hold beyond the tensors (see `Device.allocator_bytes`).
+    """
 
     device: int
     context: int
     host: int
     disk: int
+    allocator: int = 0
+
+    @property
+    def reserved(self) -> int:
+        """What the allocator takes of the device: what a limit on it is compared with."""
+        return self.device + self.allocator
+
+    @property
+    def on_device(self) -> int:
+        """All that the process takes of the device."""
+        return self.device + self.allocator + self.context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +144,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """The most that a run may take of each tier; `device` includes the context."""
+    """The most that a run may take of each tier; of the device, with all besides tensors."""
 
     device: int
     host: int

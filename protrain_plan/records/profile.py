@@ -42,6 +42,7 @@ class Workload:
     precision: Precision = "pure"
     adapter: str = ""  # "lora r=16": what was added to the model, and trained instead of it
     inputs: tuple[str, ...] = ()  # of a factory's profiled batch: "tokens 4x64", a tensor each
+    deterministic: bool = False  # whether PyTorch took deterministic kernels alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +129,9 @@ class Profile:
 
     `tensors` names the model's parameters and buffers with their shapes and dtypes, equal ones in
     one line (`model.layers.0-29.mlp.up_proj.weight 1536x576 float32 trainable`), so that a plan can
-    say what changed in a model that it was not made for.
+    say what changed in a model that it was not made for. `fixed_bytes` stand on an accelerator
+    whatever the batch: workspaces that its libraries keep in the allocator, scalars, which take a
+    block each there, and what rounds states up to blocks.
     """
 
     workload: Workload
@@ -139,3 +142,4 @@ class Profile:
     base_bytes: int  # live bytes before the first slot: the batch, buffers, last step's loss
     units: tuple[Unit, ...]
     tensors: tuple[str, ...] = ()
+    fixed_bytes: int = 0

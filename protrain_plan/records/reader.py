@@ -1,5 +1,6 @@
 """YAML text -> record, by the dataclasses' own annotations. The first error ends the reading."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from functools import cache, partial
@@ -17,6 +18,7 @@ from protrain_plan.records.schema import (
     KINDS,
     LIMITS,
     NOT_NEGATIVE,
+    PATTERNS,
     STATES,
     STEP_END,
     VERSION,
@@ -75,6 +77,8 @@ def _reader(owner: Any, name: str, hint: Any) -> Reader:
     limits = LIMITS.get((owner, name), NOT_NEGATIVE)
     if (owner, name) in _LISTS:
         return _LISTS[owner, name]
+    if (owner, name) in PATTERNS:
+        return partial(_formed, *PATTERNS[owner, name])
     if hint == Activations:
         plain = [text for text in ACTIVATIONS if not text.endswith(FORM_WORDS)]
         return _choice(ACTIVATIONS, shown=plain)
@@ -130,6 +134,14 @@ def _choice(choices: Mapping[str, Any], shown: Iterable[str] | None = None) -> R
         return choices[word]
 
     return read
+
+
+def _formed(pattern: str, expected: str, value: Value) -> str:
+    if not value.is_text():
+        raise value.expected(expected)
+    if not re.fullmatch(pattern, text := value.text()):
+        raise value.error(f"expected {expected}, got {text!r}")
+    return text
 
 
 def _size(value: Value, limits: Limits) -> int:

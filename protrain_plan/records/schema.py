@@ -54,6 +54,15 @@ from protrain_plan.records.profile import (
 
 VERSION = 1
 
+DEVICE_KIND = r"[a-z][a-z0-9_]*"
+"""What a type of device is called: PyTorch's own names, and those that backends register."""
+
+PATTERNS: dict[tuple[type, str], tuple[str, str]] = {
+    (Device, "kind"): (DEVICE_KIND, "a type of device such as cpu or cuda"),
+    (Workload, "device"): (DEVICE_KIND, "a type of device such as cpu or cuda"),
+}
+"""Texts that have a form: as a regular expression, and in words."""
+
 Record = Hardware | Profile | Plan
 KINDS: dict[type, str] = {Hardware: "hardware", Profile: "profile", Plan: "plan"}
 

@@ -55,7 +55,7 @@ def fits_text(fits: Sequence["Fit"]) -> RenderableType:
             peak = fit.solved.plan.prediction.peak_bytes
             cells = [
                 f"{fit.tokens_per_s:,.0f}",
-                _gib(peak.device + peak.context),
+                _gib(peak.on_device),
                 *(_gib(size) if size else "-" for size in (peak.host, peak.disk)),
             ]
         words, style = _VERDICTS[fit.verdict]

@@ -77,7 +77,9 @@ def _facts(machine: Hardware) -> Iterator[tuple[str, str]]:
     """What a machine offers: a word and a sentence for each."""
     device, rates = machine.device, machine.rates
     size, context = format_bytes(device.memory_bytes), format_bytes(device.context_bytes)
-    yield "memory", f"{size}, of which a process holds {context} besides tensors"
+    more = format_bytes(device.allocator_bytes)
+    held_back = f", and its allocator up to {more} beyond them" if device.allocator_bytes else ""
+    yield "memory", f"{size}, of which a process holds {context} besides tensors{held_back}"
     yield "threads", str(device.num_threads)
     if rates is not None:
         yield (

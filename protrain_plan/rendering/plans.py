@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from protrain_plan.records import activations_text, states_text
+from protrain_plan.records.hardware import is_accelerator
 from protrain_plan.records.plan import TierBytes, UnitPlan
 from protrain_plan.records.profile import Profile
 from protrain_plan.rendering.tables import run_name, table_of
@@ -51,6 +52,7 @@ def tiers_json(peak: TierBytes) -> dict[str, int]:
         "context": peak.context,
         "host": peak.host,
         "disk": peak.disk,
+        **({"allocator": peak.allocator} if peak.allocator else {}),
     }
 
 
@@ -60,9 +62,10 @@ def solved_text(solved: "Solved", profile: Profile, path: Path) -> RenderableTyp
     peak = prediction.peak_bytes
     several = Devices.of(plan) if plan.num_devices > 1 else None
     table = table_of("tier", "predicted peak" + " of each device" * bool(several), "budget")
+    held_back = f" + {format_bytes(peak.allocator)} for the allocator" if peak.allocator else ""
     table.add_row(
-        f"device (tensors + {format_bytes(peak.context)} besides)",
-        format_bytes(peak.device + peak.context),
+        f"device (tensors + {format_bytes(peak.context)} besides{held_back})",
+        format_bytes(peak.on_device),
         format_bytes(plan.budgets.device),
     )
     for tier in profile.hardware.tiers:
@@ -80,7 +83,7 @@ def solved_text(solved: "Solved", profile: Profile, path: Path) -> RenderableTyp
     if len(solved.replicas) > 1:
         notes.insert(1, Text(f"other numbers of replicas: {_others(solved)}"))
     saving = checkpoint_bytes(plan.units, profile) - peak.device
-    if profile.hardware.device.kind == "cpu" and saving > 0:
+    if not is_accelerator(profile.hardware.device.kind) and saving > 0:
         notes.append(Text(f"saving a checkpoint takes {format_bytes(saving)} more than a step"))
     return Group(_decisions(plan.units), "", table, "", *notes, Text(f"wrote {path}"))
 

@@ -29,8 +29,15 @@ def profile_json(profile: Profile) -> dict[str, Any]:
         "forward_seconds": sum(cost.forward_s for cost in keep),
         "backward_seconds": sum(cost.backward_s for cost in keep),
         "context_bytes": profile.hardware.device.context_bytes,
+        **_held_back(profile),
         "measured_over_estimated": error_band(profile.hardware) if _estimated(profile) else None,
     }
+
+
+def _held_back(profile: Profile) -> dict[str, int]:
+    """What the allocator was seen to hold beyond the tensors, if anything."""
+    size = profile.hardware.device.allocator_bytes
+    return {"allocator_bytes": size} if size else {}
 
 
 def _states_bytes(units: Sequence[Unit]) -> int:
@@ -57,11 +64,13 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
             format_seconds(keep.backward_s),
         )
     data = profile_json(profile)
+    held = _held_back(profile)
+    held_back = "".join(f", {format_bytes(size)} for its allocator" for size in held.values())
     total = Text(
         f"{data['num_parameters'] / 1e6:.1f} M parameters,"
         f" {format_bytes(data['model_states_bytes'])} of model states,"
         f" {format_bytes(data['activation_bytes'])} of activations,"
-        f" {format_bytes(data['context_bytes'])} besides tensors;"
+        f" {format_bytes(data['context_bytes'])} besides tensors{held_back};"
         f" forward and backward {format_seconds(data['forward_seconds'])}"
         f" + {format_seconds(data['backward_seconds'])}"
     )

@@ -135,6 +135,8 @@ def workload_text(step: Step) -> str:
         parts.append(f"{workload.precision} precision")
     if workload.adapter:
         parts.append(workload.adapter)
+    if workload.deterministic:
+        parts.append("deterministic kernels")
     if step.plan.micro_batches > 1:
         parts.append(f"{step.plan.micro_batches} micro-batches")
     return ", ".join(parts)

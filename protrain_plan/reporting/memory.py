@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from protrain_plan.program import gradient_home, pinned_bytes
-from protrain_plan.records.hardware import TierName
+from protrain_plan.records.hardware import TierName, is_accelerator
 from protrain_plan.records.plan import Persistent, UnitPlan
 from protrain_plan.records.profile import Unit
 from protrain_plan.reporting.step import Step
@@ -29,7 +29,8 @@ KINDS = (
     "reserved",
 )
 """What bytes are counted as, from the bottom of a stack to its top. "context" is what the process
-holds of the device besides tensors; "reserved" is room for activations that are elsewhere now."""
+holds of the device besides tensors, with what its allocator does; "reserved" is room for
+activations that are elsewhere now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +67,9 @@ def memory(step: Step) -> tuple[TierMemory, ...]:
 
 
 def _device(step: Step) -> TierMemory:
-    context = step.profile.hardware.device.context_bytes
+    besides = step.profile.hardware.device.besides_bytes
     slots = [
-        {"context": context} | {str(kind): size for kind, size in slot.device.by_kind.items()}
+        {"context": besides} | {str(kind): size for kind, size in slot.device.by_kind.items()}
         for slot in step.report.slots
     ]
     return TierMemory(
@@ -88,7 +89,7 @@ def _tier(step: Step, tier: TierName) -> TierMemory:
         own = _gradient_bytes(step, tier, decided, unit)
         states, gradients = states + chunk - own, gradients + own
         room += activation_tier_bytes(tier, decided.activations, unit)
-    staged = tier == "host" and settings.device != "cpu"
+    staged = tier == "host" and is_accelerator(settings.device)
     staging = staging_bytes(plan.units, profile, settings) if staged else 0
     changes = sorted(_swaps(step, tier))
     times = tuple(dict.fromkeys([0.0, *(time for time, _ in changes)]))
@@ -117,7 +118,7 @@ def _gradient_bytes(step: Step, tier: TierName, decided: UnitPlan, unit: Unit) -
         return 0
     if gradient_home(states, settings) != tier:
         return 0
-    pinned = tier == "host" and settings.device == "cuda"
+    pinned = tier == "host" and is_accelerator(settings.device)
     return pinned_bytes(unit.gradient_bytes) if pinned else unit.gradient_bytes
 
 

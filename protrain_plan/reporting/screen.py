@@ -219,8 +219,10 @@ class _Drawing:
             f"; {tier.name} {format_bytes(max(tier.totals))} of {format_bytes(tier.budget_bytes)}"
             for tier in below
         )
+        held_back = self.step.profile.hardware.device.allocator_bytes
+        holes = f" ({format_bytes(held_back)} held back for the allocator)" if held_back else ""
         yield from self._sentence(
-            f"^ the peak, {format_bytes(total)} of {format_bytes(budget)}, is in the"
+            f"^ the peak, {format_bytes(total)} of {format_bytes(budget)}{holes}, is in the"
             f" {report.peak_slot.name}{used}"
         )
 

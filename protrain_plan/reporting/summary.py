@@ -17,6 +17,9 @@ from protrain_plan.units import format_bytes, format_seconds
 def summary_json(step: Step) -> dict[str, Any]:
     """The step as plain data, in seconds and bytes; `protrain show --json` has the time line."""
     report = step.report
+    peaks = {tier: size for tier, size in asdict(report.tier_peaks).items() if tier != "allocator"}
+    if held_back := report.tier_peaks.allocator:
+        peaks["allocator"] = held_back
     several = asdict(Group.of(step.plan)) if step.plan.num_devices > 1 else {}
     return several | {
         "step_seconds": report.step_seconds,
@@ -27,7 +30,7 @@ def summary_json(step: Step) -> dict[str, Any]:
         "lanes": [asdict(lane) for lane in report.lanes],
         "peak_slot": report.peak_slot.name,
         "peak_slot_bytes": report.slots[report.peak_slot.index].device.by_kind,
-        "peak_bytes": asdict(report.tier_peaks),
+        "peak_bytes": peaks,
     }
 
 

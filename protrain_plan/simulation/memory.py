@@ -26,6 +26,7 @@ from math import prod
 from typing import Literal, NamedTuple, assert_never
 
 from protrain_plan.program import (
+    BLOCK_BYTES,
     SAVING_BYTES,
     SHARD_ALIGNMENT,
     Move,
@@ -37,6 +38,7 @@ from protrain_plan.program import (
     residencies,
     shard_of,
 )
+from protrain_plan.records.hardware import DeviceKind, is_accelerator
 from protrain_plan.records.plan import (
     Activations,
     Persistent,
@@ -92,7 +94,7 @@ def holdings(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> I
         yield from chunk_holdings(index, plan.states, profile, settings)
     yield from _transfer_holdings(program, plans, profile)
     staging = staging_bytes(plans, profile, settings)
-    if settings.device == "cpu" and staging:
+    if staging and not is_accelerator(settings.device):
         yield Holding("staging", 0, 0, end, staging)
     largest = max(
         device_workspace(plan.states, unit, profile, settings)
@@ -103,8 +105,8 @@ def holdings(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> I
 
 def base_bytes(profile: Profile, settings: Settings) -> int:
     """What stands on the device in every slot, whatever is decided."""
-    gaps = gap_bytes(profile.tensors) if settings.num_devices > 1 else 0
-    return profile.base_bytes + gaps
+    gaps = gap_bytes(profile.tensors, settings.device) if settings.num_devices > 1 else 0
+    return profile.base_bytes + profile.fixed_bytes + gaps
 
 
 _SHARDED_COPIES = 3
@@ -114,16 +116,22 @@ _COUNTER_BYTES = 16
 """What an optimizer keeps of a parameter besides elementwise states, such as AdamW's step: as much
 of a part of it as of the whole, and once more while a step is made."""
 
+_COUNTER_BLOCKS = 4
+"""The same on an accelerator, where each takes a block; two more round its part's bytes up."""
+
 _RUN = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 _WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @cache
-def gap_bytes(tensors: tuple[str, ...]) -> int:
+def gap_bytes(tensors: tuple[str, ...], device: DeviceKind = "cpu") -> int:
     """What lies between the parameters of sharded chunks at most, from a profile's `tensors`.
 
     Each starts at a multiple of SHARD_ALIGNMENT; those of most models are as long. With counters.
     """
+    alignment, counters = SHARD_ALIGNMENT, _COUNTER_BYTES
+    if is_accelerator(device):
+        alignment, counters = BLOCK_BYTES, _COUNTER_BLOCKS * BLOCK_BYTES
     total = 0
     for line in tensors:
         name, shape, dtype, *role = line.split(" ")[:4]
@@ -132,7 +140,7 @@ def gap_bytes(tensors: tuple[str, ...]) -> int:
         num_bytes = prod(int(size) for size in shape.split("x") if size.isdigit())
         num_bytes *= _WIDTHS.get(dtype, 1)
         count = prod(int(last) - int(first) + 1 for first, last in _RUN.findall(name))
-        total += count * (_SHARDED_COPIES * (-num_bytes % SHARD_ALIGNMENT) + _COUNTER_BYTES)
+        total += count * (_SHARDED_COPIES * (-num_bytes % alignment) + counters)
     return total
 
 
@@ -264,7 +272,7 @@ def checkpoint_bytes(plans: Sequence[UnitPlan], profile: Profile) -> int:
         for plan, unit in zip(plans, profile.units, strict=True)
         if isinstance(plan.states, Persistent)
     )
-    return profile.base_bytes + standing + SAVING_BYTES
+    return profile.base_bytes + profile.fixed_bytes + standing + SAVING_BYTES
 
 
 def evaluation_bytes(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> int:

@@ -92,6 +92,7 @@ def report(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> Ste
         tier_peaks=TierBytes(
             device=slots[peak].device.total,
             context=profile.hardware.device.context_bytes,
+            allocator=profile.hardware.device.allocator_bytes,
             host=below.get("host", 0),
             disk=below.get("disk", 0),
         ),

@@ -14,7 +14,7 @@ from protrain_plan.program import (
     pinned_bytes,
     shard_of,
 )
-from protrain_plan.records.hardware import TierName
+from protrain_plan.records.hardware import TierName, is_accelerator
 from protrain_plan.records.plan import (
     Activations,
     Buffer,
@@ -106,7 +106,7 @@ def tier_bytes(
         + chunk_tier_bytes(tier, plan.states, unit, settings)
         for plan, unit in zip(plans, profile.units, strict=True)
     )
-    if tier == "host" and settings.device != "cpu":
+    if tier == "host" and is_accelerator(settings.device):
         total += staging_bytes(plans, profile, settings)
     return total
 
@@ -127,7 +127,7 @@ def chunk_tier_bytes(tier: TierName, states: Placement, unit: Unit, settings: Se
         regions += [chunk.parameter_bytes, chunk.state_bytes]
     if gradient_home(states, settings) == tier:
         regions.append(chunk.gradient_bytes)
-    if tier == "host" and settings.device == "cuda":
+    if tier == "host" and is_accelerator(settings.device):
         # Each region is pinned by itself, each of up to STATE_REGIONS optimizer states too.
         parts = STATE_REGIONS if states.tier == tier else 0
         return sum(pinned_bytes(size) for size in regions) + parts * PAGE_BYTES

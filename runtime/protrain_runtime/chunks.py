@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 64
 """Every parameter starts at a multiple of what the CPU allocator aligns tensors to, so that kernels
-meet the alignment that they would meet without a plan."""
+meet the alignment that they would meet without a plan (accelerators: `devices.alignment`)."""
 
 OptimizerFactory = Callable[[Iterable[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -280,13 +280,17 @@ class Chunk:
 
 
 def make_chunk(
-    unit: int, parameters: Sequence[tuple[str, nn.Parameter]], used_by: tuple[int, ...]
+    unit: int,
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    used_by: tuple[int, ...],
+    *,
+    alignment: int = ALIGNMENT,
 ) -> Chunk:
-    """Lay `parameters` out one after the other."""
+    """Lay `parameters` out one after the other, each from a multiple of `alignment` bytes on."""
     slices: list[Slice] = []
     groups: list[Group] = []
     offset = start = 0
-    for members in grouped([aligned_bytes(parameter) for _, parameter in parameters]):
+    for members in grouped([aligned_bytes(parameter, alignment) for _, parameter in parameters]):
         begin = offset
         for name, parameter in parameters[members.start : members.stop]:
             part = Slice(
@@ -302,16 +306,16 @@ def make_chunk(
                 trainable=parameter.requires_grad,
             )
             slices.append(part)
-            offset += aligned_bytes(parameter)
+            offset += aligned_bytes(parameter, alignment)
             start += part.numel if part.trainable else 0
         own = tuple(slices[members.start :])
         groups.append(Group(offset=begin, num_bytes=offset - begin, slices=own))
     return Chunk(unit, tuple(slices), tuple(groups), used_by)
 
 
-def aligned_bytes(tensor: torch.Tensor) -> int:
+def aligned_bytes(tensor: torch.Tensor, alignment: int = ALIGNMENT) -> int:
     """Bytes from a parameter's start to the next one's."""
-    return -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
+    return -(-tensor.numel() * tensor.itemsize // alignment) * alignment
 
 
 def offload(

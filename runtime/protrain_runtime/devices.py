@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.program import BLOCK_BYTES
 from protrain_runtime import cuda
 
 
@@ -34,7 +35,9 @@ TYPES: dict[str, DeviceType] = {
 }
 """By the name of the type. ROCm's devices are called cuda, and are."""
 
-ALIGNMENT_BYTES = 512
+HOST = torch.device("cpu")
+
+ALIGNMENT_BYTES = BLOCK_BYTES
 """Where the allocators of accelerators let a tensor begin (c10/cuda/CUDACachingAllocator.cpp,
 kMinBlockSize), and what they round sizes up to."""
 
@@ -102,6 +105,12 @@ def require(device: torch.device) -> None:
                 f" transfers beside compute need: {str(error).splitlines()[0]}",
                 fix="train on another device, or without a plan",
             ) from error
+
+
+def name(device: torch.device) -> str:
+    """What an accelerator is called; its type where it has no other name."""
+    asked = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if asked is None else str(asked(device))
 
 
 def current_stream(device: torch.device) -> torch.Stream:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from protrain_plan.records.plan import Persistent, UnitPlan
-from protrain_runtime.chunks import Chunk, make_chunk
+from protrain_runtime.chunks import ALIGNMENT, Chunk, make_chunk
 from protrain_runtime.ranks import Ranks
 from protrain_runtime.sharding import make_sharded_chunk
 
@@ -36,11 +36,16 @@ def unit_parameters(
 
 
 def make_chunks(
-    model: nn.Module, units: Sequence[UnitPlan], ranks: Ranks | None = None
+    model: nn.Module,
+    units: Sequence[UnitPlan],
+    ranks: Ranks | None = None,
+    *,
+    alignment: int = ALIGNMENT,
 ) -> list[Chunk]:
     """One chunk per unit, empty where the unit has no parameters of its own.
 
-    With `ranks`, they share those that are not persistent.
+    With `ranks`, they share those that are not persistent. Parameters start at multiples of
+    `alignment` bytes.
     """
     index_of = {unit.name: index for index, unit in enumerate(units)}
     shape = [(unit.kind, unit.name, unit.parameters) for unit in units]
@@ -48,7 +53,8 @@ def make_chunks(
     for index, parameters in enumerate(unit_parameters(model, shape)):
         users = (index, *(index_of[name] for name in units[index].also_used_by))
         if ranks is None or isinstance(units[index].states, Persistent) or not parameters:
-            chunks.append(make_chunk(index, parameters, users if parameters else ()))
+            own = users if parameters else ()
+            chunks.append(make_chunk(index, parameters, own, alignment=alignment))
         else:
             chunks.append(make_sharded_chunk(index, parameters, users, ranks))
     return chunks

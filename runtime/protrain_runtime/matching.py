@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.records.hardware import is_accelerator
 from protrain_plan.records.plan import Keep, Persistent, Plan
 from protrain_runtime.chunks import Chunk, OptimizerFactory
 from protrain_runtime.fingerprint import model_fingerprint
@@ -57,6 +58,33 @@ def check_model(model: nn.Module, plan: Plan) -> list[nn.Module | None]:
             fix="profile and plan this model (layers, shapes, dtypes and what is trainable count)",
         )
     return modules
+
+
+def check_kernels(plan: Plan) -> None:
+    """ProtrainError where an accelerator would not take the kernels that were profiled.
+
+    Deterministic ones are others: attention takes another algorithm, with other bytes and seconds.
+    A CPU's take what they take, and are not asked about.
+    """
+    profiled, here = plan.workload.deterministic, torch.are_deterministic_algorithms_enabled()
+    if profiled == here or not is_accelerator(plan.workload.device):
+        return
+    if profiled:
+        raise ProtrainError(
+            "the plan is for deterministic kernels, and PyTorch is not told to take them alone:"
+            " others may take more memory than was profiled",
+            key="workload.deterministic",
+            fix="torch.use_deterministic_algorithms(True) before prepare(), on CUDA with"
+            " CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment, or profile without"
+            " --deterministic",
+        )
+    raise ProtrainError(
+        "PyTorch is told to take deterministic kernels alone, and the plan is for its usual ones:"
+        " these may take more memory than was profiled",
+        key="workload.deterministic",
+        fix="profile with --deterministic and plan again, or"
+        " torch.use_deterministic_algorithms(False) before prepare()",
+    )
 
 
 def check_devices(

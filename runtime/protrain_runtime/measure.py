@@ -1,10 +1,11 @@
 """What memory a piece of code takes: live tensor bytes to the byte, and what the process holds.
 
-`MemoryMeter` counts tensors, with one interface on CPU and CUDA. The functions below it ask the
-operating system about the whole process (Linux; they do nothing elsewhere).
+`MemoryMeter` counts tensors, with one interface on CPU and accelerators. The functions below it ask
+the operating system about the whole process (Linux; they do nothing elsewhere).
 """
 
 import ctypes
+import gc
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,12 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from protrain_plan.program import block_bytes, in_blocks
+from protrain_runtime import devices
 
 _MARK = "protrain::mark::"  # the profiler's events of this name are marks; a number follows
 
@@ -42,13 +48,14 @@ class MemoryMeter:
     Bytes are counted from `start_bytes` at entry: pass the bytes of the tensors that are alive
     then (`storage_bytes`) to get absolute numbers, or nothing to get what the code adds.
 
-    On CUDA the numbers are those of the caching allocator (blocks rounded to 512 bytes); its
-    peak statistics are reset at every mark. On a CPU they are exact, intra-operator temporaries
-    included, but come from the profiler's allocation events, so:
+    On an accelerator the numbers are those of its allocator (whole blocks of 512 bytes); its peak
+    statistics are reset at every mark, and `reserved_and_allocated` are the highest of them. On a
+    CPU they are exact, intra-operator temporaries included, but come from the profiler's allocation
+    events, so:
 
     - only the entering thread is seen; a backward of CPU tensors runs in the thread that calls it;
     - a block that another thread frees counts until its address is given out again;
-    - a block from before the meter counts as alive until the end (on CUDA its release is seen).
+    - a block from before the meter counts as alive until the end (an allocator sees its release).
 
     `segments` is there after the exit, in the order of the marks. Meters cannot be nested on a
     CPU (the profiler runs once per process). The profiler slows the code: do not time it.
@@ -56,19 +63,21 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device | str = "cpu", *, start_bytes: int = 0) -> None:
         self._device = torch.device(device)
-        if self._device.type not in ("cpu", "cuda"):
-            raise ValueError(f"MemoryMeter: expected a cpu or cuda device, got {self._device}")
+        self._on_host = devices.on_host(self._device)
         self._start_bytes = start_bytes
         self._labels: list[str] = []
         self._segments: tuple[Segment, ...] | None = None
         self._profile: profile | None = None  # CPU, while inside
-        self._readings: list[tuple[int, int]] = []  # CUDA: (peak until the mark, bytes at it)
-        self._entry_bytes = 0  # CUDA: the allocator's bytes at entry
+        # On an accelerator: (peak until the mark, bytes at it), the allocator's bytes at entry, and
+        # the most that it reserved.
+        self._readings: list[tuple[int, int]] = []
+        self._entry_bytes = 0
+        self._reserved_bytes = 0
 
     def __enter__(self) -> Self:
-        if self._device.type == "cuda":
-            self._entry_bytes = torch.cuda.memory_allocated(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if not self._on_host:
+            self._entry_bytes = devices.allocated_bytes(self._device)
+            devices.reset_peaks(self._device)
         else:
             self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             with _without_chatter():
@@ -77,8 +86,8 @@ class MemoryMeter:
 
     def mark(self, label: str) -> None:
         """End the segment that runs, if any, and start the one called `label`."""
-        if self._device.type == "cuda":
-            self._read_cuda()
+        if not self._on_host:
+            self._read()
         else:
             with record_function(f"{_MARK}{len(self._labels)}"):
                 pass
@@ -90,9 +99,9 @@ class MemoryMeter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._device.type == "cuda":
-            self._read_cuda()
-            self._segments = self._cuda_segments()
+        if not self._on_host:
+            self._read()
+            self._segments = self._read_segments()
         else:
             assert self._profile is not None
             with _without_chatter():
@@ -108,13 +117,20 @@ class MemoryMeter:
             raise RuntimeError("MemoryMeter: segments are known after the with block has ended")
         return self._segments
 
-    def _read_cuda(self) -> None:
-        # The caching allocator counts on the host when an operator is issued: no synchronisation.
-        peak = torch.cuda.max_memory_allocated(self._device)
-        self._readings.append((peak, torch.cuda.memory_allocated(self._device)))
-        torch.cuda.reset_peak_memory_stats(self._device)
+    @property
+    def reserved_and_allocated(self) -> tuple[int, int]:
+        """The most bytes that an accelerator's allocator held, and gave out; zeros on a CPU."""
+        return self._reserved_bytes, max((peak for peak, _ in self._readings), default=0)
 
-    def _cuda_segments(self) -> tuple[Segment, ...]:
+    def _read(self) -> None:
+        # The allocator counts on the host when an operator is issued: no synchronisation.
+        peak = devices.peak_allocated_bytes(self._device)
+        self._readings.append((peak, devices.allocated_bytes(self._device)))
+        reserved = devices.peak_reserved_bytes(self._device)
+        self._reserved_bytes = max(self._reserved_bytes, reserved)
+        devices.reset_peaks(self._device)
+
+    def _read_segments(self) -> tuple[Segment, ...]:
         shift = self._start_bytes - self._entry_bytes
         return tuple(
             Segment(
@@ -144,10 +160,29 @@ def _without_chatter() -> Iterator[None]:
         os.close(nowhere)
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors` (a view counts its whole storage once)."""
+def storage_bytes(tensors: Iterable[torch.Tensor], *, block: int = 1) -> int:
+    """Bytes of the distinct storages behind `tensors` (a view counts its whole storage once).
+
+    Each storage takes whole blocks of `block` bytes.
+    """
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    return sum(in_blocks(size, block) for size in storages.values())
+
+
+def reachable_bytes(device: torch.device) -> int:
+    """Bytes of all tensors on an accelerator that Python can reach, in the allocator's blocks.
+
+    What the allocator has given out beyond these has been taken by libraries, for themselves.
+    """
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    with torch._C.DisableTorchFunctionSubclass():  # what stands for gradients refuses questions
+        there = [t for t in found if not _is_fake(t) and t.device == device and not t.is_sparse]
+        return storage_bytes(there, block=block_bytes(device.type))
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor only says that it is on its device."""
+    return isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.program import PIECE_ALIGNMENT
+from protrain_plan.program import PIECE_ALIGNMENT, in_blocks
 from protrain_runtime.chunks import Chunk, OptimizerFactory, Slice
 from protrain_runtime.masters import MasterOptimizer
 from protrain_runtime.stores import HostStore
@@ -91,18 +91,18 @@ class Piece:
         for layout in self.chunk.states if self.chunk.updated else ():
             target = self.staging[layout.key] = regions[layout.key]
             place = layout.offset + self.start * layout.dtype.itemsize
-            store.read(place, target.view(torch.uint8))
+            store.start_read(place, target.view(torch.uint8))
         for part, low, high in self.parts():
             here = slice(part.start + low - self.start, part.start + high - self.start)
             if parameters:
                 target = self.parameters[part.name] = regions[_PARAMETERS][here]
                 place = self.chunk.offset + part.offset + low * part.dtype.itemsize
-                store.read(place, target.view(torch.uint8))
+                store.start_read(place, target.view(torch.uint8))
             waiting = self.chunk.waiting.get(part.name)
             if gradients and waiting is not None:
                 target = self.gradients[part.name] = regions[_GRADIENTS][here]
                 place = waiting.offset + low * part.dtype.itemsize
-                waiting.store.read(place, target.view(torch.uint8))
+                waiting.store.start_read(place, target.view(torch.uint8))
 
     def _regions(
         self, ring: torch.Tensor, *, parameters: bool, gradients: bool
@@ -237,14 +237,14 @@ class Piece:
         for part, low, _ in self.parts() if parameters else ():
             if part.name in stepped:
                 place = self.chunk.offset + part.offset + low * part.dtype.itemsize
-                store.write(place, self.parameters[part.name].view(torch.uint8))
+                store.start_write(place, self.parameters[part.name].view(torch.uint8))
         for part, low, high, state in self.made:
             first = part.start + low
             for layout in self.chunk.states:
                 values = state.pop(layout.key)
                 if not self._stands(layout.key, first - self.start, values):
                     place = layout.offset + first * layout.dtype.itemsize
-                    store.write(place, values.view(torch.uint8))
+                    store.start_write(place, values.view(torch.uint8))
             if high == part.numel:
                 self.chunk.scalars[part.name] = state
                 self.chunk.updated.add(part.name)
@@ -313,11 +313,14 @@ def _not_elementwise(optimizer: torch.optim.Optimizer, problem: str) -> Protrain
     )
 
 
-def scalar_state_bytes(factory: OptimizerFactory) -> int:
-    """Bytes of the states that are not elementwise, such as AdamW's step, for one parameter."""
+def scalar_state_bytes(factory: OptimizerFactory, *, block: int = 1) -> int:
+    """Bytes of the states that are not elementwise, such as AdamW's step, for one parameter.
+
+    Each takes whole blocks of `block` bytes.
+    """
     dummy, state = _dummy_state(factory, torch.float32, None)
     return sum(
-        value.nbytes
+        in_blocks(value.nbytes, block)
         for value in state.values()
         if isinstance(value, torch.Tensor) and value.shape != dummy.shape
     )

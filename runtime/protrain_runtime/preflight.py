@@ -94,7 +94,7 @@ def check_room(plan: Plan, room: Room, directory: Path) -> None:
         _memory("this process", process + in_memory, available, "the machine has {} left for it")
     else:
         # What is free is free beside this process's context, which is there by now.
-        _memory("the device", takes.device, room.device_bytes, "it has room for {}", "device")
+        _memory("the device", takes.reserved, room.device_bytes, "it has room for {}", "device")
         pinned, what = takes.host + in_memory, "the machine has {} left for pinned memory"
         _memory("host memory", pinned, room.memory_bytes, what, "host")
     fix = "free some space there, or name another spill directory"

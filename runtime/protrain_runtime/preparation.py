@@ -24,6 +24,7 @@ from protrain_plan.records.plan import (
     SwapInput,
 )
 from protrain_plan.records.profile import RecomputedForm
+from protrain_runtime import devices
 from protrain_runtime.activations import recomputed
 from protrain_runtime.boundaries import Boundaries
 from protrain_runtime.checking import Check
@@ -195,14 +196,15 @@ def _attach(
 ) -> None:
     plan, undo = prepared.plan, prepared.undo
     settings = Settings(
-        device=backend.device.type,  # type: ignore[arg-type]
+        device=backend.device.type,
         piece_bytes=plan.piece_bytes,
         updates=plan.updates,
         micro_batches=plan.micro_batches,
         num_devices=plan.num_devices,
         num_replicas=plan.num_replicas,
     )
-    chunks = make_chunks(model, plan.units, ranks)
+    alignment = devices.alignment(backend.device)
+    chunks = make_chunks(model, plan.units, ranks, alignment=alignment)
     check_pieces(plan, chunks, factory)
     stores = Stores(backend, directory)
     undo.append(stores.close)
@@ -222,7 +224,6 @@ def _attach(
             own = chunk.own
             own.gradient_store = stores.get(home)
             own.gradient_offset = own.gradient_store.reserve(own.gradient_bytes)
-        backend.synchronize()
         chunk.unbind(chunk.every_group)
     swap_stores = {
         unit.activations.tier: stores.get(unit.activations.tier)

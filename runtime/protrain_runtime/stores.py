@@ -93,6 +93,10 @@ class HostStore:
         return self._buffers[index][start : start + num_bytes]
 
     def write(self, offset: int, source: torch.Tensor) -> None:
+        # A copy from here may be on its way still, of an evaluation that nobody has looked at: the
+        # device's own copies queue behind it, the host's would not.
+        if devices.on_host(source.device):
+            self._backend.synchronize()
         self.view(offset, source.numel()).copy_(source)
 
     def read(self, offset: int, target: torch.Tensor) -> None:

@@ -622,13 +622,22 @@ void pin(uintptr_t address, size_t num_bytes) {
   pins[address] = num_bytes;
 }
 void unpin(uintptr_t address) {
-  std::lock_guard lock(pins_mutex);
-  auto found = pins.find(address);
-  if (found == pins.end()) return;
-  for (auto& [start, size] : in_flight)
-    if (start < address + found->second && address < start + size)
-      fail("host memory was unpinned under a copy");
-  pins.erase(found);
+  bool used = false;
+  {
+    std::lock_guard lock(pins_mutex);
+    auto found = pins.find(address);
+    if (found == pins.end()) return;
+    for (auto& [start, size] : in_flight)
+      used |= start < address + found->second && address < start + size;
+    pins.erase(found);
+  }
+  if (!used) return;
+  fail("host memory was unpinned under a copy");
+  // A device would write to whatever comes to lie there. The error is enough: the copies may end.
+  without_gil([] {
+    for (c10::DeviceIndex device = 0; device < kDevices; ++device)
+      for (auto* queue : queues_of(device)) queue->mark()->wait();
+  });
 }
 void copy_begins(const void* pointer, size_t num_bytes) {
   std::lock_guard lock(pins_mutex);
