@@ -40,9 +40,9 @@ _CARDS = [Cards()]
 
 
 @contextmanager
-def ranks_on(cards: Cards) -> Iterator[None]:
-    """Ranks that are started inside have these devices, and collectives between them."""
-    _CARDS.append(cards)
+def ranks_on_emulated(test: str) -> Iterator[None]:
+    """Ranks that are started inside have emulated devices, with the delays of the test."""
+    _CARDS.append(Cards(("emulated:1", "emulated:0"), current=(0, 1), test=test))
     try:
         yield
     finally:
