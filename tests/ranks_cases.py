@@ -1,6 +1,5 @@
 """Real processes that train together on this machine, over gloo: shared by the tests of ranks."""
 
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,13 +14,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from protrain_runtime import devices
+from tests.forked import CONTEXT
 
 JOIN_S = 240.0
 """Far more than any of these tests takes; what hangs is ended and reported."""
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-# The server imports what takes long, once, and runs nothing: ranks are forked from it.
-_CONTEXT.set_forkserver_preload(["tests.ranks_cases", "tests.runtime_cases", "protrain_runtime"])
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ def end_ranks(work: Work, count: int, folder: Path, *arguments: Any) -> list[End
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
     folder.mkdir(parents=True, exist_ok=True)
     ranks = [
-        _CONTEXT.Process(
+        CONTEXT.Process(
             target=_run,
             args=(work, rank, count, store.port, folder, _CARDS[-1], arguments),
             daemon=True,

@@ -381,7 +381,11 @@ def waiting_lanes() -> Iterator[tuple[Any, Any, Callable[[], None]]]:
     backend = Backend(device(), limit_s=2.0)
     thread, stream = (backend.lane("test", on_device=there) for there in (False, True))
     gate = threading.Event()
-    first = thread.submit("wait", lambda: gate.wait() and None, ())
+
+    def wait() -> None:
+        gate.wait()
+
+    first = thread.submit("wait", wait, ())
     try:
         yield first, stream, gate.set
     finally:

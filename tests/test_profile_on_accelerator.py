@@ -28,6 +28,7 @@ from protrain_plan.running import train
 from protrain_plan.simulation.memory import device_bytes
 from protrain_plan.simulation.sizes import compile_units
 from protrain_runtime import devices
+from protrain_runtime.measure import reachable_bytes
 from tests.emulated import building
 from tests.planning_cases import gpu
 
@@ -124,13 +125,17 @@ def test_a_plan_runs_under_a_limit_on_what_it_predicts(
     predicted = [slot.total for slot in device_bytes(program, plan.units, profile)]
     gc.collect()
     devices.free_cached(card)
-    with capped(card, peak.reserved):
+    # What other tests have left on the device, and what libraries keep, of which the plan knows.
+    others = reachable_bytes(card)
+    kept = devices.reserved_bytes(card) if others else 0
+    with capped(card, peak.reserved + kept):
         run = train(
             plan, num_steps=3, plain=False, text=None, spill_directory=tmp_path, device=card
         )
-    over = [(n, m - p) for n, (m, p) in enumerate(zip(run.slot_bytes, predicted, strict=True))]
+    measured = [size - others for size in run.slot_bytes]
+    over = [(n, m - p) for n, (m, p) in enumerate(zip(measured, predicted, strict=True))]
     assert [(slot, more) for slot, more in over if more > 0] == []
-    assert max(run.slot_bytes) >= 0.9 * max(predicted)
+    assert max(measured) >= 0.9 * max(predicted)
 
 
 @pytest.mark.slow

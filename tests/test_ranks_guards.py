@@ -334,7 +334,7 @@ def dying(rank: int, count: int) -> None:
         step(model, optimizer, number, rank)
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_others_end_with_a_message_that_names_the_rank_that_died(
     count: int, tmp_path: Path
 ) -> None:

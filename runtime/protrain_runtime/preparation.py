@@ -42,6 +42,7 @@ from protrain_runtime.layout import make_chunks
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.matching import (
     check_devices,
+    check_kernels,
     check_model,
     check_pieces,
     keeps_everything,
@@ -104,6 +105,7 @@ def prepare(
     if not isinstance(plan, Plan):
         plan = read_plan(Path(plan))
     modules = check_model(model, plan)
+    check_kernels(plan)
     check_devices(model, plan, process_group, check)
     if not keeps_everything(plan):
         refuse_compiled_around(model, modules)
