@@ -15,19 +15,7 @@ from tests import test_ranks, test_ranks_checkpoints, test_ranks_guards
 from tests.ranks_cases import ranks_on_emulated
 from tests.runtime_cases import FRACTIONAL, decided, described
 from tests.test_ranks import PLACES, Loop, assert_as_ddp, in_turn, several
-from tests.test_ranks_checkpoints import (  # noqa: F401 (asked again, on accelerators)
-    test_one_device_saves_and_two_ranks_go_on,
-    test_two_ranks_save_and_as_many_go_on_under_other_plans_bitwise,
-)
-from tests.test_ranks_guards import (  # noqa: F401
-    test_gradients_that_some_ranks_have_and_running_statistics_match_ddp_bitwise,
-    test_ranks_evaluate_together,
-)
-from tests.test_ranks_matrix import (  # noqa: F401
-    assert_rows,
-    numbered,
-    test_five_steps_of_two_rows_match_ddp_bitwise,
-)
+from tests.test_ranks_matrix import assert_rows, numbered
 
 pytestmark = pytest.mark.emulated
 
@@ -60,6 +48,21 @@ def test_two_ranks_clip_one_norm(tmp_path: Path) -> None:
     assert_as_ddp(2, loop, plans, tmp_path, tolerance=test_ranks.ROUNDING)
 
 
+def test_buffers_are_those_of_the_first_rank_bitwise(tmp_path: Path) -> None:
+    """And what only some ranks have gradients for."""
+    test_ranks_guards.test_gradients_that_some_ranks_have_and_running_statistics_match_ddp_bitwise(
+        tmp_path
+    )
+
+
+def test_ranks_evaluate_together(tmp_path: Path) -> None:
+    test_ranks_guards.test_ranks_evaluate_together(tmp_path)
+
+
+def test_two_ranks_save_and_as_many_go_on_under_other_plans_bitwise(tmp_path: Path) -> None:
+    test_ranks_checkpoints.test_two_ranks_save_and_as_many_go_on_under_other_plans_bitwise(tmp_path)
+
+
 @pytest.mark.slow
 class TestMore:
     """What takes longer."""
@@ -83,6 +86,10 @@ class TestMore:
     )
     test_four_save_and_others_go_on = staticmethod(
         test_ranks_checkpoints.test_four_ranks_save_and_two_one_and_plain_pytorch_go_on
+    )
+
+    test_one_saves_and_two_go_on = staticmethod(
+        test_ranks_checkpoints.test_one_device_saves_and_two_ranks_go_on
     )
 
     @pytest.mark.parametrize("part", range(8))

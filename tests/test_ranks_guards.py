@@ -111,13 +111,13 @@ def step(
 # --- what only some ranks do ------------------------------------------------------------------
 
 
-def routed(rank: int, count: int) -> list[str]:
+def routed(rank: int, count: int, places: tuple[Placement, ...] = SHARED) -> list[str]:
     """Experts that both ranks, one or none of them meet; running statistics of rank 0."""
     routes = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 0)]
     results = []
     for planned in (False, True):
         if planned:
-            model, optimizer = made(rank, count, SHARED)
+            model, optimizer = made(rank, count, places)
             plain = model
         else:
             plain = built()
