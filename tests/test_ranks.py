@@ -152,7 +152,7 @@ def differing(found: Outcome, expected: Outcome, tolerance: float) -> list[str]:
 
 def leaves(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
-        return [tree]
+        return [tree.cpu()]  # states may be on the host
     if isinstance(tree, dict):
         tree = [tree[key] for key in sorted(tree, key=str)]
     return [leaf for each in tree for leaf in leaves(each)] if isinstance(tree, list) else []

@@ -83,6 +83,8 @@ class Ranks:
             if 1 < self.num_shards < self.count:
                 self._sharing = self._new_group(range(first, first + self.num_shards))
                 self._replicas = self._new_group(range(self.shard, self.count, self.num_shards))
+            # Of hosts: what is no tensor goes from one to the other, and touches no device.
+            self._hosts = _group(tuple(self._members), "gloo", limit_s)
         except BaseException:
             self._answering.close()
             raise
@@ -189,7 +191,7 @@ class Ranks:
         """What every rank has, by rank."""
         found: list[Any] = [None] * self.count
         with self.meeting():
-            dist.all_gather_object(found, mine, group=self._all)
+            dist.all_gather_object(found, mine, group=self._hosts)
         return found
 
     def checkpoint_group(self) -> dist.ProcessGroup:
