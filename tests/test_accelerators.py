@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -138,17 +138,27 @@ def card(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 @pytest.mark.parametrize("row", ROWS, ids=[str(number) for number in range(len(ROWS))])
 def test_rows_of_the_parity_matrix_match_plain_torch_bitwise(row: Row, tmp_path: Path) -> None:
     """Decisions, tiers, micro-batches, clipping, scaling, precisions, adapters, resuming."""
-    assert_row(row, tmp_path)
+    assert_row({**row, "compiled": "no"}, tmp_path)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row["compiled"] != "no"][:4])
 def test_compiled_rows_match_compiled_torch_bitwise(row: Row, tmp_path: Path) -> None:
+    if device().type == "emulated":
+        pytest.skip("inductor makes no code for the emulated device")
     assert_row({**row, "compiled": "inductor"}, tmp_path)
 
 
-@steady
+@settings(steady, max_examples=8)
 @given(shapes(), st.integers(0, 2**32))
 def test_random_models_train_like_plain_on_the_card(shape: Shape, seed: int) -> None:
+    with TemporaryDirectory() as folder:
+        assert_trains_like_plain(shape, seed, Path(folder))
+
+
+@pytest.mark.slow
+@settings(steady, max_examples=100, derandomize=False, database=None)
+@given(shapes(), st.integers(0, 2**32))
+def test_a_hundred_random_models_train_like_plain_on_the_card(shape: Shape, seed: int) -> None:
     with TemporaryDirectory() as folder:
         assert_trains_like_plain(shape, seed, Path(folder))
 
