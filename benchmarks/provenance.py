@@ -7,9 +7,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-def commit() -> str | None:
-    """The commit, marked where files differ from it; None outside a repository."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+def commit(tree: Path = ROOT) -> str | None:
+    """A working tree's commit, marked where files differ from it; None outside a repository."""
+    command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:

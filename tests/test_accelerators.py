@@ -9,6 +9,7 @@ makes of its place is a test of its own.
 
 import gc
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -47,6 +48,7 @@ from protrain_plan.simulation.memory import device_bytes
 from protrain_plan.simulation.sizes import compile_units
 from protrain_plan.simulation.tiers import tier_bytes
 from protrain_runtime import OutOfMemoryError, devices, explain_memory, prepare, record, restore
+from protrain_runtime.lanes import SWITCH_INTERVAL_S
 from protrain_runtime.measure import reachable_bytes
 from protrain_runtime.preflight import NoRoomError
 from protrain_runtime.prepared import below_device, engine_of
@@ -332,6 +334,36 @@ def test_steps_wait_for_the_card_no_more_often_than_plain_ones(
         found.append(waits)
     optimizer.step()
     assert found[1] <= found[0]
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_memory_that_cannot_be_pinned_is_one_message(number: int, tmp_path: Path) -> None:
+    """And the model is as it was, also where some of its chunks had left the device."""
+    if device().type != "emulated":
+        pytest.skip("what a driver lets a process pin is not ours to turn")
+    from tests.emulated.device import few_pins
+
+    model = build("functional")
+    before = copied(model.state_dict())
+    units = decided(described("functional"), Keep(), Offload(tier="host"))
+    with few_pins(number), pytest.raises(OutOfMemoryError) as caught:
+        prepare(model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path)
+    assert "of host memory cannot be pinned: emulated device error: out of memory" in str(
+        caught.value
+    )
+    assert "ulimit -l" in str(caught.value)
+    assert list(differences(model.state_dict(), before, "parameters")) == []
+    step("functional", model, ADAMW(model.parameters()), 0)
+
+
+def test_python_takes_short_turns_while_a_plan_runs(tmp_path: Path) -> None:
+    usual = sys.getswitchinterval()
+    model = build("functional")
+    units = decided(described("functional"), Keep(), Offload(tier="host"))
+    model, _ = prepare(model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path)
+    assert sys.getswitchinterval() <= SWITCH_INTERVAL_S
+    restore(model)
+    assert sys.getswitchinterval() == usual
 
 
 def test_host_memory_is_pinned(tmp_path: Path) -> None:

@@ -1,20 +1,24 @@
 """The benchmarks run: one case each here, whole grids when somebody asks for them."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.cuda._sanitizer import Access, AccessType, UnsynchronizedAccessError
 
-from benchmarks import accuracy_page, paper, ranks, runtime_page, updates
+from benchmarks import accuracy_page, launching, paper, ranks, runtime_page, updates
 from benchmarks.gpu import parts as gpu
+from benchmarks.gpu.suites import CARD, DRY, Suite
 from benchmarks.peers.building import built
-from benchmarks.peers.cells import Results, run_all
+from benchmarks.peers.cells import Results, described, run_all
 from benchmarks.peers.comparing import (
     limit_text,
     plan_cell,
@@ -26,6 +30,7 @@ from benchmarks.peers.deepspeed_zero import config_of
 from benchmarks.peers.registry import ADAPTERS
 from benchmarks.peers.tables import compared as compared_rows
 from benchmarks.peers.tables import markdown
+from benchmarks.peers.testing import reports
 from benchmarks.peers.timeline import compared
 from benchmarks.peers.work import Work, optimizer_of
 from benchmarks.rounds import read_rounds
@@ -35,6 +40,7 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.simulation.recording import Event, Recording
 from protrain_plan.simulation.timeline import Span
 from protrain_runtime.fingerprint import model_fingerprint
+from tests.emulated import building
 
 ROOT = Path(__file__).parent.parent
 
@@ -140,6 +146,23 @@ def test_the_speed_of_a_small_chunks_update(tmp_path: Path) -> None:
     assert out.with_suffix(".md").read_text() == updates.page(document)
 
 
+def test_launching_costs_of_a_few_blocks(tmp_path: Path) -> None:
+    """Both steps run, and the plan moves what it says; nothing is asked of seconds."""
+    out = tmp_path / "launching.json"
+    _run("benchmarks.launching", "--quick", "--out", str(out))
+    document = json.loads(out.read_text())
+    (process,) = document["devices"]["cpu"]["after"]
+    assert process["4"]["moves"] == {
+        "gather": 8,
+        "spill gradients": 4,
+        "swap in": 4,
+        "swap out": 4,
+        "update": 4,
+    }
+    assert [len(process["2"][kind]) for kind in ("plain", "planned")] == [2, 2]
+    assert out.with_suffix(".md").read_text() == launching.page(document)
+
+
 def _run(*arguments: str) -> str:
     command = [sys.executable, "-m", *arguments]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -147,25 +170,109 @@ def _run(*arguments: str) -> str:
     return result.stdout
 
 
+@pytest.fixture
+def emulated() -> None:
+    """The device of dry runs, for the processes of cells."""
+    if building.compiler() is None:
+        reason = "NO C++ COMPILER: nothing of the GPU benchmark is tried"
+        if "CI" in os.environ:
+            pytest.fail(reason)
+        pytest.skip(reason)
+    building.load()  # compiled once, and not in the time of a cell
+
+
+@pytest.mark.emulated
+@pytest.mark.usefixtures("emulated")
+def test_cells_of_a_dry_run_take_a_cards_way(tmp_path: Path) -> None:
+    """In processes of their own, under a cap on the device's allocator, into the same table."""
+    work = DRY.base
+    ran = train_cell("peers", replace(work, cap_bytes=2**30), "save-on-cpu")
+    limited = train_cell("peers", replace(work, cap_bytes=60 * 2**20), "plain")
+    after = train_cell("peers", replace(work, batch_size=8), "plain", needs=[limited.key])
+    sanitizer = next(cell for cell in gpu.cells(["sanitizer"], DRY))
+    results = Results(path=tmp_path / "gpu.json")
+    todo = [sanitizer, ran, limited, after]
+    stop_at = time.monotonic() + 3600
+    here = described(work.device)
+    assert here == {
+        "kind": "emulated",
+        "name": "emulated",
+        "memory_bytes": 2**32,
+        "built_for": None,
+    }
+    assert run_all(todo, results, command="", stop_at=stop_at, accelerator=here) == 0
+    found = results.cells
+    reasons = [(found[cell.key]["status"], found[cell.key].get("reason")) for cell in todo]
+    assert reasons == [
+        ("skipped", "CUDA's sanitizer does not see streams of devices of type 'emulated'"),
+        ("ran", None),
+        ("did not fit", "out of memory"),
+        ("skipped", f"needs {limited.key}: out of memory"),
+    ]
+    peaks = found[ran.key]["result"]
+    assert 0 < peaks["tensor_bytes"] < peaks["device_bytes"] - 48 * 2**20  # its context
+    table = markdown(results.document, title="gpu")
+    assert "**DRY RUN, on an emulated device: nothing here is a measurement of speed.**" in table
+    assert "| 60MiB | 4 | plain | did not fit |" in table
+
+
 @pytest.mark.slow
-def test_everything_of_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
-    out = ("--smoke", "--out", str(tmp_path))
+@pytest.mark.emulated
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("emulated")
+def test_a_dry_run_of_the_gpu_benchmark(tmp_path: Path) -> None:
+    """Every cell runs, or says what it lacks; the same command again has nothing left to do."""
+    out = ("--dry-run", "--out", str(tmp_path))
     assert _run("benchmarks.gpu", *out).endswith("every cell has an outcome\n")
     first = json.loads((tmp_path / "gpu.json").read_text())
     statuses = {key: cell["status"] for key, cell in first["cells"].items()}
-    # A peer runs wherever it can: what does not says which package or device it lacks.
-    skipped = {key for key, status in statuses.items() if status == "skipped"}
-    assert {status for key, status in statuses.items() if key not in skipped} == {"ran"}
-    lacking = ("is not installed", "CUDA", "no tests selected", "C++", "nowhere")
-    for key in skipped:
-        reason = first["cells"][key]["reason"]
-        assert any(words in reason for words in lacking), reason
-    assert "| none | equal bits | equal bits |" in (tmp_path / "gpu.md").read_text()
-    # The same command again has nothing left to do.
+    assert [key for key, status in statuses.items() if status == "failed"] == []
+    assert [key for key, status in statuses.items() if status == "timed out"] == []
+    lacking = ("is not installed", "compared on CUDA only", "no code for", "CUDA's sanitizer")
+    for key, status in statuses.items():
+        reason = first["cells"][key].get("reason", "")
+        if status == "skipped":
+            assert any(words in reason for words in lacking) or reason.startswith("needs"), reason
+        if status == "did not fit":  # peers' larger batch
+            assert key.startswith("train/") and "protrain-plan" not in key
+    refused = [key for key, status in statuses.items() if status == "refused"]
+    assert all(" 100MiB" in key for key in refused)
+    assert len(refused) == 2
+    page = (tmp_path / "gpu.md").read_text()
+    assert "nothing here is a measurement of speed" in page
+    assert "| 120MiB | equal bits | equal bits |" in page
+    assert "passed" in page
     _run("benchmarks.gpu", *out, "--minutes", "0")
     again = json.loads((tmp_path / "gpu.json").read_text())
     assert again["cells"] == first["cells"]
     assert len(again["runs"]) == 2
+
+
+def test_what_the_sanitizer_says_is_found_in_what_tests_print() -> None:
+    """Its own words, twice for the same two accesses; frames of libraries are left out."""
+    here = traceback.StackSummary.from_list(traceback.extract_stack()[-1:])
+    access = Access(AccessType.WRITE, 2, 7, "aten::copy_(Tensor)", ["self"], False, here)
+    library = traceback.StackSummary.from_list([(torch.__file__, 1, "other", "other()")])
+    before = Access(AccessType.READ, 1, 0, "aten::mm(Tensor)", ["mat2"], False, library)
+    said = [str(UnsynchronizedAccessError(at, None, access, before)) for at in (512, 1024)]
+    assert reports("\n".join((".....", *said))) == [
+        "\n".join(
+            [
+                "CSAN detected a possible data race on tensor with data pointer 512",
+                "Access by stream 7 during kernel:",
+                "aten::copy_(Tensor)",
+                "writing to argument(s) self",
+                "With stack trace:",
+                f'File "tests/test_benchmarks.py", line {here[0].lineno}, in {here[0].name}',
+                "here = traceback.StackSummary.from_list(traceback.extract_stack()[-1:])",
+                "Previous access by stream 0 during kernel:",
+                "aten::mm(Tensor)",
+                "reading from argument(s) mat2",
+                "With stack trace:",
+                "Trace for tensor allocation not found.",
+            ]
+        )
+    ]
 
 
 @pytest.mark.slow
@@ -258,7 +365,7 @@ def test_a_run_without_time_leaves_everything_for_the_next(tmp_path: Path) -> No
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-gpt2"])
 def test_a_benchmarks_model_is_the_catalogues(model: str, masters: bool) -> None:
     source, work = load_source(model), replace(WORK, model=model, dtype="bfloat16")
-    ours = built(source, work, device="cpu", masters=masters)
+    ours = built(source, work, device=torch.device("cpu"), masters=masters)
     theirs = source.build(dtype="float32" if masters else "bfloat16")
     assert model_fingerprint(ours) == model_fingerprint(theirs)
     names = [name for name, _ in theirs.named_parameters()]  # a tied parameter once
@@ -284,14 +391,23 @@ def test_deepspeed_s_optimizer_is_everybody_s() -> None:
     }
 
 
-def test_cells_of_the_gpu_benchmark_need_what_precedes_them() -> None:
-    todo = gpu.cells(gpu.PARTS, smoke=False)
+@pytest.mark.parametrize("suite", [CARD, DRY], ids=["card", "dry"])
+def test_cells_of_the_gpu_benchmark_need_what_precedes_them(suite: Suite) -> None:
+    todo = gpu.cells(gpu.PARTS, suite)
     seen: set[str] = set()
     for cell in todo:
         assert set(cell.needs) <= seen, cell.key
         assert cell.key not in seen
         seen.add(cell.key)
     assert {cell.part for cell in todo} == set(gpu.PARTS)
+
+
+def test_a_dry_run_has_cells_of_every_kind_that_a_cards_has() -> None:
+    card, dry = (
+        {(cell.task, cell.arguments.get("adapter")) for cell in gpu.cells(gpu.PARTS, suite)}
+        for suite in (CARD, DRY)
+    )
+    assert dry == card
 
 
 def test_lanes_are_compared_by_name() -> None:
@@ -334,7 +450,7 @@ def test_a_prediction_for_the_papers_models(tmp_path: Path) -> None:
 
 
 RESULTS = ROOT / "benchmarks/results"
-STEMS = ("accuracy", "cpu", "gpu", "paper", "ranks", "runtime", "updates")
+STEMS = ("accuracy", "cpu", "gpu", "launching", "paper", "ranks", "runtime", "updates")
 MADE_BY = [path for path in sorted(RESULTS.glob("*.json")) if path.stem in STEMS]
 
 
@@ -344,6 +460,8 @@ def test_committed_tables_follow_from_committed_results(path: Path) -> None:
     match path.stem:
         case "accuracy":
             expected = accuracy_page.page(document)
+        case "launching":
+            expected = launching.page(document)
         case "paper":
             expected = paper.markdown(document)
         case "ranks":

@@ -1,10 +1,11 @@
-"""Everything that a CUDA device can show, in one command that needs nothing from the net.
+"""Everything that an accelerator can show, in one command that needs nothing from the net.
 
     python -m benchmarks.gpu --minutes 9 --out DIR [--parts truth peers size parity timeline]
 
 What is missing is skipped, and the table says why. A run that is cut off keeps what it has; the
 same command with the same DIR goes on with what is left. DIR gets gpu.json, gpu.md, profiles, plans
-and recordings. `--smoke` runs the same cells on a CPU, with a tiny model.
+and recordings. `--dry-run` goes through every kind of cell on the emulated device of the tests,
+with a tiny model, in some minutes on two processors: it shows that cells run, and no speed.
 """
 
 import argparse
@@ -12,32 +13,51 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 from benchmarks.gpu.parts import PARTS, cells
-from benchmarks.peers.cells import Results, run_all
-from benchmarks.peers.tables import write_tables
+from benchmarks.gpu.suites import CARD, DRY
+from benchmarks.peers.cells import Results, described, run_all
+from benchmarks.peers.tables import is_dry, write_tables
+from protrain_plan.errors import ProtrainError
+from tests.emulated import building
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--minutes", type=float, help="9, or 30 of a dry run")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--smoke", action="store_true", help="on a CPU, a tiny model")
+    parser.add_argument("--dry-run", action="store_true", help="on the emulated device, tiny")
     options = parser.parse_args()
-    if not options.smoke and not torch.cuda.is_available():
-        print("error: torch finds no CUDA device here\n  fix: --smoke runs on a CPU")
-        return 2
+    suite = DRY if options.dry_run else CARD
+    minutes = options.minutes if options.minutes is not None else 30.0 if options.dry_run else 9.0
+    if options.dry_run and building.compiler() is None:
+        return _error("there is no C++ compiler for the emulated device", "install g++")
     results = Results.at(options.out / "gpu.json")
-    command = f"python -m benchmarks.gpu --minutes {options.minutes:g}"
-    command += f" --parts {' '.join(options.parts)}{' --smoke' if options.smoke else ''}"
-    stop_at = time.monotonic() + 60 * options.minutes
-    todo = cells(options.parts, smoke=options.smoke)
-    left = run_all(todo, results, command=command, stop_at=stop_at, isolated=not options.smoke)
+    if results.runs and is_dry(results.runs) != options.dry_run:
+        have = "a run on a card" if options.dry_run else "a dry run"
+        return _error(f"{results.path} is of {have}", "name another folder")
+    try:
+        accelerator = described(suite.base.device)
+    except ProtrainError as error:
+        return _error(str(error).splitlines()[0], "--dry-run runs without one")
+    command = f"python -m benchmarks.gpu --minutes {minutes:g}"
+    command += f" --parts {' '.join(options.parts)}{' --dry-run' if options.dry_run else ''}"
+    stop_at = time.monotonic() + 60 * minutes
+    left = run_all(
+        cells(options.parts, suite),
+        results,
+        command=command,
+        stop_at=stop_at,
+        accelerator=accelerator,
+    )
     write_tables(results.path)
     print(f"{left} cells are left for the next run" if left else "every cell has an outcome")
     return 0
+
+
+def _error(problem: str, fix: str) -> int:
+    print(f"error: {problem}\n  fix: {fix}")
+    return 2
 
 
 if __name__ == "__main__":

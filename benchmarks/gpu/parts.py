@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from itertools import chain, zip_longest
 from typing import Literal, get_args
 
+from benchmarks.gpu.suites import Suite
 from benchmarks.peers.cells import Cell
 from benchmarks.peers.comparing import (
     file_of,
@@ -26,94 +27,61 @@ from benchmarks.peers.planned import PLANNED
 from benchmarks.peers.registry import ADAPTERS, PEERS
 from benchmarks.peers.work import Work
 
-Part = Literal["truth", "peers", "size", "parity", "timeline"]
+Part = Literal["sanitizer", "truth", "peers", "size", "parity", "timeline"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
-GB = 10**9
-WORK = Work(
-    model="llama-3.2-1b",
-    batch_size=1,
-    seq_len=2048,
-    dtype="bfloat16",
-    precision="master",
-    device="cuda",
-)
-CAPS = (12 * GB, 16 * GB, 24 * GB, 40 * GB, 80 * GB)
-BATCHES = (1, 2, 4, 8, 16)
-LADDER = ("llama-3.2-3b", "llama-3.1-8b", "qwen2.5-14b", "qwen2.5-32b", "llama-2-70b")
-"""Models of growing size; each is tried after the one before it has run."""
 
-TRUTH = (
-    WORK,
-    replace(WORK, seq_len=8192),
-    replace(WORK, model="llama-3.2-3b", seq_len=4096),
-    replace(WORK, model="llama-3.1-8b"),
-    replace(WORK, model="llama-3.1-8b", seq_len=8192),
-)
-COMPARED = (
-    replace(WORK, cap_bytes=12 * GB),
-    replace(WORK, model="llama-3.2-3b", cap_bytes=24 * GB),
-    replace(WORK, model="llama-3.1-8b", cap_bytes=24 * GB),
-    replace(WORK, model="llama-3.1-8b", cap_bytes=80 * GB),
-)
-PARITY = (replace(WORK, cap_bytes=12 * GB), replace(WORK, model="llama-3.2-3b", cap_bytes=24 * GB))
-TIMED = (
-    replace(WORK, cap_bytes=12 * GB),
-    replace(WORK, model="llama-3.1-8b", cap_bytes=24 * GB),
-)
-
-SMOKE = replace(
-    WORK,
-    model="tiny-llama",
-    seq_len=32,
-    dtype="float32",
-    precision="pure",
-    device="cpu",
-    num_steps=1,
-)
-"""The same cells where there is no GPU: everything but CUDA."""
-
-
-def cells(parts: Sequence[Part], *, smoke: bool) -> list[Cell]:
+def cells(parts: Sequence[Part], suite: Suite) -> list[Cell]:
     """What the parts run, in turns."""
     groups = {
-        "truth": lambda: [planned_cells("truth", work) for work in _truth(smoke)],
-        "peers": lambda: [_peers(work, smoke) for work in ((SMOKE,) if smoke else COMPARED)],
-        "size": lambda: list(_size(smoke)),
-        "parity": lambda: [
-            *(_parity(w, smoke) for w in ((SMOKE,) if smoke else PARITY)),
-            _tests(smoke),
+        "sanitizer": lambda: [[_sanitizer(suite)]],
+        "truth": lambda: [
+            planned_cells("truth", [replace(work, cap_bytes=cap) for cap in suite.caps])
+            for work in suite.truth
         ],
-        "timeline": lambda: [_timeline(work, smoke) for work in ((SMOKE,) if smoke else TIMED)],
+        "peers": lambda: [_peers(work, suite) for work in suite.compared],
+        "size": lambda: list(_size(suite)),
+        "parity": lambda: [*(_parity(work) for work in suite.compared_bits), [_tests(suite)]],
+        "timeline": lambda: [_timeline(work) for work in suite.recorded],
     }
     turns = zip_longest(*(groups[part]() for part in parts), fillvalue=())
     return once(cell for turn in turns for group in turn for cell in group)
 
 
-def _truth(smoke: bool) -> list[list[Work]]:
-    works, caps = ([SMOKE], (0,)) if smoke else (list(TRUTH), CAPS)
-    return [[replace(work, cap_bytes=cap) for cap in caps] for work in works]
+def _sanitizer(suite: Suite) -> Cell:
+    """Planned steps of small models while CUDA's sanitizer looks on."""
+    return Cell(
+        key="tests/sanitizer",
+        part="sanitizer",
+        task="sanitized",
+        arguments={
+            "device": suite.base.device,
+            "arguments": list(suite.sanitized),
+            "limit_s": SANITIZED_S,
+        },
+    )
 
 
-def _peers(work: Work, smoke: bool) -> list[Cell]:
+SANITIZED_S = 150.0
+"""Of a first run of nine minutes: the sanitizer slows every operator down."""
+
+
+def _peers(work: Work, suite: Suite) -> list[Cell]:
     """A planned run at the same batch, every peer, and the largest batch that can be planned."""
-    batches = (1,) if smoke else BATCHES
-    largest = [] if smoke else largest_batch_cells("peers", work)
     return [
         *planned_cells("peers", [work]),
-        *peer_cells("peers", [work], batches=batches),
-        *largest,
+        *peer_cells("peers", [work], batches=suite.batches),
+        *largest_batch_cells("peers", work),
     ]
 
 
-def _size(smoke: bool) -> Iterator[list[Cell]]:
+def _size(suite: Suite) -> Iterator[list[Cell]]:
     """The largest model that trains on the whole device, with host memory, and with disk."""
-    base, ladder = (SMOKE, ("tiny-llama",)) if smoke else (WORK, LADDER)
-    base = replace(base, num_steps=1)
+    base = replace(suite.base, num_steps=1)
     probed = profile_cell("size", base)
     tried: dict[str, tuple[str, ...]] = dict.fromkeys(ADAPTERS, ())
     yield [probed]
-    for model in ladder:
+    for model in suite.ladder:
         work = replace(base, model=model)
         free = named(work)
         estimate = Cell(
@@ -127,9 +95,7 @@ def _size(smoke: bool) -> Iterator[list[Cell]]:
             },
             needs=(probed.key,),
         )
-        ours = [
-            _sized(work, estimate, disk=disk) for disk in ((False,) if smoke else (False, True))
-        ]
+        ours = [_sized(work, estimate, disk=disk) for disk in (False, True)]
         peers = []
         for peer in PEERS:
             cell = train_cell("size", work, peer.name, needs=tried[peer.name])
@@ -156,33 +122,27 @@ def _sized(work: Work, profile: Cell, *, disk: bool) -> tuple[Cell, Cell]:
     return plan, replace(train, key=f"train/{name}/{PLANNED.name}")
 
 
-def _parity(work: Work, smoke: bool) -> list[Cell]:
+def _parity(work: Work) -> list[Cell]:
     """The planned run under its limit, and a plain one without any, with deterministic kernels."""
     exact = replace(work, deterministic=True)
-    profile = profile_cell("parity", work)
-    plan = _plan("parity", work, profile, smoke)
+    profile = profile_cell("parity", exact)
+    plan = plan_cell("parity", exact, profile)
     plain = train_cell("parity", replace(exact, cap_bytes=0), PLAIN.name)
     return [profile, plan, plain, planned_cell("parity", exact, plan)]
 
 
-def _tests(smoke: bool) -> list[Cell]:
-    arguments = ["-m", "gpu and not slow", "-n", "0", *(["tests/test_program.py"] if smoke else [])]
-    return [Cell(key="tests/gpu", part="parity", task="tests", arguments={"arguments": arguments})]
+def _tests(suite: Suite) -> Cell:
+    return Cell(
+        key="tests/accelerators",
+        part="parity",
+        task="tests",
+        arguments={"arguments": list(suite.tests)},
+    )
 
 
-def _plan(part: str, work: Work, profile: Cell, smoke: bool) -> Cell:
-    """A plan for the limit. A tiny model fits without one, so a smoke test's plan offloads it."""
-    plan = plan_cell(part, work, profile)
-    if not smoke:
-        return plan
-    out = file_of("plans", f"{named(work)} offload-all")
-    offloaded = {**plan.arguments, "out": out, "solver": "offload-all"}
-    return replace(plan, key=f"{plan.key} offload-all", arguments=offloaded)
-
-
-def _timeline(work: Work, smoke: bool) -> list[Cell]:
+def _timeline(work: Work) -> list[Cell]:
     profile = profile_cell("timeline", work)
-    plan = _plan("timeline", work, profile, smoke)
+    plan = plan_cell("timeline", work, profile)
     planned = replace(work, plan=plan.arguments["out"])
     arguments = {
         "work": asdict(planned),

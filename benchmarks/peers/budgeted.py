@@ -10,6 +10,10 @@ from torch import nn
 
 from benchmarks.peers.loop import training
 from benchmarks.peers.work import Adapter, Training, Work, optimizer_of
+from protrain_plan.records.hardware import is_accelerator
+
+_COMPILED = ("cpu", "cuda", "xpu")
+"""Types of devices that PyTorch's own compiler, Inductor, writes code for."""
 
 
 def _set_up(model: nn.Module, work: Work, *, budget: float) -> Training:
@@ -19,8 +23,10 @@ def _set_up(model: nn.Module, work: Work, *, budget: float) -> Training:
 
 
 def _missing(work: Work) -> str | None:
-    if work.device == "cuda" and find_spec("triton") is None:
-        return "torch.compile needs the package triton on CUDA"
+    if work.device not in _COMPILED:
+        return f"torch.compile makes no code for devices of type '{work.device}'"
+    if is_accelerator(work.device) and find_spec("triton") is None:
+        return "torch.compile needs the package triton on accelerators"
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         return "torch.compile needs a C++ compiler"
     return None

@@ -19,7 +19,9 @@ TILE = 2**22
 _SCALE = 0.02
 
 
-def built(source: ModelSource, work: Work, *, device: str, masters: bool = False) -> nn.Module:
+def built(
+    source: ModelSource, work: Work, *, device: torch.device, masters: bool = False
+) -> nn.Module:
     """The work's model on `device`; `masters` asks for float32 parameters."""
     with _without_parameters():
         model = source.build(dtype="float32" if masters else work.dtype)
@@ -40,7 +42,9 @@ def _without_parameters() -> AbstractContextManager[object]:
     return context
 
 
-def _values(name: str, parameter: nn.Parameter, tile: torch.Tensor, device: str) -> torch.Tensor:
+def _values(
+    name: str, parameter: nn.Parameter, tile: torch.Tensor, device: torch.device
+) -> torch.Tensor:
     """Normals for matrices, ones for scales of norms, zeros for biases."""
     if parameter.dim() < 2:
         fill = 0.0 if "bias" in name else 1.0

@@ -19,13 +19,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.peers import tasks
 from benchmarks.peers.registry import ADAPTERS
+from benchmarks.peers.testing import unseen
 from benchmarks.peers.work import Work
 from benchmarks.provenance import commit, today
+from protrain_plan.errors import ProtrainError
 from protrain_plan.records.files import replace_text
+from protrain_plan.records.hardware import DeviceKind
 
 PACKAGES = ("torch", "transformers", "protrain-plan", "triton", "torchao", "deepspeed")
 MIN_SECONDS = 5.0
@@ -84,14 +85,17 @@ def run_all(
     command: str,
     stop_at: float,
     isolated: bool = True,
+    accelerator: dict[str, Any] | None = None,
 ) -> int:
     """Run what has no outcome yet, in order, until `stop_at` (of `time.monotonic`); what is left.
 
+    `accelerator` describes the one that cells run on; this process itself leaves it alone.
     An outcome is kept for good, also a failure: remove the file, or its entry, to try again.
     Not `isolated`, all cells run in this process, without their limits of time: a smoke test's
     models are tiny, and starting PyTorch anew would take most of its time.
     """
-    results.runs.append({"command": command, **environment()})
+    where = {} if accelerator is None else {"accelerator": accelerator}
+    results.runs.append({"command": command, **environment(), **where})
     results.write()
     left = 0
     for number, cell in enumerate(cells, 1):
@@ -134,18 +138,23 @@ def run_all(
 
 
 def _without(key: str, needed: dict[str, Any]) -> dict[str, Any]:
-    """The outcome of a cell that needs one which did not run: who has no plan is refused, too."""
+    """The outcome of a cell that needs one which did not run.
+
+    Who has no plan is refused, too; a ladder is skipped for the reason of its first rung.
+    """
     reason = needed.get("reason", "")
-    if needed["status"] == "refused":
-        return {"status": "refused", "reason": reason}
+    if needed["status"] in ("refused", "skipped"):
+        return {"status": needed["status"], "reason": reason}
     return {"status": "skipped", "reason": f"needs {key}: {reason}".rstrip(": ")}
 
 
 def _not_here(cell: Cell) -> str | None:
-    """Why an adapter cannot run the cell's work, told without starting a process."""
-    if cell.task != "train":
-        return None
-    return ADAPTERS[cell.arguments["adapter"]].missing(Work(**cell.arguments["work"]))
+    """Why a cell cannot run on its device or without a package, told without starting a process."""
+    if cell.task == "sanitized":
+        return unseen(cell.arguments["device"])
+    if cell.task == "train":
+        return ADAPTERS[cell.arguments["adapter"]].missing(Work(**cell.arguments["work"]))
+    return None
 
 
 def run(cell: Cell, folder: Path, *, timeout_s: float) -> dict[str, Any]:
@@ -182,9 +191,19 @@ def run(cell: Cell, folder: Path, *, timeout_s: float) -> dict[str, Any]:
     return {"status": "failed", "reason": tail}
 
 
+def described(device: DeviceKind) -> dict[str, Any]:
+    """The accelerator of this type, as a process of its own finds it; ProtrainError without one."""
+    ask = Cell(key="", part="", task="describe", arguments={"device": device})
+    outcome = run(ask, Path.cwd(), timeout_s=ask.limit_s)
+    if outcome["status"] != "ran":
+        raise ProtrainError(outcome["reason"])
+    found: dict[str, Any] = outcome["result"]
+    return found
+
+
 _SETTINGS = {
     # What PyTorch recommends against fragmentation; the same for everybody.
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # for deterministic kernels
     "OMP_WAIT_POLICY": "passive",  # a contended core makes spinning threads 15 times slower
     "TOKENIZERS_PARALLELISM": "false",
@@ -217,10 +236,6 @@ def environment() -> dict[str, Any]:
         "commit": commit(),
         "versions": {name: _version(name) for name in PACKAGES},
     }
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        found["gpu"] = {"name": properties.name, "memory_bytes": properties.total_memory}
-        found["cuda"] = torch.version.cuda
     return found
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from benchmarks.peers.loop import training
 from benchmarks.peers.work import Adapter, Training, Work, optimizer_of
+from protrain_plan.records.hardware import is_accelerator
 
 _ENABLE = "activation_checkpointing_enable"
 _ENABLE_BEFORE = "gradient_checkpointing_enable"  # its name in earlier releases of transformers 5
@@ -29,7 +30,7 @@ def _set_up(model: nn.Module, work: Work, *, offload: bool) -> Training:
 def _missing_offload(work: Work) -> str | None:
     if not hasattr(import_module("transformers").PreTrainedModel, _ENABLE):
         return "this version of transformers cannot offload what checkpoints keep"
-    return None if work.device == "cuda" else "a CPU has nowhere to offload to"
+    return None if is_accelerator(work.device) else "a CPU has nowhere to offload to"
 
 
 CHECKPOINTED = Adapter(

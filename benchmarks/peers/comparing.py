@@ -12,9 +12,13 @@ from protrain_plan.units import format_bytes
 
 
 def named(work: Work) -> str:
-    """`llama-3.2-1b 1x2048`, and the limit where there is one."""
-    shape = f"{work.model} {work.batch_size}x{work.seq_len}"
-    return f"{shape} {limit_text(work.cap_bytes)}" if work.cap_bytes else shape
+    """`llama-3.2-1b 1x2048`, the limit where there is one, and whether bits are compared."""
+    words = [work.model, f"{work.batch_size}x{work.seq_len}"]
+    if work.cap_bytes:
+        words.append(limit_text(work.cap_bytes))
+    if work.deterministic:
+        words.append("deterministic")
+    return " ".join(words)
 
 
 def limit_text(cap_bytes: int) -> str:
@@ -66,7 +70,7 @@ def planned_cell(part: str, work: Work, plan: Cell) -> Cell:
 def train_cell(part: str, work: Work, adapter: str, *, needs: Sequence[str] = ()) -> Cell:
     """Trains by an adapter."""
     return Cell(
-        key=f"train/{named(work)}/{adapter}{'/deterministic' if work.deterministic else ''}",
+        key=f"train/{named(work)}/{adapter}",
         part=part,
         task="train",
         arguments={"work": asdict(work), "adapter": adapter},

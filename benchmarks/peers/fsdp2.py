@@ -9,28 +9,36 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+from benchmarks.peers import accelerators
 from benchmarks.peers.checkpointed import checkpoint_every_block
 from benchmarks.peers.loop import training
-from benchmarks.peers.work import Adapter, Training, Work
+from benchmarks.peers.outcomes import Skipped
+from benchmarks.peers.work import Adapter, Training, Work, factory_of
 from protrain_plan.models.building import TORCH_DTYPES
-from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
+from protrain_runtime import devices
 
 
 def _set_up(model: nn.Module, work: Work) -> Training:
     folder = tempfile.TemporaryDirectory()
     store = Path(folder.name) / "store"
-    backend = "cuda:nccl,cpu:gloo" if work.device == "cuda" else "gloo"
+    device = accelerators.found(work.device)
+    if not torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device)):
+        raise Skipped(
+            f"fully_shard moves parameters in place, which PyTorch cannot for '{work.device}'"
+        )
+    own = "" if devices.on_host(device) else f"{work.device}:{devices.collectives(device)},"
+    backend = f"{own}cpu:gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
     mesh = init_device_mesh(work.device, (1,))
     checkpoint_every_block(model)
     policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPES[work.dtype] if work.precision == "master" else None
     )
-    offload = CPUOffloadPolicy(pin_memory=work.device == "cuda")
+    offload = CPUOffloadPolicy(pin_memory=not devices.on_host(device))
     for module in (*_blocks(model), model):
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
     # The sharded parameters are the float32 masters; the optimizer steps on them on the host.
-    optimizer = optimizer_factory(DEFAULT_OPTIMIZER)(model.parameters())
+    optimizer = factory_of(work)(model.parameters())
 
     def close() -> None:
         dist.destroy_process_group()

@@ -3,9 +3,9 @@
 import resource
 from dataclasses import dataclass
 
-import torch
-
+from benchmarks.peers import accelerators
 from benchmarks.peers.work import Work
+from protrain_runtime import devices
 from protrain_runtime.measure import process_memory, reset_peak_rss, return_freed_memory
 
 
@@ -13,10 +13,10 @@ from protrain_runtime.measure import process_memory, reset_peak_rss, return_free
 class Peaks:
     """Bytes at most since the limit was set.
 
-    tensor_bytes   CUDA: what tensors took, as the caching allocator counts
-    device_bytes   CUDA: what the allocator reserved, and the context; CPU: resident memory
-    process_bytes  the process's resident memory: on CUDA the host's, without pinned memory where
-                   the driver does not count it
+    tensor_bytes   accelerators: what tensors took, as the caching allocator counts
+    device_bytes   accelerators: what the allocator reserved, and the context; CPU: resident memory
+    process_bytes  the process's resident memory: on accelerators the host's, without pinned memory
+                   where the driver does not count it
     """
 
     tensor_bytes: int | None
@@ -28,17 +28,16 @@ class Limit:
     """The work's limit: `before_building`, `before_training`, then `peaks`.
 
     On a CPU the operating system refuses more than `cap_bytes` of private memory (RLIMIT_DATA) from
-    the start. On CUDA the caching allocator gets what a card of `cap_bytes` would leave it beside
-    the context; it binds from the first step on, because a plan's model is built whole.
+    the start. On an accelerator the caching allocator gets what a card of `cap_bytes` would leave
+    it beside the context; it binds from the first step on, because a plan's model is built whole.
     """
 
     def __init__(self, work: Work) -> None:
         self._work = work
-        self._context_bytes = 0
+        self._device = accelerators.found(work.device)
 
     def before_building(self) -> None:
-        if self._work.device == "cuda":
-            self._context_bytes = _context_bytes()
+        if not devices.on_host(self._device):
             return
         # The same for all, so that freed memory counts for nobody: see docs/decisions.md.
         return_freed_memory()
@@ -46,29 +45,23 @@ class Limit:
             resource.setrlimit(resource.RLIMIT_DATA, (self._work.cap_bytes, self._work.cap_bytes))
 
     def before_training(self) -> None:
-        if self._work.device == "cuda":
-            torch.cuda.empty_cache()
+        if not devices.on_host(self._device):
+            devices.synchronize(self._device)
+            devices.free_cached(self._device)
             if self._work.cap_bytes:
-                total = torch.cuda.get_device_properties(0).total_memory
-                room = max(0, self._work.cap_bytes - self._context_bytes)
-                torch.cuda.set_per_process_memory_fraction(min(1.0, room / total))
-            torch.cuda.reset_peak_memory_stats()
+                room = max(0, self._work.cap_bytes - devices.context_bytes(self._device))
+                accelerators.set_limit(self._device, room)
+            devices.reset_peaks(self._device)
         reset_peak_rss()
 
     def peaks(self) -> Peaks:
         resident = process_memory().peak_resident_bytes
-        if self._work.device != "cuda":
+        if devices.on_host(self._device):
             return Peaks(tensor_bytes=None, device_bytes=resident, process_bytes=resident)
         return Peaks(
-            tensor_bytes=torch.cuda.max_memory_allocated(),
-            device_bytes=torch.cuda.max_memory_reserved() + self._context_bytes,
+            tensor_bytes=devices.peak_allocated_bytes(self._device),
+            # The context of now: kernels are loaded when they are first used.
+            device_bytes=devices.peak_reserved_bytes(self._device)
+            + devices.context_bytes(self._device),
             process_bytes=resident,
         )
-
-
-def _context_bytes() -> int:
-    """What the device lost to this process before any tensor; other processes count with it."""
-    torch.zeros(1, device="cuda").add_(1)
-    torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved()

@@ -4,14 +4,12 @@ from torch import nn
 
 import protrain_runtime
 from benchmarks.peers.loop import training
-from benchmarks.peers.work import Adapter, Training, Work
-from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
+from benchmarks.peers.work import Adapter, Training, Work, factory_of
 
 
 def _set_up(model: nn.Module, work: Work) -> Training:
     # Under a plan of master precision, `prepare` adds the float32 copies itself.
-    factory = optimizer_factory(DEFAULT_OPTIMIZER)
-    model, optimizer = protrain_runtime.prepare(model, work.plan, optimizer=factory)
+    model, optimizer = protrain_runtime.prepare(model, work.plan, optimizer=factory_of(work))
     return training(model, optimizer)
 
 

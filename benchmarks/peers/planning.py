@@ -1,9 +1,13 @@
 """What precedes a planned run: a profile, measured or estimated, and a plan."""
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks.peers import accelerators
 from benchmarks.peers.building import built
 from benchmarks.peers.limits import Limit
 from benchmarks.peers.outcomes import Refused
@@ -27,15 +31,17 @@ TIME_LIMIT_S = 60.0
 
 def profile(work: Work, out: Path) -> dict[str, Any]:
     """Measure the work without a limit, and write its profile."""
+    device = accelerators.found(work.device)
+    torch.use_deterministic_algorithms(work.deterministic)
     Limit(work).before_building()
     source = load_source(work.model)
-    model = built(source, work, device=work.device)
+    model = built(source, work, device=device)
     batches = source.batches(
         batch_size=work.batch_size,
         seq_len=work.seq_len,
         dtype=work.dtype,
         precision=work.precision,
-        device=work.device,
+        device=device,
         seed=work.seed,
     )
     record = measure_model(
@@ -51,16 +57,19 @@ def profile(work: Work, out: Path) -> dict[str, Any]:
 
 def estimate(work: Work, hardware_of: Path, out: Path) -> dict[str, Any]:
     """Estimate the work on the machine that another profile measured, and write its profile."""
+    machine = read_profile(hardware_of).hardware
+    kind = accelerators.as_estimated(machine)
     record = estimated(
         load_source(work.model),
-        hardware=read_profile(hardware_of).hardware,
+        hardware=replace(machine, device=replace(machine.device, kind=kind)),
         batch_size=work.batch_size,
         seq_len=work.seq_len,
         dtype=work.dtype,
         precision=work.precision,
         seed=work.seed,
     )
-    return _written(record, out)
+    workload = replace(record.workload, device=work.device)
+    return _written(replace(record, workload=workload, hardware=machine), out)
 
 
 def _written(record: Profile, out: Path) -> dict[str, Any]:
@@ -113,7 +122,7 @@ def plan(
         "step_seconds": predicted.step_seconds,
         "lower_bound_seconds": predicted.lower_bound_seconds,
         "tensor_bytes": predicted.peak_bytes.device,
-        "device_bytes": predicted.peak_bytes.device + predicted.peak_bytes.context,
+        "device_bytes": predicted.peak_bytes.on_device,
         "host_bytes": predicted.peak_bytes.host,
         "disk_bytes": predicted.peak_bytes.disk,
         "solve_seconds": answer.solved.solve_seconds,

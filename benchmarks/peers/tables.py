@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.accelerators import EMULATED
 from benchmarks.peers.comparing import limit_text
 from benchmarks.peers.registry import ADAPTERS
 from protrain_plan.records.files import replace_text
@@ -31,6 +32,8 @@ def markdown(document: dict[str, Any], *, title: str) -> str:
     """All tables of a run's document."""
     cells: dict[str, Outcome] = document["cells"]
     lines = [f"# Benchmark: {title}", ""]
+    if is_dry(document["runs"]):
+        lines = [f"# Dry run of a benchmark: {title}", "", *_DRY, ""]
     for run in document["runs"]:
         lines += [f"- `{run['command']}`: {_machine(run)}"]
     timed = {(work["num_steps"], work["num_warmup"]) for _, _, work in _trained(cells)}
@@ -39,6 +42,7 @@ def markdown(document: dict[str, Any], *, title: str) -> str:
         for steps, warmup in sorted(timed)
     ]
     sections = (
+        ("What CUDA's sanitizer said", _sanitized(cells)),
         ("Predicted and measured", _truth(cells)),
         ("Peers under the same limit", compared(cells)),
         ("How each of them was run", _settings(cells)),
@@ -49,13 +53,30 @@ def markdown(document: dict[str, Any], *, title: str) -> str:
     )
     for heading, rows in sections:
         if len(rows) > 1:
-            lines += ["", f"## {heading}", "", *markdown_table(rows)]
+            note = [_NOTES[heading], ""] if heading in _NOTES else []
+            lines += ["", f"## {heading}", "", *note, *markdown_table(rows)]
     return "\n".join(lines) + "\n"
+
+
+_DRY = (
+    "**DRY RUN, on an emulated device: nothing here is a measurement of speed.** The device is a"
+    " few threads of a CPU. That a cell ran says that its code runs; its seconds, predicted and"
+    " measured, its tokens/s and its orders of peers say nothing about any card.",
+)
+
+
+def is_dry(runs: Sequence[dict[str, Any]]) -> bool:
+    """Whether any of a document's runs was on the emulated device."""
+    return any(run.get("accelerator", {}).get("kind") == EMULATED for run in runs)
 
 
 def _machine(run: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {v}" for name, v in run["versions"].items() if v)
-    gpu = f"{run['gpu']['name']}, CUDA {run['cuda']}, " if "gpu" in run else ""
+    here = run.get("accelerator")
+    gpu = ""
+    if here is not None:
+        built_for = f", {here['kind']} {here['built_for']}" if here["built_for"] else ""
+        gpu = f"{here['name']}, {format_bytes(here['memory_bytes'])}{built_for}; "
     memory = format_bytes(run["memory_bytes"])
     return (
         f"{gpu}{run['platform']}, {run['cpus']} processors, {memory};"
@@ -103,9 +124,10 @@ def _truth(cells: dict[str, Outcome]) -> list[list[str]]:
         if predicted is None or cell["status"] != "ran" or work["deterministic"]:
             continue
         found = cell["result"]
+        estimated = ", from an estimate" if cell["part"] == "size" else ""
         rows.append(
             [
-                f"{_work(work)}, batch {found['batch_size']}",
+                f"{_work(work)}, batch {found['batch_size']}{estimated}",
                 _limit(work["cap_bytes"]),
                 format_seconds(predicted["step_seconds"]),
                 format_seconds(found["median_step_seconds"]),
@@ -191,6 +213,32 @@ def _sizes(cells: dict[str, Outcome]) -> list[list[str]]:
     return rows
 
 
+_NOTES = {
+    "Parity with plain PyTorch": "With deterministic kernels, and SGD whose products are exact: of"
+    " AdamW's steps, those of a card and those of its host may round differently.",
+}
+
+
+def _sanitized(cells: dict[str, Outcome]) -> list[list[str]]:
+    rows = [["tests", "outcome", "what it found"]]
+    for cell in cells.values():
+        if cell["task"] != "sanitized" or cell["status"] != "ran":
+            continue
+        found = cell["result"]
+        rows.append([found["summary"], _passed(found), f"{len(found['reports'])} possible races"])
+        rows += [["", "", _one_line(report)] for report in found["reports"]]
+    return rows
+
+
+def _passed(found: dict[str, Any]) -> str:
+    """Of pytest."""
+    return {0: "passed", None: "cut off"}.get(found["exit_code"], "FAILED")
+
+
+def _one_line(text: str) -> str:
+    return " / ".join(text.splitlines()).replace("|", "\\|")
+
+
 def _parity(cells: dict[str, Outcome]) -> list[list[str]]:
     rows = [["work", "limit of the plan", "losses", "parameters"]]
     plain: dict[str, dict[str, Any]] = {}
@@ -208,8 +256,9 @@ def _parity(cells: dict[str, Outcome]) -> list[list[str]]:
             rows.append([_work(work), _limit(work["cap_bytes"]), *same])
     for cell in cells.values():
         if cell["task"] == "tests" and cell["status"] == "ran":
-            passed = cell["result"]["exit_code"] == 0
-            rows.append(["pytest -m gpu", "", "passed" if passed else "FAILED", ""])
+            found = cell["result"]
+            command = " ".join(("pytest", *cell["arguments"]["arguments"]))
+            rows.append([command, "", f"{_passed(found)}: {found['summary']}", ""])
     return rows
 
 

@@ -1,19 +1,16 @@
 """What a cell can ask for, by name, and what comes of it."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.accelerators import described
 from benchmarks.peers.outcomes import DidNotFit, Refused, Skipped
 from benchmarks.peers.planning import estimate, plan, profile
+from benchmarks.peers.testing import sanitized, tests
 from benchmarks.peers.timeline import timeline
 from benchmarks.peers.training import train
 from benchmarks.peers.work import Work
 from protrain_plan.errors import ProtrainError
-
-ROOT = Path(__file__).parents[2]
-NO_TESTS = 5  # pytest's exit status where nothing was selected
 
 
 def outcome(task: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -37,6 +34,8 @@ def outcome(task: str, given: dict[str, Any]) -> dict[str, Any]:
 
 def _done(task: str, given: dict[str, Any]) -> dict[str, Any]:
     match task:
+        case "describe":
+            return described(given["device"])
         case "profile":
             return profile(Work(**given["work"]), Path(given["out"]))
         case "estimate":
@@ -50,15 +49,8 @@ def _done(task: str, given: dict[str, Any]) -> dict[str, Any]:
         case "timeline":
             return timeline(Work(**given["work"]), Path(given["profile"]), Path(given["out"]))
         case "tests":
-            return _tests(given["arguments"])
+            return tests(**given)
+        case "sanitized":
+            return sanitized(given["arguments"], given["limit_s"])
         case _:
             raise AssertionError(f"no such task: {task}")
-
-
-def _tests(arguments: list[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "pytest", "-q", *arguments]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    lines = ended.stdout.strip().splitlines() or [ended.stderr.strip()]
-    if ended.returncode == NO_TESTS:
-        raise Skipped(f"no tests selected: {lines[-1]}")
-    return {"exit_code": ended.returncode, "summary": lines[-1], "output": lines[-40:]}

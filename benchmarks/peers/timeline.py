@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import protrain_runtime
+from benchmarks.peers import accelerators
 from benchmarks.peers.building import built
 from benchmarks.peers.limits import Limit
 from benchmarks.peers.outcomes import Skipped
@@ -28,15 +29,17 @@ def timeline(work: Work, profile: Path, out: Path) -> dict[str, Any]:
     plan = read_plan(work.plan)
     if keeps_everything(plan):
         raise Skipped("the plan keeps everything, so that nothing runs beside compute")
+    device = accelerators.found(work.device)
     limit = Limit(work)
     limit.before_building()
     source = load_source(work.model)
-    model = built(source, work, device=work.device)
+    model = built(source, work, device=device)
     batches = source.batches(
         batch_size=work.batch_size,
         seq_len=work.seq_len,
         dtype=work.dtype,
-        device=work.device,
+        precision=work.precision,
+        device=device,
         seed=work.seed,
     )
     training = PLANNED.set_up(model, work)

@@ -24,7 +24,9 @@ def _set_up(model: nn.Module, work: Work) -> Training:
 def _missing(work: Work) -> str | None:
     if find_spec("torchao") is None:
         return "the package torchao is not installed"
-    return None if work.device == "cuda" else "CPUOffloadOptimizer runs on CUDA and XPU only"
+    return (
+        None if work.device in ("cuda", "xpu") else "CPUOffloadOptimizer runs on CUDA and XPU only"
+    )
 
 
 TORCHAO_OFFLOAD = Adapter(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.peers import accelerators
 from benchmarks.peers.building import built
 from benchmarks.peers.limits import Limit
 from benchmarks.peers.outcomes import DidNotFit, Refused
@@ -17,6 +18,7 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.models.sources import load_source
 from protrain_plan.records import read_plan
 from protrain_plan.units import format_bytes
+from protrain_runtime import devices
 from protrain_runtime.exhaustion import out_of_memory
 from protrain_runtime.preflight import NoRoomError
 from protrain_runtime.prepared import parameter_values
@@ -28,6 +30,7 @@ def train(work: Work, adapter_name: str) -> dict[str, Any]:
     adapter = ADAPTERS[adapter_name]
     if not work.batch_size:
         work = replace(work, batch_size=read_plan(work.plan).workload.batch_size)
+    device = accelerators.found(work.device)
     torch.use_deterministic_algorithms(work.deterministic)
     source = load_source(work.model)
     # Loads the model's code: a limit that refuses libraries says nothing about training.
@@ -35,24 +38,25 @@ def train(work: Work, adapter_name: str) -> dict[str, Any]:
         batch_size=work.batch_size,
         seq_len=work.seq_len,
         dtype=work.dtype,
-        device=work.device,
+        precision=work.precision,
+        device=device,
         seed=work.seed,
     )
     limit = Limit(work)
     limit.before_building()
     try:
-        device = work.device if adapter.home == "device" else "cpu"
-        model = built(source, work, device=device, masters=adapter.masters and _mixed(work))
+        home = device if adapter.home == "device" else devices.HOST
+        model = built(source, work, device=home, masters=adapter.masters and _mixed(work))
         training = adapter.set_up(model, work)
         limit.before_training()
         losses, seconds = [], []
         torch.manual_seed(work.seed)  # of dropout
         for _ in range(work.num_warmup + work.num_steps):
             batch = next(batches)
-            _synchronize(work)
+            devices.synchronize(device)
             start = time.perf_counter()
             losses.append(training.step(batch))
-            _synchronize(work)
+            devices.synchronize(device)
             seconds.append(time.perf_counter() - start)
         peaks = limit.peaks()
         parameters = _digest(model) if work.deterministic else None
@@ -90,8 +94,3 @@ def _digest(model: torch.nn.Module) -> str:
     for _, value in parameter_values(model):
         sha.update(memory_of(value.cpu().contiguous().view(-1).view(torch.uint8)))
     return sha.hexdigest()
-
-
-def _synchronize(work: Work) -> None:
-    if work.device == "cuda":
-        torch.cuda.synchronize()

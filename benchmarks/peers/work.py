@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
+import torch
 from torch import nn
 
 from protrain_plan.models.batches import Batch
@@ -18,10 +20,11 @@ class Work:
     """One cell's training: the same for every peer.
 
     batch_size     0: that of the plan
-    cap_bytes      what the device (CUDA) or the process (CPU) may take; 0: no limit
+    device         its type, as PyTorch names it
+    cap_bytes      what the process may take of the device, or at all (CPU); 0: no limit
     num_warmup     steps before those that are timed
     plan           the plan's file, for the planned run alone
-    deterministic  kernels that give the same bits in every run
+    deterministic  the same bits in every run, wherever the optimizer steps: see `factory_of`
     """
 
     model: str
@@ -48,6 +51,7 @@ class Work:
             device=self.device,
             seed=self.seed,
             precision=self.precision,
+            deterministic=self.deterministic,
         )
 
 
@@ -80,7 +84,18 @@ class Adapter:
     on_a_cpu: str = ""
 
 
+def factory_of(work: Work) -> OptimizerFactory:
+    """AdamW; for bits that are compared, SGD whose products are exact.
+
+    AdamW of the same gradient may differ in the last bit between an accelerator and its host, which
+    contract products and sums otherwise (docs/decisions.md).
+    """
+    if work.deterministic:
+        return partial(torch.optim.SGD, lr=2**-7, momentum=0.5, foreach=False)
+    return optimizer_factory(DEFAULT_OPTIMIZER)
+
+
 def optimizer_of(work: Work) -> OptimizerFactory:
-    """AdamW with float32 states and, under master precision, float32 copies of the parameters."""
-    factory = optimizer_factory(DEFAULT_OPTIMIZER)
+    """The work's optimizer with, under master precision, float32 copies of the parameters."""
+    factory = factory_of(work)
     return with_master_weights(factory) if work.precision == "master" else factory
