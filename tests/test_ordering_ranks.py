@@ -71,11 +71,15 @@ PLAIN = Loop(NAME)
 
 
 def trains(
-    lateness: Lateness, *states: Placement, loop: Loop = PLAIN, tolerance: float = 0.0
+    lateness: Lateness,
+    *states: Placement,
+    loop: Loop = PLAIN,
+    num_replicas: int = 1,
+    tolerance: float = 0.0,
 ) -> list[str]:
     """Where training under a plan differs, whose units have these placements in turn."""
     expected = by_ddp(loop)
-    plan = several(loop, in_turn(NAME, *states), 2)
+    plan = several(loop, in_turn(NAME, *states), 2, num_replicas=num_replicas)
     with TemporaryDirectory() as folder, lateness():
         try:
             found = planned(dist.get_rank(), 2, loop, plan, Path(folder))
@@ -103,6 +107,10 @@ def shards_with_late_lanes() -> list[str]:
 
 def shards_with_late_compute() -> list[str]:
     return trains(LATE_COMPUTE, Offload(tier="device"))
+
+
+def replicas_with_late_lanes() -> list[str]:
+    return trains(LATE_LANES, Offload(tier="device"), num_replicas=2)
 
 
 def from_host_with_late_lanes() -> list[str]:
@@ -243,6 +251,14 @@ MUTATIONS = (
         instead="_reduce_scatter(mine, whole, group=self._sharing, async_op=True)",
         keeps="a rank takes its part of a sum before all have added to it",
         scenario=shards_with_late_lanes,
+    ),
+    Mutation(
+        owner=Ranks,
+        name="reduce_scatter",
+        line="dist.all_reduce(_lent(mine), group=self._replicas)",
+        instead="dist.all_reduce(_lent(mine), group=self._replicas, async_op=True)",
+        keeps="the same, where replicas add to it",
+        scenario=replicas_with_late_lanes,
     ),
     Mutation(
         owner=Ranks,
