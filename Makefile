@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint types format docs plans clean
+.PHONY: help venv demo test levels lint types format docs plans clean
 
 # The first interpreter that is new enough and can make environments; or say `make PYTHON=...`.
 CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11
@@ -14,8 +14,9 @@ PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c '$(USABLE)' 2>/d
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 STAMP := .venv/.installed
-# What `make test` leaves out: tests of more than ten seconds, and those that need a GPU.
+# What `make test` leaves out: what runs every night, and tests that need a GPU.
 MARKERS ?= not slow and not gpu
+CHOSEN := $(if $(MARKERS),($(MARKERS)) and )
 JOBS ?= 2
 
 help: ## say what there is
@@ -35,7 +36,11 @@ demo: $(STAMP) ## profile, plan, check and train a small model under a hard memo
 	@$(BIN)/python examples/demo.py
 
 test: lint types ## lint, check types, run the tests (all of them: make test MARKERS=)
-	@$(BIN)/pytest -q -n $(JOBS) -m "$(MARKERS)"
+	@$(BIN)/pytest -q -n $(JOBS) -m "$(CHOSEN)not emulated"
+	@$(BIN)/pytest -q -n $(JOBS) -m "$(CHOSEN)emulated" || test $$? -eq 5 # none is chosen
+
+levels: $(STAMP) ## run the tests of bytes and peaks at each level of the processor's instructions
+	@$(BIN)/python -m tests.levels
 
 lint: $(STAMP) ## check style and format
 	@$(BIN)/ruff check --quiet

@@ -317,6 +317,14 @@ def shares(slots: float) -> tuple[int, float]:
     return whole, slots - whole
 
 
+PASSAGE_BYTES = 2 * 2 * 2**20
+"""Of pinned memory that a thread's bytes pass through between a file and an accelerator: while the
+file has one half, the device copies the other. A half takes the device some 100 us."""
+
+PASSAGES = 3
+"""Threads whose bytes pass so: the lanes that fetch from disk and spill there, and the one that
+loads and saves."""
+
 PAGE_BYTES = 4096
 
 

@@ -25,7 +25,7 @@ class Mutation:
     line: str
     instead: str
     keeps: str
-    scenario: Callable[[], None]
+    scenario: Callable[..., Any]
 
     @property
     def place(self) -> str:
@@ -48,14 +48,26 @@ def mutated(monkeypatch: pytest.MonkeyPatch, mutation: Mutation) -> None:
     monkeypatch.setattr(mutation.owner, mutation.name, made[mutation.name])
 
 
-def page(mutations: Sequence[Mutation]) -> str:
-    """The table, as Markdown."""
+ON_A_DEVICE = (
+    "# Order beside compute",
+    "",
+    "Every wait and fence of the runtime on an accelerator, what happens without it, and the",
+    "scenario of `tests/test_ordering.py` that shows it. That test takes each line away in",
+    "turn, on an emulated device whose streams come late to their work.",
+)
+AMONG_RANKS = (
+    "# Order among ranks",
+    "",
+    "What [order beside compute](ordering.md) is on one accelerator, of collectives: every line",
+    "that keeps them in their place, what happens without it, and the scenario of",
+    "`tests/test_ordering_ranks.py` that shows it, on two ranks with an emulated device each.",
+)
+
+
+def page(mutations: Sequence[Mutation], said: Sequence[str]) -> str:
+    """The table, as Markdown, behind what is said of it."""
     lines = [
-        "# Order beside compute",
-        "",
-        "Every wait and fence of the runtime on an accelerator, what happens without it, and the",
-        "scenario of `tests/test_ordering.py` that shows it. That test takes each line away in",
-        "turn, on an emulated device whose streams come late to their work.",
+        *said,
         "",
         "| Where | Line | Without it | Shown by |",
         "| --- | --- | --- | --- |",
@@ -69,9 +81,14 @@ def page(mutations: Sequence[Mutation]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def assert_page(request: pytest.FixtureRequest, name: str, mutations: Sequence[Mutation]) -> None:
+def assert_page(
+    request: pytest.FixtureRequest,
+    name: str,
+    mutations: Sequence[Mutation],
+    said: Sequence[str] = ON_A_DEVICE,
+) -> None:
     """The committed page is made of these; `--write-golden` makes it."""
-    found = page(mutations)
+    found = page(mutations, said)
     if request.config.getoption("--write-golden"):
         (PAGES / name).write_text(found, encoding="utf-8")
     assert (PAGES / name).read_text(encoding="utf-8") == found

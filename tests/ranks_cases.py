@@ -1,10 +1,9 @@
 """Real processes that train together on this machine, over gloo: shared by the tests of ranks."""
 
-import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,12 +13,37 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from protrain_runtime import devices
+from tests.forked import CONTEXT
+
 JOIN_S = 240.0
 """Far more than any of these tests takes; what hangs is ended and reported."""
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-# The server imports what takes long, once, and runs nothing: ranks are forked from it.
-_CONTEXT.set_forkserver_preload(["tests.ranks_cases", "tests.runtime_cases", "protrain_runtime"])
+
+@dataclass(frozen=True)
+class Cards:
+    """What ranks train on: the devices' names, in turn (none: a CPU), and whose delays they have.
+
+    `current` says which device is the current one of each, meanwhile: another one than its own.
+    """
+
+    names: tuple[str, ...] = ()
+    current: tuple[int, ...] = ()
+    test: str = ""
+
+
+_CARDS = [Cards()]
+
+
+@contextmanager
+def ranks_on_emulated(test: str) -> Iterator[None]:
+    """Ranks that are started inside have emulated devices, with the delays of the test."""
+    _CARDS.append(Cards(("emulated:1", "emulated:0"), current=(0, 1), test=test))
+    try:
+        yield
+    finally:
+        _CARDS.pop()
+
 
 Work = Callable[..., Any]
 """Called on every rank with its number, how many there are, and the arguments given."""
@@ -37,8 +61,12 @@ class Ended:
 def run_ranks(work: Work, count: int, folder: Path, *arguments: Any) -> list[Any]:
     """What `work` returns on each of `count` ranks; fails where one of them does."""
     ended = end_ranks(work, count, folder, *arguments)
-    for rank, end in enumerate(ended):
-        assert not end.error and end.exit_code == 0, f"rank {rank} ({end.exit_code}): {end.error}"
+    wrong = [
+        f"rank {rank} ({end.exit_code}): {end.error}"
+        for rank, end in enumerate(ended)
+        if end.error or end.exit_code
+    ]
+    assert not wrong, "\n".join(wrong)
     return [end.result for end in ended]
 
 
@@ -47,8 +75,10 @@ def end_ranks(work: Work, count: int, folder: Path, *arguments: Any) -> list[End
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
     folder.mkdir(parents=True, exist_ok=True)
     ranks = [
-        _CONTEXT.Process(
-            target=_run, args=(work, rank, count, store.port, folder, arguments), daemon=True
+        CONTEXT.Process(
+            target=_run,
+            args=(work, rank, count, store.port, folder, _CARDS[-1], arguments),
+            daemon=True,
         )
         for rank in range(count)
     ]
@@ -70,7 +100,13 @@ def end_ranks(work: Work, count: int, folder: Path, *arguments: Any) -> list[End
 
 
 def _run(
-    work: Work, rank: int, count: int, port: int, folder: Path, arguments: tuple[Any, ...]
+    work: Work,
+    rank: int,
+    count: int,
+    port: int,
+    folder: Path,
+    cards: Cards,
+    arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     # As torchrun says it; the address is for frameworks that ask, and nobody listens there.
@@ -78,14 +114,28 @@ def _run(
     os.environ.update({name: str(value) for name, value in told.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=60)
-    )
-    try:
-        end = Ended(work(rank, count, *arguments))
-    except Exception as error:  # noqa: BLE001 - reported to the test
-        expected = type(error).__name__ in ("RanksError", "LaneError", "ProtrainError")
-        end = Ended(error=f"{error}" if expected else traceback.format_exc())
-    torch.save(end, folder / f"rank-{rank}.pt")
-    with suppress(RuntimeError, ValueError):
-        dist.destroy_process_group()
+    with _card(cards, rank) as library:
+        dist.init_process_group(
+            library, store=store, rank=rank, world_size=count, timeout=timedelta(seconds=60)
+        )
+        try:
+            end = Ended(work(rank, count, *arguments))
+        except Exception as error:  # noqa: BLE001 - reported to the test
+            expected = type(error).__name__ in ("RanksError", "LaneError", "ProtrainError")
+            end = Ended(error=f"{error}" if expected else traceback.format_exc())
+        torch.save(end, folder / f"rank-{rank}.pt")
+        with suppress(RuntimeError, ValueError):
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _card(cards: Cards, rank: int) -> Iterator[str]:
+    """Models and batches of this rank are on its device; yields what its collectives run in."""
+    if not cards.names:
+        yield "gloo"
+        return
+    from tests.cards import card_called
+
+    with card_called(cards.names[rank % len(cards.names)], f"{cards.test} {rank}") as card:
+        torch.accelerator.set_device_index(cards.current[rank % len(cards.current)])
+        yield devices.collectives(card)

@@ -20,6 +20,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -178,7 +179,11 @@ MODELS = tuple(_MODELS)
 def build(name: str, *, seed: int = 0) -> nn.Module:
     """The model in train mode; other weights for another seed."""
     with seeded(seed):
-        return _MODELS[name]().train().to(device())
+        model = _MODELS[name]().train().to(device())
+    if isinstance(model, PreTrainedModel):
+        # Where a CPU's tensors may not become the device's in place, every name got one of its own.
+        model.tie_weights()
+    return model
 
 
 def batch(name: str, step: int) -> Batch:

@@ -91,6 +91,7 @@ def test_ranks_of_this_machine(tmp_path: Path) -> None:
     assert out.with_suffix(".md").read_text() == ranks.markdown(document)
 
 
+@pytest.mark.slow
 def test_accuracy_of_two_small_models(tmp_path: Path) -> None:
     """Bytes hold; seconds are written down and nothing is asked of them."""
     out = tmp_path / "accuracy.json"
@@ -117,6 +118,7 @@ def test_accuracy_of_two_small_models(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_runtimes_speed_on_a_tiny_model(tmp_path: Path) -> None:
     """Every comparison runs and trains alike; nothing is asked of seconds."""
     out = tmp_path / "runtime.json"
@@ -273,6 +275,7 @@ def test_what_the_sanitizer_says_is_found_in_what_tests_print() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_every_peer_runs_on_a_cpu(tmp_path: Path) -> None:
     out = ("--smoke", "--out", str(tmp_path))
     assert _run("benchmarks.cpu", *out).endswith("every cell has an outcome\n")

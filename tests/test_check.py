@@ -25,8 +25,8 @@ from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import Budgets, Offload, Plan
 from protrain_plan.simulation.ranks import Group
 from tests.checking_cases import PROFILE, AssertGolden, commit, offloading
+from tests.forked import protrain
 from tests.planning_cases import cpu, gpu, joined
-from tests.test_cli import protrain
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ("check", "--records-only")

@@ -152,6 +152,21 @@ def test_the_workflow_uses_the_action() -> None:
     assert all((ROOT / folder / "plans").is_dir() for folder in job["strategy"]["matrix"]["folder"])
 
 
+def test_what_runs_nightly_are_targets_of_the_makefile() -> None:
+    """All tests but those for a GPU among them, with the actions at the versions used elsewhere."""
+    folder = ROOT / ".github/workflows"
+    workflow = yaml.safe_load((folder / "nightly.yml").read_text(encoding="utf-8"))
+    job = workflow["jobs"]["make"]
+    assert job["steps"][-1]["run"] == "make ${{ matrix.target }}"
+    targets = [shlex.split(target) for target in job["strategy"]["matrix"]["target"]]
+    assert ["test", "MARKERS=not gpu"] in targets
+    for name, *_ in targets:
+        assert re.search(rf"^{name}:.* ##", (ROOT / "Makefile").read_text(), re.MULTILINE), name
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "action.yml", *folder.iterdir())]
+    used = set(re.findall(r"uses: (actions/\S+)@(\S+)", "".join(texts)))
+    assert len(used) == len({name for name, _ in used}) == 2
+
+
 @pytest.mark.parametrize(
     ("environment", "code"),
     [

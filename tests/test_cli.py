@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from protrain_plan.records import read_plan, read_profile, write_profile
+from tests import forked
 from tests.planning_cases import cpu, decoder
 from tests.runtime_cases import made_once
 
@@ -47,7 +48,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The profile of a real model, as the command writes it, with its JSON beside it."""
 
     def make(path: Path) -> None:
-        result = protrain(
+        result = forked.protrain(
             *("profile", "tiny-llama", "--batch-size", 2, "--seq-len", 64, "--steps", 1),
             *("-o", path.name, "--json"),
             folder=path.parent,
@@ -167,7 +168,8 @@ def test_clipped_and_accumulated_steps_run_within_their_promise_and_verify(
         "smallest_budget_bytes"
     ]
     printed(protrain(*tight, smallest, folder=tmp_path))
-    run = printed(protrain("run", "plan.yaml", "--steps", 3, "--verify", "--json", folder=tmp_path))
+    steps = ("--steps", 3, "--verify", "--json")
+    run = printed(forked.protrain("run", "plan.yaml", *steps, folder=tmp_path))
     assert run["verified"] is True
     for tier in ("device", "host", "disk"):
         assert run["measured_peak_bytes"][tier] <= run["predicted_peak_bytes"][tier]
@@ -278,7 +280,7 @@ def test_every_mistake_is_one_message(synthetic: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_model_that_is_not_there_is_one_message(model: str, message: str, tmp_path: Path) -> None:
-    result = protrain("profile", model, folder=tmp_path)
+    result = forked.protrain("profile", model, folder=tmp_path)
     assert (result.stderr, result.stdout) == (f"error: {message}\n", "")
     assert result.returncode == 2
     assert list(tmp_path.iterdir()) == []
@@ -290,7 +292,7 @@ def test_a_plan_for_another_model_is_one_message(tiny_llama: Path, tmp_path: Pat
     record = yaml.safe_load(path.read_text())
     other = path.read_text().replace(record["model_fingerprint"], "sha256:0")
     path.write_text(other)
-    result = protrain("run", path, folder=tmp_path)
+    result = forked.protrain("run", path, folder=tmp_path)
     assert result.returncode == 2
     assert result.stderr == (
         "error: model_fingerprint: the plan was made for another model:\n"
@@ -335,7 +337,7 @@ def test_the_command_line_does_not_load_torch() -> None:
             *("tiny-gpt2", ("--batch-size", 2, "--seq-len", 64, "--dtype", "bfloat16")),
             marks=pytest.mark.slow,
         ),
-        ("tests.functional_model:factory", ()),
+        pytest.param("tests.functional_model:factory", (), marks=pytest.mark.slow),
         pytest.param(
             *("config.json's folder", ("--batch-size", 2, "--seq-len", 32)),
             marks=pytest.mark.slow,
@@ -351,7 +353,7 @@ def test_other_families_take_the_same_path(
         catalogue = ROOT / "protrain_plan/models/catalogue"
         (tmp_path / "config.json").write_text((catalogue / "tiny-llama.json").read_text())
         model = str(tmp_path)
-    command = partial(protrain, folder=tmp_path, PYTHONPATH=str(ROOT))
+    command = partial(forked.protrain, folder=tmp_path)
     printed(command("profile", model, *options, "--steps", 1, "--json"))
     tight = ("plan", "profile.yaml", "--json", "--device-memory")
     refused = command(*tight, "100MiB")

@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 from protrain_plan.records import read_profile
-from tests.test_cli import printed, protrain
+from tests.forked import protrain
+from tests.test_cli import printed
 
 
 def test_fit_says_what_fits_with_a_plan_and_what_binds(tmp_path: Path) -> None:
     cells = json.loads(
         protrain(
-            *("fit", "smollm2-135m", "--on", "cpu,h200", "--seq-len", "256", "--json"),
-            *("--dtype", "float32", "--device-memory", "1200MiB"),
+            *("fit", "tiny-llama", "--on", "cpu,h200", "--batch-size", 160, "--seq-len", 256),
+            *("--dtype", "float32", "--device-memory", "1200MiB", "--json"),
             folder=tmp_path,
         ).stdout
     )["cells"]
@@ -28,6 +29,7 @@ def test_fit_says_what_fits_with_a_plan_and_what_binds(tmp_path: Path) -> None:
         assert cell["binds"]
 
 
+@pytest.mark.slow
 def test_fit_needs_no_plan_where_plain_pytorch_fits(tmp_path: Path) -> None:
     (cell,) = printed_list(tmp_path, "tiny-llama", "--on", "rtx-4090", "--seq-len", 64)
     assert cell["verdict"] == "fits"

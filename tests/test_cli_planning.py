@@ -13,8 +13,9 @@ import pytest
 
 from protrain_plan.records import read_plan, write_hardware, write_profile
 from protrain_plan.records.plan import Recompute, Swap, SwapInput
+from tests.forked import protrain
 from tests.planning_cases import cpu, decoder, gpu, joined
-from tests.test_cli import PROTRAIN, printed, protrain
+from tests.test_cli import PROTRAIN, printed
 
 
 @pytest.fixture
@@ -117,7 +118,10 @@ def test_an_explanation_is_in_words(profile: Path, tmp_path: Path) -> None:
     assert answer["explanation"]["groups"]
 
 
-@pytest.mark.parametrize("solver", ["four-parameter", "recompute-all", "offload-all"])
+@pytest.mark.parametrize(
+    "solver",
+    ["four-parameter", pytest.param("recompute-all", marks=pytest.mark.slow), "offload-all"],
+)
 def test_baselines_can_be_asked_for(solver: str, profile: Path, tmp_path: Path) -> None:
     arguments = ("plan", profile, "--device-memory", "8GiB", "--solver", solver, "--json")
     answer = printed(protrain(*arguments, folder=tmp_path))
@@ -226,6 +230,7 @@ def test_mistakes_are_one_message(
     assert (result.returncode, result.stdout, result.stderr) == (2, "", message)
 
 
+@pytest.mark.slow
 def test_ctrl_c_writes_the_best_plan_so_far(tmp_path: Path) -> None:
     path = tmp_path / "profile.yaml"
     write_profile(decoder(cpu(), blocks=24, pieces=7), path)

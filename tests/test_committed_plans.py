@@ -20,7 +20,7 @@ from protrain_plan.units import exact_bytes
 
 ROOT = Path(__file__).parent.parent
 MEASURED = "smollm2-135m-cpu-1100MiB"
-QUICK = {MEASURED, "gpt2-xl-rtx-3090", "llama-3.2-1b-rtx-3090"}
+QUICK = {MEASURED, "gpt2-xl-rtx-3090"}
 """Plans whose models are estimated in seconds."""
 FOLDERS = sorted(path.parent for path in ROOT.glob("plans/*/plan.yaml"))
 

@@ -57,7 +57,7 @@ def spill_files(pid: int, folder: Path) -> list[Path]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_run_leaves_no_file(seed: int, tmp_path: Path) -> None:
     spill = tmp_path / "spill"
     spill.mkdir()
@@ -106,7 +106,7 @@ def test_planning_killed_while_it_writes_leaves_the_old_plan(tmp_path: Path) -> 
     assert protrain("plan", "profile.yaml", folder=tmp_path).returncode == 0
     plan = tmp_path / "plan.yaml"
     before, read = plan.read_bytes(), read_plan(plan)
-    arguments = ["plan", "profile.yaml", "--device-memory", "6GiB"]
+    arguments = ["plan", "profile.yaml", "--solver", "offload-all"]
     process = subprocess.Popen(
         [sys.executable, "-c", STOPS_WHILE_WRITING, *arguments],
         cwd=tmp_path,

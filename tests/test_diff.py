@@ -14,8 +14,8 @@ from protrain_plan.checking.predicting import predicted
 from protrain_plan.records import write_plan
 from protrain_plan.records.plan import Keep, Persistent, Plan, Schedule
 from tests.checking_cases import BUDGETS, PROFILE, AssertGolden, offloading
+from tests.forked import protrain
 from tests.planning_cases import MB
-from tests.test_cli import protrain
 
 OLD = offloading()
 

@@ -59,7 +59,7 @@ def weighed(
     return filled(units, elision), elision.representatives
 
 
-@pytest.mark.parametrize("name", thinned(tuple(CONFIGS), every=2))
+@pytest.mark.parametrize("name", thinned(tuple(CONFIGS), every=4))
 def test_units_are_equal_to_the_byte_with_fake_tensors(name: str) -> None:
     source = load_source(name, model_config=json.dumps({**SMALL, **CONFIGS[name]}))
     real = next(iter(source.batches(batch_size=2, seq_len=32)))

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from io import StringIO
 from itertools import takewhile
 from pathlib import Path
@@ -57,6 +58,11 @@ def estimated(
     )
 
 
+@cache
+def tiny_llama() -> Profile:
+    return estimated(load_source("tiny-llama"), machine())
+
+
 def bytes_alone(unit: Unit, real: Unit) -> Unit:
     """The unit without seconds, nor the Python number that a partial form may take more or not."""
     forms: list[FormCost] = []
@@ -69,7 +75,11 @@ def bytes_alone(unit: Unit, real: Unit) -> Unit:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "t5" else ()) for name in SOURCES]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("t5", "tiny-llama") else ())
+        for name in SOURCES
+    ],
 )
 def test_bytes_are_those_of_real_tensors(name: str) -> None:
     source = load_source(name, model_config=SOURCES[name])
@@ -113,8 +123,7 @@ def test_the_record_says_that_it_is_estimated_and_is_read_again() -> None:
 
 
 def test_recomputing_takes_longer_and_keeps_less() -> None:
-    profile = estimated(load_source("tiny-llama"), machine())
-    for unit in profile.units:
+    for unit in tiny_llama().units:
         if unit.kind == "block":
             keep, full = unit.cost("keep"), unit.cost("full")
             assert full.backward_s > keep.backward_s
@@ -126,7 +135,7 @@ def test_the_devices_step_moves_parameters_gradients_and_states() -> None:
     hardware = machine()
     assert hardware.rates is not None
     speed = hardware.rates.memory_bytes_per_s * hardware.rates.memory_efficiency
-    profile = estimated(load_source("tiny-llama"), hardware)
+    profile = tiny_llama()
     moved = 3 * 4 + 2 * 2 * 4  # float32: p, g, p; two states both ways
     assert profile.optimizer.device_parameters_per_s == pytest.approx(speed / moved, rel=1e-3)
     assert profile.optimizer.host_parameters_per_s == hardware.rates.host_parameters_per_s
@@ -156,6 +165,7 @@ def checkpointed():
 """
 
 
+@pytest.mark.slow
 def test_a_models_own_checkpointing_is_off_in_its_estimate(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(CHECKPOINTED)
     plain = estimated(load_source(f"{tmp_path}/mine.py:plain"), machine())

@@ -14,7 +14,7 @@ from protrain_plan.checking.exporting import Tool, export
 from protrain_plan.records import write_plan
 from protrain_plan.records.plan import Keep, Offload, Persistent, Plan, Recompute, Swap, SwapInput
 from tests.checking_cases import AssertGolden, offloading
-from tests.test_cli import protrain
+from tests.forked import protrain
 
 TOOLS: tuple[Tool, ...] = get_args(Tool)
 SCHEDULES = (

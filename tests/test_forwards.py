@@ -42,6 +42,7 @@ from tests.runtime_cases import (
     step,
     units_of,
 )
+from tests.thinning import thinned
 
 NAME = "llama-tied"
 ONE_BACKWARD = (
@@ -156,8 +157,10 @@ def compared_with_itself(looking: Callable[[], Any]) -> Loop:
     return loop
 
 
-@pytest.mark.parametrize("looking", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("lead", [0, 1, LARGE])
+@pytest.mark.parametrize(
+    ("lead", "looking"),
+    thinned([0, 1, LARGE], [torch.no_grad, torch.inference_mode], every=2),
+)
 @pytest.mark.parametrize(
     ("activations", "states"),
     [

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.objectives import Objective, Question, ask
 from protrain_plan.planning.search import Effort
@@ -49,6 +50,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
             spill_directory=path.parent,
             text=None,
             progress=lambda *_: None,
+            machine=load_hardware("cpu"),
         )
         disk = next(t.capacity_bytes for t in profile.hardware.tiers if t.name == "disk")
         question = Question(

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +13,11 @@ from protrain_plan import records
 from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_plan.records.hardware import Hardware, Rates
+from tests import forked
 from tests.record_samples import HARDWARE, PLAN, PROFILE
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "protrain_plan" / "hardware" / "catalogue"
-PROTRAIN = Path(sys.executable).with_name("protrain")
 NAMES = (
     *("a100-40gb", "a100-80gb", "a10g", "b200", "cpu", "gh200", "h100-pcie", "h100-sxm", "h200"),
     *("l4", "l40s", "mi300x", "rtx-3090", "rtx-4090", "rtx-5090", "rtx-6000-ada", "rtx-pro-6000"),
@@ -33,16 +30,8 @@ def rates_of(machine: Hardware) -> Rates:
     return machine.rates
 
 
-def protrain(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [PROTRAIN, "hardware", *map(str, arguments)],
-        cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if k != "COLUMNS"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def protrain(*arguments: object, **environment: str) -> forked.Result:
+    return forked.protrain("hardware", *arguments, folder=ROOT, **{"COLUMNS": ""} | environment)
 
 
 def printed(*arguments: object) -> dict[str, Any]:

@@ -198,7 +198,7 @@ def test_checking_records_does_not_wait_for_torch(tmp_path: Path) -> None:
 
 def test_planning_does_not_wait_for_torch(tmp_path: Path) -> None:
     profile, plan = tmp_path / "profile.yaml", tmp_path / "plan.yaml"
-    write_profile(decoder(blocks=4, hardware=cpu()), profile)
+    write_profile(decoder(blocks=2, hardware=cpu()), profile)
     budget = ("--device-memory", f"{5000 * MB}")
     assert run_without_torch(CLI, "plan", str(profile), "-o", str(plan), *budget) == (0, "")
     assert plan.is_file()

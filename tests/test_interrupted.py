@@ -1,11 +1,8 @@
 """A profile that ends early, or not, leaves the model and the machine as they were."""
 
 import gc
-import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +15,7 @@ from torch import Tensor, nn
 
 from protrain_plan.profiling.measured import measure_model
 from protrain_plan.records.profile import Workload
+from tests.forked import protrain
 from tests.runtime_cases import attached, copied, differences
 
 WORKLOAD = Workload(
@@ -179,7 +177,10 @@ def test_an_exception_in_a_forward_leaves_the_model_as_it_was(call: int, tmp_pat
     measured(model, ZeroDivisionError, tmp_path)
 
 
-@pytest.mark.parametrize("call", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize(
+    "call",
+    [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4, 9],
+)
 def test_an_exception_in_a_backward_leaves_the_model_as_it_was(call: int, tmp_path: Path) -> None:
     model = model_with_gradients()
     model.at_backward = At(call, fail)
@@ -198,7 +199,6 @@ def test_an_interruption_leaves_the_model_as_it_was(
     measured(model, error, tmp_path)
 
 
-COMMAND = "from protrain_plan.cli import main; main()"
 FACTORY = """
 import torch
 from tests.test_interrupted import At, Model, {act}
@@ -218,16 +218,8 @@ def make():
 def test_the_command_leaves_no_file(act: str, code: int, said: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FACTORY.format(act=act))
     (tmp_path / "spill").mkdir()
-    root = Path(__file__).parent.parent
-    result = subprocess.run(
-        [sys.executable, "-B", "-c", COMMAND, "profile", "mine:make", "-o", "p.yaml",
-         "--spill-directory", "spill"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{root}:{root / 'runtime'}", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )  # fmt: skip
+    command = ("profile", "mine:make", "-o", "p.yaml", "--spill-directory", "spill")
+    result = protrain(*command, folder=tmp_path)
     assert result.returncode == code, result.stderr
     assert said in result.stderr
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine.py", "spill"]

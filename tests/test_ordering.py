@@ -5,6 +5,7 @@ runtime; the scenario named beside it holds as the runtime is, and must not hold
 The table is docs/reference/ordering.md (made by `pytest --write-golden`).
 """
 
+import ast
 import gc
 import itertools
 import random
@@ -35,11 +36,12 @@ from protrain_plan.records.plan import (
     SwapInput,
     UnitPlan,
 )
-from protrain_runtime import devices, prepare, restore, stores
+from protrain_runtime import devices, lanes, prepare, record, restore, stores
 from protrain_runtime.engine import Engine
-from protrain_runtime.lanes import Backend, StreamLane, StreamTicket, ThreadLane
+from protrain_runtime.lanes import Backend, StreamLane, StreamTicket, ThreadLane, ThreadTicket
 from protrain_runtime.moves import Moves
 from protrain_runtime.prepared import engine_of
+from protrain_runtime.step_times import StepTimes
 from protrain_runtime.stores import DiskStore, HostStore
 from tests.cards import card_called
 from tests.mutations import Mutation, assert_page, mutated, names
@@ -352,12 +354,21 @@ def a_thread_ends_with_its_stream() -> None:
         lane.close()
 
 
+def filling(value: Tensor, number: float) -> Callable[[], None]:
+    """Work for a lane."""
+
+    def work() -> None:
+        value.fill_(number)
+
+    return work
+
+
 def a_stream_keeps_its_order() -> None:
     """What is submitted second runs second, also where the first waits for a thread."""
     with waiting_lanes() as (first, lane, release):
         value = torch.zeros(1, device=device())
-        one = lane.submit("one", lambda: value.fill_(1.0) and None, (first,))
-        two = lane.submit("two", lambda: value.fill_(2.0) and None, ())
+        one = lane.submit("one", filling(value, 1.0), (first,))
+        two = lane.submit("two", filling(value, 2.0), ())
         release()
         for ticket in (one, two):
             ticket.wait()
@@ -368,7 +379,7 @@ def the_launching_thread_goes_on() -> None:
     """Work that follows a thread's work is submitted without waiting for that."""
     with waiting_lanes() as (first, lane, release):
         value = torch.zeros(1, device=device())
-        ticket = lane.submit("one", lambda: value.fill_(1.0) and None, (first,))
+        ticket = lane.submit("one", filling(value, 1.0), (first,))
         assert not first.done()
         release()
         ticket.wait()
@@ -392,6 +403,30 @@ def waiting_lanes() -> Iterator[tuple[Any, Any, Callable[[], None]]]:
         gate.set()
         thread.close()
         stream.close()
+
+
+def a_closed_lane_has_ended() -> None:
+    """Nothing of a lane runs once it is closed."""
+    backend = Backend(device(), limit_s=LIMIT_S)
+    with LATE_LANES():
+        for _ in range(10):
+            lane = backend.lane("test", on_device=True)
+            value = torch.zeros(1000, device=device())
+            ticket = lane.submit("fill", filling(value, 1.0), ())
+            lane.close()
+            assert ticket.done()
+
+
+def recorded() -> None:
+    """A step's record is there when the step has ended, whatever the streams are late with."""
+    units = decided(described(NAME), Swap(tier="host"), Offload(tier="host"), AHEAD)
+    with TemporaryDirectory() as folder, late(compute_us=500.0):
+        model, optimizer = planned(units, folder)
+        with record(model) as recorder:
+            loss_of(call_model(model, batch(NAME, 0))).backward()
+            optimizer.step()
+            assert recorder.recording().events
+        given_up(model)
 
 
 def through_the_passage() -> None:
@@ -428,6 +463,30 @@ MUTATIONS = (
         instead="self._end()",
         keeps="compute reads a buffer before the copy to it has ended",
         scenario=from_host_with_late_lanes,
+    ),
+    Mutation(
+        owner=ThreadTicket,
+        name="wait",
+        line="self.synchronize()",
+        instead="pass",
+        keeps="compute reads a buffer that is being read from disk",
+        scenario=from_disk_with_late_threads,
+    ),
+    Mutation(
+        owner=ThreadTicket,
+        name="synchronize",
+        line="self._event.wait(self._limit_s)",
+        instead="True",
+        keeps="states are updated while they are being read from disk",
+        scenario=from_disk_with_late_threads,
+    ),
+    Mutation(
+        owner=StreamTicket,
+        name="_end",
+        line="self._issue.synchronize()",
+        instead="pass",
+        keeps="work is waited for that is not on its stream yet",
+        scenario=the_launching_thread_goes_on,
     ),
     Mutation(
         owner=StreamTicket,
@@ -468,6 +527,14 @@ MUTATIONS = (
         instead="True",
         keeps="the thread that launches compute waits for a thread of a lane",
         scenario=the_launching_thread_goes_on,
+    ),
+    Mutation(
+        owner=StreamLane,
+        name="close",
+        line="self._stream.synchronize()",
+        instead="pass",
+        keeps="a lane that is closed still works on what is freed then",
+        scenario=a_closed_lane_has_ended,
     ),
     Mutation(
         owner=ThreadLane,
@@ -590,6 +657,14 @@ MUTATIONS = (
         scenario=from_host_with_late_lanes,
     ),
     Mutation(
+        owner=StepTimes,
+        name="end",
+        line="devices.synchronize(self._device)",
+        instead="pass",
+        keeps="a step counts as ended, and is read off events, while the device is in it",
+        scenario=recorded,
+    ),
+    Mutation(
         owner=HostStore,
         name="write",
         line="self.view(offset, source.numel()).copy_(source)",
@@ -675,6 +750,52 @@ def test_the_scenario_does_not_hold_without_the_line(
         repeated(mutation.scenario)
     with suppress(RuntimeError):  # what failed on a stream is no other test's
         devices.synchronize(device())
+
+
+# Waits that keep no order beside compute on one device, by the function that has them.
+NONE_OF_THE_TABLE = {
+    "devices.synchronize": "what others wait with",
+    "devices._can_time_and_wait": "asks what a type of device can do",
+    "lanes.Backend.lane": "a thread's start",
+    "lanes.Backend.synchronize": "what others wait with",
+    "step_times.StepTimes.begin": "a clock's origin",
+    "step_times.StepTimes.timed.run": "when a recorded move began and ended",
+    "update_team._helpers": "threads' start",
+    "distributed_checkpoints.save_parts": "ranks wait for each other",
+    "ranks.Ranks._agree": "ranks wait for each other",
+    "ranks._Answering._run": "between two looks at who asks",
+}
+
+
+def waits() -> Iterator[tuple[str, str]]:
+    """Every call in the runtime that waits: its function, and the call."""
+
+    def inside(node: ast.AST, place: str) -> Iterator[tuple[str, str]]:
+        for child in ast.iter_child_nodes(node):
+            named = isinstance(child, ast.FunctionDef | ast.ClassDef)
+            here = f"{place}.{child.name}" if named else place  # type: ignore[attr-defined]
+            called = child.func if isinstance(child, ast.Call) else None
+            waiting = ("wait", "synchronize", "wait_event")
+            if isinstance(called, ast.Attribute) and called.attr in waiting:
+                yield here, ast.unparse(child)
+            yield from inside(child, here)
+
+    for file in sorted(Path(lanes.__file__).parent.glob("*.py")):
+        yield from inside(ast.parse(file.read_text()), file.stem)
+
+
+def test_every_wait_of_the_runtime_is_in_the_table() -> None:
+    from tests.test_ordering_ranks import MUTATIONS as AMONG_RANKS
+
+    found, tables = list(waits()), (*MUTATIONS, *AMONG_RANKS)
+    left = [
+        (place, call)
+        for place, call in found
+        if place not in NONE_OF_THE_TABLE
+        and not any(each.place == place and call in each.line for each in tables)
+    ]
+    assert left == []
+    assert NONE_OF_THE_TABLE.keys() <= {place for place, _ in found}
 
 
 def test_the_page_names_every_line_and_what_it_keeps(request: pytest.FixtureRequest) -> None:

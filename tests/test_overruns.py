@@ -128,6 +128,7 @@ def test_more_than_planned(profile_path: Path, tmp_path: Path) -> None:
     ), said
 
 
+@pytest.mark.slow
 def test_a_limit_below_the_plans_peak(profile_path: Path, tmp_path: Path) -> None:
     plan = offloading(read_profile(profile_path), context_bytes=3 * 1024 * MIB)
     said = message(tmp_path, plan, profile_path, slot="slot 8")
@@ -140,6 +141,7 @@ def test_a_limit_below_the_plans_peak(profile_path: Path, tmp_path: Path) -> Non
     ), said
 
 
+@pytest.mark.slow
 def test_memory_that_is_not_there_and_no_profile(profile_path: Path, tmp_path: Path) -> None:
     """Address space is refused, which is no limit of the kind that plans are made for."""
     plan = offloading(read_profile(profile_path), context_bytes=3 * 1024 * MIB)

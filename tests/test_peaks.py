@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.planner import plan as solve
 from protrain_plan.profiling.measured import measure, measure_model
 from protrain_plan.records import read_profile, write_profile
+from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import (
     Activations,
     Budgets,
@@ -94,6 +96,7 @@ def profile_file(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
             spill_directory=path.parent,
             text=None,
             progress=lambda *_: None,
+            machine=load_hardware("cpu"),  # seconds do not matter here
         )
         write_profile(record, path)
 
@@ -261,7 +264,7 @@ def test_a_plan_that_keeps_everything_matches_its_predicted_peak(
 
 @pytest.mark.parametrize(
     ("profile", "decision"),
-    thinned(list(SOURCES.values()), decisions("disk")[1:]),
+    thinned(list(SOURCES.values()), decisions("disk")[1:], every=6),
     ids=decision_name,
     indirect=["profile"],
 )
@@ -367,6 +370,7 @@ def master_profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
             spill_directory=path.parent,
             text=None,
             progress=lambda *_: None,
+            machine=load_hardware("cpu"),  # seconds do not matter here
         )
         record = replace(
             record,
@@ -545,9 +549,13 @@ def test_solved_plans_stay_within_their_promise_and_budget(
 # --- what profiling leaves behind -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "machine"),
+    [("gpt2", load_hardware("cpu")), pytest.param("llama-tied", None, marks=pytest.mark.slow)],
+    ids=["gpt2", "llama-tied, and the machine is probed"],
+)
 def test_profiling_leaves_the_model_its_gradients_and_the_random_state(
-    name: str, tmp_path: Path
+    name: str, machine: Hardware | None, tmp_path: Path
 ) -> None:
     model = build(name)
     loss_of(call_model(model, batch(name, 0))).backward()
@@ -576,6 +584,7 @@ def test_profiling_leaves_the_model_its_gradients_and_the_random_state(
         num_steps=1,
         spill_directory=tmp_path,
         progress=lambda *_: None,
+        machine=machine,
     )
     assert len(profile.units) == 6
     assert seen() == before

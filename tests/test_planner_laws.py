@@ -34,6 +34,7 @@ from protrain_plan.simulation.memory import device_bytes
 from protrain_plan.simulation.tiers import tier_bytes
 from protrain_plan.simulation.timeline import simulate
 from tests.planning_cases import MB, cpu, decoder, gpu, random_profile
+from tests.thinning import thinned
 
 CLOSE = Effort(gap_target=0.001)
 MODES: list[tuple[Updates, int]] = [
@@ -70,7 +71,7 @@ def some_budget(problem: Problem, rng: random.Random) -> int:
     return lean.bytes + int(rng.random() * max(0, plain - lean.bytes))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", thinned(range(12)))
 def test_every_plan_is_a_valid_programme_within_its_budgets(seed: int) -> None:
     rng = random.Random(seed)
     profile = random_profile(rng, max_blocks=8)
@@ -104,7 +105,9 @@ def test_every_plan_is_a_valid_programme_within_its_budgets(seed: int) -> None:
         assert found is None or prediction.step_seconds <= found.seconds
 
 
-@pytest.mark.parametrize("hardware", [gpu(), cpu()], ids=["gpu", "cpu"])
+@pytest.mark.parametrize(
+    "hardware", [gpu(), pytest.param(cpu(), marks=pytest.mark.slow)], ids=["gpu", "cpu"]
+)
 def test_faster_links_are_never_slower(hardware: Hardware) -> None:
     before = float("inf")
     for factor in (0.5, 1.0, 2.0, 4.0):

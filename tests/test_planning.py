@@ -23,6 +23,7 @@ from protrain_plan.simulation.sizes import compile_units
 from protrain_plan.simulation.tiers import tier_bytes
 from protrain_plan.simulation.timeline import simulate
 from tests.planning_cases import MB, cpu, decoder, gpu
+from tests.thinning import thinned
 
 ROOT = Path(__file__).parent.parent
 SLOW = Contention(compute=0.9, lane=0.8)
@@ -56,8 +57,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("device", [450 * MB, 700 * MB, 1100 * MB])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "device"), thinned(tuple(CASES), [450 * MB, 700 * MB, 1100 * MB]))
 def test_planner_matches_exhaustive_search(name: str, device: int) -> None:
     profile = CASES[name]
     budgets = budget(profile, device)

@@ -19,6 +19,7 @@ from protrain_plan.simulation.memory import device_bytes
 from protrain_plan.simulation.ranks import ALONE
 from protrain_plan.simulation.tiers import tier_bytes
 from tests.planning_cases import on_several, random_profile
+from tests.thinning import thinned
 
 STEPS: list[tuple[Updates, int]] = [
     ("in backward", 1),
@@ -95,8 +96,7 @@ def test_static_bytes_are_those_of_leads_and_drains_of_zero(seed: int, *, severa
     assert max(slots) == max(least)
 
 
-@pytest.mark.parametrize("several", [False, True], ids=["one device", "several"])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(("seed", "several"), thinned(range(40), [False, True]))
 def test_bound_is_below_every_random_plan_within_its_budget(seed: int, *, several: bool) -> None:
     rng = random.Random(seed)
     profile = random_profile(rng)

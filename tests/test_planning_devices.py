@@ -34,6 +34,7 @@ from protrain_plan.simulation.ranks import (
 )
 from protrain_plan.simulation.tiers import tier_bytes
 from tests.planning_cases import MB, cpu, decoder, gpu, joined, on_several, random_profile
+from tests.thinning import thinned
 
 TWO = Group(num_devices=2)
 EVERY_RULE = tuple(Rule(depth, window) for depth in DEPTHS for window in WINDOWS)
@@ -82,8 +83,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("device", [450 * MB, 800 * MB, 1300 * MB])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "device"), thinned(tuple(CASES), [450 * MB, 800 * MB, 1300 * MB]))
 def test_planner_matches_exhaustive_search(name: str, device: int) -> None:
     profile = CASES[name]
     budgets = budget(profile, device)
@@ -128,7 +128,7 @@ def test_a_plan_for_several_devices_keeps_its_promises(name: str) -> None:
         assert used == getattr(prediction.peak_bytes, tier.name)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", thinned(range(5)))
 def test_every_plan_is_a_valid_programme_within_its_budgets(seed: int) -> None:
     rng = random.Random(seed)
     profile, group = on_several(random_profile(rng, max_blocks=4), rng)

@@ -130,7 +130,7 @@ steady = settings(
 )
 
 
-@settings(steady, max_examples=40)
+@settings(steady, max_examples=20)
 @given(shapes(), st.integers(0, 2**32))
 def test_random_models_train_like_plain(shape: Shape, seed: int) -> None:
     with TemporaryDirectory() as folder:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.planner import plan as solve
@@ -33,6 +34,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         spill_directory=folder,
         text=None,
         progress=lambda *_: None,
+        machine=load_hardware("cpu"),
     )
     found = solve(profile, Budgets(device=2**40, host=0, disk=2**40))
     assert isinstance(found, Solved)

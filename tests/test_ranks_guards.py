@@ -28,7 +28,7 @@ from protrain_plan.records.plan import (
 from protrain_runtime import prepare
 from protrain_runtime.preflight import Room, for_each
 from tests.ranks_cases import end_ranks, run_ranks
-from tests.runtime_cases import ADAMW, LARGE, copied, differences, plan_for
+from tests.runtime_cases import ADAMW, LARGE, copied, device, differences, plan_for
 
 SHARED: tuple[Placement, ...] = (Persistent(), Offload(tier="device"), Offload(tier="disk"))
 
@@ -64,7 +64,7 @@ class Routed(nn.Module):
 
 def built(seed: int = 0) -> Routed:
     torch.manual_seed(seed)
-    return Routed()
+    return Routed().to(device())
 
 
 def plan_of(model: nn.Module, count: int, places: tuple[Placement, ...], **options: Any) -> Plan:
@@ -93,11 +93,15 @@ def made(
     return prepare(model, plan, optimizer=ADAMW, wait_limit_s=limit_s)
 
 
+def batch(seed: int) -> Tensor:
+    tokens = torch.randint(16, (8,), generator=torch.Generator().manual_seed(seed))
+    return tokens.to(device())
+
+
 def step(
     model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: int, expert: int = 0
 ) -> Tensor:
-    tokens = torch.randint(16, (8,), generator=torch.Generator().manual_seed(10 * number + rank))
-    loss: Tensor = model(tokens, expert)
+    loss: Tensor = model(batch(10 * number + rank), expert)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -107,13 +111,13 @@ def step(
 # --- what only some ranks do ------------------------------------------------------------------
 
 
-def routed(rank: int, count: int) -> list[str]:
+def routed(rank: int, count: int, places: tuple[Placement, ...] = SHARED) -> list[str]:
     """Experts that both ranks, one or none of them meet; running statistics of rank 0."""
     routes = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 0)]
     results = []
     for planned in (False, True):
         if planned:
-            model, optimizer = made(rank, count, SHARED)
+            model, optimizer = made(rank, count, places)
             plain = model
         else:
             plain = built()
@@ -154,7 +158,7 @@ def scaled(
     results: list[tuple[list[float], list[Tensor], dict[str, Any], dict[str, Any]]] = []
     for place in (None, *places):
         torch.manual_seed(0)
-        plain = Overflowing()
+        plain = Overflowing().to(device())
         model: nn.Module = plain
         optimizer: torch.optim.Optimizer
         if place is None:
@@ -164,11 +168,10 @@ def scaled(
         else:
             plan = plan_of(plain, count, place, updates="after backward")
             model, optimizer = prepare(plain, plan, optimizer=ADAMW, wait_limit_s=60)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10)
+        scaler = torch.amp.GradScaler(device().type, init_scale=1024.0, growth_interval=10)
         scales, losses = list[float](), list[Tensor]()
         for number, (who, token) in enumerate(OVERFLOWS):
-            seed = torch.Generator().manual_seed(10 * number + rank)
-            tokens = torch.randint(16, (8,), generator=seed)
+            tokens = batch(10 * number + rank)
             tokens[0] = token
             loss = model(tokens, 0, 3e38 if rank == who else 0.0)
             scaler.scale(loss).backward()
@@ -193,7 +196,7 @@ def test_a_step_that_overflows_on_one_rank_is_skipped_by_all(tmp_path: Path) -> 
 def evaluated(rank: int, count: int) -> bool:
     model, optimizer = made(rank, count, SHARED)
     step(model, optimizer, 0, rank)
-    tokens = torch.arange(16)
+    tokens = torch.arange(16, device=device())
     model.eval()
     with torch.no_grad():
         here = model(tokens, 0)
@@ -222,7 +225,7 @@ def evaluated_between(rank: int, count: int, lead: int) -> list[str]:
             optimizer = ADAMW(list(plain.parameters()))
         seen: list[Tensor] = []
         for number in range(3):
-            tokens = torch.randint(16, (8,), generator=torch.Generator().manual_seed(rank + number))
+            tokens = batch(rank + number)
             loss = model(tokens, 0)
             plain.eval()
             with torch.no_grad():
@@ -331,7 +334,7 @@ def dying(rank: int, count: int) -> None:
         step(model, optimizer, number, rank)
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_others_end_with_a_message_that_names_the_rank_that_died(
     count: int, tmp_path: Path
 ) -> None:
@@ -376,14 +379,14 @@ def refusing(rank: int, count: int, misuse: str) -> str:
     if misuse == "replace":
         options["updates"] = "after backward"
     model, optimizer = made(rank, count, SHARED, **options)
-    tokens = torch.arange(8)
+    tokens = torch.arange(8, device=device())
     try:
         model(tokens, 0).backward()
         if misuse == "twice":
             model(tokens, 0)
         elif misuse == "replace":
             for parameter in model.parameters():
-                parameter.grad = torch.zeros(parameter.shape)
+                parameter.grad = torch.zeros_like(parameter)
         elif misuse == "norm":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

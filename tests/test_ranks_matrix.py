@@ -35,15 +35,18 @@ from tests.runtime_cases import (
     RECOMPUTED,
     Outcome,
     batch,
+    device,
     differences,
     outcome,
+    random_states,
+    set_random_states,
     weight_decay_groups,
 )
 from tests.training_rows import (
     ALWAYS_IMPOSSIBLE,
-    OPTIMIZERS,
     PRECISIONS,
     SCHEDULES,
+    optimizer_of,
     plainly,
     plan_of_row,
     uncompiled,
@@ -135,7 +138,7 @@ def trained(
     (model, optimizer), found, losses = pair, Trained(), list[Tensor]()
     count, micro_batches = int(row["ranks"]), int(row["micro-batches"])
     scales = row["clipping"] == "loss scale"
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=scales)
+    scaler = torch.amp.GradScaler(device().type, init_scale=8.0, growth_interval=2, enabled=scales)
     numbers = itertools.count(rank, count)
     for step in range(NUM_STEPS):
         if step == RESUMED_AT:
@@ -169,7 +172,7 @@ def under_plan(row: Row, rank: int, folder: Path, *, seed: int = 0) -> Pair:
     return prepare(
         model,
         plan(row, model, seed=seed),
-        optimizer=OPTIMIZERS[row["optimizer"]],
+        optimizer=optimizer_of(row),
         param_groups=weight_decay_groups(model),
         spill_directory=folder,
         wait_limit_s=60,
@@ -195,12 +198,12 @@ def planned(row: Row, rank: int, folder: Path) -> Trained:
             load(model, optimizer, folder / "checkpoint")
             return model, optimizer
         weights, states = model.state_dict(), optimizer.state_dict()
-        randomness = torch.get_rng_state()
+        randomness = random_states()
         restore(model)
         model, optimizer = under_plan(row, rank, folder, seed=1)
         model.load_state_dict(weights)
         optimizer.load_state_dict(states)
-        torch.set_rng_state(randomness)
+        set_random_states(randomness)
         return model, optimizer
 
     def clip(model: nn.Module, _: int) -> Tensor:

@@ -21,6 +21,7 @@ from protrain_runtime import prepare, record
 from protrain_runtime.devices import on_host
 from protrain_runtime.prepared import engine_of
 from protrain_runtime.recording import measure_step
+from tests.forked import protrain
 from tests.runtime_cases import (
     ADAMW,
     batch,
@@ -32,7 +33,7 @@ from tests.runtime_cases import (
     plan_for,
     step,
 )
-from tests.test_cli import protrain, tiny_llama  # noqa: F401 - a fixture
+from tests.test_cli import tiny_llama  # noqa: F401 - a fixture
 
 NAME = "llama-tied"
 

@@ -170,6 +170,7 @@ def test_one_wider_layer_is_named_with_its_bytes(repository: Repository, peak: i
     assert over.problem.endswith("; since it was profiled: " + str(growth[0]))
 
 
+@pytest.mark.slow
 def test_what_is_profiled_and_planned_again_passes(repository: Repository) -> None:
     repository.settings(widths=(512, 512, 1024, 512))
     repository.commit(repository.profile())
@@ -228,7 +229,9 @@ def test_a_model_that_cannot_be_imported_is_skipped(
     assert report.exit_code == 0
 
 
-@pytest.mark.parametrize("path", ["./own_model.py", "{folder}/own_model.py"])
+@pytest.mark.parametrize(
+    "path", ["./own_model.py", pytest.param("{folder}/own_model.py", marks=pytest.mark.slow)]
+)
 def test_a_model_of_a_script_is_found_by_its_path(path: str, repository: Repository) -> None:
     profile = read_profile(repository.profile_path)
     model = path.format(folder=repository.folder) + ":factory"

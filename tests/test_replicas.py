@@ -26,6 +26,7 @@ from protrain_plan.records.profile import Profile
 from protrain_plan.rendering.plans import solved_json, solved_text
 from protrain_plan.simulation.ranks import ALONE, Group
 from tests.planning_cases import MB, decoder, gpu, joined, on_several, random_profile
+from tests.thinning import thinned
 
 GAP = 0.005
 EIGHT = Group(num_devices=8, num_nodes=2)
@@ -103,7 +104,7 @@ def test_groups_have_whole_nodes_or_equal_parts_of_one() -> None:
     assert Group(num_devices=3, num_nodes=3).replica_counts == (1, 3)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", thinned(tuple(CASES)))
 def test_no_number_of_replicas_is_faster_than_the_chosen_one(name: str) -> None:
     asked, best = question(name), chosen(name)
     assert best.plan.num_replicas == CASES[name].replicas

@@ -646,6 +646,7 @@ def plan_of_factory(**changes: Any) -> Plan:
     return replace(plan, micro_batches=2, **changes)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_as_if_nothing_had_happened(tmp_path: Path) -> None:
     plan, directory = tmp_path / "plan.yaml", tmp_path / "saved"
     write_plan(plan_of_factory(), plan)

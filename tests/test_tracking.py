@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from protrain_plan.program import BLOCK_BYTES
 from protrain_plan.records.hardware import Device, DeviceKind
 from protrain_plan.records.profile import Form
 from protrain_runtime.measure import MemoryMeter, Segment
+from tests.thinning import thinned
 
 aten = torch.ops.aten
 SMALL: dict[str, int] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2,
@@ -53,8 +55,7 @@ def segments(
     return passes.memory_segments(model, modules, batch, form, meter=meter)
 
 
-@pytest.mark.parametrize("form", ["keep", "full"])
-@pytest.mark.parametrize("name", sorted(CONFIGS))
+@pytest.mark.parametrize(("name", "form"), thinned(sorted(CONFIGS), ["keep", "full"]))
 def test_every_slot_of_a_step_has_the_bytes_of_real_tensors(name: str, form: Form) -> None:
     made = source(name)
     batch = next(iter(made.batches(batch_size=2, seq_len=32)))
@@ -187,6 +188,38 @@ def test_kernels_that_choose_their_scratch_memory_stay_below_the_bound(name: str
     fake, real = live(operator, *args)
     assert (fake.start_bytes, fake.end_bytes) == (real.start_bytes, real.end_bytes)
     assert fake.peak_bytes >= real.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("processor", "dtype", "peak_bytes"),
+    [
+        # What the test above measured on an Intel Xeon with AMX, and what it measures without.
+        ("Intel(R) Xeon(R) Processor", torch.bfloat16, 510_208),
+        ("AMD EPYC", torch.bfloat16, 279_808),
+        ("Intel(R) Xeon(R) Processor", torch.float32, 331_008),
+    ],
+)
+def test_attention_may_be_packed_for_tiles_on_processors_that_have_them(
+    processor: str, dtype: torch.dtype, peak_bytes: int
+) -> None:
+    operator = EXACT["attention"][0]
+    given = replace(device(), name=processor, num_threads=2)
+    with faking() as mode, FakeMeter(allocator_of(given)) as meter:
+        heads = mode.from_tensor(HEADS).to(dtype)
+        meter.mark("attention")
+        result = operator(heads, heads, heads, 0.0, True)
+    start = meter.segments[0].start_bytes
+    assert meter.segments[0].peak_bytes - start == peak_bytes
+    del result
+
+
+def test_the_processor_at_hand_is_asked_for_its_tiles() -> None:
+    able = torch.cpu.get_capabilities()
+    packed = allocator_of(device()).packed
+    assert (torch.bfloat16 in packed, torch.float16 in packed) == (
+        able.get("amx_tile", False),
+        able.get("amx_fp16", False),
+    )
 
 
 def test_a_number_goes_with_a_graph_that_is_dropped() -> None:

@@ -39,7 +39,7 @@ CASES: dict[str, tuple[dict[str, object], dict[str, str]]] = {
     "lora": (CONFIGS["llama"], {"adapter": "lora r=4"}),
     "autocast": (CONFIGS["llama"], {"dtype": "bfloat16", "precision": "autocast"}),
 }
-QUICK = ("gpt2", "tied", "lora", "autocast")
+QUICK = ("tied",)
 
 
 def source_and_workload(name: str) -> tuple[ModelSource, Workload]:

@@ -68,7 +68,7 @@ def test_activations_have_no_values() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["vit", "llava"])
+@pytest.mark.parametrize("name", ["vit", pytest.param("llava", marks=pytest.mark.slow)])
 def test_models_that_ask_for_values_are_estimated(name: str) -> None:
     """Kept bytes are those of real tensors; peaks are no less, where oneDNN lays out patches."""
     specimen = ZOO[name]

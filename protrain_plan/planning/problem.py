@@ -32,7 +32,7 @@ from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.memory import base_bytes
 from protrain_plan.simulation.ranks import ALONE, Group, profile_of_rank
 from protrain_plan.simulation.sizes import chunk_size
-from protrain_plan.simulation.tiers import total_staging
+from protrain_plan.simulation.tiers import passage_bytes, total_staging
 
 MIN_PIECE_BYTES = 8 * 2**20
 """Smaller pieces spend their time on starting."""
@@ -222,6 +222,9 @@ class Problem:
         total = sum(o.tier_bytes.get(tier, 0) for options in (activations, states) for o in options)
         if tier == "host" and is_accelerator(self.settings.device):
             total += self.staging(states)
+            below = (o.tier_bytes for options in (activations, states) for o in options)
+            on_disk = any("disk" in sizes for sizes in below)
+            total += passage_bytes(on_disk=on_disk, settings=self.settings)
         return total
 
     def within_tiers(self, choice: Choice) -> bool:

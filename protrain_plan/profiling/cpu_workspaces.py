@@ -171,13 +171,50 @@ def _attention_blocks(query: Tensor, key: Tensor) -> tuple[int, int, int]:
     return min(rows, length), min(512, int(key.shape[2])), int(query.shape[3])
 
 
+def packed_dtypes(processor: str) -> frozenset[torch.dtype]:
+    """16-bit dtypes whose attention a processor of this name may compute in AMX's tiles.
+
+    The processor at hand, "", can be asked. Another one may be of any kind, unless it is AMD's, of
+    which none has them.
+    """
+    if processor.startswith("AMD "):
+        return frozenset()
+    if processor:
+        return frozenset(HALF)
+    # Those that CPUBlas.cpp's could_pack looks for; ONEDNN_MAX_CPU_ISA can only take them away.
+    able = torch.cpu.get_capabilities()
+    tiles = {torch.bfloat16: "amx_tile", torch.float16: "amx_fp16"}
+    return frozenset(dtype for dtype, name in tiles.items() if able.get(name))
+
+
+def _packed_attention(call: OperatorCall) -> int:
+    """A bound: keys and values as tiles want them, in pairs of rows; a block of keys per thread.
+
+    As FlashAttentionKernel.cpp has them where it packs. It leaves short sequences as they are, and
+    those of few rows for each thread; these are counted all the same.
+    """
+    query, key = call.args[:2]
+    rows, columns, width = _attention_blocks(query, key)
+    length = int(key.shape[2])
+    keys = key.numel() // width * _even(width)
+    values = key.numel() // length * _even(length)
+    block = columns * width + rows * (_even(columns) - columns)
+    padded_query = rows * _even(width) if width % 2 else 0
+    return int(2 * (keys + values + call.num_threads * (block + padded_query)))
+
+
+def _even(number: int) -> int:
+    return number + number % 2
+
+
 def _attention(call: OperatorCall) -> int:
     """Per thread a block of scores, its maxima and sums, a block of output; scores in 16 bits."""
     query, key = call.args[:2]
     rows, columns, width = _attention_blocks(query, key)
     floats = rows * columns + 2 * rows + rows * width
     half = 2 * rows * columns if query.dtype in HALF else 0
-    return call.num_threads * (4 * floats + half)
+    packed = _packed_attention(call) if query.dtype in call.packed else 0
+    return call.num_threads * (4 * floats + half) + packed
 
 
 def _attention_backward(call: OperatorCall) -> int:

@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Required, TypedDict, Unpack
 
+import torch
+
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.building import TORCH_DTYPES
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
@@ -90,14 +92,15 @@ def estimates(
     for machine in machines:
         _refuse_unknown(machine)
         _rates(machine)
-    groups: dict[tuple[DeviceKind, int], list[Hardware]] = {}
+    groups: dict[tuple[DeviceKind, int, frozenset[torch.dtype]], list[Hardware]] = {}
     for machine in machines:
-        threads = allocator_of(machine.device).num_threads
-        groups.setdefault((machine.device.kind, threads), []).append(machine)
+        allocator = allocator_of(machine.device)
+        alike = (machine.device.kind, allocator.num_threads, allocator.packed)
+        groups.setdefault(alike, []).append(machine)
     found = {
         id(machine): profile
-        for alike in groups.values()
-        for machine, profile in zip(alike, _estimates(source, alike, **options), strict=True)
+        for group in groups.values()
+        for machine, profile in zip(group, _estimates(source, group, **options), strict=True)
     }
     return [found[id(machine)] for machine in machines]
 

@@ -70,12 +70,13 @@ def measure(
     adapter: str = "",
     optimizer: str = DEFAULT_OPTIMIZER,
     unit_by_unit: bool = False,
+    machine: Hardware | None = None,
 ) -> Profile:
     """Build the model, run it, and write down what it costs.
 
     A model that would take too much of the device's free memory is measured unit by unit (see
     `unit_by_unit`), and others too where that is asked for. The record says whether PyTorch was
-    told to take deterministic kernels alone.
+    told to take deterministic kernels alone. `machine` is this one, where it was probed before.
     ProtrainError where the device is not there, the model cannot be built or run, or the machine
     cannot be probed.
     """
@@ -125,6 +126,7 @@ def measure(
         spill_directory=spill_directory,
         progress=progress,
         running=running,
+        machine=machine,
     )
 
 

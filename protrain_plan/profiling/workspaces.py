@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from protrain_plan.profiling.cpu_workspaces import CPU_WORKSPACES
+import torch
+
+from protrain_plan.profiling.cpu_workspaces import CPU_WORKSPACES, packed_dtypes
 from protrain_plan.profiling.cuda_workspaces import CUDA_WORKSPACES
 from protrain_plan.profiling.operator_calls import OperatorCall, Workspace
 from protrain_plan.program import BLOCK_BYTES, in_blocks
@@ -18,12 +20,14 @@ class Allocator:
 
     `python_scalars`: a Python number that meets a tensor becomes a tensor in the device's memory,
     which autograd keeps if a gradient needs it (true of a CPU, whose memory is the host's).
+    `packed`: dtypes whose operands of attention a processor may lay out anew.
     """
 
     workspaces: Mapping[Any, Workspace]
     block_bytes: int
     python_scalars: bool
     num_threads: int
+    packed: frozenset[torch.dtype] = frozenset()
 
     def rounded(self, num_bytes: int) -> int:
         """What a storage of `num_bytes` takes."""
@@ -40,6 +44,7 @@ class Allocator:
             kwargs=kwargs,
             outputs=tuple(tensors_in(result)),
             num_threads=self.num_threads,
+            packed=self.packed,
         )
         return self.rounded(formula(call))
 
@@ -62,4 +67,5 @@ def allocator_of(device: Device) -> Allocator:
         block_bytes=1,
         python_scalars=True,
         num_threads=device.num_threads,
+        packed=packed_dtypes(device.name),
     )

@@ -6,6 +6,8 @@ from typing import NamedTuple
 from protrain_plan.program import (
     ARRIVING_GRADIENTS,
     PAGE_BYTES,
+    PASSAGE_BYTES,
+    PASSAGES,
     PIECE_ALIGNMENT,
     STAGING_PIECES,
     Settings,
@@ -108,7 +110,14 @@ def tier_bytes(
     )
     if tier == "host" and is_accelerator(settings.device):
         total += staging_bytes(plans, profile, settings)
+        on_disk = tier_bytes("disk", plans, profile, settings)
+        total += passage_bytes(on_disk=on_disk > 0, settings=settings)
     return total
+
+
+def passage_bytes(*, on_disk: bool, settings: Settings) -> int:
+    """Host memory through which an accelerator's bytes pass to files and back."""
+    return PASSAGES * PASSAGE_BYTES if on_disk and is_accelerator(settings.device) else 0
 
 
 def activation_tier_bytes(tier: TierName, activations: Activations, unit: Unit) -> int:

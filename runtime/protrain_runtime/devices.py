@@ -185,8 +185,17 @@ def room_bytes(device: torch.device) -> int:
 
 
 def collectives(device: torch.device) -> str:
-    """The library that PyTorch's collectives between devices of this type run in by default."""
-    return torch.distributed.get_default_backend_for_device(device.type)
+    """The library that PyTorch's collectives between devices of this type run in by default.
+
+    ProtrainError where there is none.
+    """
+    try:
+        return torch.distributed.get_default_backend_for_device(device.type)
+    except ValueError as error:
+        raise ProtrainError(
+            f"PyTorch knows no collectives between devices of type '{device.type}'",
+            fix="import the package that has them, or plan for one device",
+        ) from error
 
 
 def free_cached(device: torch.device) -> None:

@@ -259,7 +259,8 @@ def save_parts(
         try:
             save_planned(
                 state,
-                storage_writer=FileSystemWriter(folder),
+                # It copies ahead in a stream of the device that is current, here another one.
+                storage_writer=FileSystemWriter(folder, per_thread_copy_ahead=0),
                 planner=_Saves(flatten_state_dict=False),
                 process_group=group,
             )
@@ -308,7 +309,7 @@ def _not_written(directory: Path, why: str) -> ProtrainError:
 def _writable(value: Value, *, writes: bool, copied: bool) -> Any:
     match value:
         case Held(tensor=tensor):
-            return tensor.detach().clone() if copied else tensor.detach()
+            return tensor.detach().to("cpu", copy=True) if copied else tensor.detach()
         case Shared():
             part = _Part(value.dtype, value.shape, value.local, writes)
             if copied and writes:

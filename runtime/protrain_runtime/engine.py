@@ -159,7 +159,6 @@ class Engine:
             self._end_moves()
         for number in self._program.reduced:
             if number in self._running:
-                self._tickets[number].synchronize()
                 self._end(number)
         self._moves.pass_boundary(())
         self._slot = -1
@@ -347,7 +346,10 @@ class Engine:
 
     def _end_moves(self) -> None:
         for number in sorted(self._running):
-            self._tickets[number].synchronize()
+            if self._program.moves[number].lane == COLLECT:
+                self._tickets[number].wait()  # the host looks at none of it
+            else:
+                self._tickets[number].synchronize()
             self._moves.end(number)
         self._moves.clear(self._program)
         self._reset()
@@ -446,10 +448,13 @@ class Engine:
         self.lanes[COLLECT].submit(what, work, ()).wait()
 
     def _await_fetches(self, chunk: Chunk) -> None:
-        """Wait for what is on its way to a chunk's buffers."""
+        """Wait for what is on its way to a chunk's buffers; of ranks, for this one's part.
+
+        All parts are gathered anew, behind what is on its way.
+        """
         for number in sorted(self._running):
             move = self._program.moves[number]
-            if move.unit == chunk.unit and move.kind in ("gather", "all-gather"):
+            if move.unit == chunk.unit and move.kind == "gather":
                 self._tickets[number].wait()
 
     def _release_all(self) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
@@ -325,6 +325,19 @@ def ask_for_huge_pages(buffer: torch.Tensor) -> None:
 @cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)
+
+
+SWITCH_INTERVAL_S = 5e-4
+"""Python's threads take turns of at most this while a plan launches work on an accelerator. With
+its usual 5 ms, a lane's thread that computes in Python keeps the launching one waiting as long as
+many kernels take."""
+
+
+def quick_turns() -> Callable[[], None]:
+    """Let Python's threads take short turns; returns what undoes it."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(min(usual, SWITCH_INTERVAL_S))
+    return partial(sys.setswitchinterval, usual)
 
 
 class Backend:

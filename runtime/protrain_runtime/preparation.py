@@ -37,7 +37,7 @@ from protrain_runtime.compiled import code_of, refuse_compiled_around, replace_c
 from protrain_runtime.engine import Engine
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.inputs import refuse_larger_batches
-from protrain_runtime.lanes import WAIT_LIMIT_S, Backend, WorkLane
+from protrain_runtime.lanes import WAIT_LIMIT_S, Backend, WorkLane, quick_turns
 from protrain_runtime.layout import make_chunks
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.matching import (
@@ -197,6 +197,8 @@ def _attach(
     ranks: Ranks | None,
 ) -> None:
     plan, undo = prepared.plan, prepared.undo
+    if not backend.on_host:
+        undo.append(quick_turns())
     settings = Settings(
         device=backend.device.type,
         piece_bytes=plan.piece_bytes,

@@ -2,17 +2,22 @@
 
 Every rank runs the same programme, so that all of them meet in the same collectives in the same
 order. A rank that does not come makes the others wait. Collectives have a time limit, and who fails
-in one asks at the ranks' store who is still there: a thread of every rank answers.
+in one asks at the ranks' store who is still there: a thread of every rank answers. On accelerators
+a collective is submitted to a stream, and nothing fails where it was: that thread looks how long
+collectives take, and says who is missing before the library of collectives ends the process.
 """
 
 import ctypes
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
+from threading import Thread
 from typing import Any
 
 import torch
@@ -23,9 +28,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.plan import Plan
 from protrain_runtime import devices
+from protrain_runtime.lanes import PATIENCE_S
 
 ANSWER_S = 3.0
 """How long a rank that is there may take to say so; it looks four times a second."""
+
+_START_AGAIN = "see what that rank said last; start all ranks again, from a checkpoint"
 
 _LOOK_S = 0.25
 _SERIAL = count()
@@ -65,6 +73,10 @@ class Ranks:
         self.num_shards = self.count // num_replicas
         self.shard = self.rank % self.num_shards
         self.on_stream = not devices.on_host(device)
+        self._device = device
+        self._under_way: deque[tuple[torch.Event, float]] = deque()  # on the stream, since when
+        self._asked = False  # of one that did not end in time
+        self._late = ""  # what was said of it
         self._library = devices.collectives(device)
         self._limit_s = limit_s
         self._checkpoints: dist.ProcessGroup | None = None
@@ -75,6 +87,7 @@ class Ranks:
         self._answering = _Answering(
             self._store.clone(),  # type: ignore[attr-defined] # a connection of its own
             self.rank,
+            self._look_for_late,
         )
         try:
             first = self.rank - self.shard
@@ -89,7 +102,7 @@ class Ranks:
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         members = tuple(self._members[rank] for rank in ranks)
-        return _group(members, self._library, self._limit_s)
+        return _group(members, self._library, self._limit_s + (PATIENCE_S if self.on_stream else 0))
 
     def close(self) -> None:
         """Answer no more. The groups stay, for the next one: see `_group`."""
@@ -132,7 +145,7 @@ class Ranks:
         Gloo's own all-gather makes a copy of `whole`: there, each rank sends its range to all.
         """
         if self.on_stream and self.num_shards > 1:
-            with self.meeting():
+            with self._collective():
                 _gather(whole, own, group=self._sharing)
             return
         size, first = own.numel(), self.rank - self.shard
@@ -141,7 +154,7 @@ class Ranks:
             mine.copy_(own)
         if self.num_shards == 1:
             return
-        with self.meeting():
+        with self._collective():
             for shard in range(self.num_shards):
                 place = whole[shard * size : (shard + 1) * size]
                 source = self._members[first + shard]
@@ -149,13 +162,13 @@ class Ranks:
 
     def all_reduce(self, values: torch.Tensor) -> None:
         """The sum over all ranks, in place."""
-        with self.meeting():
+        with self._collective():
             dist.all_reduce(_lent(values), group=self._all)
 
     def sum_of_shards(self, values: torch.Tensor) -> None:
         """The sum over the ranks that share states, in place."""
         if self.num_shards > 1:
-            with self.meeting():
+            with self._collective():
                 dist.all_reduce(_lent(values), group=self._sharing)
 
     def reduce_scatter(self, whole: torch.Tensor, own: torch.Tensor) -> None:
@@ -165,7 +178,7 @@ class Ranks:
         """
         size = own.numel()
         mine = whole[self.shard * size : (self.shard + 1) * size]
-        with self.meeting():
+        with self._collective():
             if self.num_shards > 1 and self.on_stream:
                 _reduce_scatter(mine, whole, group=self._sharing)
             elif self.num_shards > 1:
@@ -176,7 +189,7 @@ class Ranks:
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Rank 0's values on every rank.  # dense tensors"""
-        with self.meeting():
+        with self._collective():
             for tensor in tensors:
                 values = tensor.detach()
                 dense = values.contiguous()
@@ -186,10 +199,11 @@ class Ranks:
                     values.copy_(dense)
 
     def all_objects(self, mine: Any) -> list[Any]:
-        """What every rank has, by rank."""
+        """What every rank has, by rank; from host to host, whatever they train on."""
         found: list[Any] = [None] * self.count
         with self.meeting():
-            dist.all_gather_object(found, mine, group=self._all)
+            hosts = _group(tuple(self._members), "gloo", self._limit_s)
+            dist.all_gather_object(found, mine, group=hosts)
         return found
 
     def checkpoint_group(self) -> dist.ProcessGroup:
@@ -206,8 +220,33 @@ class Ranks:
         except RuntimeError as error:
             raise RanksError(
                 self._who_is_missing(self._limit_s if limit_s is None else limit_s),
-                fix="see what that rank said last; start all ranks again, from a checkpoint",
+                fix=_START_AGAIN,
             ) from error
+
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        """`meeting`, of what may be on a stream when it is left."""
+        if self._late:
+            raise RanksError(self._late, fix=_START_AGAIN)
+        with self.meeting():
+            yield
+        if self.on_stream:
+            self._under_way.append((devices.record_event(self._device), time.monotonic()))
+
+    def _look_for_late(self) -> None:
+        """Say once, of a collective on a stream that has not ended in time, who is missing."""
+        while self._under_way and self._under_way[0][0].query():
+            self._under_way.popleft()
+        if self._asked or not self._under_way:
+            return
+        if time.monotonic() - self._under_way[0][1] > self._limit_s:
+            self._asked = True
+            # Not in the thread that answers others who ask.
+            Thread(target=self._tell, name="protrain asks", daemon=True).start()
+
+    def _tell(self) -> None:
+        self._late = self._who_is_missing(self._limit_s)
+        warnings.warn(f"{self._late}; {_START_AGAIN}", RuntimeWarning, stacklevel=1)
 
     def _who_is_missing(self, limit_s: float) -> str:
         """Ask who is there, and say who is not."""
@@ -279,10 +318,10 @@ _ASKED = "asked"
 
 
 class _Answering:
-    """A thread that says that this rank is there, once somebody has asked."""
+    """A thread that says that this rank is there, once somebody has asked; `look` has it look."""
 
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store, self._rank = store, rank
+    def __init__(self, store: Store, rank: int, look: Callable[[], None]) -> None:
+        self._store, self._rank, self._look = store, rank, look
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="protrain answers", daemon=True)
         self._thread.start()
@@ -297,10 +336,12 @@ class _Answering:
 
     def _run(self) -> None:
         with suppress(RuntimeError):  # the store is gone: there is nobody to answer
+            answered = False
             while not self._closed.wait(_LOOK_S):
-                if self._store.check([_ASKED]):
+                self._look()
+                if not answered and self._store.check([_ASKED]):
                     self._store.set(_answer(self._rank), "1")
-                    return
+                    answered = True
 
 
 def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> int:

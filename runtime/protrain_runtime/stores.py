@@ -18,14 +18,11 @@ from typing import Protocol, assert_never
 import torch
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.program import PASSAGE_BYTES
 from protrain_plan.records.plan import StateTier
 from protrain_plan.units import format_bytes
 from protrain_runtime import devices
 from protrain_runtime.lanes import Backend
-
-PASSAGE_BYTES = 2 * 4 * 2**20
-"""Of pinned memory that a thread's bytes pass through between a file and an accelerator: two halves
-of 4 MiB, each a few hundred times what a transfer costs besides its bytes."""
 
 
 class Store(Protocol):
@@ -131,6 +128,7 @@ class DiskStore:
         self._directory, self._backend = directory, backend
         self._own = threading.local()
         self.num_bytes = 0
+        self.pinned_bytes = 0  # of all threads' passages
         try:
             self._file = tempfile.TemporaryFile(dir=directory, prefix="protrain-spill-")  # noqa: SIM115 - ours until `close`
         except OSError as error:
@@ -175,6 +173,7 @@ class DiskStore:
         if not hasattr(self._own, "passage"):
             assert self._backend is not None, "only an accelerator's bytes pass through"
             self._own.passage = _Passage(self._backend)
+            self.pinned_bytes += PASSAGE_BYTES
         passage: _Passage = self._own.passage
         return passage
 
@@ -276,7 +275,10 @@ class Stores:
 
     @property
     def host_bytes(self) -> int:
-        return self._stores["host"].num_bytes if "host" in self._stores else 0
+        """Of its tier, and of what passes through to the disk."""
+        tier = self._stores["host"].num_bytes if "host" in self._stores else 0
+        disk = self._stores.get("disk")
+        return tier + (disk.pinned_bytes if isinstance(disk, DiskStore) else 0)
 
     @property
     def disk_bytes(self) -> int:

@@ -106,9 +106,26 @@ def _index(device: Any) -> int:
     return -1 if index is None else index
 
 
+_pins_left: list[int] = []
+
+
 def _pin(loaded: Any, address: int, num_bytes: int) -> Callable[[], None]:
+    if _pins_left:
+        _pins_left[-1] -= 1
+        if _pins_left[-1] < 0:
+            raise RuntimeError("emulated device error: out of memory")  # as CUDA puts it
     loaded.pin(address, num_bytes)
     return partial(loaded.unpin, address)
+
+
+@contextmanager
+def few_pins(number: int) -> Iterator[None]:
+    """The system lets the process pin that many buffers more."""
+    _pins_left.append(number)
+    try:
+        yield
+    finally:
+        _pins_left.clear()
 
 
 def _process_group(loaded: Any, options: Any, _: Any) -> Any:

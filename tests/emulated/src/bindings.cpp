@@ -3,6 +3,8 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <ATen/Context.h>
+#include <ATen/core/ivalue_inl.h>
+#include <c10/core/StreamGuard.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <pybind11/chrono.h>
@@ -15,6 +17,7 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+constexpr int64_t kCollectives = kPoolStreams + 1;  // a stream that nobody else has
 
 // A collective in a stream of its own: whoever waits for it, lets the current stream wait.
 class StreamWork final : public c10d::Work {
@@ -29,6 +32,15 @@ class StreamWork final : public c10d::Work {
   }
   void synchronize() override { wait(std::chrono::milliseconds(0)); }
   std::vector<at::Tensor> result() override { return outputs_; }
+  // As NCCL's: complete from the start, and whoever waits lets the current stream wait.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    const c10::Device device(kType, device_);
+    auto future = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device});
+    c10::StreamGuard behind(c10::Stream(c10::Stream::UNSAFE, device, kCollectives));
+    future->markCompleted(c10::IValue(outputs_));
+    return future;
+  }
 
  private:
   c10::DeviceIndex device_;
@@ -98,7 +110,7 @@ class Collectives final : public c10d::Backend {
   template <class F>
   WorkPtr run(const Tensors& tensors, F collective) {
     const auto device = tensors.at(0).device().index();
-    auto& stream = queue_of(device, kPoolStreams + 1);  // nobody else's
+    auto& stream = queue_of(device, kCollectives);
     stream.wait_for(current_queue(device).mark());
     Tensors held;
     for (auto& tensor : tensors) held.push_back(alias_on_host(tensor));

@@ -252,7 +252,10 @@ void run_later(
       std::vector<Tensor> into, from;
       each_tensor(place, [&](const Tensor& tensor) { into.push_back(tensor); });
       each_tensor(stack[n], [&](const Tensor& tensor) { from.push_back(tensor); });
-      for (size_t k = 0; k < into.size(); ++k) into[k].copy_(from[k]);
+      for (size_t k = 0; k < into.size(); ++k) {
+        // The CPU's batch norm has no statistics to give where it takes the running ones.
+        if (from[k].numel()) into[k].copy_(from[k]);
+      }
     }
   });
 }

@@ -1,0 +1,192 @@
+"""Ranks on accelerators of their own: collectives in streams, beside compute and transfers.
+
+What is asked of CPUs elsewhere is asked of the emulated device here, whose streams are late at
+random. No rank's device is the one that is current in its threads.
+"""
+
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.records.plan import Offload, Persistent, Swap
+from protrain_runtime import prepare
+from protrain_runtime.lanes import StreamTicket
+from tests import test_ranks, test_ranks_checkpoints, test_ranks_guards
+from tests.cards import host_waits
+from tests.ranks_cases import ranks_on_emulated, run_ranks
+from tests.runtime_cases import ADAMW, FRACTIONAL, batch, build, decided, described
+from tests.test_ranks import PLACES, Loop, assert_as_ddp, in_turn, several
+from tests.test_ranks_matrix import assert_rows, numbered
+
+pytestmark = pytest.mark.emulated
+
+
+@pytest.fixture(autouse=True)
+def cards(request: pytest.FixtureRequest) -> Iterator[None]:
+    with ranks_on_emulated(request.node.nodeid):
+        yield
+
+
+NAME = "functional"
+
+
+def test_two_ranks_match_ddp_bitwise(tmp_path: Path) -> None:
+    """Every placement, and transfers cut in two."""
+    cut = decided(described(NAME), Swap(tier="host"), Offload(tier="host"), FRACTIONAL[0])
+    units = (in_turn(NAME, *PLACES), in_turn(NAME, *PLACES[2:], *PLACES[:2]), cut)
+    assert_as_ddp(2, Loop(NAME), [several(Loop(NAME), each, 2) for each in units], tmp_path)
+
+
+def test_two_ranks_add_micro_batches_up_as_ddp_does_bitwise(tmp_path: Path) -> None:
+    loop = Loop(NAME, micro_batches=2)
+    plan = several(loop, in_turn(NAME, *PLACES), 2)
+    assert_as_ddp(2, loop, [plan, replace(plan, updates="after backward")], tmp_path)
+
+
+def test_two_ranks_clip_one_norm(tmp_path: Path) -> None:
+    loop = Loop(NAME, clips=True, double=True)
+    plans = [several(loop, in_turn(NAME, *PLACES), 2)]
+    assert_as_ddp(2, loop, plans, tmp_path, tolerance=test_ranks.ROUNDING)
+
+
+def test_buffers_are_those_of_the_first_rank_bitwise(tmp_path: Path) -> None:
+    """And what only some ranks have gradients for."""
+    test_ranks_guards.test_gradients_that_some_ranks_have_and_running_statistics_match_ddp_bitwise(
+        tmp_path
+    )
+
+
+def test_ranks_evaluate_together(tmp_path: Path) -> None:
+    test_ranks_guards.test_ranks_evaluate_together(tmp_path)
+
+
+def test_two_ranks_save_and_as_many_go_on_under_other_plans_bitwise(tmp_path: Path) -> None:
+    test_ranks_checkpoints.test_two_ranks_save_and_as_many_go_on_under_other_plans_bitwise(tmp_path)
+
+
+def waits(rank: int, count: int) -> list[Counter[str]]:
+    """Where the host waits for its device in a third step: under DistributedDataParallel, plans."""
+    found: list[Counter[str]] = []
+    for place in (None, Persistent(), Offload(tier="device"), Offload(tier="host")):
+        model = build(NAME)
+        optimizer: torch.optim.Optimizer
+        if place is None:
+            model = DistributedDataParallel(model)
+            optimizer = ADAMW(list(model.parameters()))
+        else:
+            plan = several(Loop(NAME), in_turn(NAME, place), count)
+            model, optimizer = prepare(model, plan, optimizer=ADAMW)
+        inputs = [batch(NAME, rank + number) for number in range(3)]
+        for number in range(3):
+            with host_waits() as waited, waits_for_lanes(waited):
+                loss_of(call_model(model, inputs[number])).backward()
+                if place != Offload(tier="host"):
+                    optimizer.step()
+            if place == Offload(tier="host"):
+                optimizer.step()  # waits for the host's own updates
+            optimizer.zero_grad()
+        found.append(waited)
+    return found
+
+
+@contextmanager
+def waits_for_lanes(found: Counter[str]) -> Iterator[None]:
+    """Counts where threads that are not lanes wait for one."""
+    synchronize = StreamTicket.synchronize
+
+    def counted(ticket: StreamTicket) -> None:
+        if not threading.current_thread().name.startswith("protrain "):
+            found["a lane"] += 1
+        synchronize(ticket)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StreamTicket, "synchronize", counted)
+        yield
+
+
+def test_steps_wait_for_the_device_no_more_often_than_ddps(tmp_path: Path) -> None:
+    for plain, *planned in run_ranks(waits, 2, tmp_path):
+        for each in planned:
+            assert each <= plain
+
+
+def hanging(rank: int, count: int) -> tuple[list[str], str]:
+    """What rank 0 is told while a collective waits in a stream, and by the next one."""
+    places = (Persistent(), Offload(tier="device"))
+    model, optimizer = test_ranks_guards.made(rank, count, places, limit_s=2)
+    test_ranks_guards.step(model, optimizer, 0, rank)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["rank 0 was told"])
+        return [], ""
+    tokens = test_ranks_guards.batch(1)
+    with warnings.catch_warnings(record=True) as told:
+        model(tokens, 0)  # submits what waits, and goes on
+        for _ in range(100):
+            if told:
+                break
+            time.sleep(0.1)
+    store.set("rank 0 was told", "1")
+    try:
+        model(tokens, 0)
+    except ProtrainError as error:
+        return [str(warning.message) for warning in told], str(error)
+    return [], "nothing was raised"
+
+
+@pytest.mark.slow
+def test_who_is_missing_is_said_while_a_collective_waits_in_a_stream(tmp_path: Path) -> None:
+    (told, raised), _ = run_ranks(hanging, 2, tmp_path)
+    waited = (
+        "rank 0 of 2 waited for the others for 2 s, and all of them run: one hangs, or has taken"
+        " another path"
+    )
+    again = "see what that rank said last; start all ranks again, from a checkpoint"
+    assert told == [f"{waited}; {again}"]
+    assert raised.split("'collect': ")[-1] == f"{waited}\n  fix: {again}"
+
+
+@pytest.mark.slow
+class TestMore:
+    """What takes longer."""
+
+    test_placements = staticmethod(test_ranks.test_two_ranks_match_ddp_bitwise_in_every_placement)
+    test_plans = staticmethod(test_ranks.test_two_ranks_match_ddp_bitwise_under_mixed_plans)
+    test_micro_batches = staticmethod(
+        test_ranks.test_two_ranks_add_micro_batches_up_as_ddp_does_bitwise
+    )
+    test_optimizers = staticmethod(
+        test_ranks.test_two_ranks_match_ddp_bitwise_with_other_optimizers
+    )
+    test_clipping = staticmethod(test_ranks.test_two_ranks_clip_one_norm)
+    test_replicas = staticmethod(test_ranks.test_two_replicas_share_nothing_and_match_ddp_bitwise)
+    test_four_ranks = staticmethod(test_ranks.test_four_ranks_match_ddp_within_the_rounding_of_sums)
+    test_overflows = staticmethod(
+        test_ranks_guards.test_a_step_that_overflows_on_one_rank_is_skipped_by_all
+    )
+    test_evaluation = staticmethod(
+        test_ranks_guards.test_ranks_evaluate_between_a_forward_and_its_backward
+    )
+    test_four_save_and_others_go_on = staticmethod(
+        test_ranks_checkpoints.test_four_ranks_save_and_two_one_and_plain_pytorch_go_on
+    )
+
+    test_one_saves_and_two_go_on = staticmethod(
+        test_ranks_checkpoints.test_one_device_saves_and_two_ranks_go_on
+    )
+
+    @pytest.mark.parametrize("part", range(8))
+    def test_rows_of_the_matrix(self, part: int, tmp_path: Path) -> None:
+        assert_rows(numbered("2", part, 8), 2, tmp_path)
