@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Solved
@@ -59,6 +60,7 @@ from tests.planning_cases import gpu
 from tests.random_models import Shape
 from tests.runtime_cases import (
     ADAMW,
+    attached,
     batch,
     build,
     copied,
@@ -364,6 +366,21 @@ def test_memory_that_cannot_be_pinned_is_one_message(number: int, tmp_path: Path
     assert "ulimit -l" in str(caught.value)
     assert list(differences(model.state_dict(), before, "parameters")) == []
     step("functional", model, ADAMW(model.parameters()), 0)
+
+
+def test_a_type_that_lacks_something_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without this flag PyTorch recomputes dropout with other numbers, and says nothing."""
+    model = build("gpt2")
+    before = attached(model)
+    units = decided(described("gpt2"), Recompute(), Offload(tier="host"))
+    monkeypatch.delattr(torch.get_device_module(device()), "_initialized")
+    with pytest.raises(ProtrainError) as caught:
+        prepare(model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path)
+    assert f"devices of type '{device().type}' have no flag" in str(caught.value)
+    assert caught.value.fix == "train on another device, or without a plan"
+    assert attached(model) == before
 
 
 def test_python_takes_short_turns_while_a_plan_runs(tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def prepare(
         refuse_compiled_around(model, modules)
     directory = Path(spill_directory if spill_directory is not None else gettempdir())
     device = device_of(model)
+    devices.require(device)
     room = room_here(device, directory)
     if plan.num_devices > 1:
         room = for_each(room, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
