@@ -14,7 +14,11 @@ from protrain_plan.records.plan import Persistent, UnitPlan
 from protrain_plan.records.profile import Unit
 from protrain_plan.reporting.step import Step
 from protrain_plan.simulation.sizes import moved_bytes
-from protrain_plan.simulation.tiers import activation_tier_bytes, chunk_tier_bytes, staging_bytes
+from protrain_plan.simulation.tiers import (
+    activation_tier_bytes,
+    chunk_tier_bytes,
+    host_staging_bytes,
+)
 
 KINDS = (
     "context",
@@ -90,7 +94,7 @@ def _tier(step: Step, tier: TierName) -> TierMemory:
         states, gradients = states + chunk - own, gradients + own
         room += activation_tier_bytes(tier, decided.activations, unit)
     staged = tier == "host" and is_accelerator(settings.device)
-    staging = staging_bytes(plan.units, profile, settings) if staged else 0
+    staging = host_staging_bytes(plan.units, profile, settings) if staged else 0
     changes = sorted(_swaps(step, tier))
     times = tuple(dict.fromkeys([0.0, *(time for time, _ in changes)]))
     after = dict(zip((t for t, _ in changes), accumulate(size for _, size in changes), strict=True))

@@ -109,10 +109,15 @@ def tier_bytes(
         for plan, unit in zip(plans, profile.units, strict=True)
     )
     if tier == "host" and is_accelerator(settings.device):
-        total += staging_bytes(plans, profile, settings)
-        on_disk = tier_bytes("disk", plans, profile, settings)
-        total += passage_bytes(on_disk=on_disk > 0, settings=settings)
+        total += host_staging_bytes(plans, profile, settings)
     return total
+
+
+def host_staging_bytes(plans: Sequence[UnitPlan], profile: Profile, settings: Settings) -> int:
+    """What passes through host memory beside an accelerator: to the optimizer, and to files."""
+    on_disk = tier_bytes("disk", plans, profile, settings) > 0
+    passing = passage_bytes(on_disk=on_disk, settings=settings)
+    return staging_bytes(plans, profile, settings) + passing
 
 
 def passage_bytes(*, on_disk: bool, settings: Settings) -> int:
