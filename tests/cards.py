@@ -111,12 +111,19 @@ def host_waits() -> Iterator[Counter[str]]:
         return
     from tests.emulated.device import extension
 
+    gc.collect()  # a model that is dropped inside would wait for its lanes
     extension().forget_host_waits()
+    lanes = _lane_threads()
     yield found
-    lanes = {t.native_id for t in threading.enumerate() if t.name.startswith("protrain ")}
+    lanes |= _lane_threads()
     for thread, reasons in extension().host_waits().items():
         if thread not in lanes:
             found.update(reasons)
+
+
+def _lane_threads() -> set[int | None]:
+    """The operating system's numbers of the threads that are lanes."""
+    return {t.native_id for t in threading.enumerate() if t.name.startswith("protrain ")}
 
 
 @contextmanager

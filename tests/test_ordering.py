@@ -29,6 +29,7 @@ from protrain_plan.records.plan import (
     Buffer,
     Keep,
     Offload,
+    Persistent,
     Placement,
     Recompute,
     Schedule,
@@ -419,8 +420,8 @@ def a_closed_lane_has_ended() -> None:
 
 def recorded() -> None:
     """A step's record is there when the step has ended, whatever the streams are late with."""
-    units = decided(described(NAME), Swap(tier="host"), Offload(tier="host"), AHEAD)
-    with TemporaryDirectory() as folder, late(compute_us=500.0):
+    units = decided(described(NAME), Swap(tier="host"), Persistent(), AHEAD)  # updated there
+    with TemporaryDirectory() as folder, late(compute_us=2000.0):
         model, optimizer = planned(units, folder)
         with record(model) as recorder:
             loss_of(call_model(model, batch(NAME, 0))).backward()
