@@ -63,13 +63,18 @@ def _cuda(name: str) -> Iterator[torch.device]:
         gc.collect()
 
 
-@contextmanager
-def _emulated(name: str, test: str) -> Iterator[torch.device]:
+def need_compiler(untested: str) -> None:
+    """Skip a test of the emulated device where nothing can build it, loudly; in CI that fails."""
     if building.compiler() is None:
-        reason = "NO C++ COMPILER: nothing of what runs beside compute is tested on a device"
+        reason = f"NO C++ COMPILER: {untested}"
         if "CI" in os.environ:
             pytest.fail(reason)
         pytest.skip(reason)
+
+
+@contextmanager
+def _emulated(name: str, test: str) -> Iterator[torch.device]:
+    need_compiler("nothing of what runs beside compute is tested on a device")
     from tests.emulated.device import delayed, extension
 
     extension()  # PyTorch knows the device from here on

@@ -1,7 +1,6 @@
 """The benchmarks run: one case each here, whole grids when somebody asks for them."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -40,6 +39,7 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.simulation.recording import Event, Recording
 from protrain_plan.simulation.timeline import Span
 from protrain_runtime.fingerprint import model_fingerprint
+from tests.cards import need_compiler
 from tests.emulated import building
 
 ROOT = Path(__file__).parent.parent
@@ -173,11 +173,7 @@ def _run(*arguments: str) -> str:
 @pytest.fixture
 def emulated() -> None:
     """The device of dry runs, for the processes of cells."""
-    if building.compiler() is None:
-        reason = "NO C++ COMPILER: nothing of the GPU benchmark is tried"
-        if "CI" in os.environ:
-            pytest.fail(reason)
-        pytest.skip(reason)
+    need_compiler("nothing of the GPU benchmark is tried")
     building.load()  # compiled once, and not in the time of a cell
 
 

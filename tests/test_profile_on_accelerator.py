@@ -1,7 +1,6 @@
 """A profile that is measured on an accelerator: the emulated one, and not the current device."""
 
 import gc
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -29,7 +28,7 @@ from protrain_plan.simulation.memory import device_bytes
 from protrain_plan.simulation.sizes import compile_units
 from protrain_runtime import devices
 from protrain_runtime.measure import reachable_bytes
-from tests.emulated import building
+from tests.cards import need_compiler
 from tests.planning_cases import gpu
 
 pytestmark = pytest.mark.emulated
@@ -43,11 +42,7 @@ AMPLE = Budgets(device=2**32, host=10**12, disk=10**12)
 
 @pytest.fixture(autouse=True)
 def card() -> Iterator[torch.device]:
-    if building.compiler() is None:
-        reason = "NO C++ COMPILER: nothing of a profile on an accelerator is tested"
-        if "CI" in os.environ:
-            pytest.fail(reason)
-        pytest.skip(reason)
+    need_compiler("nothing of a profile on an accelerator is tested")
     from tests.emulated.device import extension
 
     extension()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from protrain_plan.program import PIECE_ALIGNMENT, ChunkSize, grouped, pieces_in
+from protrain_runtime.devices import HOST_ALIGNMENT_BYTES
 from protrain_runtime.stores import Store
 from protrain_runtime.taken import TakenGradient, single
 from protrain_runtime.waiting import Waiting
@@ -20,7 +21,7 @@ from protrain_runtime.waiting import Waiting
 if TYPE_CHECKING:
     from protrain_runtime.sharding import Sharding
 
-ALIGNMENT = 64
+ALIGNMENT = HOST_ALIGNMENT_BYTES
 """Every parameter starts at a multiple of what the CPU allocator aligns tensors to, so that kernels
 meet the alignment that they would meet without a plan (accelerators: `devices.alignment`)."""
 
