@@ -326,7 +326,10 @@ def test_a_plan_that_keeps_everything_installs_nothing(tmp_path: Path) -> None:
     plan = plan_for(model, decided(described("llama"), Keep(), Persistent()))
     model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
     own, hooks = before[""]
-    assert attached(model) == {**before, "": (sorted([*own, "_protrain_prepared"]), hooks)}
+    assert attached(model) == {
+        **before,
+        "": (sorted([*own, "__reduce_ex__", "_protrain_prepared"]), hooks),
+    }
     assert threading.active_count() == threads
     assert_bitwise(train("llama", model, optimizer), plain("llama"))
     restore(model)

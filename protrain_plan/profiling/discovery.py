@@ -21,8 +21,9 @@ from protrain_plan.profiling.execution import Call, Execution, Operation, record
 class FoundUnit:
     """A stretch of the forward.
 
-    `name` is unique: a block's path; for a part the path of the first module that runs in it,
-    else of the module that owns its first parameter, else "(input)", "(output)" or "(after ...)".
+    `name` is unique: a block's path; for a part the path of the first module that runs in it, and
+    nowhere else, so that its call tells where the part begins; else the name of its first
+    parameter; else "(input)", "(output)" or "(after ...)".
     `parameters` are names as in `model.named_parameters()`, in order of first use;
     `also_uses` are those of earlier units that this one reads too (a tied head). Blocks of equal
     `signature` have the same structure and ran the same operators on tensors of the same shapes.
@@ -128,7 +129,8 @@ class _Stretch:
 def _stretches(execution: Execution, blocks: tuple[Call, ...]) -> list[_Stretch]:
     last = max((call.end for call in execution.calls), default=0) + 1
     # The model itself has no path; containers that hold blocks lie across the parts' borders.
-    calls = [call for call in execution.calls if call.path]
+    once = _calls_of_modules_that_run_once(execution).values()
+    calls = [call for call in execution.calls if call.path and call in once]
     stretches: list[_Stretch] = []
     begin = 0
     for index, block in enumerate((*blocks, None)):
@@ -138,8 +140,7 @@ def _stretches(execution: Execution, blocks: tuple[Call, ...]) -> list[_Stretch]
         if index == 0 or block is None or works:
             uses = _uses(operations)
             runs = next((c.path for c in calls if begin < c.begin and c.end < end), "")
-            owns = next((name.rpartition(".")[0] for name in uses), "")
-            name = runs or owns or _placed(blocks, index)
+            name = runs or next(iter(uses), "") or _placed(blocks, index)
             stretches.append(_Stretch(name=name, block=None, uses=uses))
         if block is not None:
             operations = _between(execution.operations, block.begin, block.end)
@@ -171,7 +172,7 @@ def _uses(operations: Iterable[Operation]) -> tuple[str, ...]:
 
 
 def _placed(blocks: tuple[Call, ...], index: int) -> str:
-    """The name of a part where no module runs and no module below the root owns a parameter."""
+    """The name of a part where no module runs and no parameter is read."""
     if not blocks:
         return "(model)"
     if index == 0:

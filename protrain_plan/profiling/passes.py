@@ -59,6 +59,7 @@ class SlotWatch:
     on_leave: Callable[[Sequence[torch.Tensor]], None] = field(default=lambda _: None)
     num_slots: int = 0
     slot: int = -1
+    differentiated: set[int] = field(default_factory=set[int])  # units, by a forward itself
 
     def begin(self, *, training: bool) -> None:  # noqa: ARG002 (the signature of every listener)
         self.slot = -1
@@ -74,6 +75,9 @@ class SlotWatch:
 
     def leave(self, outputs: Sequence[torch.Tensor]) -> None:
         self.on_leave(outputs)
+
+    def differentiate(self, unit: int) -> None:
+        self.differentiated.add(unit)
 
     def end_forward(self) -> None:
         pass

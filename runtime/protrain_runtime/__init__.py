@@ -7,7 +7,9 @@
 Everything else of a training loop stays as it is, and computes what plain PyTorch computes.
 """
 
+from protrain_runtime.averaging import MovingAverage
 from protrain_runtime.exhaustion import OutOfMemoryError
+from protrain_runtime.full_parameters import full_parameters
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.overruns import explain_memory
 from protrain_runtime.preparation import prepare
@@ -17,8 +19,10 @@ from protrain_runtime.resuming import load
 from protrain_runtime.saving import save
 
 __all__ = [
+    "MovingAverage",
     "OutOfMemoryError",
     "explain_memory",
+    "full_parameters",
     "load",
     "prepare",
     "record",

@@ -9,11 +9,14 @@ programme, forward and backward:
 - a unit's backward slot begins when the gradient of what it handed on is complete: of a block's
   outputs, of the inputs of the block after a part, and of the model's outputs for the last part.
 
+A step may skip blocks: what comes next begins the slots in between. It may not repeat them or run
+them in another order, which no slot is there for.
+
 Nothing here knows what a slot does.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, Protocol
 from weakref import ref
@@ -45,6 +48,10 @@ class Listener(Protocol):
 
     def leave(self, outputs: Sequence[torch.Tensor]) -> None:
         """The current forward slot's computation has ended with these tensors."""
+        ...
+
+    def differentiate(self, unit: int) -> None:
+        """The forward that runs asks for gradients itself, through what this unit handed on."""
         ...
 
     def end_forward(self) -> None:
@@ -83,22 +90,45 @@ def _method_of(module: nn.Module, run: Callable[..., object]) -> Callable[..., o
 
 
 class Boundaries:
-    """Hooks on `model` and on its blocks; `units` gives each unit's module, None for a part."""
+    """Hooks on `model` and on its blocks; `units` gives each unit's module, None for a part.
+
+    `names` are the units' names. That of a part is the path of the first module that runs in it,
+    where there is one: its call begins the part if the blocks before it were skipped.
+    """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[nn.Module | None], listener: Listener
+        self,
+        model: nn.Module,
+        units: Sequence[nn.Module | None],
+        listener: Listener,
+        *,
+        names: Sequence[str] = (),
     ) -> None:
         self._model, self._units, self._listener = model, tuple(units), listener
+        self._names = tuple(names)
         self._undo: list[Callable[[], None]] = []
         self._step = 0  # counts forwards, so that hooks know an abandoned graph
-        self._backward_began = False
+        self._backward_began = self._backward_ended = False
         self._training = False
+        self._unit = -1  # that a running forward is in; -1: none runs
+        self._in_block = False
         self._graph: ref[Callable[..., None]] | None = None  # alive as long as the last forward's
         self._forward: Callable[..., Any] = model.forward
         self._undo.append(replace_code(model, _method_of(model, self._run)))
         for index, module in enumerate(self._units):
             if module is not None:
                 self._watch_calls(module, self._before(index), self._after(index))
+        for index, module in self._first_modules():
+            hook = module.register_forward_pre_hook(self._at_part(index), with_kwargs=True)
+            self._undo.append(hook.remove)
+
+    def _first_modules(self) -> Iterator[tuple[int, nn.Module]]:
+        """The module that runs first in a part, where it is known by the part's name alone."""
+        modules = dict(self._model.named_modules())
+        for index, name in enumerate(self._names):
+            twice = "#" in name or f"{name}#2" in self._names
+            if index and self._units[index] is None and name in modules and not twice:
+                yield index, modules[name]
 
     def remove(self) -> None:
         """Take everything off the model again."""
@@ -118,24 +148,47 @@ class Boundaries:
             self._undo.append(handle.remove)
 
     def _run(self, *args: object, **kwargs: object) -> object:
+        if self._unit >= 0:
+            raise RuntimeError("the model was called inside its own forward: a plan is for one")
+        if self._backward_began and not self._backward_ended and self._training:
+            self._refuse_in_backward()
         if self._awaits_backward() and not torch.is_grad_enabled():
             return self._run_between(args, kwargs)
         self._step += 1
-        self._backward_began = False
+        self._backward_began = self._backward_ended = False
         self._training = torch.is_grad_enabled()
         self._listener.begin(training=self._training)
         try:
-            result: object = self._forward(*args, **kwargs)
-            last = len(self._units)
+            result = self._run_forward(args, kwargs)
             if self._training:
                 # Its loss, or what a loop makes one of: backward comes through one of them first.
-                self._graph = ref(self._watch(tensors_in(result), last))
+                self._graph = ref(self._watch(tensors_in(result), len(self._units)))
             self._listener.leave(tensors_in(result))
             self._listener.end_forward()
         except BaseException:
             self._listener.abort()
             raise
         return result
+
+    def _run_forward(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        self._unit, self._in_block = 0, False
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            self._unit = -1
+
+    def _refuse_in_backward(self) -> None:
+        """RuntimeError, unless the backward that had begun was given up.
+
+        An engine that runs a backward has a task for it; one that raised has none any more.
+        """
+        if torch._C._current_graph_task_id() >= 0 and torch.is_grad_enabled():
+            self._step += 1
+            self._listener.abort()
+            raise RuntimeError(
+                "the model was called inside backward(), as torch.utils.checkpoint around it does:"
+                " a plan says itself what is recomputed. Call the model without that"
+            )
 
     def _awaits_backward(self) -> bool:
         """Whether backward may still come through the last forward."""
@@ -146,7 +199,7 @@ class Boundaries:
         self._training = False
         try:
             self._listener.begin_between()
-            result: object = self._forward(*args, **kwargs)
+            result = self._run_forward(args, kwargs)
             self._listener.end_forward()
         except BaseException:
             self._step += 1  # the forward that waits is given up as well
@@ -155,28 +208,70 @@ class Boundaries:
         self._training = True
         return result
 
+    def begin_part(self, index: int, inputs: Sequence[torch.Tensor] = ()) -> bool:
+        """Begin a part whose blocks before it were skipped; False where that cannot be."""
+        can_begin = self._unit >= 0 and not self._in_block and self._units[index] is None
+        if not can_begin or index <= self._unit:
+            return False
+        self._pass_on(inputs)
+        self._unit = index
+        self._listener.enter(index, ())
+        return True
+
+    def _pass_on(self, tensors: Sequence[torch.Tensor]) -> None:
+        """What runs, if it is a part, has ended, and hands on these."""
+        if self._units[self._unit] is None:
+            if self._training:
+                self._watch(tensors, 2 * len(self._units) - 1 - self._unit)
+            self._listener.leave(tensors)
+
+    def _at_part(self, index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            self.begin_part(index, tensors_in((args, kwargs)))
+
+        return hook
+
     def _before(self, index: int) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            if self._unit < 0:
+                return  # called by itself, or again in backward
             inputs = tensors_in((args, kwargs))
-            before_is_part = index > 0 and self._units[index - 1] is None
-            if before_is_part:
-                if self._training:
-                    self._watch(inputs, 2 * len(self._units) - index)
-                self._listener.leave(inputs)
+            if self._training:
+                self._refuse_another_order(index)
+            self._pass_on(inputs)
+            self._unit, self._in_block = index, True
             self._listener.enter(index, inputs)
 
         return hook
 
     def _after(self, index: int) -> Callable[..., None]:
         def hook(_: nn.Module, __: object, output: object) -> None:
+            if self._unit < 0:
+                return
+            self._in_block = False
             outputs = tensors_in(output)
             if self._training:
                 self._watch(outputs, 2 * len(self._units) - 1 - index)
             self._listener.leave(outputs)
             if index + 1 < len(self._units) and self._units[index + 1] is None:
+                self._unit = index + 1
                 self._listener.enter(index + 1, ())
 
         return hook
+
+    def _refuse_another_order(self, index: int) -> None:
+        at_part = self._units[self._unit] is None
+        if index > self._unit or (index == self._unit and at_part):
+            return
+        what = "a second time" if index == self._unit else f"after {self._name(self._unit)}"
+        raise RuntimeError(
+            f"{self._name(index)} was called {what} in one forward, and the plan was made for"
+            " blocks that run once, in the profiled order: they may be skipped, not repeated or"
+            " moved. Profile the model as it runs now"
+        )
+
+    def _name(self, index: int) -> str:
+        return repr(self._names[index]) if self._names else f"unit {index}"
 
     def _watch(self, tensors: Sequence[torch.Tensor], slot: int) -> Callable[..., None]:
         """Enter `slot` when the first of these tensors' gradients is complete.
@@ -185,7 +280,11 @@ class Boundaries:
         """
         step = self._step
 
-        def hook(_: torch.Tensor) -> None:
+        def hook(*_: object) -> None:
+            if self._unit >= 0 and step == self._step:
+                # The forward differentiates: its graph is one with the step's.
+                self._listener.differentiate(2 * len(self._units) - 1 - slot)
+                return
             if step != self._step:
                 raise RuntimeError(
                     "backward ran through a forward that was not the last one: under a plan every"
@@ -198,11 +297,16 @@ class Boundaries:
             self._listener.enter(slot, ())
 
         for tensor in tensors:
-            if tensor.requires_grad:
+            # The node and not the tensor: a tensor that is written in place afterwards has another
+            # node, and PyTorch 2.13 crashes where one has hooks from before and after.
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(hook)
+            elif tensor.requires_grad:
                 tensor.register_hook(hook)
         return hook
 
     def _end_backward(self) -> None:
+        self._backward_ended = True
         self._listener.end_backward()
 
 

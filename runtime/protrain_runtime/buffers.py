@@ -35,7 +35,7 @@ class Buffers:
     def give_up(self, buffers: Iterable[torch.Tensor]) -> None:
         """Let these serve again, but for those that somebody else still looks into."""
         if self._backend.on_host:
-            self._spare += [buffer for buffer in buffers if _holders(buffer) == _ONE_HOLDER]
+            self._spare += [buffer for buffer in buffers if not is_held(buffer)]
 
     def keep_for(self, sizes: Iterable[int]) -> None:
         """Free what is spare beyond a buffer for each of `sizes`."""
@@ -47,8 +47,12 @@ class Buffers:
         self._spare = kept
 
 
+def is_held(buffer: torch.Tensor) -> bool:
+    """Whether another tensor has the buffer's storage: a model may hand a parameter's view on."""
+    return _holders(buffer) != _ONE_HOLDER
+
+
 def _holders(buffer: torch.Tensor) -> int:
-    """How many tensors have the buffer's storage: a model may hand a parameter's view on."""
     count: int = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
     return count
 

@@ -7,15 +7,17 @@ buffer of its own, in the same layout, so that groups can come and go one after 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from protrain_plan.program import PIECE_ALIGNMENT, ChunkSize, grouped, pieces_in
+from protrain_runtime.away import Elsewhere, come_back, send_away
 from protrain_runtime.devices import HOST_ALIGNMENT_BYTES
 from protrain_runtime.stores import Store
-from protrain_runtime.taken import TakenGradient, single
+from protrain_runtime.taken import TakenGradient, UsedGradient
 from protrain_runtime.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -80,6 +82,19 @@ def flat_storage_order(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def in_order_of(part: "Slice", values: torch.Tensor) -> torch.Tensor:
+    """A parameter's elements in the order of its storage; a copy if they lie in another.  # [numel]
+
+    `values` is a tensor of its shape, of any dtype and strides.
+    """
+    source = values.detach()
+    if source.stride() != part.stride:
+        source = torch.empty_strided(
+            part.shape, part.stride, dtype=values.dtype, device=values.device
+        ).copy_(source)
+    return flat_storage_order(source)
+
+
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """The tensor's strides if it covers its storage densely, else those of a contiguous copy."""
     order = sorted(range(tensor.dim()), key=lambda dim: tensor.stride(dim))
@@ -130,6 +145,10 @@ class Chunk:
     updated: set[str] = field(default_factory=set[str])  # parameters that have states
     sharding: "Sharding | None" = None
     element_bytes: int = 0  # of trainable elements, where ranks share them
+    # Called where code reads a parameter that is away: it brings the chunk, or raises.
+    bring: "Callable[[Chunk, str], None]" = field(default=lambda _, name: refuse_reading(name))
+    # Called before values are read for a copy: it raises where they are not those of one step.
+    settle: Callable[[str], None] = field(default=lambda _: None)
 
     @property
     def own(self) -> "Chunk":
@@ -212,21 +231,30 @@ class Chunk:
         with torch.inference_mode(mode=False):  # a parameter's, also where a forward is without
             for number in groups:
                 for part in self.groups[number].slices:
+                    come_back(part.parameter)
                     part.parameter.data = part.view(self.buffers[number])
                 self.hollow.discard(number)
 
     def unbind(self, groups: Iterable[int]) -> None:
-        """Leave parameters of the right shape that hold nothing.
-
-        An expanded single element keeps shape, dtype and device, which autograd checks gradients
-        against, at no memory.
-        """
+        """Leave parameters of the right shape that hold nothing (`away`)."""
         for number in groups:
             for part in self.groups[number].slices:
-                hollow = single(part.dtype, part.parameter.device)
-                with torch.inference_mode(mode=False):
-                    part.parameter.data = hollow.expand(part.shape)
+                send_away(part.parameter, partial(self._elsewhere, part))
             self.hollow.add(number)
+
+    def _elsewhere(self, part: Slice, kind: type[nn.Parameter]) -> Elsewhere:
+        return Elsewhere(
+            name=part.name,
+            stride=part.stride,
+            bring=partial(self.bring, self),
+            values=partial(self._copy, part),
+            kind=kind,
+        )
+
+    def _copy(self, part: Slice) -> torch.Tensor:
+        """An offloaded parameter's values on its device.  # part.dtype [part.shape]"""
+        self.settle("the model was copied")
+        return read_parameter(self, part).to(part.parameter.device)
 
     def release(self, groups: Iterable[int]) -> list[torch.Tensor]:
         """Take the buffers of these groups from the model; they are the caller's to free."""
@@ -255,8 +283,9 @@ class Chunk:
     def hide_taken(self) -> None:
         """Leave no gradient where one was taken, for autograd to add to, until `show_taken`."""
         for part in self.slices:
-            if isinstance(part.parameter.grad, TakenGradient):
-                self.hidden[part.name] = part.parameter.grad
+            gradient = part.parameter.grad
+            if isinstance(gradient, TakenGradient) and not isinstance(gradient, UsedGradient):
+                self.hidden[part.name] = gradient
                 part.parameter.grad = None
 
     def show_taken(self) -> None:
@@ -273,11 +302,22 @@ class Chunk:
         self.hidden.clear()
         self.drop_taken()
 
-    def drop_taken(self) -> None:
-        """Leave no gradient where one was taken."""
-        for part in self.slices:
-            if isinstance(part.parameter.grad, TakenGradient):
-                part.parameter.grad = None
+    def drop_taken(self) -> list[nn.Parameter]:
+        """Leave no gradient where one was taken; returns the parameters that had one."""
+        taken = [part.parameter for part in self.taken]
+        for parameter in taken:
+            parameter.grad = None
+        return taken
+
+    @property
+    def taken(self) -> list[Slice]:
+        """Where the gradient was taken."""
+        return [part for part in self.slices if isinstance(part.parameter.grad, TakenGradient)]
+
+    @property
+    def used(self) -> list[str]:
+        """The parameters whose gradient the last step has used, and nobody has zeroed."""
+        return [p.name for p in self.slices if isinstance(p.parameter.grad, UsedGradient)]
 
 
 def make_chunk(
@@ -314,6 +354,34 @@ def make_chunk(
     return Chunk(unit, tuple(slices), tuple(groups), used_by)
 
 
+def refuse_reading(name: str) -> None:
+    """RuntimeError that names the way to a parameter that is away."""
+    if torch._guards.CompileContext.try_get() is not None:
+        raise RuntimeError(
+            "torch.compile around a model that follows a plan: compile each block by itself"
+            " (for block in ...: block.compile()), before the model is profiled"
+        )
+    raise RuntimeError(
+        f"the values of {name!r} are not on the device: the plan keeps them below it, or shared"
+        " among the devices, between its uses. Read or write them inside"
+        " `with protrain_runtime.full_parameters(model):`"
+    )
+
+
+def read_parameter(chunk: Chunk, part: Slice) -> torch.Tensor:
+    """An offloaded parameter's values, from its store.  # part.dtype [part.shape], on the host
+
+    Of what ranks share, all of them ask for it.
+    """
+    assert chunk.store is not None
+    if chunk.sharding is not None:
+        buffer = chunk.sharding.gather(chunk, part.group)
+        return part.flat(buffer).clone().as_strided(part.shape, part.stride).cpu()
+    flat = torch.empty(part.num_bytes, dtype=torch.uint8)
+    chunk.store.read(chunk.offset + part.offset, flat)
+    return flat.view(part.dtype).as_strided(part.shape, part.stride)
+
+
 def aligned_bytes(tensor: torch.Tensor, alignment: int = ALIGNMENT) -> int:
     """Bytes from a parameter's start to the next one's."""
     return -(-tensor.numel() * tensor.itemsize // alignment) * alignment
@@ -338,8 +406,6 @@ def offload(
             place = store.reserve(chunk.num_trainable * state_dtype.itemsize)
             layouts.append(StateLayout(key=key, dtype=state_dtype, offset=place))
     for part in chunk.slices:
-        source = part.parameter.detach()
-        if source.stride() != part.stride:
-            source = torch.empty_strided(part.shape, part.stride, dtype=part.dtype).copy_(source)
-        store.write(offset + part.offset, flat_storage_order(source).view(torch.uint8))
+        flat = in_order_of(part, part.parameter)
+        store.write(offset + part.offset, flat.view(torch.uint8))
     chunk.store, chunk.offset, chunk.states = store, offset, tuple(layouts)

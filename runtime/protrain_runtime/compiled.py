@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from protrain_plan.errors import ProtrainError
 
@@ -66,6 +67,20 @@ def refuse_compiled_around(model: nn.Module, blocks: Iterable[nn.Module | None])
                 " apart",
                 fix="compile each block by itself: for block in ...: block.compile()",
             )
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """ProtrainError where the model is inside a wrapper, which gives its parameters other names."""
+    dynamo = sys.modules.get("torch._dynamo")
+    compiled = dynamo is not None and isinstance(model, dynamo.OptimizedModule)
+    if compiled or isinstance(model, DataParallel | DistributedDataParallel):
+        what = "torch.compile" if compiled else type(model).__name__
+        way = (
+            "compile each block by itself: for block in ...: block.compile()"
+            if compiled
+            else "prepare the model itself: a plan for several devices does what the wrapper does"
+        )
+        raise ProtrainError(f"the model is wrapped by {what}, and a plan is for the model", fix=way)
 
 
 def _is_compiled(module: nn.Module) -> bool:

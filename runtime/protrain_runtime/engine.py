@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain_plan.program import COLLECT, Lane, Program
-from protrain_plan.records.plan import Swap, SwapInput, UnitPlan
+from protrain_plan.records.plan import Keep, Persistent, Swap, SwapInput, UnitPlan
 from protrain_runtime.activations import SavedTensors
-from protrain_runtime.chunks import Chunk
+from protrain_runtime.buffers import is_held
+from protrain_runtime.chunks import Chunk, Slice, refuse_reading
 from protrain_runtime.evaluation import Evaluation
 from protrain_runtime.lanes import Backend, LaneError, Ticket, WorkLane, nothing
 from protrain_runtime.moves import Moves
@@ -22,6 +24,7 @@ from protrain_runtime.ranks import Ranks
 from protrain_runtime.standing import Standing, all_bytes, held_bytes
 from protrain_runtime.step_times import StepTimes
 from protrain_runtime.stores import DeviceStore
+from protrain_runtime.taken import TakenGradient
 
 Observer = Callable[[str], None]
 """Told of every boundary: "begin", "slot 3" when what must leave before slot 3 has left, and
@@ -54,6 +57,12 @@ class Engine:
         self._ranks, self._buffers = ranks, tuple(shared_buffers)
         self._cut_short = False  # on this rank: the others are elsewhere
         self.observer: Observer | None = None
+        # Begins a part whose blocks before it were skipped: see `Boundaries.begin_part`.
+        self.begin_part: Callable[[int], bool] = lambda _: False
+        self.check_model: Callable[[], None] = lambda: None  # `UnchangedModel.check`
+        self.gathered = ""  # what has parameters on the device, in words: `full_parameters`
+        self._modified = False  # they may change there
+        self._lent: Evaluation | None = None
         self.recorder: StepTimes | None = None  # of steps of `program`
         self._times: StepTimes | None = None  # the recorder, while such a step runs
         self.lanes: Mapping[Lane, WorkLane] = {
@@ -68,6 +77,8 @@ class Engine:
                 COLLECT: backend.lane(str(COLLECT), on_device=True, patient=True),
             }
         self._offloaded = [chunk for chunk in chunks if chunk.store is not None]
+        for chunk in self._offloaded:
+            chunk.bring, chunk.settle = self._bring, self.settle
         self._reads = [
             [chunk for chunk in self._offloaded if unit in chunk.used_by]
             for unit in range(program.num_units)
@@ -78,6 +89,7 @@ class Engine:
         self._stepping = False  # `optimizer.step()` has begun, and not ended
         self._began = False  # an update of this step has been submitted
         self._torn = False  # a backward that had begun to update was given up
+        self._shown: list[Slice] = []  # the parameters whose gradients the last backward took
         self._given_up: Standing | None = None  # as it was when the last forward was cut short
         self._reset()
 
@@ -89,6 +101,7 @@ class Engine:
         self._saved: SavedTensors | None = None
         self._evaluation: Evaluation | None = None
         self._outputs: frozenset[int] = frozenset()
+        self._lingering: list[tuple[int, StorageWeakRef]] = []  # by unit: buffers that are held
 
     @property
     def program(self) -> Program:
@@ -98,9 +111,12 @@ class Engine:
     # ---- what Boundaries reports ------------------------------------------------------------
 
     def begin(self, *, training: bool) -> None:
+        if training:
+            self.outside("a training step began")
+            self.check_model()
         if self._slot >= 0:
             self._give_up()  # the last forward had no backward, or was cut short
-        self.settle("a second forward began" if training else "the model was evaluated")
+        self._settle("a second forward began" if training else "the model was evaluated")
         self._share_buffers()
         self._times, self._given_up = None, None
         self._training = training
@@ -117,9 +133,7 @@ class Engine:
 
     def begin_between(self) -> None:
         """The model is evaluated, perhaps while its last forward waits for its backward."""
-        self._evaluation = Evaluation(
-            self._offloaded, self._moves, arrived=self._await_fetches, collect=self._collect
-        )
+        self._evaluation = self._evaluated(self._offloaded)
         self.enter(0, ())
 
     def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
@@ -143,9 +157,19 @@ class Engine:
             return
         self._outputs = frozenset(tensor.untyped_storage().data_ptr() for tensor in outputs)
 
+    def differentiate(self, unit: int) -> None:
+        plan = self._plans[unit]
+        if isinstance(plan.activations, Keep) and isinstance(plan.states, Persistent):
+            return
+        raise RuntimeError(
+            f"the forward asks for gradients itself (torch.autograd.grad) through {plan.name!r},"
+            " and the plan has taken away what this needs. Profile the model as it runs now"
+        )
+
     def end_forward(self) -> None:
         if self._evaluation is None:
             self._close_saved()  # the last unit's; its slot ends when backward begins
+            self._refuse_held_views()
             return
         self._evaluation.end()
         self._evaluation = None
@@ -165,6 +189,7 @@ class Engine:
         self._num_backwards += 1
         for chunk in self._offloaded:
             chunk.show_taken()
+        self._shown = [part for chunk in self._offloaded for part in chunk.taken]
         self._observe("backward ended")
 
     def abort(self) -> None:
@@ -264,6 +289,11 @@ class Engine:
         So it is between backward and `optimizer.step()`, where updates are in backward, and after a
         step, or such a backward, that a signal or an error has ended.
         """
+        if self._modified:
+            self.outside(what)
+        self._settle(what)
+
+    def _settle(self, what: str) -> None:
         if self._torn or (self._began and self._slot >= self._program.num_units):
             raise RuntimeError(
                 f"{what} after backward() was cut short: this plan updates offloaded parameters"
@@ -284,10 +314,23 @@ class Engine:
                 f" parameters during backward, so {needs} its step"
             )
 
+    def outside(self, what: str) -> None:
+        """RuntimeError, saying `what`, inside `full_parameters(model)`."""
+        if self.gathered:
+            raise RuntimeError(f"{what} inside {self.gathered}: leave it first")
+
     def check_step(self) -> None:
         """RuntimeError where `optimizer.step()` does not belong."""
+        self.outside("optimizer.step() was called")
         if self._stepping:
             self.settle("optimizer.step() was called")
+        if not self._num_backwards and (name := self._used_gradient()):
+            raise RuntimeError(
+                f"optimizer.step() was called again after one backward(): the gradient of {name!r},"
+                " which is offloaded, is used up. Run a backward() before every step"
+            )
+        if self._updated:
+            self._refuse_other_gradients()
         if self._slot >= 0:
             raise RuntimeError("optimizer.step() was called before backward() had ended")
         count = self._updating.settings.micro_batches
@@ -361,9 +404,35 @@ class Engine:
         for lane in self.lanes.values():
             lane.close()
 
+    # ---- parameters between steps -----------------------------------------------------------
+
+    def gather(self, chunks: Sequence[Chunk], what: str, *, modify: bool) -> None:
+        """Have these chunks' parameters on the device until `ungather`; `what` has them there."""
+        if modify and self._slot >= 0:
+            raise RuntimeError(f"{what} was entered while a forward waits for its backward")
+        self._lent = self._evaluated(chunks)
+        self.gathered, self._modified = what, modify
+        try:
+            for chunk in chunks:
+                self._lent.lend(chunk)
+        except BaseException:
+            self.ungather()
+            raise
+
+    def ungather(self) -> None:
+        """Leave the chunks as they were."""
+        assert self._lent is not None
+        self._lent.end()
+        self._lent, self.gathered, self._modified = None, "", False
+
+    def _evaluated(self, chunks: Sequence[Chunk]) -> Evaluation:
+        return Evaluation(chunks, self._moves, arrived=self._await_fetches, collect=self._collect)
+
     # ---- slots ------------------------------------------------------------------------------
 
     def _begin_slot(self, index: int, inputs: Sequence[torch.Tensor]) -> None:
+        if index == self._program.num_units:
+            self._refuse_unzeroed()
         self._slot = index
         slot = self._program.slots[index]
         for number in [n for n in self._running if self._tickets[n].done()]:
@@ -396,7 +465,14 @@ class Engine:
             self._chunks[slot.unit].take_gradients()
         for unit in slot.release:
             chunk = self._chunks[unit]
-            self._moves.buffers.give_up(chunk.release(chunk.every_group))
+            released = chunk.release(chunk.every_group)
+            if slot.forward:
+                held = [
+                    StorageWeakRef(each.untyped_storage()) for each in released if is_held(each)
+                ]
+                self._lingering += [(unit, storage) for storage in held]
+            self._moves.buffers.give_up(released)
+            del released
         for number in slot.finish:
             self._submit(number)
 
@@ -435,6 +511,56 @@ class Engine:
         saved.__exit__()
         unit = self._program.slots[self._slot].unit
         self._moves.take_swapped(unit, saved.swapped(outputs=self._outputs))
+
+    # ---- what a step may not do ---------------------------------------------------------------
+
+    def _bring(self, chunk: Chunk, name: str) -> None:
+        """Code reads a parameter that is away: in a forward there may be a way."""
+        if self._evaluation is not None:
+            self._evaluation.lend(chunk)
+        elif 0 <= self._slot < self._program.num_units:
+            later = [unit for unit in chunk.used_by if unit > self._slot]
+            if not any(self.begin_part(unit) for unit in later):
+                raise RuntimeError(
+                    f"{self._plans[self._slot].name!r} reads {name!r}, which it did not when it was"
+                    " profiled, and the plan has it away from the device. Profile the model as it"
+                    " runs now"
+                )
+        if chunk.hollow:
+            refuse_reading(name)
+
+    def _refuse_held_views(self) -> None:
+        """RuntimeError where somebody still has a view of parameters that have left the device."""
+        lingering, self._lingering = self._lingering, []
+        held = [unit for unit, storage in lingering if not storage.expired()]
+        if held:
+            raise RuntimeError(
+                f"the model keeps a view of parameters of {self._plans[held[0]].name!r} after their"
+                " slot (on an autograd function's ctx, in an attribute or a list), and the plan has"
+                " taken them off the device: save it with ctx.save_for_backward, or plan with"
+                f" --pin {self._plans[held[0]].name}=persistent"
+            )
+
+    def _refuse_unzeroed(self) -> None:
+        if name := self._used_gradient():
+            raise RuntimeError(
+                f"the gradient of {name!r} was not zeroed after optimizer.step(): plain PyTorch"
+                " would add the next one to it, and this plan has used it up. Call"
+                " optimizer.zero_grad() in every step; to add gradients up, plan with --accumulate"
+            )
+
+    def _used_gradient(self) -> str | None:
+        """An offloaded parameter whose gradient the last step used, and nobody has zeroed."""
+        return next((name for chunk in self._offloaded for name in chunk.used), None)
+
+    def _refuse_other_gradients(self) -> None:
+        for part in self._shown:
+            if not isinstance(part.parameter.grad, TakenGradient):
+                raise RuntimeError(
+                    f"the gradient of {part.name!r} was replaced or set to None between backward()"
+                    " and optimizer.step(): this plan has updated it in backward. Plan with --clip:"
+                    " updates then come after backward"
+                )
 
     def _share_buffers(self) -> None:
         """Let every rank compute with the buffers of rank 0, from the first micro-batch on."""

@@ -42,7 +42,7 @@ class Evaluation:
         """Bring what the unit reads, and take away what only the units before it read."""
         for chunk in self._chunks:
             if unit in chunk.used_by:
-                self._lend(chunk)
+                self.lend(chunk)
             else:
                 self._take_back(chunk)
 
@@ -51,7 +51,8 @@ class Evaluation:
         for chunk in self._chunks:
             self._take_back(chunk)
 
-    def _lend(self, chunk: Chunk) -> None:
+    def lend(self, chunk: Chunk) -> None:
+        """Bring a chunk until a unit begins that does not read it."""
         if chunk.unit in self._lent:
             return
         self._arrived(chunk)

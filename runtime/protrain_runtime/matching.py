@@ -147,6 +147,23 @@ def check_pieces(plan: Plan, chunks: Sequence[Chunk], factory: OptimizerFactory)
         check_elementwise(factory, dtype)
 
 
+def check_groups(plan: Plan, chunks: Sequence[Chunk], optimizer: PlannedOptimizer) -> None:
+    """ProtrainError where an offloaded parameter that is trained is in no parameter group."""
+    grouped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for chunk, unit in zip(chunks, plan.units, strict=True):
+        if isinstance(unit.states, Persistent):
+            continue
+        for part in chunk.slices:
+            if part.trainable and part.parameter not in grouped:
+                raise ProtrainError(
+                    f"{part.name!r} requires a gradient and is in no parameter group, and the plan"
+                    f" offloads the states of {unit.name!r}",
+                    key="param_groups",
+                    fix="give it to the optimizer, or requires_grad_(False) before the model is"
+                    " profiled",
+                )
+
+
 def states_of(
     factory: OptimizerFactory, dtype: torch.dtype, optimizer: PlannedOptimizer
 ) -> dict[str, torch.dtype]:

@@ -22,6 +22,7 @@ from protrain_runtime.chunks import (
 )
 from protrain_runtime.engine import Engine
 from protrain_runtime.masters import MasterOptimizer
+from protrain_runtime.taken import UsedGradient
 
 ParameterGroups = Sequence[Mapping[str, Any]]
 
@@ -63,7 +64,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         options: dict[str, dict[str, Any]] = {}
         for group, chosen in zip(self.param_groups, self._used, strict=True):
             for parameter in group["params"]:
-                options[self._names[parameter]] = chosen
+                if parameter in self._names:  # others are the inner optimizer's own affair
+                    options[self._names[parameter]] = chosen
         return options
 
     def _group_options(self) -> list[dict[str, Any]]:
@@ -94,14 +96,15 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 " updated offloaded parameters with the old ones; change them before backward()"
             )
         self._engine.begin_update()
-        for chunk in self._chunks:
-            chunk.drop_taken()
+        used = [parameter for chunk in self._chunks for parameter in chunk.drop_taken()]
         self._engine.update_shards()
         if isinstance(self._inner, MasterOptimizer):
             # What the plan counts: the workspace of a step on the largest chunk.
             self._inner.room_elements = max(map(_due_elements, self._persistent), default=0)
         self._inner.step()
         self._engine.finish_step()
+        for parameter in used:
+            parameter.grad = UsedGradient.standing_for(parameter)
         self._used = []
         return loss
 
@@ -178,7 +181,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         offloaded = {part.name for chunk in self._chunks for part in chunk.slices}
         names = (
-            (number, self._names[parameter]) for number, parameter in zip(saved, own, strict=True)
+            (number, self._names.get(parameter, ""))
+            for number, parameter in zip(saved, own, strict=True)
         )
         return {number: name for number, name in names if name in offloaded}
 

@@ -114,6 +114,26 @@ def check_room(plan: Plan, room: Room, directory: Path) -> None:
         )
 
 
+def check_free(num_bytes: int, device: torch.device, what: str) -> None:
+    """NoRoomError where less than `num_bytes` are free on the device, beside what is there now."""
+    room = room_here(device, Path.cwd())
+    if not devices.on_host(device):
+        left = room.device_bytes
+    else:
+        left = room.memory_bytes
+        if left is not None:
+            left += room.swap_bytes
+        if room.data_limit is not None:
+            data = room.data_limit - process_memory().data_bytes
+            left = data if left is None else min(left, data)
+    if left is not None and num_bytes > left:
+        raise NoRoomError(
+            f"{what} take {format_bytes(num_bytes)}, and {format_bytes(max(left, 0))} are free",
+            missing_bytes=num_bytes - left,
+            fix="take them unit by unit: units=[...]",
+        )
+
+
 def _memory(whose: str, takes: int, there: int | None, what: str, option: str = "device") -> None:
     if there is not None and takes > there:
         raise NoRoomError(

@@ -33,7 +33,13 @@ from protrain_runtime.chunks import (
     OptimizerFactory,
     offload,
 )
-from protrain_runtime.compiled import code_of, refuse_compiled_around, replace_code
+from protrain_runtime.compiled import (
+    code_of,
+    refuse_compiled_around,
+    refuse_wrapped,
+    replace_code,
+)
+from protrain_runtime.copying import let_copy, look_at
 from protrain_runtime.engine import Engine
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.inputs import refuse_larger_batches
@@ -42,6 +48,7 @@ from protrain_runtime.layout import make_chunks
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.matching import (
     check_devices,
+    check_groups,
     check_kernels,
     check_model,
     check_pieces,
@@ -62,6 +69,7 @@ from protrain_runtime.state_dicts import (
 )
 from protrain_runtime.statistics import with_running_statistics
 from protrain_runtime.stores import Stores
+from protrain_runtime.unchanged_model import UnchangedModel, refuse_conversions
 from protrain_runtime.update_team import UpdateTeam, spare_threads
 
 
@@ -104,6 +112,7 @@ def prepare(
         raise ProtrainError("the model follows a plan already", fix="call restore(model) first")
     if not isinstance(plan, Plan):
         plan = read_plan(Path(plan))
+    refuse_wrapped(model)
     modules = check_model(model, plan)
     check_kernels(plan)
     check_devices(model, plan, process_group, check)
@@ -121,10 +130,12 @@ def prepare(
     inner = make_inner(optimizer, model, param_groups)
     names = {parameter: name for name, parameter in model.named_parameters()}
     facade = PlannedOptimizer(inner, names)
+    before = look_at(model)
     undo: Undo = [switch_off_checkpointing(model)]
     prepared = Prepared(None, (), facade, undo, plan)
     if keeps_everything(plan):  # plain PyTorch itself: nothing to check either
         model.__dict__[ATTRIBUTE] = prepared
+        undo.append(let_copy(before))
         return model, facade
     checking = None
     try:
@@ -146,6 +157,7 @@ def prepare(
         raise
     warn_of_slow_disk(plan, directory)
     model.__dict__[ATTRIBUTE] = prepared
+    undo.append(let_copy(before))
     if checking is not None:
         checking.start(facade)
         undo.append(checking.stop)
@@ -211,6 +223,7 @@ def _attach(
     alignment = devices.alignment(backend.device)
     chunks = make_chunks(model, plan.units, ranks, alignment=alignment)
     check_pieces(plan, chunks, factory)
+    check_groups(plan, chunks, prepared.optimizer)
     stores = Stores(backend, directory)
     undo.append(stores.close)
     dtypes = {part.dtype for chunk in chunks for part in chunk.slices if part.trainable}
@@ -279,7 +292,10 @@ def _attach(
         if isinstance(unit.activations, Recompute | SwapInput):
             assert module is not None, "only blocks are recomputed"
             undo.append(wrap_forward(module, unit.activations.form))
-    boundaries = Boundaries(model, modules, engine)
+    boundaries = Boundaries(model, modules, engine, names=[unit.name for unit in plan.units])
+    engine.begin_part = boundaries.begin_part
+    engine.check_model = UnchangedModel(model, chunks).check
+    undo.append(refuse_conversions(model))
     undo.append(boundaries.remove)
     undo.append(refuse_larger_batches(model, plan.workload))
     add_state_dict_hooks(model, chunks, engine, undo)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from protrain_plan.records.plan import Plan
-from protrain_runtime.chunks import Chunk
+from protrain_runtime.chunks import Chunk, read_parameter
 from protrain_runtime.engine import Engine
 from protrain_runtime.optimizer import PlannedOptimizer
 from protrain_runtime.ranks import Ranks
@@ -16,7 +16,6 @@ from protrain_runtime.state_dicts import (
     Undo,
     bring_back_gradients,
     offloaded_parameters,
-    read_parameter,
 )
 
 ATTRIBUTE = "_protrain_prepared"
@@ -77,10 +76,16 @@ def parameter_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Give the plain model back, with its current parameters; its optimizer goes on plainly."""
-    prepared: Prepared = model.__dict__[ATTRIBUTE]
+    """Give the plain model back, with its current parameters; its optimizer goes on plainly.
+
+    A model that follows no plan is given back as it is.
+    """
+    prepared = prepared_of(model)
+    if prepared is None:
+        return model
     if prepared.engine is not None:
         prepared.engine.settle("restore() was called")
+        prepared.engine.outside("restore() was called")
     return restore_as_is(model)
 
 

@@ -19,7 +19,7 @@ from protrain_runtime.chunks import (
     StateLayout,
     aligned_bytes,
     dense_strides,
-    flat_storage_order,
+    in_order_of,
 )
 from protrain_runtime.ranks import Ranks
 from protrain_runtime.stores import Store
@@ -99,7 +99,7 @@ class Sharding:
         assert own.store is not None
         for mine in own.slices:
             if mine.name == part.name:
-                flat = _flat(values, part)[mine.first : mine.first + mine.numel]
+                flat = in_order_of(part, values)[mine.first : mine.first + mine.numel]
                 own.store.write(own.offset + mine.offset, flat.contiguous().view(torch.uint8))
 
     def keep_state(self, layout: StateLayout, part: Slice, values: torch.Tensor) -> None:
@@ -108,19 +108,11 @@ class Sharding:
         assert own.store is not None
         for mine in own.slices:
             if mine.name == part.name:
-                flat = _flat(values, part)[mine.first : mine.first + mine.numel].to(layout.dtype)
+                flat = in_order_of(part, values)[mine.first : mine.first + mine.numel].to(
+                    layout.dtype
+                )
                 place = layout.offset + mine.start * layout.dtype.itemsize
                 own.store.write(place, flat.contiguous().view(torch.uint8))
-
-
-def _flat(values: torch.Tensor, part: Slice) -> torch.Tensor:
-    """A parameter's elements in the order of its storage.  # [numel]"""
-    source = values.detach()
-    if source.stride() != part.stride:
-        source = torch.empty_strided(
-            part.shape, part.stride, dtype=values.dtype, device=values.device
-        ).copy_(source)
-    return flat_storage_order(source)
 
 
 def make_sharded_chunk(

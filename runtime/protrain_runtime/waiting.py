@@ -115,9 +115,6 @@ class WaitingGradient(TakenGradient):
             )
         return answer(*args, **(kwargs or {}))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # as torch's
-        return "WaitingGradient()"
-
 
 def _vector_norm(gradient: torch.Tensor, ord: float = 2.0) -> torch.Tensor:  # noqa: A002 (torch's)
     assert isinstance(gradient, WaitingGradient)

@@ -1,0 +1,75 @@
+"""A model under a plan keeps its parameters: what replaces or converts them is refused.
+
+`model.to(...)` is refused before it has changed anything. What cannot be seen as it happens
+(`module.weight = ...`, `requires_grad_()`) is refused when the next training step begins.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from protrain_runtime.chunks import Chunk, Slice
+
+_FIX = ": call restore(model) before such changes; profile, plan and prepare after them"
+
+
+def refuse_conversions(model: nn.Module) -> Callable[[], None]:
+    """Let `.to`, `.half`, `.cuda` and their like raise where they would change a tensor.
+
+    Where nothing would change, nothing happens: training scripts move models to the device that
+    they are on. Returns the undo.
+    """
+    modules = list(model.modules())
+    for module in modules:
+        module.__dict__["_apply"] = _guarded(module)
+
+    def undo() -> None:
+        for module in modules:
+            module.__dict__.pop("_apply", None)
+
+    return undo
+
+
+def _guarded(module: nn.Module) -> Callable[..., nn.Module]:
+    def apply(convert: Callable[[torch.Tensor], Any], recurse: bool = True) -> nn.Module:
+        tensors = (*module.parameters(recurse), *module.buffers(recurse))
+        for dtype, device, dim in {(t.dtype, t.device, t.dim()) for t in tensors}:
+            # Two elements each way: such a tensor has one memory format alone.
+            probe = torch.empty((2,) * dim, dtype=dtype, device=device)
+            if convert(probe) is not probe or (device.type == "cpu" and probe.is_shared()):
+                raise RuntimeError(
+                    "the model follows a plan, and this would convert or move its tensors" + _FIX
+                )
+        return module
+
+    return apply
+
+
+class UnchangedModel:
+    """Compares the model's parameters with those that the plan has placed."""
+
+    def __init__(self, model: nn.Module, chunks: Sequence[Chunk]) -> None:
+        parts = {part.parameter: part for chunk in chunks for part in chunk.slices}
+        self._places = [
+            (module._parameters, name, parts[parameter])
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+
+    def check(self) -> None:
+        """RuntimeError where a parameter is another one, or another kind of one."""
+        for parameters, name, part in self._places:
+            parameter = parameters.get(name)
+            if parameter is not part.parameter:
+                _refuse(part, "was replaced")
+            elif parameter.dtype is not part.dtype or parameter.shape != part.shape:
+                _refuse(part, f"has become {tuple(parameter.shape)}, {parameter.dtype}")
+            elif parameter.requires_grad and not part.trainable:
+                _refuse(part, "was frozen when the plan was made, and requires a gradient now")
+
+
+def _refuse(part: Slice, what: str) -> None:
+    raise RuntimeError(f"{part.name!r} {what}, and the plan is for what there was" + _FIX)
