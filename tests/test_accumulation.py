@@ -244,6 +244,7 @@ def test_a_second_backward_without_room_for_its_gradients_is_refused(
         " gradients of one backward; to add several up, plan with --accumulate"
     )
     optimizer.step()
+    optimizer.zero_grad()
     backward(model, 1)
 
 

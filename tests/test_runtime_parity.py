@@ -37,14 +37,13 @@ from protrain_plan.records.plan import (
     SwapInput,
 )
 from protrain_runtime import prepare, restore
-from protrain_runtime.chunks import make_chunk, offload
+from protrain_runtime.chunks import make_chunk, offload, read_parameter
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.lanes import Backend
 from protrain_runtime.layout import make_chunks
 from protrain_runtime.moves import Moves
 from protrain_runtime.optimizer import read_state
 from protrain_runtime.pieces import elementwise_states
-from protrain_runtime.state_dicts import read_parameter
 from protrain_runtime.stores import DiskStore, HostStore
 from protrain_runtime.update_team import UpdateTeam
 from tests.runtime_cases import (

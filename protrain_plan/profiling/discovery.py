@@ -6,15 +6,24 @@ exactly one, the one that reads it first, and every operator runs in exactly one
 """
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
 
+from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch
-from protrain_plan.profiling.execution import Call, Execution, Operation, record_execution
+from protrain_plan.profiling.execution import (
+    Call,
+    Execution,
+    Operation,
+    Start,
+    plain_attributes,
+    record_execution,
+    restore_attributes,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +46,66 @@ class FoundUnit:
     signature: str = ""  # of a block
 
 
-def discover(model: nn.Module, batch: Batch) -> tuple[FoundUnit, ...]:
-    """The units of `model`, from one forward of `batch` in train mode.
+SEEDS = 32
+"""Forwards in which blocks that are skipped at random may all run: of four that are skipped every
+other time, all run in one of sixteen."""
+
+
+def fullest(model: nn.Module, batch: Batch) -> tuple[Start, Execution]:
+    """A forward that runs all blocks, and its start; the first one, where nothing is skipped.
+
+    Profiles are of that forward: steps that skip blocks take less. ProtrainError where blocks run
+    in some forwards, and never all in one.
+    """
+    before = plain_attributes(model)
+    tried: list[tuple[list[str], Start, Execution]] = []
+    for seed in range(SEEDS):
+        start = Start(seed, plain_attributes(model))
+        execution = record_execution(model, batch, start)
+        tried.append((_idle(model, execution), start, execution))
+        if not tried[-1][0]:
+            break
+    restore_attributes(before)
+    idle, start, execution = min(tried, key=lambda one: len(one[0]))
+    if idle and any(other != idle for other, _, _ in tried):
+        raise ProtrainError(
+            f"the model skips blocks from forward to forward, and all of them ran in none of"
+            f" {SEEDS}: {', '.join(idle)} did not in the fullest",
+            fix="profile with no block skipped (a drop probability of zero): plans hold for steps"
+            " that skip some",
+        )
+    return start, execution
+
+
+def _idle(model: nn.Module, execution: Execution) -> list[str]:
+    """The modules that did not run and stand beside others of their class, but for those in blocks.
+
+    What is in a block may be an expert that got no token.
+    """
+    ran = {call.module for call in execution.calls}
+    inside = {module for call in _blocks(model, execution) for module in call.module.modules()}
+    idle: list[str] = []
+    for path, parent in model.named_modules():
+        if parent in inside:
+            continue
+        children = {
+            name: child
+            for name, child in parent.named_children()
+            if any(True for _ in child.parameters())
+        }
+        kinds = Counter(type(child) for child in children.values())
+        idle += [
+            f"{path}.{name}".lstrip(".")
+            for name, child in children.items()
+            if child not in ran and kinds[type(child)] > 1
+        ]
+    return idle
+
+
+def discover(
+    model: nn.Module, batch: Batch, execution: Execution | None = None
+) -> tuple[FoundUnit, ...]:
+    """The units of `model`, from one forward of `batch` in train mode: `execution`, or a new one.
 
     The first and the last unit are parts, empty of parameters or not: the loss is computed in
     the last one. Between two blocks there is a part only where something is computed or a
@@ -48,7 +115,8 @@ def discover(model: nn.Module, batch: Batch) -> tuple[FoundUnit, ...]:
 
     The model, its gradients, buffers and the random state stay as they are.
     """
-    execution = record_execution(model, batch)
+    if execution is None:
+        execution = record_execution(model, batch)
     blocks = _blocks(model, execution)
     return _units(model, _stretches(execution, blocks))
 

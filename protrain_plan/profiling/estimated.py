@@ -13,6 +13,7 @@ Of other accelerators nothing was read: their models are to be profiled where th
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Required, TypedDict, Unpack
@@ -25,9 +26,9 @@ from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.models.precision import parameter_dtype, stepped_dtype
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling.accounting import dissect, weigh
-from protrain_plan.profiling.discovery import discover
+from protrain_plan.profiling.discovery import discover, fullest
 from protrain_plan.profiling.elision import elided, equal_blocks, filled
-from protrain_plan.profiling.execution import undisturbed
+from protrain_plan.profiling.execution import repeating, undisturbed
 from protrain_plan.profiling.faking import fake_batch, fake_model, faking, without_values
 from protrain_plan.profiling.measured import Progress, workspace_fraction
 from protrain_plan.profiling.roofline import OperatorLog
@@ -179,9 +180,11 @@ def _estimates(
         switch_off_checkpointing(model)
         batch = fake_batch(mode, given)
         workload = with_batch_sizes(workload, model, batch)
-        with undisturbed(model):
+        with undisturbed(model), ExitStack() as stack:
             progress("finding units", 0.2)
-            found = discover(model, batch)
+            start, execution = fullest(model, batch)
+            stack.enter_context(repeating(model, start))
+            found = discover(model, batch, execution)
             elision = equal_blocks(model, found, batch)
             with elided(found, elision):
                 progress("finding what is saved", 0.4)

@@ -54,7 +54,57 @@ class Execution:
     operations: tuple[Operation, ...]
 
 
-def record_execution(model: nn.Module, batch: Batch) -> Execution:
+Attributes = dict[nn.Module, dict[str, object]]
+"""By module and name: plain values, which are no part of what it computes with but may steer it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a forward begins with besides its batch: a seed of all generators, and attributes."""
+
+    seed: int
+    attributes: Attributes
+
+
+def plain_attributes(model: nn.Module) -> Attributes:
+    """The numbers, truths and texts that modules have as attributes, such as counters of steps."""
+    return {
+        module: {
+            name: value
+            for name, value in module.__dict__.items()
+            if isinstance(value, bool | int | float | str) or value is None
+        }
+        for module in model.modules()
+    }
+
+
+def restore_attributes(attributes: Attributes) -> None:
+    """Give modules these attributes again, but those that they have in another kind now."""
+    for module, values in attributes.items():
+        for name, value in values.items():
+            if name in module.__dict__ and type(module.__dict__[name]) is type(value):
+                module.__dict__[name] = value
+
+
+@contextmanager
+def repeating(model: nn.Module, start: Start) -> Iterator[None]:
+    """Every forward inside begins from `start`: what it does by chance or by count is the same."""
+
+    def begin(*_: object) -> None:
+        torch.manual_seed(start.seed)
+        random.seed(start.seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(start.seed)
+        restore_attributes(start.attributes)
+
+    handle = model.register_forward_pre_hook(begin)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def record_execution(model: nn.Module, batch: Batch, start: Start | None = None) -> Execution:
     """Run one forward in train mode with gradients enabled, and write down what happened.
 
     Compiled modules run uncompiled, so that all of theirs is seen. Parameters, gradients, buffers,
@@ -64,6 +114,8 @@ def record_execution(model: nn.Module, batch: Batch) -> Execution:
     recorder = _Recorder(model)
     with ExitStack() as stack:
         stack.enter_context(undisturbed(model))
+        if start is not None:
+            stack.enter_context(repeating(model, start))
         stack.enter_context(uncompiled())
         stack.enter_context(recorder.hooks())
         stack.enter_context(torch.enable_grad())

@@ -18,9 +18,14 @@ from protrain_plan.models.precision import parameter_dtype
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling import passes
 from protrain_plan.profiling.accounting import dissect, weigh
-from protrain_plan.profiling.discovery import FoundUnit, discover
+from protrain_plan.profiling.discovery import FoundUnit, discover, fullest
 from protrain_plan.profiling.elision import Elision, elided, equal_blocks, filled, with_inputs
-from protrain_plan.profiling.execution import undisturbed
+from protrain_plan.profiling.execution import (
+    Start,
+    plain_attributes,
+    repeating,
+    undisturbed,
+)
 from protrain_plan.profiling.rehearsal import context_bytes
 from protrain_plan.profiling.reserving import Libraries, Reserve
 from protrain_plan.profiling.unit_by_unit import (
@@ -102,7 +107,7 @@ def measure(
     progress("building the model", 0.02)
     if sketch is not None:
         model, found, batches = build_sparsely(source, workload, sketch, device=where, text=text)
-        running = Running(found, sketch.elision)
+        running = Running(found, sketch.elision, sketch.seed)
     else:
         model = source.build(
             dtype=dtype, precision=precision, adapter=adapter, device=where, seed=seed
@@ -146,10 +151,11 @@ def _too_large(
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """The units of a model, and which of them run."""
+    """The units of a model, which of them run, and the seed with which all of them do."""
 
     found: tuple[FoundUnit, ...]
     elision: Elision
+    seed: int = 0
 
 
 def measure_model(
@@ -183,8 +189,12 @@ def measure_model(
         progress("finding units", 0.05)
         whole = running is None
         if running is None:
-            found = discover(model, batch)
+            start, execution = fullest(model, batch)
+            found = discover(model, batch, execution)
             running = Running(found, Elision.of_nothing(len(found)))
+        else:
+            start = Start(running.seed, plain_attributes(model))
+        stack.enter_context(repeating(model, start))
         found, elision = running.found, running.elision
         refuse_compiled_around(model, (unit.module for unit in found))
         stack.enter_context(elided(found, elision))

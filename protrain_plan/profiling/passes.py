@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.program import grouped, in_blocks
 from protrain_plan.records.profile import Form
@@ -111,6 +112,13 @@ def watched(
     boundaries = Boundaries(model, modules, watch)
     try:
         yield
+        if boundaries.skipped:
+            raise ProtrainError(
+                f"block {boundaries.skipped[0] + 1} of the model's {len(modules)} units ran when"
+                " they were found, and not in a later forward of the same batch: what steers that"
+                " is no generator's state and no number that a module keeps",
+                fix="profile with no block skipped: plans hold for steps that skip some",
+            )
     finally:
         boundaries.remove()
         for unwrap in reversed(undo):

@@ -8,7 +8,7 @@ Fake tensors tell the units and their classes. Then the model is built with its 
 import resource
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,9 +23,9 @@ from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import seeded
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling.accounting import dissect, weigh
-from protrain_plan.profiling.discovery import FoundUnit, discover
+from protrain_plan.profiling.discovery import FoundUnit, discover, fullest
 from protrain_plan.profiling.elision import Elision, elided, equal_blocks, filled
-from protrain_plan.profiling.execution import undisturbed
+from protrain_plan.profiling.execution import repeating, undisturbed
 from protrain_plan.profiling.faking import fake_batch, fake_model, faking, without_values
 from protrain_plan.profiling.tracking import FakeMeter
 from protrain_plan.profiling.workspaces import allocator_of
@@ -51,6 +51,7 @@ class Sketch:
     found: tuple[FoundUnit, ...]  # without modules: those of the fake model are gone
     elision: Elision
     units: tuple[Unit, ...]  # in the form `keep` alone, without seconds
+    seed: int  # with which a forward runs all blocks
 
     @property
     def whole_bytes(self) -> int:
@@ -96,8 +97,10 @@ def sketched(source: ModelSource, workload: Workload, *, text: Path | None) -> S
             seed=workload.seed,
         )
         batch = fake_batch(mode, given)
-        with undisturbed(model):
-            found = discover(model, batch)
+        with undisturbed(model), ExitStack() as stack:
+            start, execution = fullest(model, batch)
+            stack.enter_context(repeating(model, start))
+            found = discover(model, batch, execution)
             elision = equal_blocks(model, found, batch)
             with elided(found, elision):
                 anatomy = dissect(model, batch, found, device=workload.device, forms=("keep",))
@@ -106,6 +109,7 @@ def sketched(source: ModelSource, workload: Workload, *, text: Path | None) -> S
         found=tuple(replace(unit, module=None) for unit in found),
         elision=elision,
         units=tuple(filled(units, elision)),
+        seed=start.seed,
     )
 
 

@@ -10,8 +10,8 @@ falls into three kinds:
 - everything else is saved as it is.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from protrain_plan.records.profile import RecomputedForm
+from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.chunks import Chunk
 from protrain_runtime.replaying import replayed
 from protrain_runtime.statistics import unchanged
@@ -56,16 +57,36 @@ class SwappedStorage:
     autograd has used the last of them, as it would free the storage itself.
     """
 
-    __slots__ = ("__weakref__", "num_bytes", "offset", "restored", "source")
+    __slots__ = ("__weakref__", "_saved", "_version", "num_bytes", "offset", "restored", "source")
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
+    def __init__(self, storage: torch.UntypedStorage, saved: torch.Tensor) -> None:
         self.source: torch.Tensor | None = as_bytes(storage)
+        # Counts the writes to what was saved, as autograd does where no hooks take it.
+        self._saved: torch.Tensor | None = saved.detach()
+        self._version = saved._version
         self.num_bytes = storage.nbytes()
         self.offset = -1  # in the tier's store
         self.restored: torch.Tensor | None = None
 
+    def leave(self) -> None:
+        """The way out has ended: the bytes are in the store, as they were saved."""
+        self._check()
+        self.source = self._saved = None
+
+    def stay(self) -> None:
+        """Serve the bytes from where they are, as an unswapped saved tensor would be."""
+        self.restored, self.source = self.source, None
+
+    def _check(self) -> None:
+        if self._saved is not None and self._saved._version != self._version:
+            raise RuntimeError(
+                "an activation was written in place after it was saved for backward, and the plan"
+                " swaps it: profile the model as it runs now"
+            )
+
     def bytes(self) -> torch.Tensor:
         """The bytes from where they are now: back already, or not gone yet."""
+        self._check()
         held = self.restored if self.restored is not None else self.source
         if held is None:
             raise RuntimeError("a swapped activation was asked for before it came back")
@@ -136,8 +157,7 @@ class SavedTensors:
         storages: list[SwappedStorage] = []
         for pointer, storage in self._by_pointer.items():
             if pointer in outputs:
-                # Served from where it is, as an unswapped saved tensor would be.
-                storage.restored, storage.source = storage.source, None
+                storage.stay()
             else:
                 storages.append(storage)
         self._by_pointer.clear()
@@ -154,7 +174,7 @@ class SavedTensors:
             return tensor.detach()
         swapped = self._by_pointer.get(pointer)
         if swapped is None:
-            swapped = self._by_pointer[pointer] = SwappedStorage(storage)
+            swapped = self._by_pointer[pointer] = SwappedStorage(storage, tensor)
         return InSwapped(swapped, Geometry.of(tensor))
 
 
@@ -178,6 +198,10 @@ def recomputed(
     def run(*args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        with _unwritten(tensors_in((args, kwargs))):
+            return first_run(*args, **kwargs)
+
+    def first_run(*args: object, **kwargs: object) -> object:
         names = tuple(kwargs)
         has_run = False
 
@@ -195,3 +219,15 @@ def recomputed(
         return result
 
     return run
+
+
+@contextmanager
+def _unwritten(inputs: Sequence[torch.Tensor]) -> Iterator[None]:
+    """RuntimeError where a block writes to what it was given, and shall run from it once more."""
+    versions = [tensor._version for tensor in inputs if not tensor.is_inference()]
+    yield
+    if versions != [tensor._version for tensor in inputs if not tensor.is_inference()]:
+        raise RuntimeError(
+            "a block that the plan recomputes writes to its inputs in place: from these it cannot"
+            " run again. Profile the model as it runs now"
+        )

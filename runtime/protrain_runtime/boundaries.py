@@ -111,6 +111,7 @@ class Boundaries:
         self._backward_began = self._backward_ended = False
         self._training = False
         self._unit = -1  # that a running forward is in; -1: none runs
+        self.skipped: tuple[int, ...] = ()  # blocks that the last forward did not call
         self._in_block = False
         self._graph: ref[Callable[..., None]] | None = None  # alive as long as the last forward's
         self._forward: Callable[..., Any] = model.forward
@@ -172,10 +173,13 @@ class Boundaries:
 
     def _run_forward(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         self._unit, self._in_block = 0, False
+        self._called: set[int] = set()
         try:
             return self._forward(*args, **kwargs)
         finally:
             self._unit = -1
+            blocks = (index for index, module in enumerate(self._units) if module is not None)
+            self.skipped = tuple(index for index in blocks if index not in self._called)
 
     def _refuse_in_backward(self) -> None:
         """RuntimeError, unless the backward that had begun was given up.
@@ -240,6 +244,7 @@ class Boundaries:
                 self._refuse_another_order(index)
             self._pass_on(inputs)
             self._unit, self._in_block = index, True
+            self._called.add(index)
             self._listener.enter(index, inputs)
 
         return hook

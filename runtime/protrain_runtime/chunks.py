@@ -133,6 +133,8 @@ class Chunk:
     buffers: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     # The groups whose parameters have their shapes and hold nothing.
     hollow: set[int] = field(default_factory=set[int])
+    # The parameters' versions when they came to the device, which writes count up.
+    versions: dict[str, int] = field(default_factory=dict[str, int])
     # Gradients by parameter: on the device, taken for their moves, and in the store below it.
     gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     waiting: dict[str, Waiting] = field(default_factory=dict[str, Waiting])
@@ -233,6 +235,7 @@ class Chunk:
                 for part in self.groups[number].slices:
                     come_back(part.parameter)
                     part.parameter.data = part.view(self.buffers[number])
+                    self.versions[part.name] = part.parameter._version
                 self.hollow.discard(number)
 
     def unbind(self, groups: Iterable[int]) -> None:
@@ -246,7 +249,7 @@ class Chunk:
         return Elsewhere(
             name=part.name,
             stride=part.stride,
-            bring=partial(self.bring, self),
+            bring=lambda name: self.bring(self, name),
             values=partial(self._copy, part),
             kind=kind,
         )
@@ -313,6 +316,15 @@ class Chunk:
     def taken(self) -> list[Slice]:
         """Where the gradient was taken."""
         return [part for part in self.slices if isinstance(part.parameter.grad, TakenGradient)]
+
+    @property
+    def written(self) -> str | None:
+        """A parameter that was written to since it came to the device."""
+        here = (part for part in self.slices if part.group not in self.hollow)
+        for part in here:
+            if part.parameter._version != self.versions.get(part.name, part.parameter._version):
+                return part.name
+        return None
 
     @property
     def used(self) -> list[str]:

@@ -8,6 +8,8 @@ it compute, release, submit what it produced.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from weakref import ref
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -15,9 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from protrain_plan.program import COLLECT, Lane, Program
 from protrain_plan.records.plan import Keep, Persistent, Swap, SwapInput, UnitPlan
 from protrain_runtime.activations import SavedTensors
+from protrain_runtime.boundaries import Boundaries
 from protrain_runtime.buffers import is_held
 from protrain_runtime.chunks import Chunk, Slice, refuse_reading
-from protrain_runtime.evaluation import Evaluation
+from protrain_runtime.evaluation import Evaluation, refuse_written
 from protrain_runtime.lanes import Backend, LaneError, Ticket, WorkLane, nothing
 from protrain_runtime.moves import Moves
 from protrain_runtime.ranks import Ranks
@@ -57,8 +60,7 @@ class Engine:
         self._ranks, self._buffers = ranks, tuple(shared_buffers)
         self._cut_short = False  # on this rank: the others are elsewhere
         self.observer: Observer | None = None
-        # Begins a part whose blocks before it were skipped: see `Boundaries.begin_part`.
-        self.begin_part: Callable[[int], bool] = lambda _: False
+        self.boundaries: ref[Boundaries] | None = None  # the model's own, which begin parts
         self.check_model: Callable[[], None] = lambda: None  # `UnchangedModel.check`
         self.gathered = ""  # what has parameters on the device, in words: `full_parameters`
         self._modified = False  # they may change there
@@ -78,7 +80,9 @@ class Engine:
             }
         self._offloaded = [chunk for chunk in chunks if chunk.store is not None]
         for chunk in self._offloaded:
-            chunk.bring, chunk.settle = self._bring, self.settle
+            # A lane's work may hold a chunk for longer than the model lives.
+            chunk.bring = partial(_bring, ref(self))
+            chunk.settle = partial(_settle, ref(self))
         self._reads = [
             [chunk for chunk in self._offloaded if unit in chunk.used_by]
             for unit in range(program.num_units)
@@ -156,6 +160,7 @@ class Engine:
         if self._evaluation is not None:
             return
         self._outputs = frozenset(tensor.untyped_storage().data_ptr() for tensor in outputs)
+        self._close_saved()  # what follows is not the unit's, also where no slot begins with it
 
     def differentiate(self, unit: int) -> None:
         plan = self._plans[unit]
@@ -170,6 +175,8 @@ class Engine:
         if self._evaluation is None:
             self._close_saved()  # the last unit's; its slot ends when backward begins
             self._refuse_held_views()
+            for chunk in self._offloaded:
+                refuse_written(chunk)
             return
         self._evaluation.end()
         self._evaluation = None
@@ -215,7 +222,8 @@ class Engine:
             with suppress(LaneError):
                 end.synchronize()
         for number in sorted(self._running):
-            self._moves.end(number)
+            with suppress(RuntimeError):  # of what was saved, and nobody needs any more
+                self._moves.end(number)
         self._release_all()
         for chunk in self._offloaded:
             if in_backward:
@@ -422,7 +430,7 @@ class Engine:
     def ungather(self) -> None:
         """Leave the chunks as they were."""
         assert self._lent is not None
-        self._lent.end()
+        self._lent.end(check=False)
         self._lent, self.gathered, self._modified = None, "", False
 
     def _evaluated(self, chunks: Sequence[Chunk]) -> Evaluation:
@@ -465,6 +473,8 @@ class Engine:
             self._chunks[slot.unit].take_gradients()
         for unit in slot.release:
             chunk = self._chunks[unit]
+            if slot.forward:
+                refuse_written(chunk)
             released = chunk.release(chunk.every_group)
             if slot.forward:
                 held = [
@@ -514,13 +524,14 @@ class Engine:
 
     # ---- what a step may not do ---------------------------------------------------------------
 
-    def _bring(self, chunk: Chunk, name: str) -> None:
+    def bring(self, chunk: Chunk, name: str) -> None:
         """Code reads a parameter that is away: in a forward there may be a way."""
         if self._evaluation is not None:
             self._evaluation.lend(chunk)
         elif 0 <= self._slot < self._program.num_units:
             later = [unit for unit in chunk.used_by if unit > self._slot]
-            if not any(self.begin_part(unit) for unit in later):
+            boundaries = self.boundaries() if self.boundaries is not None else None
+            if boundaries is None or not any(map(boundaries.begin_part, later)):
                 raise RuntimeError(
                     f"{self._plans[self._slot].name!r} reads {name!r}, which it did not when it was"
                     " profiled, and the plan has it away from the device. Profile the model as it"
@@ -590,3 +601,17 @@ class Engine:
     def _observe(self, what: str) -> None:
         if self.observer is not None:
             self.observer(what)
+
+
+def _bring(engine: "ref[Engine]", chunk: Chunk, name: str) -> None:
+    there = engine()
+    if there is None:
+        refuse_reading(name)
+    else:
+        there.bring(chunk, name)
+
+
+def _settle(engine: "ref[Engine]", what: str) -> None:
+    there = engine()
+    if there is not None:
+        there.settle(what)

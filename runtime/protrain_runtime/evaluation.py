@@ -20,6 +20,15 @@ class _Lent(NamedTuple):
     found: list[int]
 
 
+def refuse_written(chunk: Chunk) -> None:
+    """RuntimeError where a forward wrote to parameters that are about to be taken away."""
+    if name := chunk.written:
+        raise RuntimeError(
+            f"the forward wrote to {name!r}, and the plan keeps that below the device: what was"
+            " written would be lost. Profile the model as it runs now, which keeps it on the device"
+        )
+
+
 class Evaluation:
     """One forward without a graph over the offloaded `chunks`.
 
@@ -43,11 +52,15 @@ class Evaluation:
         for chunk in self._chunks:
             if unit in chunk.used_by:
                 self.lend(chunk)
-            else:
+            elif chunk.unit in self._lent:
+                refuse_written(chunk)
                 self._take_back(chunk)
 
-    def end(self) -> None:
-        """Leave the chunks as they were."""
+    def end(self, *, check: bool = True) -> None:
+        """Leave the chunks as they were. Without `check`, whatever was written to them."""
+        for chunk in self._chunks if check else ():
+            if chunk.unit in self._lent:
+                refuse_written(chunk)
         for chunk in self._chunks:
             self._take_back(chunk)
 

@@ -226,7 +226,7 @@ class Moves:
         """The move has ended: free what stood for it."""
         self._held.pop(number, None)
         for storage in self._leaving.pop(number, ()):
-            storage.source = None
+            storage.leave()
         move = self._program.moves[number]
         chunk = self._chunks[move.unit]
         if self._reductions is not None:

@@ -293,7 +293,7 @@ def _attach(
             assert module is not None, "only blocks are recomputed"
             undo.append(wrap_forward(module, unit.activations.form))
     boundaries = Boundaries(model, modules, engine, names=[unit.name for unit in plan.units])
-    engine.begin_part = boundaries.begin_part
+    engine.boundaries = weakref.ref(boundaries)
     engine.check_model = UnchangedModel(model, chunks).check
     undo.append(refuse_conversions(model))
     undo.append(boundaries.remove)

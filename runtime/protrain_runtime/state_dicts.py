@@ -122,7 +122,7 @@ def add_state_dict_hooks(
     ]
     for module in model.modules():
         if module is model or not own.isdisjoint(module._parameters.values()):
-            handles.append(module.register_state_dict_pre_hook(listing.before))  # type: ignore[no-untyped-call]
+            handles.append(module.register_state_dict_pre_hook(listing.before))
             # PyTorch marks the hook, which a bound method does not take.
             handles.append(module.register_state_dict_post_hook(partial(listing.after)))
     undo.extend(handle.remove for handle in handles)
