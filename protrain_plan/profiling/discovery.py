@@ -34,7 +34,8 @@ class FoundUnit:
     nowhere else, so that its call tells where the part begins; else the name of its first
     parameter; else "(input)", "(output)" or "(after ...)".
     `parameters` are names as in `model.named_parameters()`, in order of first use;
-    `also_uses` are those of earlier units that this one reads too (a tied head). Blocks of equal
+    `also_uses` are those of earlier units that this one reads too (a tied head), and `writes` the
+    parameters that its forward writes to, such as an average of others. Blocks of equal
     `signature` have the same structure and ran the same operators on tensors of the same shapes.
     """
 
@@ -44,6 +45,7 @@ class FoundUnit:
     parameters: tuple[str, ...]
     also_uses: tuple[str, ...]
     signature: str = ""  # of a block
+    writes: tuple[str, ...] = ()
 
 
 SEEDS = 32
@@ -191,6 +193,7 @@ class _Stretch:
     name: str
     block: Call | None
     uses: tuple[str, ...]  # parameters, in order of first use in this stretch
+    writes: tuple[str, ...]
     signature: str = ""
 
 
@@ -209,7 +212,8 @@ def _stretches(execution: Execution, blocks: tuple[Call, ...]) -> list[_Stretch]
             uses = _uses(operations)
             runs = next((c.path for c in calls if begin < c.begin and c.end < end), "")
             name = runs or next(iter(uses), "") or _placed(blocks, index)
-            stretches.append(_Stretch(name=name, block=None, uses=uses))
+            writes = _writes(operations)
+            stretches.append(_Stretch(name=name, block=None, uses=uses, writes=writes))
         if block is not None:
             operations = _between(execution.operations, block.begin, block.end)
             stretches.append(
@@ -217,6 +221,7 @@ def _stretches(execution: Execution, blocks: tuple[Call, ...]) -> list[_Stretch]
                     name=block.path,
                     block=block,
                     uses=_uses(operations),
+                    writes=_writes(operations),
                     signature=_signature(block, operations),
                 )
             )
@@ -237,6 +242,10 @@ def _between(operations: Iterable[Operation], begin: int, end: int) -> list[Oper
 
 def _uses(operations: Iterable[Operation]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for o in operations for name in o.parameters))
+
+
+def _writes(operations: Iterable[Operation]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for o in operations for name in o.written))
 
 
 def _placed(blocks: tuple[Call, ...], index: int) -> str:
@@ -273,6 +282,7 @@ def _units(model: nn.Module, stretches: list[_Stretch]) -> tuple[FoundUnit, ...]
             parameters=tuple(owned[index]),
             also_uses=tuple(name for name in stretch.uses if owner[name] < index),
             signature=stretch.signature,
+            writes=stretch.writes,
         )
         for index, (stretch, name) in enumerate(
             zip(stretches, _unique([s.name for s in stretches]), strict=True)

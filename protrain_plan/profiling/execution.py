@@ -17,6 +17,7 @@ from protrain_plan.models.batches import Batch, call_model
 from protrain_runtime import devices
 from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.compiled import uncompiled
+from protrain_runtime.replaying import written_arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +38,13 @@ class Call:
 class Operation:
     """One operator: the parameters whose storage it was given, and whether it does any work.
 
-    `signature` is its name with its arguments: shapes, strides and dtypes of tensors, and numbers.
+    `written` are those of them that it wrote to. `signature` is its name with its arguments:
+    shapes, strides and dtypes of tensors, and numbers.
     """
 
     at: int
     parameters: tuple[str, ...]
+    written: tuple[str, ...]
     trivial: bool  # a view, or bookkeeping: computes nothing and saves nothing
     signature: str
 
@@ -197,11 +200,19 @@ class _Recorder(TorchDispatchMode):
             Operation(
                 at=self._tick(),
                 parameters=tuple(used),
+                written=tuple(self._written(func, args, kwargs or {}) if used else ()),
                 trivial=trivial,
                 signature=_signature(func, args, kwargs),
             )
         )
         return func(*args, **(kwargs or {}))
+
+    def _written(
+        self, func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> Iterator[str]:
+        if func._schema.is_mutable:
+            for tensor in written_arguments(func, args, kwargs):
+                yield from self._parameters_in(tensor)
 
     def _parameters_in(self, tensor: Tensor) -> Iterator[str]:
         if tensor.layout is not torch.strided:

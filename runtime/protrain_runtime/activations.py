@@ -13,6 +13,7 @@ falls into three kinds:
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -77,6 +78,10 @@ class SwappedStorage:
         """Serve the bytes from where they are, as an unswapped saved tensor would be."""
         self.restored, self.source = self.source, None
 
+    def stay_no_longer(self) -> None:
+        """Go with the next unit, which has saved the bytes as well."""
+        self.restored, self.source = None, self.restored
+
     def _check(self) -> None:
         if self._saved is not None and self._saved._version != self._version:
             raise RuntimeError(
@@ -91,6 +96,10 @@ class SwappedStorage:
         if held is None:
             raise RuntimeError("a swapped activation was asked for before it came back")
         return held
+
+
+HandedOn = WeakValueDictionary[int, SwappedStorage]
+"""By data pointer; the saved tensors own the records."""
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -130,16 +139,27 @@ class SavedTensors:
 
     `chunks` are the offloaded chunks that the unit reads. If `swaps`, storages that belong to the
     unit are collected in `swapped`; `foreign` are the storages that do not (data pointers of the
-    model's parameters and buffers, and of inputs that other units use as well).
+    model's parameters and buffers, and of inputs that other units use as well). `handed_on` are
+    those that the unit before would swap and has handed on: a block that returns its input. They
+    leave with this unit, for both.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], *, swaps: bool, foreign: frozenset[int]) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        swaps: bool,
+        foreign: frozenset[int],
+        handed_on: "HandedOn | None" = None,
+    ) -> None:
         self._buffers = {
             buffer.untyped_storage().data_ptr(): (chunk, group)
             for chunk in chunks
             for group, buffer in chunk.buffers.items()
         }
         self._swaps, self._foreign = swaps, foreign
+        self._before = HandedOn() if handed_on is None else handed_on
+        self.handed_on = HandedOn()
         self._by_pointer: dict[int, SwappedStorage] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
@@ -158,6 +178,7 @@ class SavedTensors:
         for pointer, storage in self._by_pointer.items():
             if pointer in outputs:
                 storage.stay()
+                self.handed_on[pointer] = storage
             else:
                 storages.append(storage)
         self._by_pointer.clear()
@@ -174,7 +195,12 @@ class SavedTensors:
             return tensor.detach()
         swapped = self._by_pointer.get(pointer)
         if swapped is None:
-            swapped = self._by_pointer[pointer] = SwappedStorage(storage, tensor)
+            swapped = self._before.pop(pointer, None)
+            if swapped is None:
+                swapped = SwappedStorage(storage, tensor)
+            else:
+                swapped.stay_no_longer()
+            self._by_pointer[pointer] = swapped
         return InSwapped(swapped, Geometry.of(tensor))
 
 

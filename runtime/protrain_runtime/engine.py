@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain_plan.program import COLLECT, Lane, Program
 from protrain_plan.records.plan import Keep, Persistent, Swap, SwapInput, UnitPlan
-from protrain_runtime.activations import SavedTensors
+from protrain_runtime.activations import HandedOn, SavedTensors
 from protrain_runtime.boundaries import Boundaries
 from protrain_runtime.buffers import is_held
 from protrain_runtime.chunks import Chunk, Slice, refuse_reading
@@ -103,6 +103,7 @@ class Engine:
         self._tickets: dict[int, Ticket] = {}
         self._running: set[int] = set()  # submitted, and not yet seen to end
         self._saved: SavedTensors | None = None
+        self._handed_on: HandedOn | None = None
         self._evaluation: Evaluation | None = None
         self._outputs: frozenset[int] = frozenset()
         self._lingering: list[tuple[int, StorageWeakRef]] = []  # by unit: buffers that are held
@@ -511,7 +512,9 @@ class Engine:
         pointers = [tensor.untyped_storage().data_ptr() for tensor in inputs]
         own = {pointers[index] for index in plan.own_inputs if index < len(pointers)}
         foreign = self._shared | (frozenset(pointers) - own)
-        self._saved = SavedTensors(self._reads[unit], swaps=swaps, foreign=foreign)
+        self._saved = SavedTensors(
+            self._reads[unit], swaps=swaps, foreign=foreign, handed_on=self._handed_on
+        )
         self._saved.__enter__()
 
     def _close_saved(self) -> None:
@@ -521,6 +524,7 @@ class Engine:
         saved.__exit__()
         unit = self._program.slots[self._slot].unit
         self._moves.take_swapped(unit, saved.swapped(outputs=self._outputs))
+        self._handed_on = saved.handed_on
 
     # ---- what a step may not do ---------------------------------------------------------------
 

@@ -151,7 +151,7 @@ class _Keeping(_Mode):
                 if self._last == "batched product":
                     self._last = kind
             case "in place":
-                self._copy_before_writes(_written(func, args, kwargs))
+                self._copy_before_writes(written_arguments(func, args, kwargs))
             case "product" | "batched product" | "attention":
                 num_saved = self._num_saved.value
                 result = func(*args, **kwargs)
@@ -293,7 +293,7 @@ def _named(func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) ->
     return defaults | dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
-def _written(
+def written_arguments(
     func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> list[torch.Tensor]:
     """The tensors that an operator writes to."""
