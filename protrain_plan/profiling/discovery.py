@@ -32,7 +32,7 @@ class FoundUnit:
 
     `name` is unique: a block's path; for a part the path of the first module that runs in it, and
     nowhere else, so that its call tells where the part begins; else the name of its first
-    parameter; else "(input)", "(output)" or "(after ...)".
+    parameter, if that is a module's; else "(input)", "(output)" or "(after ...)".
     `parameters` are names as in `model.named_parameters()`, in order of first use;
     `also_uses` are those of earlier units that this one reads too (a tied head), and `writes` the
     parameters that its forward writes to, such as an average of others. Blocks of equal
@@ -211,7 +211,8 @@ def _stretches(execution: Execution, blocks: tuple[Call, ...]) -> list[_Stretch]
         if index == 0 or block is None or works:
             uses = _uses(operations)
             runs = next((c.path for c in calls if begin < c.begin and c.end < end), "")
-            name = runs or next(iter(uses), "") or _placed(blocks, index)
+            first = next(iter(uses), "")
+            name = runs or (first if "." in first else "") or _placed(blocks, index)
             writes = _writes(operations)
             stretches.append(_Stretch(name=name, block=None, uses=uses, writes=writes))
         if block is not None:
@@ -249,7 +250,7 @@ def _writes(operations: Iterable[Operation]) -> tuple[str, ...]:
 
 
 def _placed(blocks: tuple[Call, ...], index: int) -> str:
-    """The name of a part where no module runs and no parameter is read."""
+    """The name of a part where no module runs and no module below the root owns a parameter."""
     if not blocks:
         return "(model)"
     if index == 0:
