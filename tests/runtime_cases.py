@@ -47,7 +47,7 @@ from protrain_plan.records.plan import (
     TierBytes,
     UnitPlan,
 )
-from protrain_plan.records.profile import Profile, RecomputedForm, Workload
+from protrain_plan.records.profile import Form, Profile, RecomputedForm, Workload
 from protrain_runtime import devices
 from protrain_runtime.fingerprint import model_fingerprint
 from tests.functional_model import FunctionalStack
@@ -244,6 +244,23 @@ def described_by(profile: Profile) -> tuple[UnitPlan, ...]:
             own_inputs=unit.own_inputs,
         )
         for index, unit in enumerate(profile.units)
+    )
+
+
+def open_to(profile: Profile, units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
+    """The decisions in forms that the profile's units have: the full one else, or all kept."""
+
+    def opened(plan: UnitPlan, forms: set[Form]) -> UnitPlan:
+        decision = plan.activations
+        if len(forms) == 1:
+            return replace(plan, activations=Keep())
+        if isinstance(decision, Recompute | SwapInput) and decision.form not in forms:
+            return replace(plan, activations=replace(decision, form="full"))
+        return plan
+
+    return tuple(
+        opened(plan, {cost.form for cost in unit.forms})
+        for plan, unit in zip(units, profile.units, strict=True)
     )
 
 

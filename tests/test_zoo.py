@@ -5,7 +5,7 @@ The oracle of training is plain PyTorch, of bytes the step that ran.
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
@@ -27,7 +27,6 @@ from protrain_plan.records.plan import (
     Offload,
     Recompute,
     Swap,
-    SwapInput,
     UnitPlan,
 )
 from protrain_plan.records.profile import Form, OptimizerCost, Profile
@@ -45,6 +44,7 @@ from tests.runtime_cases import (
     described_by,
     differences,
     mixed,
+    open_to,
     plan_of,
 )
 from tests.test_peaks import bytes_of_others, without_freedom
@@ -178,23 +178,6 @@ def assert_trains_like_plain(
     predicted = [slot.total for slot in device_bytes(program, units, profile)]
     found_slots = enumerate(zip(slots[0], predicted, strict=True))
     assert [(slot, seen - most) for slot, (seen, most) in found_slots if seen > most] == []
-
-
-def open_to(profile: Profile, units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
-    """The decisions in forms that the profile's units have: the full one else, or all kept."""
-
-    def opened(plan: UnitPlan, forms: set[Form]) -> UnitPlan:
-        decision = plan.activations
-        if len(forms) == 1:
-            return replace(plan, activations=Keep())
-        if isinstance(decision, Recompute | SwapInput) and decision.form not in forms:
-            return replace(plan, activations=replace(decision, form="full"))
-        return plan
-
-    return tuple(
-        opened(plan, {cost.form for cost in unit.forms})
-        for plan, unit in zip(units, profile.units, strict=True)
-    )
 
 
 def recomputed_and_offloaded(units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:

@@ -169,13 +169,14 @@ def measure_model(
     optimizer: str = DEFAULT_OPTIMIZER,
     running: Running | None = None,
     machine: Hardware | None = None,
+    cost: OptimizerCost | None = None,
 ) -> Profile:
     """The profile of a model that is there. Leaves it, its gradients and the random state alone.
 
     `num_steps` are timed per form of activations (None: see `passes.slot_seconds`).
     `running` says which units run, where not all do: parameters of the others may be on `meta`.
     `machine` is this one, where it was probed before; what the model holds besides tensors is
-    measured anew.
+    measured anew. `cost` is the optimizer's on it, where it was timed before.
     """
     device = device_of(model)
     reserve = Reserve(device)
@@ -251,7 +252,9 @@ def measure_model(
     if machine is None:
         progress("probing the machine", 0.7)
         machine = probe(device, spill_directory=spill_directory, dtype=workload.dtype)
-    progress("timing the optimizer", 0.95)
+    if cost is None:
+        progress("timing the optimizer", 0.95)
+        cost = _optimizer(workload, optimizer, model, spill_directory)
     profile = Profile(
         workload=workload,
         hardware=replace(
@@ -262,7 +265,7 @@ def measure_model(
         ),
         method="measured",
         model_fingerprint=model_fingerprint(model),
-        optimizer=_optimizer(workload, optimizer, model, spill_directory),
+        optimizer=cost,
         base_bytes=anatomy.base_bytes,
         units=tuple(filled(_timed(units, seconds, elision), elision)),
         tensors=model_tensors(model),
