@@ -18,7 +18,7 @@ Nothing here knows what a slot does.
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from weakref import ref
 
 import torch
@@ -108,7 +108,7 @@ class Boundaries:
         self._names = tuple(names)
         self._undo: list[Callable[[], None]] = []
         self._step = 0  # counts forwards, so that hooks know an abandoned graph
-        self._backward_began = self._backward_ended = False
+        self._backward_began = False
         self._training = False
         self._unit = -1  # that a running forward is in; -1: none runs
         self.skipped: tuple[int, ...] = ()  # blocks that the last forward did not call
@@ -151,12 +151,12 @@ class Boundaries:
     def _run(self, *args: object, **kwargs: object) -> object:
         if self._unit >= 0:
             raise RuntimeError("the model was called inside its own forward: a plan is for one")
-        if self._backward_began and not self._backward_ended and self._training:
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0:
             self._refuse_in_backward()
         if self._awaits_backward() and not torch.is_grad_enabled():
             return self._run_between(args, kwargs)
         self._step += 1
-        self._backward_began = self._backward_ended = False
+        self._backward_began = False
         self._training = torch.is_grad_enabled()
         self._listener.begin(training=self._training)
         try:
@@ -181,18 +181,13 @@ class Boundaries:
             blocks = (index for index, module in enumerate(self._units) if module is not None)
             self.skipped = tuple(index for index in blocks if index not in self._called)
 
-    def _refuse_in_backward(self) -> None:
-        """RuntimeError, unless the backward that had begun was given up.
-
-        An engine that runs a backward has a task for it; one that raised has none any more.
-        """
-        if torch._C._current_graph_task_id() >= 0 and torch.is_grad_enabled():
-            self._step += 1
-            self._listener.abort()
-            raise RuntimeError(
-                "the model was called inside backward(), as torch.utils.checkpoint around it does:"
-                " a plan says itself what is recomputed. Call the model without that"
-            )
+    def _refuse_in_backward(self) -> NoReturn:
+        self._step += 1
+        self._listener.abort()
+        raise RuntimeError(
+            "the model was called inside backward(), as torch.utils.checkpoint around it does: a"
+            " plan says itself what is recomputed. Call the model without that"
+        )
 
     def _awaits_backward(self) -> bool:
         """Whether backward may still come through the last forward."""
@@ -211,6 +206,11 @@ class Boundaries:
             raise
         self._training = True
         return result
+
+    @property
+    def running(self) -> bool:
+        """Whether the model's forward runs."""
+        return self._unit >= 0
 
     def begin_part(self, index: int, inputs: Sequence[torch.Tensor] = ()) -> bool:
         """Begin a part whose blocks before it were skipped; False where that cannot be."""
@@ -303,15 +303,13 @@ class Boundaries:
 
         for tensor in tensors:
             # The node and not the tensor: a tensor that is written in place afterwards has another
-            # node, and PyTorch 2.13 crashes where one has hooks from before and after.
+            # node, and PyTorch 2.13 crashes where one has hooks from before and after. Not leaves,
+            # whose gradients come in no order with those of parameters.
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(hook)
-            elif tensor.requires_grad:
-                tensor.register_hook(hook)
         return hook
 
     def _end_backward(self) -> None:
-        self._backward_ended = True
         self._listener.end_backward()
 
 

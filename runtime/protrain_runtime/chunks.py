@@ -368,11 +368,6 @@ def make_chunk(
 
 def refuse_reading(name: str) -> None:
     """RuntimeError that names the way to a parameter that is away."""
-    if torch._guards.CompileContext.try_get() is not None:
-        raise RuntimeError(
-            "torch.compile around a model that follows a plan: compile each block by itself"
-            " (for block in ...: block.compile()), before the model is profiled"
-        )
     raise RuntimeError(
         f"the values of {name!r} are not on the device: the plan keeps them below it, or shared"
         " among the devices, between its uses. Read or write them inside"

@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import finalize, ref
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from protrain_plan.errors import ProtrainError
@@ -69,22 +71,58 @@ def refuse_compiled_around(model: nn.Module, blocks: Iterable[nn.Module | None])
             )
 
 
+_EACH_BLOCK = "compile each block by itself: for block in ...: block.compile()"
+
+
 def refuse_wrapped(model: nn.Module) -> None:
-    """ProtrainError where the model is inside a wrapper, which gives its parameters other names."""
-    dynamo = sys.modules.get("torch._dynamo")
-    compiled = dynamo is not None and isinstance(model, dynamo.OptimizedModule)
-    if compiled or isinstance(model, DataParallel | DistributedDataParallel):
-        what = "torch.compile" if compiled else type(model).__name__
-        way = (
-            "compile each block by itself: for block in ...: block.compile()"
-            if compiled
-            else "prepare the model itself: a plan for several devices does what the wrapper does"
+    """ProtrainError where the model is a wrapper, which gives the parameters other names."""
+    if _is_optimized(model):
+        raise ProtrainError("the model is compiled as a whole", fix=_EACH_BLOCK)
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        raise ProtrainError(
+            f"the model is wrapped in {type(model).__name__}",
+            fix="prepare the model itself: a plan for several devices does what the wrapper does",
         )
-        raise ProtrainError(f"the model is wrapped by {what}, and a plan is for the model", fix=way)
+
+
+def refuse_wrapping(model: nn.Module) -> Callable[[], None]:
+    """Let `torch.compile(model)` and the like raise from now on; returns the undo."""
+
+    planned = ref(model)  # PyTorch keeps the hook for all modules there are
+
+    def registered(wrapper: nn.Module, _: str, module: nn.Module | None) -> None:
+        if module is None or module is not planned():
+            return
+        if _is_optimized(wrapper):
+            refuse()
+        if isinstance(wrapper, DistributedDataParallel):
+            raise RuntimeError(
+                "the model follows a plan, and DistributedDataParallel around it would sum"
+                " gradients that the plan has taken: plan with --num-devices"
+            )
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError(
+            f"the model follows a plan, and would be compiled as a whole: {_EACH_BLOCK}, before it"
+            " is profiled"
+        )
+
+    handle = register_module_module_registration_hook(registered)
+    last_resort = finalize(model, handle.remove)
+    model.__dict__["compile"] = refuse
+
+    def undo() -> None:
+        last_resort.detach()
+        handle.remove()
+        model.__dict__.pop("compile", None)
+
+    return undo
+
+
+def _is_optimized(module: nn.Module) -> bool:
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    dynamo = sys.modules.get("torch._dynamo")
-    return is_compiled_in_place(module) or (
-        dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-    )
+    return is_compiled_in_place(module) or _is_optimized(module)

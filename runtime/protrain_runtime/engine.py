@@ -198,6 +198,8 @@ class Engine:
         for chunk in self._offloaded:
             chunk.show_taken()
         self._shown = [part for chunk in self._offloaded for part in chunk.taken]
+        if self._updated:
+            self._refuse_late_gradients()
         self._observe("backward ended")
 
     def abort(self) -> None:
@@ -532,10 +534,11 @@ class Engine:
         """Code reads a parameter that is away: in a forward there may be a way."""
         if self._evaluation is not None:
             self._evaluation.lend(chunk)
-        elif 0 <= self._slot < self._program.num_units:
+            return
+        boundaries = self.boundaries() if self.boundaries is not None else None
+        if boundaries is not None and boundaries.running:
             later = [unit for unit in chunk.used_by if unit > self._slot]
-            boundaries = self.boundaries() if self.boundaries is not None else None
-            if boundaries is None or not any(map(boundaries.begin_part, later)):
+            if not any(map(boundaries.begin_part, later)):
                 raise RuntimeError(
                     f"{self._plans[self._slot].name!r} reads {name!r}, which it did not when it was"
                     " profiled, and the plan has it away from the device. Profile the model as it"
@@ -567,6 +570,18 @@ class Engine:
     def _used_gradient(self) -> str | None:
         """An offloaded parameter whose gradient the last step used, and nobody has zeroed."""
         return next((name for chunk in self._offloaded for name in chunk.used), None)
+
+    def _refuse_late_gradients(self) -> None:
+        """RuntimeError where a gradient came when its chunk had been updated."""
+        shown = {part.name for part in self._shown}
+        for part in (part for chunk in self._offloaded for part in chunk.slices):
+            if part.parameter.grad is not None and part.name not in shown:
+                self._torn = True
+                raise RuntimeError(
+                    f"a gradient of {part.name!r} came after the plan had updated it: it was used"
+                    " outside of the units that read it when the model was profiled. Profile the"
+                    " model as it runs now, and go on from a checkpoint"
+                )
 
     def _refuse_other_gradients(self) -> None:
         for part in self._shown:

@@ -37,6 +37,7 @@ from protrain_runtime.compiled import (
     code_of,
     refuse_compiled_around,
     refuse_wrapped,
+    refuse_wrapping,
     replace_code,
 )
 from protrain_runtime.copying import let_copy, look_at
@@ -296,6 +297,7 @@ def _attach(
     engine.boundaries = weakref.ref(boundaries)
     engine.check_model = UnchangedModel(model, chunks).check
     undo.append(refuse_conversions(model))
+    undo.append(refuse_wrapping(model))
     undo.append(boundaries.remove)
     undo.append(refuse_larger_batches(model, plan.workload))
     add_state_dict_hooks(model, chunks, engine, undo)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain_runtime.chunks import Chunk, Slice
+from protrain_runtime.chunks import Chunk
 
 _FIX = ": call restore(model) before such changes; profile, plan and prepare after them"
 
@@ -58,18 +58,28 @@ class UnchangedModel:
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
+        self._modules = [
+            (module._modules, name, child, f"{path}.{name}".lstrip("."))
+            for path, module in model.named_modules()
+            for name, child in module._modules.items()
+        ]
 
     def check(self) -> None:
-        """RuntimeError where a parameter is another one, or another kind of one."""
+        """RuntimeError where a module or parameter is another one, or another kind of one."""
+        for modules, name, child, path in self._modules:
+            if modules.get(name) is not child:
+                raise RuntimeError(
+                    f"{path!r} was replaced, and the plan is for what there was{_FIX}"
+                )
         for parameters, name, part in self._places:
             parameter = parameters.get(name)
             if parameter is not part.parameter:
-                _refuse(part, "was replaced")
+                _refuse(part.name, "was replaced")
             elif parameter.dtype is not part.dtype or parameter.shape != part.shape:
-                _refuse(part, f"has become {tuple(parameter.shape)}, {parameter.dtype}")
+                _refuse(part.name, f"has become {tuple(parameter.shape)}, {parameter.dtype}")
             elif parameter.requires_grad and not part.trainable:
-                _refuse(part, "was frozen when the plan was made, and requires a gradient now")
+                _refuse(part.name, "was frozen when the plan was made, and requires a gradient now")
 
 
-def _refuse(part: Slice, what: str) -> None:
-    raise RuntimeError(f"{part.name!r} {what}, and the plan is for what there was" + _FIX)
+def _refuse(name: str, what: str) -> None:
+    raise RuntimeError(f"{name!r} {what}, and the plan is for what there was" + _FIX)
