@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test levels lint types format docs plans clean
+.PHONY: help venv demo test levels fuzz lint types format docs plans clean
 
 # The first interpreter that is new enough and can make environments; or say `make PYTHON=...`.
 CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11
@@ -18,6 +18,8 @@ STAMP := .venv/.installed
 MARKERS ?= not slow and not gpu
 CHOSEN := $(if $(MARKERS),($(MARKERS)) and )
 JOBS ?= 2
+FUZZ_SECONDS ?= 300
+FUZZ_SEED ?= 0
 
 help: ## say what there is
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1|/' | column -t -s '|'
@@ -41,6 +43,9 @@ test: lint types ## lint, check types, run the tests (all of them: make test MAR
 
 levels: $(STAMP) ## run the tests of bytes and peaks at each level of the processor's instructions
 	@$(BIN)/python -m tests.levels
+
+fuzz: $(STAMP) ## judge random modules for FUZZ_SECONDS, from number FUZZ_SEED on
+	@$(BIN)/python -m tests.fuzzing --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
 lint: $(STAMP) ## check style and format
 	@$(BIN)/ruff check --quiet

@@ -5,9 +5,14 @@ Prints each that goes wrong with its seed and its source, and what became of all
 """
 
 import argparse
+import os
 import sys
 import time
 from collections import Counter
+
+# Before torch is imported, as for the tests (tests/conftest.py).
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from tests.fuzzed_modules import fuzzed, source
 from tests.judging import PLANS, Verdict, judged

@@ -470,6 +470,43 @@ class Relative(Stack):
         return hidden
 
 
+class EndsInNorm(Block):
+    """Keeps nothing of what it gives; who reads that keeps it."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.norm(hidden)
+        return out * 1.5
+
+
+class ReadBetween(Stack):
+    """Equal blocks in a row, after one of which the model computes something."""
+
+    def __init__(self) -> None:
+        super().__init__(EndsInNorm, depth=5)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def through(self, hidden: Tensor, step: int) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden)
+            if number == 2:
+                hidden = hidden * self.scale
+        return hidden
+
+
+class FirstToLast(Stack):
+    """What the first of equal blocks gave is added after the last."""
+
+    def __init__(self) -> None:
+        super().__init__(EndsInNorm, depth=5)
+
+    def through(self, hidden: Tensor, step: int) -> Tensor:
+        first: Tensor = self.blocks[0](hidden)
+        hidden = first
+        for block in self.blocks[1:]:
+            hidden = block(hidden)
+        return hidden + first
+
+
 class KeepsOnContext(torch.autograd.Function):
     """Tensors that saved-tensor hooks do not see."""
 
@@ -704,6 +741,29 @@ class Arguments(Stack):
         return hidden
 
 
+class TakesObject(Block):
+    """What it takes and gives are attributes of an object of a class of the user's own."""
+
+    def forward(self, state: "State") -> "State":  # type: ignore[override]
+        return State(super().forward(state.hidden) + state.shift, state.shift)
+
+
+class State:
+    def __init__(self, hidden: Tensor, shift: Tensor) -> None:
+        self.hidden, self.shift = hidden, shift
+
+
+class Objects(Stack):
+    def __init__(self) -> None:
+        super().__init__(TakesObject)
+
+    def through(self, hidden: Tensor, step: int) -> Tensor:
+        state = State(hidden, hidden.mean(dim=1, keepdim=True))
+        for block in self.blocks:
+            state = block(state)
+        return state.hidden
+
+
 class GradientInBlock(Block):
     """A gradient inside the block's own forward, of a graph of its own."""
 
@@ -812,6 +872,8 @@ HOSTILE: dict[str, Hostile] = {
     "peaks: u-net": Hostile(make=UNet),
     "peaks: messages": Hostile(make=Graph),
     "peaks: relative bias": Hostile(make=Relative),
+    "peaks: read between equal blocks": Hostile(make=ReadBetween),
+    "peaks: first to last of equal blocks": Hostile(make=FirstToLast),
     "peaks: kept on ctx": Hostile(make=of_blocks(OnContext)),
     "peaks: own checkpoint": Hostile(make=of_blocks(Checkpointed), refusal=_GRAD),
     "peaks: memory of a block": Hostile(make=of_blocks(Remembers), refusal=r"keeps|attribute"),
@@ -835,6 +897,7 @@ HOSTILE: dict[str, Hostile] = {
         factory=partial(torch.optim.AdamW, lr=3e-4, foreach=False),
     ),
     "takes: arguments of all kinds": Hostile(make=Arguments),
+    "takes: objects": Hostile(make=Objects, refusal=r"argument|tensor|object|State"),
     "takes: a gradient in a block": Hostile(make=of_blocks(GradientInBlock), refusal=_GRAD),
     "takes: forces": Hostile(make=Forces, refusal=_GRAD),
     "takes: gradient of weights": Hostile(make=GradientOfWeights, refusal=_GRAD),

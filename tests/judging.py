@@ -122,10 +122,10 @@ def judged(
         verdicts = [Verdict(**{**each, "gave_up": tuple(each["gave_up"])}) for each in told]
         if ended != 0:
             how = "did not end" if ended is None else f"ended with {ended}"
-            last = errors.read_text(encoding="utf-8", errors="replace").strip()[-2000:]
+            said = errors.read_text(encoding="utf-8", errors="replace").strip()[:2000]
             seen = len([each for each in verdicts if each.under in PLANS])
             under = plans[seen] if seen < len(plans) else "profile"
-            verdicts.append(Verdict(under=under, kind="wrong", text=f"the process {how}: {last}"))
+            verdicts.append(Verdict(under=under, kind="wrong", text=f"the process {how}: {said}"))
         return verdicts
 
 
