@@ -171,22 +171,6 @@ def _attention_blocks(query: Tensor, key: Tensor) -> tuple[int, int, int]:
     return min(rows, length), min(512, int(key.shape[2])), int(query.shape[3])
 
 
-def packed_dtypes(processor: str) -> frozenset[torch.dtype]:
-    """16-bit dtypes whose attention a processor of this name may compute in AMX's tiles.
-
-    The processor at hand, "", can be asked. Another one may be of any kind, unless it is AMD's, of
-    which none has them.
-    """
-    if processor.startswith("AMD "):
-        return frozenset()
-    if processor:
-        return frozenset(HALF)
-    # Those that CPUBlas.cpp's could_pack looks for; ONEDNN_MAX_CPU_ISA can only take them away.
-    able = torch.cpu.get_capabilities()
-    tiles = {torch.bfloat16: "amx_tile", torch.float16: "amx_fp16"}
-    return frozenset(dtype for dtype, name in tiles.items() if able.get(name))
-
-
 def _packed_attention(call: OperatorCall) -> int:
     """A bound: keys and values as tiles want them, in pairs of rows; a block of keys per thread.
 
@@ -213,7 +197,7 @@ def _attention(call: OperatorCall) -> int:
     rows, columns, width = _attention_blocks(query, key)
     floats = rows * columns + 2 * rows + rows * width
     half = 2 * rows * columns if query.dtype in HALF else 0
-    packed = _packed_attention(call) if query.dtype in call.packed else 0
+    packed = _packed_attention(call) if query.dtype in HALF else 0
     return call.num_threads * (4 * floats + half) + packed
 
 

@@ -92,10 +92,10 @@ def estimates(
     for machine in machines:
         _refuse_unknown(machine)
         _rates(machine)
-    groups: dict[tuple[DeviceKind, int, frozenset[torch.dtype]], list[Hardware]] = {}
+    groups: dict[tuple[DeviceKind, int, bool], list[Hardware]] = {}
     for machine in machines:
         allocator = allocator_of(machine.device)
-        alike = (machine.device.kind, allocator.num_threads, allocator.packed)
+        alike = (machine.device.kind, allocator.num_threads, allocator.is_here)
         groups.setdefault(alike, []).append(machine)
     found = {
         id(machine): profile
