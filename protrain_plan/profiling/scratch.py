@@ -4,7 +4,6 @@ Kernels choose their scratch memory by the processor, its instructions and the n
 Where these are the machine's own, nothing need be known of them.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -199,7 +199,7 @@ class FakeMeter(TorchDispatchMode):
 
 
 class _Highest(NamedTuple):
-    """The most live bytes with which an operator was called, and what it takes besides at most."""
+    """The most live bytes beside an operator, and the bound of what it takes itself."""
 
     live_bytes: int
     scratch_bytes: int
@@ -212,7 +212,9 @@ def _with_scratch(
     peak = segment.peak_bytes
     for call, highest in calls.items():
         scratch = taken[call]
-        peak = max(peak, highest.live_bytes + (highest.scratch_bytes if scratch is None else scratch))
+        peak = max(
+            peak, highest.live_bytes + (highest.scratch_bytes if scratch is None else scratch)
+        )
     return replace(segment, peak_bytes=peak)
 
 
