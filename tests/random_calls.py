@@ -25,7 +25,7 @@ RandomCall = tuple[Any, tuple[Any, ...]]
 
 def size(rng: random.Random, most: int) -> int:
     """As many small ones as large ones, half of them round."""
-    power = most ** rng.random()
+    power: float = most ** rng.random()
     return max(1, round(power / 8) * 8 if rng.random() < 0.5 else round(power))
 
 

@@ -12,7 +12,7 @@ from protrain_plan.profiling.scratch import MOST_BYTES, Call, measured_bytes
 from protrain_plan.profiling.tracking import FakeMeter
 from protrain_plan.profiling.workspaces import Allocator
 from protrain_runtime.boundaries import tensors_in
-from tests.levels import LEVELS, ROOT, environment, known
+from tests.levels import ROOT, environment, known
 from tests.random_calls import overruns
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ def test_bounds_hold_with_this_processors_kernels() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", list(filter(known, LEVELS)), ids="-".join)
+@pytest.mark.parametrize("level", known(), ids="-".join)
 def test_bounds_hold_at_every_level_of_instructions(level: tuple[str, str]) -> None:
     command = (sys.executable, "-m", "tests.random_calls", "250", "3")
     ran = subprocess.run(

@@ -114,7 +114,7 @@ def convolution(call: OperatorCall) -> int:
     given, weight = call.args[:2]
     transposed, groups = call.args[6], call.args[8]
     own = _Elements.of(given, weight, call.outputs[0], groups, transposed=transposed)
-    item, half = given.itemsize, given.dtype in HALF
+    item, half = int(given.itemsize), int(given.dtype in HALF)
     library = item * (own.given + own.weight + own.result)
     library += 4 * half * (own.result + own.weight)
     library += call.num_threads * (4 * own.patches + _KERNEL_BYTES)
@@ -133,7 +133,7 @@ def convolution_backward(call: OperatorCall) -> int:
     gradient, given, weight = call.args[:3]
     transposed, groups = call.args[7], call.args[9]
     own = _Elements.of(given, weight, gradient, groups, transposed=transposed)
-    item, half = given.itemsize, given.dtype in HALF
+    item, half = int(given.itemsize), int(given.dtype in HALF)
     library = (1 + half) * item * 2 * (own.given + own.result)
     blocks = 4 * (1 + half + call.num_threads) + half * item
     matrices = 4 * item * (half + call.num_threads)  # booked as so many floats as there are bytes

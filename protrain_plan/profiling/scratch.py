@@ -82,7 +82,9 @@ class Call:
 
     def repeated(self) -> Callable[[], object]:
         """The call of real tensors; what it gives, or None where it fails."""
-        leaves = [leaf.zeros() if kind is _Geometry else leaf for kind, leaf in self.arguments]
+        leaves = [
+            leaf.zeros() if isinstance(leaf, _Geometry) else leaf for _, leaf in self.arguments
+        ]
         args, kwargs = tree_unflatten(leaves, self.tree)
 
         def repeat() -> object:
