@@ -2,8 +2,8 @@
 
 PyTorch and oneDNN choose kernels by the processor's instructions, and each has scratch memory of
 its own. A bound here is the most of those that may be chosen, from SSE4.1 to AVX-512
-(`tests/random_calls.py` compares them at every level). With AMX the sources alone were read; what
-Arm's library takes was not. Where the processor is at hand, none is needed (`scratch`).
+(`tests/random_calls.py` compares them at every level). With AMX the sources alone were read (oneDNN
+3.12). Where the processor is at hand, no bound is needed (`scratch`).
 """
 
 import math
