@@ -1,8 +1,7 @@
 """Tests of bytes and peaks with fewer of the processor's instructions: `make levels`.
 
 Kernels are chosen by them, PyTorch's own (`ATEN_CPU_CAPABILITY`) and oneDNN's
-(`ONEDNN_MAX_CPU_ISA`), and take other memory while they run. oneDNN stays at AVX2 and above: its
-convolutions below that take more than their bounds (see `profiling/onednn_workspaces.py`).
+(`ONEDNN_MAX_CPU_ISA`), and take other memory while they run.
 """
 
 import os
@@ -12,23 +11,38 @@ from pathlib import Path
 
 import torch
 
-FILES = ("tracking", "values", "elision", "unit_by_unit", "peaks")
-LEVELS = (("default", "AVX2"), ("avx2", "AVX2"), ("avx512", "AVX512_CORE"))
+ROOT = Path(__file__).parent.parent
+FILES = ("scratch", "tracking", "values", "elision", "unit_by_unit", "estimated", "peaks")
+LEVELS = (
+    ("default", "SSE41"),
+    ("default", "AVX"),
+    ("avx2", "AVX2"),
+    ("avx512", "AVX512_CORE"),
+)
+
+
+def known() -> list[tuple[str, str]]:
+    """The levels of which this processor has all instructions."""
+    names = [name for name, _ in LEVELS]
+    own = torch.backends.cpu.get_cpu_capability().lower()
+    most = names.index(own) if own in names else 0
+    return [level for level in LEVELS if names.index(level[0]) <= most]
+
+
+def environment(level: tuple[str, str]) -> dict[str, str]:
+    """That of a process which takes kernels of the level."""
+    aten, onednn = level
+    return {**os.environ, "ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn}
 
 
 def main() -> int:
     """Run them at every level up to the processor's own; 1 if any fails."""
-    names = [name for name, _ in LEVELS]
-    own = torch.backends.cpu.get_cpu_capability().lower()
-    known = LEVELS[: names.index(own) + 1] if own in names else LEVELS[:1]
     files = [f"tests/test_{name}.py" for name in FILES]
+    command = (sys.executable, "-m", "pytest", "-q", "-m", "not slow and not gpu", *files)
     failed = False
-    for aten, onednn in known:
-        print(f"--- {aten}", flush=True)
-        levels = {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn}
-        command = (sys.executable, "-m", "pytest", "-q", "-m", "not slow and not gpu", *files)
-        root = Path(__file__).parent.parent
-        ran = subprocess.run(command, cwd=root, env=os.environ | levels, check=False)
+    for level in known():
+        print(f"--- {' '.join(level)}", flush=True)
+        ran = subprocess.run(command, cwd=ROOT, env=environment(level), check=False)
         failed |= ran.returncode != 0
     return int(failed)
 

@@ -151,6 +151,18 @@ def test_a_machine_without_rates_is_refused() -> None:
     )
 
 
+def test_a_processor_whose_kernels_are_not_bounded_is_refused() -> None:
+    hardware = machine()
+    arm = replace(hardware, device=replace(hardware.device, name="aarch64", num_threads=10**4))
+    with pytest.raises(ProtrainError) as refused:
+        estimated(load_source("tiny-llama"), arm)
+    assert str(refused.value) == (
+        "cpu: device.name: what operators take on a processor of type 'aarch64' is known where it"
+        " is at hand, and bounded for x86 processors alone\n"
+        "  fix: profile on the machine itself"
+    )
+
+
 CHECKPOINTED = """
 from protrain_plan.models.sources import load_source
 

@@ -185,6 +185,27 @@ def test_code_that_keeps_more_is_found_without_a_new_parameter(repository: Repos
     assert any(unit.activation_bytes > 0 for unit in verdict.growth)
 
 
+def test_peaks_of_an_estimate_that_was_made_with_other_kernels_hold(
+    repository: Repository, made: tuple[Repository, Profile]
+) -> None:
+    """Measured where they are at hand, bounded elsewhere: no change of the model."""
+    lower = replace(
+        made[1],
+        units=tuple(
+            replace(
+                unit,
+                forms=tuple(
+                    replace(form, backward_peak_bytes=form.backward_peak_bytes - 64)
+                    for form in unit.forms
+                ),
+            )
+            for unit in made[1].units
+        ),
+    )
+    peak = repository.commit(lower)
+    assert repository.check(device=peak).exit_code == 0
+
+
 def test_new_layers_are_not_decided_about(repository: Repository) -> None:
     repository.settings(widths=(512,) * 5)
     report = repository.check()

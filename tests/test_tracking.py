@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.hardware.probe import processor_name
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.profiling import passes
@@ -19,7 +21,7 @@ from protrain_plan.profiling.tracking import FakeMeter
 from protrain_plan.profiling.workspaces import allocator_of
 from protrain_plan.program import BLOCK_BYTES
 from protrain_plan.records.hardware import Device, DeviceKind
-from protrain_plan.records.profile import Form
+from protrain_plan.records.profile import DType, Form
 from protrain_runtime.measure import MemoryMeter, Segment
 from tests.thinning import thinned
 
@@ -38,9 +40,10 @@ CONFIGS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-def device(kind: DeviceKind = "cpu") -> Device:
+def device(kind: DeviceKind = "cpu", name: str = "") -> Device:
+    """One that is not here, unless it is named so."""
     threads = torch.get_num_threads()
-    return Device(kind=kind, name="", memory_bytes=0, context_bytes=0, num_threads=threads)
+    return Device(kind=kind, name=name, memory_bytes=0, context_bytes=0, num_threads=threads)
 
 
 def source(name: str) -> ModelSource:
@@ -48,9 +51,13 @@ def source(name: str) -> ModelSource:
 
 
 def segments(
-    made: ModelSource, batch: Batch, form: Form, meter: passes.MeterFactory
+    made: ModelSource,
+    batch: Batch,
+    form: Form,
+    meter: passes.MeterFactory,
+    dtype: DType = "float32",
 ) -> tuple[Segment, ...]:
-    model = made.build()
+    model = made.build(dtype=dtype)
     modules = [unit.module for unit in discover(model, batch)]
     return passes.memory_segments(model, modules, batch, form, meter=meter)
 
@@ -67,6 +74,21 @@ def test_every_slot_of_a_step_has_the_bytes_of_real_tensors(name: str, form: For
     assert fake == real
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_slots_in_16_bits_have_the_bytes_of_real_tensors_on_the_machine_at_hand(
+    dtype: DType,
+) -> None:
+    made = source("llama")
+    batch = next(iter(made.batches(batch_size=2, seq_len=32)))
+    here = device(name=processor_name())
+    real = segments(made, batch, "keep", MemoryMeter, dtype=dtype)
+    with faking() as mode:
+        faked = fake_batch(mode, batch)
+        meter = partial(FakeMeter, allocator_of(here))
+        fake = segments(made, faked, "keep", meter, dtype=dtype)
+    assert fake == real
+
+
 def test_looking_for_packed_sequences_takes_what_it_takes_with_real_tensors() -> None:
     """Transformers looks at the position ids of all sequences: with many, that is a slot's peak."""
     made = source("llama")
@@ -79,18 +101,18 @@ def test_looking_for_packed_sequences_takes_what_it_takes_with_real_tensors() ->
     assert fake == real
 
 
-def live(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Segment, Segment]:
-    """One operator's bytes: of fake tensors, of real ones."""
-    operator(*args, **kwargs)  # what is made once
+def live(operator: Callable[..., Any], *args: Any, name: str = "") -> tuple[Segment, Segment]:
+    """One operator's bytes: of fake tensors on the processor `name`, of real ones."""
+    operator(*args)  # what is made once
     with MemoryMeter() as real:
         real.mark("operator")
-        result = operator(*args, **kwargs)
+        result = operator(*args)
     del result
     with faking() as mode:
         fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
-        with FakeMeter(allocator_of(device())) as fake:
+        with FakeMeter(allocator_of(device(name=name))) as fake:
             fake.mark("operator")
-            result = operator(*fakes, **kwargs)
+            result = operator(*fakes)
         del result
     return fake.segments[0], real.segments[0]
 
@@ -190,36 +212,22 @@ def test_kernels_that_choose_their_scratch_memory_stay_below_the_bound(name: str
     assert fake.peak_bytes >= real.peak_bytes
 
 
-@pytest.mark.parametrize(
-    ("processor", "dtype", "peak_bytes"),
-    [
-        # What the test above measured on an Intel Xeon with AMX, and what it measures without.
-        ("Intel(R) Xeon(R) Processor", torch.bfloat16, 510_208),
-        ("AMD EPYC", torch.bfloat16, 279_808),
-        ("Intel(R) Xeon(R) Processor", torch.float32, 331_008),
-    ],
-)
-def test_attention_may_be_packed_for_tiles_on_processors_that_have_them(
-    processor: str, dtype: torch.dtype, peak_bytes: int
-) -> None:
+@pytest.mark.parametrize("name", [*EXACT, *BOUNDED])
+def test_operators_take_what_they_take_on_the_machine_at_hand(name: str) -> None:
+    operator, *args = {**EXACT, **BOUNDED}[name]
+    fake, real = live(operator, *args, name=processor_name())
+    assert fake == real
+
+
+def test_attention_is_counted_as_packed_for_tiles_which_some_processors_do() -> None:
+    """An Intel Xeon with AMX took those bytes, and others less."""
     operator = EXACT["attention"][0]
-    given = replace(device(), name=processor, num_threads=2)
-    with faking() as mode, FakeMeter(allocator_of(given)) as meter:
-        heads = mode.from_tensor(HEADS).to(dtype)
+    with faking() as mode, FakeMeter(allocator_of(replace(device(), num_threads=2))) as meter:
+        heads = mode.from_tensor(HEADS).to(torch.bfloat16)
         meter.mark("attention")
         result = operator(heads, heads, heads, 0.0, True)
-    start = meter.segments[0].start_bytes
-    assert meter.segments[0].peak_bytes - start == peak_bytes
+    assert meter.segments[0].peak_bytes - meter.segments[0].start_bytes == 510_208
     del result
-
-
-def test_the_processor_at_hand_is_asked_for_its_tiles() -> None:
-    able = torch.cpu.get_capabilities()
-    packed = allocator_of(device()).packed
-    assert (torch.bfloat16 in packed, torch.float16 in packed) == (
-        able.get("amx_tile", False),
-        able.get("amx_fp16", False),
-    )
 
 
 def test_a_number_goes_with_a_graph_that_is_dropped() -> None:

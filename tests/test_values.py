@@ -6,6 +6,7 @@ from torch import Tensor
 
 from benchmarks.zoo import ZOO
 from protrain_plan.errors import ProtrainError
+from protrain_plan.hardware.probe import processor_name
 from protrain_plan.profiling.accounting import dissect, weigh
 from protrain_plan.profiling.discovery import discover
 from protrain_plan.profiling.execution import undisturbed
@@ -70,7 +71,7 @@ def test_activations_have_no_values() -> None:
 
 @pytest.mark.parametrize("name", ["vit", pytest.param("llava", marks=pytest.mark.slow)])
 def test_models_that_ask_for_values_are_estimated(name: str) -> None:
-    """Kept bytes are those of real tensors; peaks are no less, where oneDNN lays out patches."""
+    """Bytes are those of real tensors; a partial form's peak may be one Python number above."""
     specimen = ZOO[name]
     model, batches = specimen.make()
     batch = next(batches)
@@ -78,7 +79,9 @@ def test_models_that_ask_for_values_are_estimated(name: str) -> None:
         found = discover(model, batch)
         real = weigh(model, batch, dissect(model, batch, found), MemoryMeter)
     threads = torch.get_num_threads()
-    cpu = Device(kind="cpu", name="", memory_bytes=0, context_bytes=0, num_threads=threads)
+    cpu = Device(
+        kind="cpu", name=processor_name(), memory_bytes=0, context_bytes=0, num_threads=threads
+    )
     with faking() as mode:
         model = fake_model(specimen.source, dtype="float32", precision="pure", adapter="", seed=0)
         faked = fake_batch(mode, batch)
@@ -90,8 +93,8 @@ def test_models_that_ask_for_values_are_estimated(name: str) -> None:
         assert [form.form for form in one.forms] == [form.form for form in other.forms]
         for guess, truth in zip(one.forms, other.forms, strict=True):
             assert guess.kept_bytes == truth.kept_bytes
-            assert guess.forward_peak_bytes + NUMBER_BYTES >= truth.forward_peak_bytes
-            assert guess.backward_peak_bytes >= truth.backward_peak_bytes
+            assert truth.forward_peak_bytes - guess.forward_peak_bytes in (0, NUMBER_BYTES)
+            assert guess.backward_peak_bytes == truth.backward_peak_bytes
     assert [unit.name for unit in real if not unit.reached] == [
         unit.name for unit in real if name == "llava" and unit.name.endswith("encoder.layers.2")
     ]

@@ -3,11 +3,13 @@
 import contextlib
 import mmap
 import os
+import platform
 import shutil
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -158,7 +160,7 @@ def host_memory_bytes() -> int:
 
 def _device(device: torch.device, context_bytes: int) -> Device:
     if devices.on_host(device):
-        name, memory_bytes = _processor(), host_memory_bytes()
+        name, memory_bytes = processor_name(), host_memory_bytes()
     else:
         name, memory_bytes = devices.name(device), devices.free_and_total_bytes(device)[1]
     return Device(
@@ -170,13 +172,15 @@ def _device(device: torch.device, context_bytes: int) -> Device:
     )
 
 
-def _processor() -> str:
+@cache
+def processor_name() -> str:
+    """The processor's name as the system tells it; its kind where it tells none (Arm: aarch64)."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             key, _, value = line.partition(":")
             if key.strip() == "model name":
                 return value.strip()
-    return "cpu"
+    return platform.machine() or "cpu"
 
 
 # --- disk -----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""What a CPU's operators hold in memory only while they run.
+"""What a CPU's operators hold in memory only while they run, where they cannot be called: bounds.
 
-They were found by comparing with the allocator's own events (PyTorch 2.13, float32 to the byte;
-tests/test_tracking.py compares each entry).
+PyTorch's own kernels allocate alike on all processors (2.13; in float32 to the byte, of which
+tests/test_tracking.py compares each entry). Those that choose by the processor say what the most is.
 """
 
 import math
@@ -14,6 +14,7 @@ from protrain_plan.profiling.onednn_workspaces import (
     convolution,
     convolution_backward,
     half_product,
+    packed_bytes,
 )
 from protrain_plan.profiling.operator_calls import HALF, OperatorCall, Workspace, contiguous
 
@@ -171,27 +172,11 @@ def _attention_blocks(query: Tensor, key: Tensor) -> tuple[int, int, int]:
     return min(rows, length), min(512, int(key.shape[2])), int(query.shape[3])
 
 
-def packed_dtypes(processor: str) -> frozenset[torch.dtype]:
-    """16-bit dtypes whose attention a processor of this name may compute in AMX's tiles.
-
-    The processor at hand, "", can be asked. Another one may be of any kind, unless it is AMD's, of
-    which none has them.
-    """
-    if processor.startswith("AMD "):
-        return frozenset()
-    if processor:
-        return frozenset(HALF)
-    # Those that CPUBlas.cpp's could_pack looks for; ONEDNN_MAX_CPU_ISA can only take them away.
-    able = torch.cpu.get_capabilities()
-    tiles = {torch.bfloat16: "amx_tile", torch.float16: "amx_fp16"}
-    return frozenset(dtype for dtype, name in tiles.items() if able.get(name))
-
-
 def _packed_attention(call: OperatorCall) -> int:
-    """A bound: keys and values as tiles want them, in pairs of rows; a block of keys per thread.
+    """Keys and values as AMX's tiles want them, in pairs of rows; a block of keys per thread.
 
-    As FlashAttentionKernel.cpp has them where it packs. It leaves short sequences as they are, and
-    those of few rows for each thread; these are counted all the same.
+    As FlashAttentionKernel.cpp has them where it packs (`need_pack`): an Intel Xeon with AMX took
+    so much to the byte. It leaves short sequences as they are, and those of few rows per thread.
     """
     query, key = call.args[:2]
     rows, columns, width = _attention_blocks(query, key)
@@ -208,19 +193,22 @@ def _even(number: int) -> int:
 
 
 def _attention(call: OperatorCall) -> int:
-    """Per thread a block of scores, its maxima and sums, a block of output; scores in 16 bits."""
+    """Per thread a block of scores, its maxima and sums, a block of output; scores in 16 bits.
+
+    A bound in 16 bits, which a processor may pack or not; exact in float32.
+    """
     query, key = call.args[:2]
     rows, columns, width = _attention_blocks(query, key)
-    floats = rows * columns + 2 * rows + rows * width
-    half = 2 * rows * columns if query.dtype in HALF else 0
-    packed = _packed_attention(call) if query.dtype in call.packed else 0
-    return call.num_threads * (4 * floats + half) + packed
+    size = call.num_threads * 4 * (rows * columns + 2 * rows + rows * width)
+    if query.dtype in HALF:
+        size += call.num_threads * 2 * rows * columns + _packed_attention(call)
+    return size
 
 
 def _attention_backward(call: OperatorCall) -> int:
-    """Per thread two blocks of scores, a row of sums; the gradient with heads innermost.
+    """Per thread two blocks of scores and a row of sums; the gradient with heads innermost.
 
-    16-bit blocks are stored twice, and packed for their products: the last term is a bound.
+    In 16 bits the blocks are there once more, and packed for one of five products: a bound.
     """
     gradient, query, key = call.args[:3]
     rows, columns, width = _attention_blocks(query, key)
@@ -229,7 +217,11 @@ def _attention_backward(call: OperatorCall) -> int:
         size += gradient.numel() * gradient.itemsize
     if query.dtype in HALF:
         size += call.num_threads * 2 * 2 * rows * columns
-        size += call.num_threads * 4 * (2 * rows * columns + (rows + columns) * width)
+        size += call.num_threads * max(
+            packed_bytes(rows, width, columns),
+            packed_bytes(columns, rows, width),
+            packed_bytes(rows, columns, width),
+        )
     return size
 
 

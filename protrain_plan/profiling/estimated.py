@@ -9,7 +9,8 @@ through has been read and not tried:
 - The matrix library keeps workspaces in the allocator: counted in `fixed_bytes` (`_library_bytes`).
 - The allocator's segments are larger than what it gives out of them: nothing is held back for that.
 
-Of other accelerators nothing was read: their models are to be profiled where they run.
+Of other accelerators nothing was read: their models are to be profiled where they run. So are those
+of processors that are no x86 ones, unless they are at hand.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Required, TypedDict, Unpack
-
-import torch
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.building import TORCH_DTYPES
@@ -33,7 +32,7 @@ from protrain_plan.profiling.faking import fake_batch, fake_model, faking, witho
 from protrain_plan.profiling.measured import Progress, workspace_fraction
 from protrain_plan.profiling.roofline import OperatorLog
 from protrain_plan.profiling.tracking import NUMBER_BYTES, FakeMeter
-from protrain_plan.profiling.workspaces import allocator_of
+from protrain_plan.profiling.workspaces import allocator_of, is_this_machine
 from protrain_plan.records.hardware import Device, DeviceKind, Hardware, Rates, is_accelerator
 from protrain_plan.records.profile import (
     DType,
@@ -61,6 +60,10 @@ unified_cublas_and_lt_workspaces; CUBLAS_WORKSPACE_CONFIG changes it)."""
 
 _AMD_WORKSPACE_BYTES = (128 + 76) * 2**20
 """hipBLAS's and hipBLASLt's on MI300 (the same file)."""
+
+
+_OTHER_PROCESSORS = ("aarch64", "arm64", "ppc64le", "s390x", "riscv64", "loongarch64")
+"""Names that `processor_name` gives to those that are no x86 ones."""
 
 
 class Options(TypedDict, total=False):
@@ -93,10 +96,10 @@ def estimates(
     for machine in machines:
         _refuse_unknown(machine)
         _rates(machine)
-    groups: dict[tuple[DeviceKind, int, frozenset[torch.dtype]], list[Hardware]] = {}
+    groups: dict[tuple[DeviceKind, int, bool], list[Hardware]] = {}
     for machine in machines:
         allocator = allocator_of(machine.device)
-        alike = (machine.device.kind, allocator.num_threads, allocator.packed)
+        alike = (machine.device.kind, allocator.num_threads, allocator.is_here)
         groups.setdefault(alike, []).append(machine)
     found = {
         id(machine): profile
@@ -114,6 +117,15 @@ def _refuse_unknown(machine: Hardware) -> None:
             source=machine.name,
             key="device.kind",
             fix=f"profile on the device itself: --device {machine.device.kind}",
+        )
+    device = machine.device
+    if device.name in _OTHER_PROCESSORS and not is_this_machine(device):
+        raise ProtrainError(
+            f"what operators take on a processor of type '{device.name}' is known where it is at"
+            " hand, and bounded for x86 processors alone",
+            source=machine.name,
+            key="device.name",
+            fix="profile on the machine itself",
         )
 
 

@@ -1,154 +1,151 @@
-"""What oneDNN's 16-bit products and convolutions take while they run: upper bounds.
+"""What 16-bit products and convolutions take while they run: upper bounds for x86 processors.
 
-Its kernels choose their scratch memory by the processor; these are from a machine with AVX-512 and
-two threads, and were compared at AVX2 as well. Below that (AVX, SSE4.1) they are not bounds: the
-backward of a vision transformer's patches took half as much again.
+PyTorch and oneDNN choose kernels by the processor's instructions, and each has scratch memory of
+its own. A bound here is the most of those that may be chosen, from SSE4.1 to AVX-512
+(`tests/random_calls.py` compares them at every level). With AMX the sources alone were read (oneDNN
+3.12). Where the processor is at hand, no bound is needed (`scratch`).
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from protrain_plan.profiling.operator_calls import HALF, OperatorCall
 
-_KERNEL_BYTES = 8192
-"""Per thread, for what is small and fixed: paddings, pointers, one line of sums."""
+_KERNEL_BYTES = 2**15
+"""Per thread, for what is small and fixed: paddings, pointers, lines of sums."""
 
-_LONG_ROWS = 2048
-_LONG_COLUMNS = 512
+# --- products -------------------------------------------------------------------------------------
+
+_UNIT = 64
+"""Blocks are padded to so many elements at most: a cache line of them, or four of AMX's tiles."""
+
+_BLOCK_BYTES = 2 * 256 * (1024 + 32) + 2 * 64 * 1024 + 4 * 256 * 16 * 128
+"""Per thread, of a product: blocks of both operands and of float32 sums. oneDNN cuts at most 256
+rows, 1024 elements of the inner dimension and 16 times 64 columns, padded
+(`compute_blocking_heuristic_avx512` and `init_aux_values` in brgemm_matmul_utils.cpp). With AMX it
+cuts what fits in the second-level cache, 2 MiB."""
+
+_SPLIT_INNER = 2048
+"""From here on threads may share the inner dimension, each with sums of the whole result, where
+the left operand is transposed and there are more threads than blocks of columns (the same)."""
 
 
-def _packed_per_thread(left: Tensor) -> int:
-    """The most scratch that oneDNN took for a 16-bit product, per thread, and some more.
-
-    It depends on the inner dimension. Left operands that lie row by row took 193 KiB, beyond 2048
-    elements 721 KiB; others are packed, too: 275 KiB, beyond 512 elements 2385 KiB. (Operands from
-    64 x 64 to 8192 x 11008 x 4096.)
-    """
-    inner = left.shape[-1]
-    if left.stride(-1) == 1:
-        return 2**18 if inner <= _LONG_ROWS else 2**20
-    return 2**19 if inner <= _LONG_COLUMNS else 5 * 2**19
+def packed_bytes(rows: int, inner: int, columns: int) -> int:
+    """What one thread takes for a product of 16 bits: operands and float32 result, or blocks."""
+    rows, inner, columns = _padded(rows), _padded(inner), _padded(columns)
+    whole = 2 * (rows * inner + inner * columns) + 4 * rows * columns
+    return min(whole, _BLOCK_BYTES) + _KERNEL_BYTES
 
 
 def half_product(call: OperatorCall) -> int:
-    """A bound: operands packed, the right one by every thread, and a float32 result; or blocks."""
+    """Every thread packs for itself, or a float32 result is there as a whole.
+
+    The latter without instructions for 16 bits. Operands of float32 are read as they lie.
+    """
     operands = [t for t in call.inputs if t.dim() > 1 and t.dtype in HALF]
     if not operands:
         return 0
-    left, right = operands[-2:] if len(operands) > 1 else (operands[0], operands[0])
-    whole = left.numel() + call.num_threads * right.numel() + 2 * call.outputs[0].numel()
-    most = min(whole * left.itemsize, call.num_threads * _packed_per_thread(left))
-    return most + _KERNEL_BYTES * call.num_threads
+    left, right = operands[-2:]
+    rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+    each = packed_bytes(rows, inner, columns)
+    transposed = left.dim() == 2 and left.stride(-1) != 1
+    if transposed and inner >= _SPLIT_INNER and call.num_threads * _UNIT > columns:
+        each += 4 * _padded(rows) * _padded(columns)
+    return max(
+        call.num_threads * each,
+        4 * call.outputs[0].numel() + call.num_threads * _KERNEL_BYTES,
+    )
 
 
-_SUMS_BYTES = 2**15
-"""Per thread, of a convolution: up to 12 KiB were seen besides what the bounds below name."""
+def _padded(size: int) -> int:
+    return -(-size // _UNIT) * _UNIT
+
+
+# --- convolutions ---------------------------------------------------------------------------------
+
 _CHANNELS = 16
-"""oneDNN lays channels out in blocks of up to so many (AVX-512; 8 with AVX2)."""
-
-
-_IMAGE_CHANNELS = 3
-_WIDEST_KERNEL = 14
-"""Of those that compute the gradient of weights in blocks: 8 x 8 is one, 16 x 16 is none."""
+"""oneDNN lays channels out in blocks of so many with AVX-512; of 8 with AVX2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Blocked:
-    """Elements of a convolution's operands with whole blocks of channels in every group.
+class _Elements:
+    """How many elements a convolution's operands have, in whole blocks of channels in every group.
 
-    If `images`, the few channels of an image stay as they are: there are kernels for those.
+    `patches` are those of one image and one group, as a matrix that is multiplied by the weights.
     """
 
     given: int
     weight: int
     result: int
+    patches: int
+    num_matrices: int  # of patches: one for each image and group
 
     @staticmethod
     def of(
-        given: Tensor, weight: Tensor, result: Tensor, groups: int, *, images: bool
-    ) -> "_Blocked":
-        if groups == weight.shape[0] == given.shape[1]:  # a group is a channel
-            own = _in_blocks(groups)
-            return _Blocked(
-                given=given.numel() // groups * own,
-                weight=weight.numel() // groups * own,
-                result=result.numel() // groups * own,
-            )
-        inside, outside = int(weight.shape[1]), int(weight.shape[0]) // groups
+        given: Tensor, weight: Tensor, result: Tensor, groups: int, *, transposed: bool
+    ) -> "_Elements":
+        inside, outside = given.shape[1] // groups, result.shape[1] // groups
         kernel = math.prod(weight.shape[2:])
-        is_image = images and groups == 1 and inside <= _IMAGE_CHANNELS
-        blocked = inside if is_image else _in_blocks(inside)
-        return _Blocked(
-            given=given.numel() // inside * blocked,
-            weight=groups * blocked * _in_blocks(outside) * kernel,
-            result=result.numel() // outside * _in_blocks(outside),
+        channels, places = (outside, given) if transposed else (inside, result)
+        return _Elements(
+            given=given.numel() // inside * _blocked(inside),
+            weight=groups * kernel * _blocked(inside) * _blocked(outside),
+            result=result.numel() // outside * _blocked(outside),
+            patches=kernel * channels * math.prod(places.shape[2:]),
+            num_matrices=given.shape[0] * groups,
         )
 
 
-def _in_blocks(channels: int) -> int:
+def _blocked(channels: int) -> int:
     return -(-channels // _CHANNELS) * _CHANNELS
 
 
-def _strided_image(weight: Tensor, stride: Sequence[int], result: Tensor) -> int:
-    """Elements of one image's pixels that a strided 1 x 1 kernel reads, which are put in a row."""
-    if math.prod(weight.shape[2:]) > 1 or max(stride) == 1:
-        return 0
-    return _in_blocks(int(weight.shape[1])) * math.prod(result.shape[2:])
-
-
 def convolution(call: OperatorCall) -> int:
-    """A bound: operands are laid out anew for the kernel; after it, the result.
+    """The larger of two kinds of kernels.
 
-    Small kernels in 16 bits add up in float32.
+    oneDNN's lay operands and result out anew, with float32 sums for 16 bits, or make one matrix of
+    patches per thread (gemm_convolution_utils.cpp, im2col_sz). PyTorch's own, which it takes for
+    single images, transposed ones, and 16 bits without AVX-512, makes those of all images
+    (ConvolutionMM2d.cpp, finput).
     """
     given, weight = call.args[:2]
-    stride, transposed, groups = call.args[3], call.args[6], call.args[8]
-    result = call.outputs[0]
-    # Kernels that are not oneDNN's take single images.
-    if transposed or given.shape[0] == 1:
-        return _any_convolution(call)
-    blocked = _Blocked.of(given, weight, result, groups, images=True)
-    before = blocked.given + blocked.weight + blocked.result - result.numel()
-    before += call.num_threads * _strided_image(weight, stride, result)
-    size = max(before, blocked.result) * given.itemsize
-    apart = all(step >= width for step, width in zip(stride, weight.shape[2:], strict=True))
-    if given.dtype in HALF and apart:
-        size += 4 * blocked.result
-    return int(size) + _SUMS_BYTES * call.num_threads
+    transposed, groups = call.args[6], call.args[8]
+    own = _Elements.of(given, weight, call.outputs[0], groups, transposed=transposed)
+    item, half = int(given.itemsize), int(given.dtype in HALF)
+    library = item * (own.given + own.weight + own.result)
+    library += 4 * half * (own.result + own.weight)
+    library += call.num_threads * (4 * own.patches + _KERNEL_BYTES)
+    if not _is_librarys(given, transposed=transposed):
+        plain = own.num_matrices * own.patches + own.given + own.weight + 2 * own.result
+        return max(library, item * plain)
+    return library
 
 
 def convolution_backward(call: OperatorCall) -> int:
-    """A bound: operands are laid out anew, and every thread sums up the weight's gradient.
+    """The same kinds: gradients are laid out as their tensors are, operands of 16 bits twice.
 
-    The input's gradient is there in both layouts, and once more. 16-bit operands are transposed
-    besides.
+    Every thread has float32 sums of the weight's gradient (gemm_convolution_utils.cpp,
+    key_conv_wei_reduction), which are added up to another one.
     """
     gradient, given, weight = call.args[:3]
-    stride, transposed, groups = call.args[4], call.args[7], call.args[9]
-    if transposed or given.shape[0] == 1:
-        return _any_convolution(call)
-    images = not call.args[10][0]
-    if weight.shape[-1] > _WIDEST_KERNEL:
-        return _any_convolution(call) + _columns(call, weight, gradient)
-    blocked = _Blocked.of(given, weight, gradient, groups, images=images)
-    laid_out = blocked.given + max(blocked.given, blocked.result)
-    if given.dtype in HALF:
-        laid_out = 2 * (blocked.given + blocked.result)
-    size = laid_out * given.itemsize
-    size += 4 * (1 + call.num_threads) * blocked.weight
-    size += 4 * call.num_threads * _strided_image(weight, stride, gradient)
-    return int(size) + _SUMS_BYTES * call.num_threads
+    transposed, groups = call.args[7], call.args[9]
+    own = _Elements.of(given, weight, gradient, groups, transposed=transposed)
+    item, half = int(given.itemsize), int(given.dtype in HALF)
+    library = (1 + half) * item * 2 * (own.given + own.result)
+    blocks = 4 * (1 + half + call.num_threads) + half * item
+    matrices = 4 * item * (half + call.num_threads)  # booked as so many floats as there are bytes
+    library += max(blocks, matrices) * own.weight
+    library += call.num_threads * (4 * own.patches + _KERNEL_BYTES)
+    if not _is_librarys(given, transposed=transposed):
+        plain = own.num_matrices * own.patches + own.given + own.weight + own.result
+        return max(library, item * 2 * plain)
+    return library
 
 
-def _columns(call: OperatorCall, weight: Tensor, gradient: Tensor) -> int:
-    """Bytes of one image's patches as rows of a matrix, for every thread and once more."""
-    patches = math.prod(weight.shape[1:]) * math.prod(gradient.shape[2:])
-    return 4 * (1 + call.num_threads) * patches
-
-
-def _any_convolution(call: OperatorCall) -> int:
-    """A bound for the kernels that are not oneDNN's, too: everything four times, in float32."""
-    return 16 * sum(t.numel() for t in (*call.inputs, *call.outputs))
+def _is_librarys(given: Tensor, *, transposed: bool) -> bool:
+    """Whether any x86 processor leaves it to oneDNN (Convolution.cpp, use_mkldnn)."""
+    images = given.dim() == 4 and given.shape[0] > 1
+    return images and given.dtype == torch.float32 and not transposed

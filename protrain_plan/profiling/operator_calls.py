@@ -14,17 +14,13 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorCall:
-    """One operator as it was called, and what it returned.
-
-    `packed`: dtypes whose operands of attention the processor may lay out anew.
-    """
+    """One operator as it was called, and what it returned."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     outputs: tuple[Tensor, ...]
     num_threads: int
-    packed: frozenset[torch.dtype] = frozenset()
 
     @property
     def inputs(self) -> list[Tensor]:

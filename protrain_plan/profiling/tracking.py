@@ -2,15 +2,17 @@
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from protrain_plan.profiling.roofline import OperatorLog
+from protrain_plan.profiling.scratch import Call, measured_bytes
 from protrain_plan.profiling.workspaces import Allocator
 from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.measure import Segment
@@ -25,7 +27,8 @@ class FakeMeter(TorchDispatchMode):
 
     Enter it inside the `FakeTensorMode`. Every operator's new storages count from then on until
     they are released, which a finalizer on the storage sees; a storage from before counts as
-    nothing. What an operator holds only while it runs is `allocator`'s knowledge.
+    nothing. What an operator holds only while it runs is measured when the meter ends, where the
+    allocator's device is here, and else its bound.
 
     `log`, if given, is told of the operators between marks: the step runs once for both.
 
@@ -42,7 +45,9 @@ class FakeMeter(TorchDispatchMode):
         self._product: tuple[int, weakref.ref[torch.Tensor]] | None = None  # the last, with number
         self._live = self._start = self._peak = 0
         self._label: str | None = None
-        self._segments: list[Segment] = []
+        self._calls: dict[Call, _Highest] = {}  # since the mark, still to be measured
+        self._ended_segments: list[tuple[Segment, Mapping[Call, _Highest]]] = []
+        self._segments: tuple[Segment, ...] = ()
         self._ended = False
 
     def __enter__(self) -> Self:
@@ -58,6 +63,10 @@ class FakeMeter(TorchDispatchMode):
     ) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         self._close()
+        taken = measured_bytes(call for _, calls in self._ended_segments for call in calls)
+        self._segments = tuple(
+            _with_scratch(segment, calls, taken) for segment, calls in self._ended_segments
+        )
         self._ended = True
 
     def mark(self, label: str) -> None:
@@ -73,7 +82,7 @@ class FakeMeter(TorchDispatchMode):
         """The segments, in the order of the marks; RuntimeError before the meter has ended."""
         if not self._ended:
             raise RuntimeError("FakeMeter: segments are known after the with block has ended")
-        return tuple(self._segments)
+        return self._segments
 
     def __torch_dispatch__(
         self,
@@ -100,9 +109,21 @@ class FakeMeter(TorchDispatchMode):
         if taken is not None:
             self._live -= self._sizes[_identity(taken)]
             self._sizes[_identity(taken)] = 0
-        extra = self._allocator.workspace(func, args, kwargs, result)
-        self._peak = max(self._peak, before, self._live + extra)
+        self._peak = max(self._peak, before, self._live)
+        self._add_scratch(func, args, kwargs, result)
         return result
+
+    def _add_scratch(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object
+    ) -> None:
+        most = self._allocator.workspace(func, args, kwargs, result)
+        results = tensors_in(result)
+        call = Call.of(func, args, kwargs, results) if self._allocator.is_here else None
+        if call is None:
+            self._peak = max(self._peak, self._live + most)
+        else:
+            before = self._calls.get(call, _Highest(0, 0))
+            self._calls[call] = _Highest(max(before.live_bytes, self._live), most)
 
     def _keep_number(self, func: Any, args: tuple[Any, ...]) -> int | None:
         """A product with a Python number: autograd keeps the number, as a tensor of 8 bytes.
@@ -167,15 +188,34 @@ class FakeMeter(TorchDispatchMode):
 
     def _close(self) -> None:
         if self._label is not None:
-            self._segments.append(
-                Segment(
-                    label=self._label,
-                    start_bytes=self._start,
-                    peak_bytes=self._peak,
-                    end_bytes=self._live,
-                )
+            segment = Segment(
+                label=self._label,
+                start_bytes=self._start,
+                peak_bytes=self._peak,
+                end_bytes=self._live,
             )
-            self._label = None
+            self._ended_segments.append((segment, self._calls))
+            self._label, self._calls = None, {}
+
+
+class _Highest(NamedTuple):
+    """The most live bytes beside an operator, and the bound of what it takes itself."""
+
+    live_bytes: int
+    scratch_bytes: int
+
+
+def _with_scratch(
+    segment: Segment, calls: Mapping[Call, _Highest], taken: Mapping[Call, int | None]
+) -> Segment:
+    """The segment with what operators held at their highest point; their bounds where unknown."""
+    peak = segment.peak_bytes
+    for call, highest in calls.items():
+        scratch = taken[call]
+        peak = max(
+            peak, highest.live_bytes + (highest.scratch_bytes if scratch is None else scratch)
+        )
+    return replace(segment, peak_bytes=peak)
 
 
 class _Token:

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.hardware.probe import host_memory_bytes
+from protrain_plan.hardware.probe import host_memory_bytes, processor_name
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import seeded
 from protrain_plan.models.sources import ModelSource
@@ -83,7 +83,7 @@ def sketched(source: ModelSource, workload: Workload, *, text: Path | None) -> S
         given = next(_batches(source, workload, text=text, device=devices.HOST))
     device = Device(
         kind=workload.device,
-        name="",
+        name=processor_name(),
         memory_bytes=0,
         context_bytes=0,
         num_threads=torch.get_num_threads(),

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from protrain_plan.profiling.cpu_workspaces import CPU_WORKSPACES, packed_dtypes
+from protrain_plan.hardware.probe import processor_name
+from protrain_plan.profiling.cpu_workspaces import CPU_WORKSPACES
 from protrain_plan.profiling.cuda_workspaces import CUDA_WORKSPACES
 from protrain_plan.profiling.operator_calls import OperatorCall, Workspace
 from protrain_plan.program import BLOCK_BYTES, in_blocks
@@ -20,21 +21,21 @@ class Allocator:
 
     `python_scalars`: a Python number that meets a tensor becomes a tensor in the device's memory,
     which autograd keeps if a gradient needs it (true of a CPU, whose memory is the host's).
-    `packed`: dtypes whose operands of attention a processor may lay out anew.
+    `is_here`: operators can be called on the device itself, so that workspaces can be measured.
     """
 
     workspaces: Mapping[Any, Workspace]
     block_bytes: int
     python_scalars: bool
     num_threads: int
-    packed: frozenset[torch.dtype] = frozenset()
+    is_here: bool = False
 
     def rounded(self, num_bytes: int) -> int:
         """What a storage of `num_bytes` takes."""
         return in_blocks(num_bytes, self.block_bytes)
 
     def workspace(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """What `func` takes besides its inputs and outputs while it runs."""
+        """What `func` takes besides its inputs and outputs while it runs, at most."""
         formula = self.workspaces.get(func)
         if formula is None:
             return 0
@@ -44,9 +45,17 @@ class Allocator:
             kwargs=kwargs,
             outputs=tuple(tensors_in(result)),
             num_threads=self.num_threads,
-            packed=self.packed,
         )
         return self.rounded(formula(call))
+
+
+def is_this_machine(device: Device) -> bool:
+    """Whether this is the processor at hand, with the threads that PyTorch has here.
+
+    A processor is known by its name alone, as the system tells it.
+    """
+    here = (processor_name(), torch.get_num_threads())
+    return not is_accelerator(device.kind) and (device.name, device.num_threads) == here
 
 
 def allocator_of(device: Device) -> Allocator:
@@ -67,5 +76,5 @@ def allocator_of(device: Device) -> Allocator:
         block_bytes=1,
         python_scalars=True,
         num_threads=device.num_threads,
-        packed=packed_dtypes(device.name),
+        is_here=is_this_machine(device),
     )

@@ -87,7 +87,6 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 def refuse_wrapping(model: nn.Module) -> Callable[[], None]:
     """Let `torch.compile(model)` and the like raise from now on; returns the undo."""
-
     planned = ref(model)  # PyTorch keeps the hook for all modules there are
 
     def registered(wrapper: nn.Module, _: str, module: nn.Module | None) -> None:
