@@ -201,10 +201,10 @@ def test_two_lists_and_the_work_between() -> None:
     units = discover(model, torch.ones(2, 4))
     assert_sound(model, units)
     assert names(units) == [
-        "part scale",
+        "part scale.weight",
         "block first.0",
         "block first.1",
-        "part scale#2",
+        "part scale.weight#2",
         "block second.0",
         "part (after second.0)",
         "block second.1",

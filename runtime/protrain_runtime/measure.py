@@ -165,7 +165,8 @@ def storage_bytes(tensors: Iterable[torch.Tensor], *, block: int = 1) -> int:
 
     Each storage takes whole blocks of `block` bytes.
     """
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    with torch._C.DisableTorchFunctionSubclass():  # stand-ins refuse the question
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(in_blocks(size, block) for size in storages.values())
 
 
