@@ -117,7 +117,9 @@ def misfit(plan: Plan, profile: Profile) -> str | None:
         if all(option.decision != unit.activations for option in options.activations):
             return f"{unit.name} cannot do this with its activations"
         if all(option.decision != unit.states for option in options.states):
-            return f"{unit.name} cannot have its states there"
+            stays = options.unit.stays
+            reason = f": they stay on the device ({stays})" if stays else ""
+            return f"{unit.name} cannot have its states there{reason}"
         described = problem.unit_plan(index, unit.activations, unit.states, unit.schedule)
         if described != unit:
             return f"{unit.name} is described otherwise in the profile"

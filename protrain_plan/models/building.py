@@ -57,16 +57,24 @@ def kernels(*, deterministic: bool) -> Iterator[None]:
 def moved(
     model: nn.Module, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> nn.Module:
-    """`model.to(...)`, in place, and for fake tensors too, which `Module.to` cannot exchange."""
+    """`model.to(...)`, in place, and for fake tensors too, which `Module.to` cannot exchange.
+
+    `dtype` is for what is floating-point; complex tensors stay complex.
+    """
+
+    def converted(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, dtype if tensor.is_floating_point() else None)
+
     tensors = (*model.parameters(), *model.buffers())
     if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-        return model.to(device=device, dtype=dtype)
+        model._apply(converted)
+        return model
     made: dict[torch.Tensor, torch.Tensor] = {}  # a tied parameter stays one
     for module in model.modules():
         own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         for name, tensor in own:
             if tensor not in made:
-                found = tensor.detach().to(device, dtype if tensor.is_floating_point() else None)
+                found = converted(tensor.detach())
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[tensor] = nn.Parameter(found, tensor.requires_grad) if is_parameter else found
             setattr(module, name, made[tensor])

@@ -12,7 +12,7 @@ through has been read and not tried:
 Of other accelerators nothing was read: their models are to be profiled where they run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Required, TypedDict, Unpack
@@ -24,12 +24,17 @@ from protrain_plan.models.building import TORCH_DTYPES
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.models.precision import parameter_dtype, stepped_dtype
 from protrain_plan.models.sources import ModelSource
-from protrain_plan.profiling.accounting import dissect, weigh
+from protrain_plan.profiling.accounting import SPARSE, dissect, weigh
 from protrain_plan.profiling.discovery import discover
 from protrain_plan.profiling.elision import elided, equal_blocks, filled
 from protrain_plan.profiling.execution import undisturbed
 from protrain_plan.profiling.faking import fake_batch, fake_model, faking, without_values
-from protrain_plan.profiling.measured import Progress, workspace_fraction
+from protrain_plan.profiling.measured import (
+    Progress,
+    other_dtypes,
+    refuse_sparse,
+    workspace_fraction,
+)
 from protrain_plan.profiling.roofline import OperatorLog
 from protrain_plan.profiling.tracking import NUMBER_BYTES, FakeMeter
 from protrain_plan.profiling.workspaces import allocator_of
@@ -162,7 +167,6 @@ def _estimates(
         precision=precision,
         adapter=adapter,
     )
-    costs = [_optimizer(optimizer, workload, _rates(machine)) for machine in machines]
     progress("reading a batch", 0.0)
     batches = source.batches(
         batch_size=batch_size,
@@ -198,11 +202,18 @@ def _estimates(
                 units = weigh(
                     model, batch, anatomy, meter, optimizer=optimizer, precision=precision
                 )
+                sparse = frozenset(unit.name for unit in units if unit.stays == SPARSE)
                 logs = dict(zip(anatomy.saved, steps, strict=True))
                 if allocator.python_scalars:
                     units = [_with_numbers(unit) for unit in units]
             timed = [filled(_timed(units, logs, _rates(m)), elision) for m in machines]
         fingerprint, tensors = model_fingerprint(model), model_tensors(model)
+        beside = other_dtypes(model, workload)
+    refuse_sparse(sparse, optimizer, workload)
+    costs = [
+        _optimizer(optimizer, workload, _rates(machine), beside=beside, sparse=bool(sparse))
+        for machine in machines
+    ]
     progress("done", 1.0)
     return [
         Profile(
@@ -254,7 +265,9 @@ def _timed(units: Sequence[Unit], logs: Mapping[Form, OperatorLog], rates: Rates
     ]
 
 
-def _optimizer(name: str, workload: Workload, rates: Rates) -> OptimizerCost:
+def _optimizer(
+    name: str, workload: Workload, rates: Rates, *, beside: Set[torch.dtype], sparse: bool
+) -> OptimizerCost:
     """The device's step moves bytes and computes next to nothing."""
     stepped = stepped_dtype(workload.dtype, workload.precision)
     stored = parameter_dtype(workload.dtype, workload.precision)
@@ -269,6 +282,8 @@ def _optimizer(name: str, workload: Workload, rates: Rates) -> OptimizerCost:
         device_parameters_per_s=four_digits(
             rates.memory_bytes_per_s * rates.memory_efficiency / moved
         ),
-        workspace_fraction=workspace_fraction(name, workload.dtype, workload.precision),
+        workspace_fraction=workspace_fraction(
+            name, workload.dtype, workload.precision, beside=beside, sparse=sparse
+        ),
         host_piece_s=rates.host_piece_s,
     )

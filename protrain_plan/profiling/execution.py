@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 from protrain_plan.models.batches import Batch, call_model
 from protrain_runtime import devices
-from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.compiled import uncompiled
+from protrain_runtime.trees import tensors_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

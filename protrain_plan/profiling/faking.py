@@ -25,6 +25,7 @@ from protrain_plan.profiling.values import KnownValues, know
 from protrain_plan.records.hardware import DeviceKind
 from protrain_plan.records.profile import DType, Precision
 from protrain_runtime.compiled import uncompiled
+from protrain_runtime.trees import taken_apart
 
 
 @contextmanager
@@ -124,7 +125,8 @@ def without_values(name: str) -> Iterator[None]:
 
 
 def _fake(mode: FakeTensorMode, value: Any) -> Any:
-    return know(mode.from_tensor(value), value) if isinstance(value, Tensor) else value
+    tensors, rebuild = taken_apart(value)
+    return rebuild([know(mode.from_tensor(tensor), tensor) for tensor in tensors])
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from protrain_plan.profiling.roofline import OperatorLog
 from protrain_plan.profiling.workspaces import Allocator
-from protrain_runtime.boundaries import tensors_in
-from protrain_runtime.measure import Segment
+from protrain_runtime.measure import Segment, strided_parts
+from protrain_runtime.trees import tensors_in
 
 _SAVE_NUMBERS = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
 NUMBER_BYTES = 8
@@ -152,8 +152,8 @@ class FakeMeter(TorchDispatchMode):
         outputs = tensors_in(result)
         if not outputs:
             return
-        given = {_identity(tensor) for tensor in tensors_in((args, kwargs))}
-        for tensor in outputs:
+        given = set(map(_identity, strided_parts(tensors_in((args, kwargs)))))
+        for tensor in strided_parts(outputs):
             storage = tensor.untyped_storage()
             identity = storage._cdata
             if identity not in given and identity not in self._sizes:

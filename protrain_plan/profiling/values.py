@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from protrain_runtime.boundaries import tensors_in
+from protrain_runtime.trees import tensors_in
 
 aten = torch.ops.aten
 

@@ -17,6 +17,7 @@ from protrain_runtime.activations import SavedTensors
 from protrain_runtime.chunks import Chunk
 from protrain_runtime.evaluation import Evaluation
 from protrain_runtime.lanes import Backend, LaneError, Ticket, WorkLane, nothing
+from protrain_runtime.measure import addresses
 from protrain_runtime.moves import Moves
 from protrain_runtime.ranks import Ranks
 from protrain_runtime.standing import Standing, all_bytes, held_bytes
@@ -141,7 +142,7 @@ class Engine:
     def leave(self, outputs: Sequence[torch.Tensor]) -> None:
         if self._evaluation is not None:
             return
-        self._outputs = frozenset(tensor.untyped_storage().data_ptr() for tensor in outputs)
+        self._outputs = addresses(outputs)
 
     def end_forward(self) -> None:
         if self._evaluation is None:
@@ -422,9 +423,8 @@ class Engine:
         swaps = isinstance(plan.activations, Swap | SwapInput)
         if not swaps and not self._reads[unit]:
             return
-        pointers = [tensor.untyped_storage().data_ptr() for tensor in inputs]
-        own = {pointers[index] for index in plan.own_inputs if index < len(pointers)}
-        foreign = self._shared | (frozenset(pointers) - own)
+        own = [inputs[index] for index in plan.own_inputs if index < len(inputs)]
+        foreign = self._shared | (addresses(inputs) - addresses(own))
         self._saved = SavedTensors(self._reads[unit], swaps=swaps, foreign=foreign)
         self._saved.__enter__()
 
