@@ -163,9 +163,13 @@ class _Recorder(TorchDispatchMode):
 
 def _signature(func: Any, args: object, kwargs: object) -> str:
     described = tree_map_only(
-        Tensor, lambda t: (t.dtype, tuple(t.shape), t.stride()), (args, kwargs or {})
+        Tensor, lambda t: (t.dtype, tuple(t.shape), _strides(t)), (args, kwargs or {})
     )
     return f"{func} {described}"
+
+
+def _strides(tensor: Tensor) -> object:
+    return tensor.stride() if tensor.layout is torch.strided else tensor.layout
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

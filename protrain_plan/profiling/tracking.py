@@ -101,6 +101,7 @@ class FakeMeter(TorchDispatchMode):
             self._live -= self._sizes[_identity(taken)]
             self._sizes[_identity(taken)] = 0
         extra = self._allocator.workspace(func, args, kwargs, result)
+        extra += _resolved_bytes(func, args, kwargs)
         self._peak = max(self._peak, before, self._live + extra)
         return result
 
@@ -196,6 +197,23 @@ def _adds_in_place(func: Any, args: tuple[Any, ...]) -> bool:
         and torch.ops.aten.is_non_overlapping_and_dense.default(args[0])
         and _owners(args[0]) == _sole_owner()
     )
+
+
+def _resolved_bytes(func: Any, args: object, kwargs: object) -> int:
+    """What lazily conjugated or negated operands take while an operator runs that resolves them."""
+    total = 0
+    for tensor in tensors_in((args, kwargs)):
+        lazy = (("Conjugate", tensor.is_conj()), ("Negative", tensor.is_neg()))
+        if any(there and _resolves(func, key) for key, there in lazy):
+            total += tensor.numel() * tensor.itemsize
+    return total
+
+
+@cache
+def _resolves(func: Any, key: str) -> bool:
+    """Whether an operator has its operands resolved first: all that have no kernel of their own."""
+    name = func.name()
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 def _owners(tensor: torch.Tensor) -> tuple[int, int]:

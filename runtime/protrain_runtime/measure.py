@@ -168,11 +168,17 @@ _COMPRESSED = {
 }
 
 
+PARTS = "_protrain_parts"
+"""What a fake sparse tensor was made of: its own indices and values are empty."""
+
+
 def strided_parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The tensors that have storages: for a sparse tensor its indices and values, in its place."""
     for tensor in tensors:
         if tensor.layout == torch.strided:
             yield tensor
+        elif PARTS in tensor.__dict__:
+            yield from tensor.__dict__[PARTS]
         elif tensor.layout == torch.sparse_coo:
             yield from (tensor._indices(), tensor._values())
         else:
