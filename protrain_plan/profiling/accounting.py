@@ -20,11 +20,12 @@ from protrain_plan.profiling.discovery import FoundUnit
 from protrain_plan.program import BLOCK_BYTES, block_bytes, in_blocks
 from protrain_plan.records.hardware import DeviceKind, is_accelerator
 from protrain_plan.records.plan import Keep, Persistent, UnitPlan
-from protrain_plan.records.profile import Form, FormCost, Precision, Unit
+from protrain_plan.records.profile import SPARSE, Form, FormCost, Precision, Unit
 from protrain_runtime.chunks import ALIGNMENT, Chunk, Slice, make_chunk
 from protrain_runtime.layout import unit_parameters
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.measure import Segment, storage_bytes
+from protrain_runtime.parameters import of_one_storage, overlapping
 from protrain_runtime.pieces import elementwise_states, scalar_state_bytes
 from protrain_runtime.trees import tensors_in
 
@@ -123,18 +124,18 @@ def dissect(
         fixed_bytes=_beside_in_blocks(parts, optimizer, precision) if on_blocks else 0,
         plans=_described(found, chunks, keep),
         writing=frozenset(writing),
-        stays={**dict.fromkeys(handing, HANDED_ON), **_of_several_dtypes(chunks)},
+        stays=_staying(chunks) | dict.fromkeys(handing, HANDED_ON),
         block=block,
     )
 
 
 HANDED_ON = "hands tensors on in its arguments"
-SPARSE = "sparse gradients"
 
 
-def _of_several_dtypes(chunks: Sequence[Chunk]) -> dict[int, str]:
-    """Why chunks stay whose trainable parameters have no one dtype, by unit."""
-    found: dict[int, str] = {}
+def _staying(chunks: Sequence[Chunk]) -> dict[int, str]:
+    """Why the chunks stay that cannot be moved parameter by parameter, by unit."""
+    found = dict.fromkeys(of_one_storage(chunks), "parameters are views of one storage")
+    found |= dict.fromkeys(overlapping(chunks), "parameters share memory")
     for chunk in chunks:
         dtypes = {part.dtype for part in chunk.slices if part.trainable}
         if len(dtypes) > 1:
@@ -351,10 +352,19 @@ def _units(
                 reached=index not in anatomy.unused
                 or size.used_by != (index,)
                 or any(part.name in arrived for part in chunks[index].slices),
-                stays=SPARSE if sparse else anatomy.stays.get(index, ""),
+                stays=_stays(trainable, arrived) or anatomy.stays.get(index, ""),
             )
         )
     return units
+
+
+def _stays(parts: Sequence[Slice], arrived: _Arrived) -> str:
+    """Why a unit's states stay that has gradients of these parameters; empty: they need not."""
+    with_gradients = [part for part in parts if part.name in arrived]
+    if any(arrived[part.name] is not None for part in with_gradients):
+        return SPARSE
+    # An optimizer has states for these, too; a store has no place for them.
+    return "parameters without elements" if not all(p.numel for p in with_gradients) else ""
 
 
 def _gradient_bytes(part: Slice, arrived: _Arrived) -> int:

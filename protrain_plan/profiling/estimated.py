@@ -24,7 +24,7 @@ from protrain_plan.models.building import TORCH_DTYPES
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.models.precision import parameter_dtype, stepped_dtype
 from protrain_plan.models.sources import ModelSource
-from protrain_plan.profiling.accounting import SPARSE, dissect, weigh
+from protrain_plan.profiling.accounting import dissect, weigh
 from protrain_plan.profiling.discovery import discover
 from protrain_plan.profiling.elision import elided, equal_blocks, filled
 from protrain_plan.profiling.execution import undisturbed
@@ -40,6 +40,7 @@ from protrain_plan.profiling.tracking import NUMBER_BYTES, FakeMeter
 from protrain_plan.profiling.workspaces import allocator_of
 from protrain_plan.records.hardware import Device, DeviceKind, Hardware, Rates, is_accelerator
 from protrain_plan.records.profile import (
+    SPARSE,
     DType,
     Form,
     OptimizerCost,
@@ -53,6 +54,7 @@ from protrain_runtime.checkpointing import switch_off_checkpointing
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.inputs import with_batch_sizes
 from protrain_runtime.model_changes import model_tensors
+from protrain_runtime.parameters import refuse_parameters
 from protrain_runtime.pieces import elementwise_states
 
 _HANDLES = 2
@@ -180,6 +182,7 @@ def _estimates(
     with faking(kind) as mode, without_values(source.name):
         progress("building the model", 0.05)
         model = fake_model(source, dtype=dtype, precision=precision, adapter=adapter, seed=seed)
+        refuse_parameters(model, source=source.name)
         switch_off_checkpointing(model)
         batch = fake_batch(mode, given)
         workload = with_batch_sizes(workload, model, batch)

@@ -51,6 +51,7 @@ from protrain_runtime.inputs import with_batch_sizes
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.measure import MemoryMeter, device_of, storage_bytes
 from protrain_runtime.model_changes import model_tensors
+from protrain_runtime.parameters import refuse_parameters
 
 Progress = Callable[[str, float], None]
 """Told what is being done, and the fraction that is done."""
@@ -173,6 +174,7 @@ def measure_model(
     `machine` is this one, where it was probed before; what the model holds besides tensors is
     measured anew.
     """
+    refuse_parameters(model, source=workload.model)
     device = device_of(model)
     reserve = Reserve(device)
     with ExitStack() as stack:

@@ -21,6 +21,9 @@ attn   the input, q, k, v and the attention's output
 full   the unit's input alone
 """
 
+SPARSE = "sparse gradients"
+"""Why a unit's states stay (`Unit.stays`) whose gradients grow with what a batch reads."""
+
 UnitKind = Literal["block", "part"]
 Precision = Literal["pure", "master", "autocast"]
 """pure: parameters, gradients and states of one dtype; master: states hold float32 parameters too;
