@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -68,8 +69,8 @@ def without_parameters() -> Iterator[None]:
     """
     known = WeakTensorKeyDictionary()
 
-    def moved(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:
+    def moved(_: nn.Module, __: str, parameter: Any) -> nn.Parameter | None:
+        if parameter is None or is_lazy(parameter) or parameter.is_meta:
             return None
         if parameter not in known:
             known[parameter] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
@@ -86,9 +87,9 @@ def no_larger_than(most_bytes: int, *, source: str) -> Iterator[None]:
     known = WeakTensorKeyDictionary()
     total = 0
 
-    def counted(_: nn.Module, __: str, parameter: nn.Parameter | None) -> None:
+    def counted(_: nn.Module, __: str, parameter: Any) -> None:
         nonlocal total
-        if parameter is None or parameter in known:
+        if parameter is None or is_lazy(parameter) or parameter in known:
             return
         known[parameter] = None
         total += parameter.numel() * parameter.itemsize

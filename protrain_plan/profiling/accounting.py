@@ -405,7 +405,7 @@ def _state_bytes(
 ) -> dict[torch.dtype, int]:
     """Bytes of optimizer states per parameter, for every dtype of parameters."""
     factory = optimizer_factory(optimizer)
-    dtypes = {part.dtype for chunk in chunks for part in chunk.slices}
+    dtypes = {part.dtype for chunk in chunks for part in chunk.slices if part.trainable}
     return {
         dtype: sum(state.itemsize for state in _state_dtypes(factory, dtype, precision))
         for dtype in dtypes

@@ -28,6 +28,8 @@ from protrain_plan.records.profile import DType, Precision
 from protrain_runtime.compiled import uncompiled
 from protrain_runtime.trees import taken_apart
 
+_VALUES_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
+
 
 @contextmanager
 def faking(kind: DeviceKind = "cpu") -> Iterator[FakeTensorMode]:
@@ -76,7 +78,16 @@ def fake_model(
 ) -> nn.Module:
     """The source's model, of fake tensors on a CPU; call it inside `faking`."""
     if not adapter:
-        return source.build(dtype=dtype, precision=precision, seed=seed)
+        try:
+            return source.build(dtype=dtype, precision=precision, seed=seed)
+        except (ProtrainError, SparseError, *_VALUES_ASKED):
+            raise
+        except Exception as error:  # any code of the user's
+            raise ProtrainError(
+                f"the model cannot be built of tensors without values: {error}",
+                source=source.name,
+                fix="profile it on the device that it is to run on",
+            ) from error
     # peft moves its layers after making them, which fake parameters do not allow.
     with unset_fake_temporarily():
         model = source.build(
@@ -123,7 +134,7 @@ def without_values(name: str) -> Iterator[None]:
             source=name,
             fix="profile it on the device that it is to run on",
         ) from error
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except _VALUES_ASKED as error:
         raise ProtrainError(
             f"the model's code depends on values of tensors, in {error.func}: "
             "what it does cannot be known without running it",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -28,10 +29,14 @@ def refuse_parameters(model: nn.Module, *, source: str) -> None:
         elif is_traceable_wrapper_subclass(parameter):
             problem = f"is a {type(parameter).__name__}, which is made of tensors of its own"
             fix = "plan the model before its parameters are wrapped, distributed or quantised"
+        elif not issubclass(type(parameter), nn.Parameter | FakeTensor):
+            problem, fix = f"is a {type(parameter).__name__}", "let it be a torch.nn.Parameter"
         elif parameter.layout != torch.strided:
             problem, fix = f"is sparse ({parameter.layout})", "let it be dense"
         elif parameter.is_quantized:
             problem, fix = "is quantised", "plan the model before its parameters are quantised"
+        elif torch._debug_has_internal_overlap(parameter) == 1:
+            problem, fix = "has elements that share memory", "let it be contiguous"
         else:
             continue
         raise ProtrainError(
