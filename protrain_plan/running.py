@@ -26,7 +26,6 @@ from protrain_plan.records.plan import Plan, TierBytes
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.recording import Recording
 from protrain_runtime import devices
-from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.checkpoints import check_writable
 from protrain_runtime.engine import Observer
 from protrain_runtime.exhaustion import explained_exhaustion
@@ -40,6 +39,7 @@ from protrain_runtime.recording import Recorder, measure_step, record
 from protrain_runtime.resuming import load, read_extra
 from protrain_runtime.saving import save
 from protrain_runtime.stores import memory_of
+from protrain_runtime.trees import tensors_in
 
 CLIP_NORM = 1.0
 """What gradients are clipped to, as one norm, under plans that leave room for it."""

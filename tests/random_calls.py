@@ -16,7 +16,7 @@ from torch import Tensor
 from protrain_plan.profiling.cpu_workspaces import CPU_WORKSPACES
 from protrain_plan.profiling.operator_calls import OperatorCall
 from protrain_plan.profiling.scratch import Call, measured_bytes
-from protrain_runtime.boundaries import tensors_in
+from protrain_runtime.trees import tensors_in
 
 aten = torch.ops.aten
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

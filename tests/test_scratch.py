@@ -11,7 +11,7 @@ from protrain_plan.profiling.faking import faking
 from protrain_plan.profiling.scratch import MOST_BYTES, Call, measured_bytes
 from protrain_plan.profiling.tracking import FakeMeter
 from protrain_plan.profiling.workspaces import Allocator
-from protrain_runtime.boundaries import tensors_in
+from protrain_runtime.trees import tensors_in
 from tests.levels import ROOT, environment, known
 from tests.random_calls import overruns
 

@@ -13,18 +13,14 @@ import torch
 from torch import nn
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.models.building import without_parameters
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.profiling import passes
 from protrain_plan.profiling.accounting import dissect, weigh
 from protrain_plan.profiling.discovery import discover
 from protrain_plan.profiling.elision import elided, filled
 from protrain_plan.profiling.execution import undisturbed
-from protrain_plan.profiling.unit_by_unit import (
-    build_sparsely,
-    free_bytes,
-    sketched,
-    without_parameters,
-)
+from protrain_plan.profiling.unit_by_unit import build_sparsely, free_bytes, sketched
 from protrain_plan.records import read_plan, read_profile
 from protrain_plan.records.profile import Unit, Workload
 from protrain_runtime import devices

@@ -112,12 +112,17 @@ def misfit(plan: Plan, profile: Profile) -> str | None:
         return f"{strange[0]} is not in the profile" if strange else "the units' order differs"
     if (reason := not_joined(plan, profile.hardware)) is not None:
         return reason
-    problem = problem_of(plan, profile)
+    try:
+        problem = problem_of(plan, profile)
+    except ProtrainError as error:
+        return error.message
     for index, (unit, options) in enumerate(zip(plan.units, problem.options, strict=True)):
         if all(option.decision != unit.activations for option in options.activations):
             return f"{unit.name} cannot do this with its activations"
         if all(option.decision != unit.states for option in options.states):
-            return f"{unit.name} cannot have its states there"
+            stays = options.unit.stays
+            reason = f": they stay on the device ({stays})" if stays else ""
+            return f"{unit.name} cannot have its states there{reason}"
         described = problem.unit_plan(index, unit.activations, unit.states, unit.schedule)
         if described != unit:
             return f"{unit.name} is described otherwise in the profile"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain_plan.errors import ProtrainError
+from protrain_runtime.trees import taken_apart
 
 Batch = Mapping[str, Any] | tuple[Any, ...] | Tensor
 """What one call of a model takes: keyword arguments, positional arguments, or one tensor.
@@ -94,13 +95,12 @@ def call_model(model: nn.Module, batch: Batch) -> object:
 def batch_to(batch: object, device: torch.device | str, dtype: torch.dtype) -> Batch:
     """The same batch on `device`, floating-point tensors in `dtype`, what is no tensor as it is.
 
-    ProtrainError where it is no kind of `Batch`.
+    Tensors in nested containers and in objects too. ProtrainError where it is no kind of `Batch`.
     """
 
     def moved(value: object) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(device, dtype if value.is_floating_point() else None)
-        return value.to(device) if hasattr(value, "to") else value
+        tensors, rebuild = taken_apart(value)
+        return rebuild([t.to(device, dtype if t.is_floating_point() else None) for t in tensors])
 
     if isinstance(batch, Tensor):
         moved_batch: Tensor = moved(batch)

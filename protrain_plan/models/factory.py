@@ -14,9 +14,18 @@ from torch import nn
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.adapters import adapted
 from protrain_plan.models.batches import Batch, batch_to
-from protrain_plan.models.building import moved, seeded
+from protrain_plan.models.building import (
+    moved,
+    no_larger_than,
+    seeded,
+    without_parameters,
+)
 from protrain_plan.models.precision import computing_in, parameter_dtype
 from protrain_plan.records.profile import DType, Precision
+from protrain_runtime.preflight import free_host_bytes
+
+_SHARE_OF_FREE_MEMORY = 0.5
+"""For a model that is built to see its batches alone; as much may go into the batches."""
 
 
 class FactorySource:
@@ -68,12 +77,24 @@ class FactorySource:
     ) -> Iterator[Batch]:
         """The factory's batches on `device`; again from the start where they can be.
 
-        Floating-point tensors are in the dtype of the parameters.
+        Floating-point tensors are in the dtype of the parameters. Before `build`, the factory is
+        run without memory for its model's parameters, if it can be. ProtrainError where it cannot
+        and the model would take half of the host's free memory.
         """
         stored = parameter_dtype(dtype, precision)
         if self._data is None or self._data[0] != seed:
-            self._data = (seed, self._made(seed)[1])
+            self._data = (seed, self._batches_alone(seed))
         return (batch_to(batch, device, stored) for batch in _again_and_again(self._data[1]))
+
+    def _batches_alone(self, seed: int) -> Iterable[object]:
+        try:
+            with without_parameters():
+                return self._made(seed)[1]
+        except ProtrainError:
+            raise
+        except Exception:  # noqa: BLE001 (the user's code, which may look at what is not there)
+            with no_larger_than(int(_SHARE_OF_FREE_MEMORY * free_host_bytes()), source=self.name):
+                return self._made(seed)[1]
 
     def _made(self, seed: int) -> tuple[nn.Module, Iterable[object]]:
         with seeded(seed):

@@ -10,7 +10,7 @@ from protrain_plan.planning.schedule import Rule, schedule
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import Budgets
 from protrain_plan.simulation.memory import device_bytes
-from protrain_plan.units import exact_bytes
+from protrain_plan.units import exact_bytes, format_bytes
 
 _BESIDES = "besides tensors"
 _HELD_BACK = "held back for the allocator"
@@ -121,6 +121,13 @@ def _advice(problem: Problem, lean: Leanest, occupants: dict[str, int]) -> tuple
     total = sum(size for kind, size in occupants.items() if kind not in (_BESIDES, _HELD_BACK))
     if any(len(unit.forms) < 2 and unit.kind == "block" for unit in problem.profile.units):
         lines.append("profile the blocks with recomputation")
+    if staying := [unit for unit in problem.profile.units if unit.stays]:
+        size = sum(unit.parameter_bytes + unit.state_bytes for unit in staying)
+        others = f" and {len(staying) - 1} more" if len(staying) > 1 else ""
+        lines.append(
+            f"{format_bytes(size)} of states cannot leave the device: those of {staying[0].name}"
+            f"{others} ({staying[0].stays})"
+        )
     if occupants.get("staging", 0) * 4 >= total:
         lines.append(f"smaller transfer pieces than {exact_bytes(problem.settings.piece_bytes)}")
     return tuple(lines)

@@ -224,7 +224,7 @@ def _placements(
     unit: Unit, hardware: Hardware, count: int, settings: Settings
 ) -> Iterator[Placement]:
     yield Persistent()
-    if not unit.used_by:
+    if not unit.used_by or unit.stays:
         return
     names = [tier.name for tier in hardware.tiers]
     homes: list[StateTier] = ["device"] if settings.num_devices > 1 else []

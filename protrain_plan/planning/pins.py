@@ -225,6 +225,9 @@ def _cannot(
         problem = f"{name} cannot take {phrase!r}: states are shared over several devices alone"
     elif isinstance(decision, Offload | Buffer) and not unit.unit.used_by:
         problem = f"{name} cannot take {phrase!r}: it has no parameters of its own"
+    elif isinstance(decision, Offload | Buffer) and unit.unit.stays:
+        why = unit.unit.stays
+        problem = f"{name} cannot take {phrase!r}: its states stay on the device ({why})"
     elif unit.unit.kind == "part" and not isinstance(decision, Offload | Buffer):
         problem = f"{name} cannot take {phrase!r}: it is a part between blocks, not a block"
     else:

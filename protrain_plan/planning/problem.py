@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from protrain_plan.compiling import compile_plan
+from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.options import (
     ActivationOption,
     StateOption,
@@ -28,7 +29,7 @@ from protrain_plan.records.plan import (
     UnitPlan,
     Updates,
 )
-from protrain_plan.records.profile import Profile
+from protrain_plan.records.profile import SPARSE, Profile
 from protrain_plan.simulation.memory import base_bytes
 from protrain_plan.simulation.ranks import ALONE, Group, profile_of_rank
 from protrain_plan.simulation.sizes import chunk_size
@@ -60,6 +61,19 @@ def default_piece_bytes(profile: Profile) -> int:
     return piece
 
 
+def _refuse_sums_of_sparse(profile: Profile, *, micro_batches: int, devices: int) -> None:
+    """ProtrainError where gradients are summed that grow with every one that is added."""
+    sparse = [unit.name for unit in profile.units if unit.stays == SPARSE]
+    if not sparse or (micro_batches == 1 and devices == 1):
+        return
+    key, what = ("num_devices", "devices") if devices > 1 else ("micro_batches", "micro-batches")
+    raise ProtrainError(
+        f"{sparse[0]} has sparse gradients, and their sum over {what} has no bytes that are known",
+        key=key,
+        fix="let the embedding have dense gradients (sparse=False)",
+    )
+
+
 @dataclass(frozen=True)
 class Problem:
     """Bytes in `device` are for tensors: what they cannot have is taken off already.
@@ -88,8 +102,9 @@ class Problem:
         """What the budgets leave, and no more than the machine has below the device.
 
         Budgets are one device's. ProtrainError where the profile's machine does not say what joins
-        several devices.
+        several devices, or sparse gradients would have to be summed.
         """
+        _refuse_sums_of_sparse(profile, micro_batches=micro_batches, devices=group.num_devices)
         made_from, profile = profile, profile_of_rank(profile, group)
         limits: dict[TierName, int] = {"host": budgets.host, "disk": budgets.disk}
         return Problem(

@@ -15,16 +15,19 @@ from protrain_plan.models.optimizers import (
     optimizer_factory,
 )
 from protrain_plan.profiling import passes
+from protrain_plan.profiling.arguments import writing_arguments
 from protrain_plan.profiling.discovery import FoundUnit
 from protrain_plan.program import BLOCK_BYTES, block_bytes, in_blocks
 from protrain_plan.records.hardware import DeviceKind, is_accelerator
 from protrain_plan.records.plan import Keep, Persistent, UnitPlan
-from protrain_plan.records.profile import Form, FormCost, Precision, Unit
-from protrain_runtime.boundaries import tensors_in
+from protrain_plan.records.profile import SPARSE, Form, FormCost, Precision, Unit
 from protrain_runtime.chunks import ALIGNMENT, Chunk, Slice, make_chunk
 from protrain_runtime.layout import unit_parameters
+from protrain_runtime.masters import with_master_weights
 from protrain_runtime.measure import Segment, storage_bytes
+from protrain_runtime.parameters import of_one_storage, overlapping
 from protrain_runtime.pieces import elementwise_states, scalar_state_bytes
+from protrain_runtime.trees import tensors_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,8 @@ class Anatomy:
 
     `base_bytes` are live before the first slot, and `fixed_bytes` are as in the profile, without
     what libraries keep. `plans` say what the units are, as a plan does,
-    with nothing decided. `writing` blocks write buffers in forward: a second one would do it again.
+    with nothing decided. `writing` blocks write buffers, or into their arguments, in forward: a
+    second one would do it again. `stays` says of units why their states stay on the device.
     Storages take whole blocks of `block` bytes.
     """
 
@@ -44,6 +48,7 @@ class Anatomy:
     fixed_bytes: int
     plans: list[UnitPlan]
     writing: Set[int]
+    stays: Mapping[int, str]
     block: int = 1
 
     @property
@@ -55,6 +60,12 @@ class Anatomy:
     def kept(self) -> Set[int]:
         """The blocks that have one form: they keep what they save, whatever the others do."""
         return self.unused | self.writing
+
+    def owners(self, names: Set[str]) -> Set[int]:
+        """The units whose chunks hold parameters of these names."""
+        return {
+            chunk.unit for chunk in self.chunks if any(part.name in names for part in chunk.slices)
+        }
 
     @property
     def modules(self) -> list[nn.Module | None]:
@@ -87,8 +98,12 @@ def dissect(
     modules = [unit.module for unit in found]
     block = block_bytes(device)
     held_inputs = passes.shared_input_bytes(model, modules, batch, block=block)
-    with passes.writing(modules) as writing:
+    with passes.writing(modules) as buffers, writing_arguments(modules) as arguments:
         keep = passes.saved_bytes(model, modules, batch, "keep")
+    # What is handed on in arguments is held there, so that a swap would free nothing.
+    handing = arguments.tensors
+    keep = [replace(s, pieces=()) if index in handing else s for index, s in enumerate(keep)]
+    writing = buffers | arguments.lasting | handing
     own_inputs = [unit.own_inputs for unit in keep]
     saved: dict[Form, list[passes.SavedBytes]] = {"keep": keep}
     kept = unused_blocks(found, keep) | writing
@@ -109,8 +124,25 @@ def dissect(
         fixed_bytes=_beside_in_blocks(parts, optimizer, precision) if on_blocks else 0,
         plans=_described(found, chunks, keep),
         writing=frozenset(writing),
+        stays=_staying(chunks) | dict.fromkeys(handing, HANDED_ON),
         block=block,
     )
+
+
+HANDED_ON = "hands tensors on in its arguments"
+
+
+def _staying(chunks: Sequence[Chunk]) -> dict[int, str]:
+    """Why the chunks stay that cannot be moved parameter by parameter, by unit."""
+    found = dict.fromkeys(of_one_storage(chunks), "parameters are views of one storage")
+    found |= dict.fromkeys(overlapping(chunks), "parameters share memory")
+    for chunk in chunks:
+        dtypes = {part.dtype for part in chunk.slices if part.trainable}
+        if len(dtypes) > 1:
+            mixed = len({dtype.is_complex for dtype in dtypes}) > 1
+            beside = "complex parameters beside real ones"
+            found[chunk.unit] = beside if mixed else "trainable parameters of several dtypes"
+    return found
 
 
 def _scalars(parts: Sequence[Slice], optimizer: str) -> int:
@@ -182,10 +214,18 @@ def weigh(
     return _units(anatomy, memory, states, arrived)
 
 
+_Arrived = dict[str, int | None]
+"""Names of parameters with gradients: the bytes of a sparse one, None for those of the usual size.
+"""
+
+
 @contextmanager
-def _noting_gradients(chunks: Sequence[Chunk]) -> Iterator[set[str]]:
-    """The names of the parameters that get a gradient while inside; not all need to."""
-    arrived: set[str] = set()
+def _noting_gradients(chunks: Sequence[Chunk]) -> Iterator[_Arrived]:
+    """The parameters that get a gradient while inside, and its bytes; not all need to get one.
+
+    A sparse gradient may have more bytes than the parameter: a row for every time that it is read.
+    """
+    arrived: _Arrived = {}
     parts = [part for chunk in chunks for part in chunk.slices if part.trainable]
     handles = [
         part.parameter.register_post_accumulate_grad_hook(partial(_note, arrived, part.name))
@@ -198,8 +238,10 @@ def _noting_gradients(chunks: Sequence[Chunk]) -> Iterator[set[str]]:
             handle.remove()
 
 
-def _note(arrived: set[str], name: str, _: torch.Tensor) -> None:
-    arrived.add(name)
+def _note(arrived: _Arrived, name: str, parameter: torch.Tensor) -> None:
+    gradient = parameter.grad
+    assert gradient is not None
+    arrived[name] = None if gradient.layout == torch.strided else storage_bytes([gradient])
 
 
 def _listed(unit: FoundUnit) -> tuple[str, ...]:
@@ -247,7 +289,7 @@ def _units(
     anatomy: Anatomy,
     memory: dict[Form, tuple[Segment, ...]],
     states: Mapping[torch.dtype, int],
-    arrived: Set[str],
+    arrived: _Arrived,
 ) -> list[Unit]:
     found, chunks, saved = anatomy.found, anatomy.chunks, anatomy.saved
     count = len(found)
@@ -266,7 +308,7 @@ def _units(
             # Gradients of units that ran before in backward stand in this pass; a plan says
             # what becomes of them. A tied one stands from its last use on.
             gradients = sum(
-                in_blocks(part.num_bytes, anatomy.block)
+                in_blocks(_gradient_bytes(part, arrived), anatomy.block)
                 for chunk in chunks
                 if chunk.used_by and max(chunk.used_by) > index
                 for part in chunk.slices
@@ -289,26 +331,45 @@ def _units(
             forms = [_either(forms)]
         else:
             forms = forms[:1] if index in anatomy.kept else _worthwhile(forms)
+        trainable = [part for part in chunks[index].slices if part.trainable]
+        sparse = any(arrived.get(part.name) is not None for part in trainable)
         units.append(
             Unit(
                 name=unit.name,
                 kind=unit.kind,
                 num_parameters=size.num_parameters,
                 parameter_bytes=size.parameter_bytes,
-                gradient_bytes=size.gradient_bytes,
+                gradient_bytes=sum(_gradient_bytes(part, arrived) for part in trainable)
+                if sparse
+                else size.gradient_bytes,
                 state_bytes=size.state_bytes,
                 used_by=size.used_by,
-                parameter_pieces=size.parameter_pieces,
-                gradient_pieces=size.gradient_pieces,
+                parameter_pieces=() if sparse else size.parameter_pieces,
+                gradient_pieces=() if sparse else size.gradient_pieces,
                 forms=tuple(forms),
                 parameters=_listed(unit),
                 own_inputs=saved["keep"][index].own_inputs if unit.kind == "block" else (0,),
                 reached=index not in anatomy.unused
                 or size.used_by != (index,)
                 or any(part.name in arrived for part in chunks[index].slices),
+                stays=_stays(trainable, arrived) or anatomy.stays.get(index, ""),
             )
         )
     return units
+
+
+def _stays(parts: Sequence[Slice], arrived: _Arrived) -> str:
+    """Why a unit's states stay that has gradients of these parameters; empty: they need not."""
+    with_gradients = [part for part in parts if part.name in arrived]
+    if any(arrived[part.name] is not None for part in with_gradients):
+        return SPARSE
+    # An optimizer has states for these, too; a store has no place for them.
+    return "parameters without elements" if not all(p.numel for p in with_gradients) else ""
+
+
+def _gradient_bytes(part: Slice, arrived: _Arrived) -> int:
+    sparse = arrived.get(part.name)
+    return part.num_bytes if sparse is None else sparse
 
 
 def _worthwhile(forms: Sequence[FormCost]) -> list[FormCost]:
@@ -344,7 +405,7 @@ def _state_bytes(
 ) -> dict[torch.dtype, int]:
     """Bytes of optimizer states per parameter, for every dtype of parameters."""
     factory = optimizer_factory(optimizer)
-    dtypes = {part.dtype for chunk in chunks for part in chunk.slices}
+    dtypes = {part.dtype for chunk in chunks for part in chunk.slices if part.trainable}
     return {
         dtype: sum(state.itemsize for state in _state_dtypes(factory, dtype, precision))
         for dtype in dtypes
@@ -355,7 +416,5 @@ def _state_dtypes(
     factory: OptimizerFactory, dtype: torch.dtype, precision: Precision
 ) -> tuple[torch.dtype, ...]:
     """Those of the elementwise states of a parameter of `dtype`."""
-    if precision == "master":
-        # The optimizer steps on a float32 copy, which is one more state.
-        return (torch.float32, *elementwise_states(factory, torch.float32).values())
-    return tuple(elementwise_states(factory, dtype).values())
+    make = with_master_weights(factory) if precision == "master" else factory
+    return tuple(elementwise_states(make, dtype).values())

@@ -18,12 +18,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from protrain_plan.models.batches import Batch, call_model
+from protrain_plan.profiling.arguments import writing_arguments
 from protrain_plan.profiling.discovery import FoundUnit
 from protrain_plan.profiling.execution import undisturbed
+from protrain_plan.profiling.passes import identities
 from protrain_plan.records.plan import UnitPlan
 from protrain_plan.records.profile import Unit
-from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.compiled import replace_code
+from protrain_runtime.trees import is_value, tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,16 @@ class _Outputs:
     def made(self) -> tuple[_Made, ...]:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, _Made))
 
+    @property
+    def can_be_made(self) -> bool:
+        """Whether nothing is in them but dense tensors and plain values."""
+        return all(isinstance(leaf, _Handed | _Made) or is_value(leaf) for leaf in self.leaves)
+
+    @property
+    def key(self) -> object:
+        """Equal for outputs of the same kind."""
+        return str(self.tree), tuple((type(leaf), leaf) for leaf in self.leaves)
+
 
 @dataclass(frozen=True, slots=True)
 class Elision:
@@ -76,23 +88,26 @@ def equal_blocks(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> 
 
     A block that shares parameters with other units runs, and so does one that makes gradients
     flow out of inputs without any, or saves its own output for backward: that stands for the next
-    block too, which a stand-in before or after it would not show.
+    block too, which a stand-in before or after it would not show. So does one that writes into
+    its arguments, or returns what is no tensor and no plain value: a stand-in cannot.
     """
-    seen = _observed(model, found, batch)
+    with writing_arguments([unit.module for unit in found]) as written:
+        seen = _observed(model, found, batch)
     shared = {name for unit in found for name in unit.also_uses}
-    readers: dict[int, set[int]] = defaultdict(set)
+    readers: dict[tuple[int, ...], set[int]] = defaultdict(set)
     for index, block in seen.items():
-        for storage in block.inputs:
-            readers[storage].add(index)
+        for storages in block.inputs:
+            readers[storages].add(index)
     classes: dict[object, list[int]] = defaultdict(list)
     for index, block in seen.items():
         unit = found[index]
         starts_gradients = any(m.requires_grad for m in block.outputs.made) and not block.gradients
-        alone = starts_gradients or block.saves_output or unit.also_uses
+        alone = starts_gradients or block.saves_output or bool(unit.also_uses)
+        alone = alone or index in written.anything or not block.outputs.can_be_made
         if alone or shared.intersection(unit.parameters):
             continue
         foreign = tuple(s if len(readers[s]) > 1 else None for s in block.inputs)
-        classes[unit.signature, block.geometry, foreign, block.outputs].append(index)
+        classes[unit.signature, block.geometry, foreign, block.outputs.key].append(index)
     representatives = list(range(len(found)))
     for members in classes.values():
         for index in members[2:-1]:
@@ -121,7 +136,14 @@ def filled(units: Sequence[Unit], elision: Elision) -> list[Unit]:
     stand-ins did not make are not missed.
     """
     return [
-        replace(unit, forms=units[other].forms, own_inputs=units[other].own_inputs)
+        replace(
+            unit,
+            forms=units[other].forms,
+            own_inputs=units[other].own_inputs,
+            gradient_bytes=units[other].gradient_bytes,
+            gradient_pieces=units[other].gradient_pieces,
+            stays=units[other].stays,
+        )
         for unit, other in zip(units, elision.representatives, strict=True)
     ]
 
@@ -138,7 +160,7 @@ def with_inputs(plans: Sequence[UnitPlan], elision: Elision) -> list[UnitPlan]:
 class _Block:
     """What one block was given and gave."""
 
-    inputs: tuple[int, ...]  # identities of storages
+    inputs: tuple[tuple[int, ...], ...]  # of each tensor, the identities of its storages
     geometry: tuple[object, ...]  # of the inputs
     gradients: bool  # some input needs a gradient
     outputs: _Outputs
@@ -151,19 +173,19 @@ def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dic
     saved: set[int] = set()
 
     def pack(tensor: Tensor) -> Tensor:
-        saved.add(_storage(tensor))
+        saved.update(identities([tensor]))
         return tensor.detach()
 
     def after(index: int) -> Callable[..., None]:
         def hook(_: nn.Module, args: object, kwargs: object, output: object) -> None:
             inputs = tensors_in((args, kwargs))
             alive.extend(tensor.detach() for tensor in inputs)
-            given = tuple(_storage(tensor) for tensor in inputs)
-            made = {_storage(tensor) for tensor in tensors_in(output)}.difference(given)
+            given = identities(inputs)
+            made = identities(tensors_in(output)) - given
             leaves, tree = tree_flatten(output)
             seen[index] = _Block(
-                inputs=given,
-                geometry=tuple((t.shape, t.dtype, t.requires_grad) for t in inputs),
+                inputs=tuple(tuple(identities([tensor])) for tensor in inputs),
+                geometry=tuple((t.shape, t.dtype, t.layout, t.requires_grad) for t in inputs),
                 gradients=any(tensor.requires_grad for tensor in inputs),
                 outputs=_Outputs(tree, tuple(_leaf(leaf, inputs) for leaf in leaves)),
                 saves_output=not saved.isdisjoint(made),
@@ -182,16 +204,14 @@ def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dic
     return seen
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _leaf(leaf: object, inputs: Sequence[Tensor]) -> object:
     if not isinstance(leaf, Tensor):
         return leaf
     for position, tensor in enumerate(inputs):
         if leaf is tensor:
             return _Handed(position)
+    if leaf.layout != torch.strided:
+        return leaf
     return _Made(leaf.shape, leaf.dtype, leaf.requires_grad)
 
 

@@ -13,11 +13,13 @@ Of other accelerators nothing was read: their models are to be profiled where th
 of processors that are no x86 ones, unless they are at hand.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Required, TypedDict, Unpack
+
+import torch
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.building import TORCH_DTYPES
@@ -29,12 +31,18 @@ from protrain_plan.profiling.discovery import discover, fullest
 from protrain_plan.profiling.elision import elided, equal_blocks, filled
 from protrain_plan.profiling.execution import repeating, undisturbed
 from protrain_plan.profiling.faking import fake_batch, fake_model, faking, without_values
-from protrain_plan.profiling.measured import Progress, workspace_fraction
+from protrain_plan.profiling.measured import (
+    Progress,
+    other_dtypes,
+    refuse_sparse,
+    workspace_fraction,
+)
 from protrain_plan.profiling.roofline import OperatorLog
 from protrain_plan.profiling.tracking import NUMBER_BYTES, FakeMeter
 from protrain_plan.profiling.workspaces import allocator_of, is_this_machine
 from protrain_plan.records.hardware import Device, DeviceKind, Hardware, Rates, is_accelerator
 from protrain_plan.records.profile import (
+    SPARSE,
     DType,
     Form,
     OptimizerCost,
@@ -48,6 +56,7 @@ from protrain_runtime.checkpointing import switch_off_checkpointing
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.inputs import with_batch_sizes
 from protrain_runtime.model_changes import model_tensors
+from protrain_runtime.parameters import refuse_parameters
 from protrain_runtime.pieces import elementwise_states
 
 _HANDLES = 2
@@ -175,7 +184,6 @@ def _estimates(
         precision=precision,
         adapter=adapter,
     )
-    costs = [_optimizer(optimizer, workload, _rates(machine)) for machine in machines]
     progress("reading a batch", 0.0)
     batches = source.batches(
         batch_size=batch_size,
@@ -189,6 +197,7 @@ def _estimates(
     with faking(kind) as mode, without_values(source.name):
         progress("building the model", 0.05)
         model = fake_model(source, dtype=dtype, precision=precision, adapter=adapter, seed=seed)
+        refuse_parameters(model, source=source.name)
         switch_off_checkpointing(model)
         batch = fake_batch(mode, given)
         workload = with_batch_sizes(workload, model, batch)
@@ -213,11 +222,18 @@ def _estimates(
                 units = weigh(
                     model, batch, anatomy, meter, optimizer=optimizer, precision=precision
                 )
+                sparse = frozenset(unit.name for unit in units if unit.stays == SPARSE)
                 logs = dict(zip(anatomy.saved, steps, strict=True))
                 if allocator.python_scalars:
                     units = [_with_numbers(unit) for unit in units]
             timed = [filled(_timed(units, logs, _rates(m)), elision) for m in machines]
         fingerprint, tensors = model_fingerprint(model), model_tensors(model)
+        beside = other_dtypes(model, workload)
+    refuse_sparse(sparse, optimizer, workload)
+    costs = [
+        _optimizer(optimizer, workload, _rates(machine), beside=beside, sparse=bool(sparse))
+        for machine in machines
+    ]
     progress("done", 1.0)
     return [
         Profile(
@@ -269,7 +285,9 @@ def _timed(units: Sequence[Unit], logs: Mapping[Form, OperatorLog], rates: Rates
     ]
 
 
-def _optimizer(name: str, workload: Workload, rates: Rates) -> OptimizerCost:
+def _optimizer(
+    name: str, workload: Workload, rates: Rates, *, beside: Set[torch.dtype], sparse: bool
+) -> OptimizerCost:
     """The device's step moves bytes and computes next to nothing."""
     stepped = stepped_dtype(workload.dtype, workload.precision)
     stored = parameter_dtype(workload.dtype, workload.precision)
@@ -284,6 +302,8 @@ def _optimizer(name: str, workload: Workload, rates: Rates) -> OptimizerCost:
         device_parameters_per_s=four_digits(
             rates.memory_bytes_per_s * rates.memory_efficiency / moved
         ),
-        workspace_fraction=workspace_fraction(name, workload.dtype, workload.precision),
+        workspace_fraction=workspace_fraction(
+            name, workload.dtype, workload.precision, beside=beside, sparse=sparse
+        ),
         host_piece_s=rates.host_piece_s,
     )

@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_map_only
 
 from protrain_plan.models.batches import Batch, call_model
 from protrain_runtime import devices
-from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.compiled import uncompiled
+from protrain_runtime.parameters import extent
 from protrain_runtime.replaying import written_arguments
+from protrain_runtime.trees import tensors_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +151,7 @@ class _Recorder(TorchDispatchMode):
         # an address: fake tensors have none.
         self._owners: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
         for name, parameter in model.named_parameters():
-            first, past = _extent(parameter)
+            first, past = extent(parameter)
             self._owners[parameter.untyped_storage()._cdata].append((first, past, name))
 
     @contextmanager
@@ -218,7 +219,7 @@ class _Recorder(TorchDispatchMode):
         if tensor.layout is not torch.strided:
             return
         owners = self._owners.get(tensor.untyped_storage()._cdata, ())
-        first, past = _extent(tensor) if len(owners) > 1 else (0, 0)
+        first, past = extent(tensor) if len(owners) > 1 else (0, 0)
         for owner_first, owner_past, name in owners:
             if len(owners) == 1 or (first < owner_past and owner_first < past):
                 yield name
@@ -226,18 +227,13 @@ class _Recorder(TorchDispatchMode):
 
 def _signature(func: Any, args: object, kwargs: object) -> str:
     described = tree_map_only(
-        Tensor, lambda t: (t.dtype, tuple(t.shape), t.stride()), (args, kwargs or {})
+        Tensor, lambda t: (t.dtype, tuple(t.shape), _strides(t)), (args, kwargs or {})
     )
     return f"{func} {described}"
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor spans: [first, past)."""
-    if tensor.numel() == 0:
-        return 0, 0
-    span = 1 + sum(int(n - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    first = int(tensor.storage_offset()) * tensor.itemsize
-    return first, first + span * tensor.itemsize
+def _strides(tensor: Tensor) -> object:
+    return tensor.stride() if tensor.layout is torch.strided else tensor.layout
 
 
 @contextmanager

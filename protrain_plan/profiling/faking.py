@@ -20,11 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch
+from protrain_plan.models.building import converted, replaced
 from protrain_plan.models.sources import ModelSource
-from protrain_plan.profiling.values import KnownValues, know
+from protrain_plan.profiling.values import KnownValues, SparseError, know
 from protrain_plan.records.hardware import DeviceKind
 from protrain_plan.records.profile import DType, Precision
 from protrain_runtime.compiled import uncompiled
+from protrain_runtime.trees import taken_apart
+
+_VALUES_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 @contextmanager
@@ -49,14 +53,15 @@ def faking(kind: DeviceKind = "cpu") -> Iterator[FakeTensorMode]:
         if importlib.util.find_spec("transformers") is not None:
             masking = importlib.import_module("transformers.masking_utils")
             looked = _looked(masking.find_packed_sequence_indices)
-            stack.enter_context(_replaced(masking, "find_packed_sequence_indices", looked))
+            stack.enter_context(replaced(masking, "find_packed_sequence_indices", looked))
         num_bytes = torch.get_rng_state().numel()
         stack.enter_context(
-            _replaced(torch, "get_rng_state", lambda: torch.empty(num_bytes, dtype=torch.uint8))
+            replaced(torch, "get_rng_state", lambda: torch.empty(num_bytes, dtype=torch.uint8))
         )
-        stack.enter_context(_replaced(torch, "set_rng_state", lambda _: None))
+        stack.enter_context(replaced(torch, "set_rng_state", lambda _: None))
+        stack.enter_context(replaced(nn.Module, "_apply", converted))
         # Draws again what lies outside its bounds, and so looks at what it drew.
-        stack.enter_context(_replaced(nn.init, "_no_grad_trunc_normal_", _undrawn))
+        stack.enter_context(replaced(nn.init, "_no_grad_trunc_normal_", _undrawn))
         stack.enter_context(mode)
         stack.enter_context(KnownValues())
         stack.enter_context(_GroupedProducts())  # type: ignore[no-untyped-call]
@@ -64,7 +69,7 @@ def faking(kind: DeviceKind = "cpu") -> Iterator[FakeTensorMode]:
             # Not a function mode: those are not asked in a backward, where blocks are recomputed.
             functional = torch.nn.functional
             name = "scaled_dot_product_attention"
-            stack.enter_context(_replaced(functional, name, _cuda_attention))
+            stack.enter_context(replaced(functional, name, _cuda_attention))
         yield mode
 
 
@@ -73,7 +78,16 @@ def fake_model(
 ) -> nn.Module:
     """The source's model, of fake tensors on a CPU; call it inside `faking`."""
     if not adapter:
-        return source.build(dtype=dtype, precision=precision, seed=seed)
+        try:
+            return source.build(dtype=dtype, precision=precision, seed=seed)
+        except (ProtrainError, SparseError, *_VALUES_ASKED):
+            raise
+        except Exception as error:  # any code of the user's
+            raise ProtrainError(
+                f"the model cannot be built of tensors without values: {error}",
+                source=source.name,
+                fix="profile it on the device that it is to run on",
+            ) from error
     # peft moves its layers after making them, which fake parameters do not allow.
     with unset_fake_temporarily():
         model = source.build(
@@ -114,7 +128,13 @@ def without_values(name: str) -> Iterator[None]:
     """A ProtrainError, naming the model, where its code asks for a tensor's values."""
     try:
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except SparseError as error:
+        raise ProtrainError(
+            f"there are sparse tensors in {error}: what they take depends on their values",
+            source=name,
+            fix="profile it on the device that it is to run on",
+        ) from error
+    except _VALUES_ASKED as error:
         raise ProtrainError(
             f"the model's code depends on values of tensors, in {error.func}: "
             "what it does cannot be known without running it",
@@ -124,17 +144,10 @@ def without_values(name: str) -> Iterator[None]:
 
 
 def _fake(mode: FakeTensorMode, value: Any) -> Any:
-    return know(mode.from_tensor(value), value) if isinstance(value, Tensor) else value
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+    tensors, rebuild = taken_apart(value)
+    if any(tensor.layout != torch.strided for tensor in tensors):
+        raise SparseError("the batch")
+    return rebuild([know(mode.from_tensor(tensor), tensor) for tensor in tensors])
 
 
 def _looked(look: Callable[[Tensor], object]) -> Callable[[Tensor], None]:

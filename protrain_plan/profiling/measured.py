@@ -1,14 +1,16 @@
 """`measure`: a profile of a model on the device that it runs on."""
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.interference import update_speeds
 from protrain_plan.hardware.overheads import measure_overheads
 from protrain_plan.hardware.probe import probe
@@ -52,8 +54,9 @@ from protrain_runtime.compiled import refuse_compiled_around
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.inputs import with_batch_sizes
 from protrain_runtime.masters import with_master_weights
-from protrain_runtime.measure import MemoryMeter, device_of
+from protrain_runtime.measure import MemoryMeter, device_of, storage_bytes
 from protrain_runtime.model_changes import model_tensors
+from protrain_runtime.parameters import refuse_parameters
 
 Progress = Callable[[str, float], None]
 """Told what is being done, and the fraction that is done."""
@@ -178,6 +181,7 @@ def measure_model(
     `machine` is this one, where it was probed before; what the model holds besides tensors is
     measured anew. `cost` is the optimizer's on it, where it was timed before.
     """
+    refuse_parameters(model, source=workload.model)
     device = device_of(model)
     reserve = Reserve(device)
     with ExitStack() as stack:
@@ -201,6 +205,8 @@ def measure_model(
         stack.enter_context(elided(found, elision))
         with reserve.watching():
             passes.training_step(model, batch)  # fills caches that the first step makes
+        sparse = passes.sparse_gradients(model)
+        refuse_sparse(sparse, optimizer, workload)
         passes.drop_gradients(model)
         progress("finding what is saved", 0.1)
         # Bytes of equal blocks are counted once; seconds are those of the whole model.
@@ -224,6 +230,7 @@ def measure_model(
             reserve,
             optimizer=optimizer,
             absent=elision.elided,
+            staying=anatomy.stays.keys() | anatomy.owners(sparse),
             swapped_bytes=sum(saved.swappable_bytes for saved in anatomy.saved["keep"]),
         )
         fixed_bytes = anatomy.fixed_bytes + libraries.kept_bytes()
@@ -254,7 +261,7 @@ def measure_model(
         machine = probe(device, spill_directory=spill_directory, dtype=workload.dtype)
     if cost is None:
         progress("timing the optimizer", 0.95)
-        cost = _optimizer(workload, optimizer, model, spill_directory)
+        cost = _optimizer(workload, optimizer, model, spill_directory, sparse=bool(sparse))
     profile = Profile(
         workload=workload,
         hardware=replace(
@@ -288,7 +295,7 @@ def _gradients_aside(model: nn.Module) -> Iterator[None]:
 
 
 def _optimizer(
-    workload: Workload, name: str, model: nn.Module, spill_directory: Path
+    workload: Workload, name: str, model: nn.Module, spill_directory: Path, *, sparse: bool
 ) -> OptimizerCost:
     """Its speeds on tensors of the model's sizes. Only a CPU is asked about pieces."""
     where = device_of(model)
@@ -308,7 +315,12 @@ def _optimizer(
         device_parameters_per_s=four_digits(device),
         host_piece_s=four_digits(piece_s),
         workspace_fraction=workspace_fraction(
-            name, workload.dtype, workload.precision, device=where
+            name,
+            workload.dtype,
+            workload.precision,
+            device=where,
+            beside=other_dtypes(model, workload),
+            sparse=sparse,
         ),
     )
 
@@ -319,21 +331,78 @@ def workspace_fraction(
     precision: Precision,
     *,
     device: torch.device = devices.HOST,
+    beside: Set[torch.dtype] = frozenset(),
+    sparse: bool = False,
 ) -> float:
-    """What a step needs besides its operands, as a fraction of the parameter's bytes."""
+    """What a step needs besides its operands, as a fraction of the gradient's bytes.
+
+    The most of several: parameters have the workload's dtype, and those `beside` it; `sparse` where
+    some gradients are.
+    """
     stored = parameter_dtype(dtype, precision)
-    parameter = nn.Parameter(torch.zeros(2**20, dtype=stored, device=device))
+    dtypes = sorted({stored, *beside}, key=str)
+    make = _maker(optimizer, precision)
+    cases = [(each, False) for each in dtypes] + [(stored, True)] * sparse
+    most = 0.0
+    for each, is_sparse in cases:
+        parameters = [torch.zeros(2**20 if each == one else 64, dtype=one) for one in dtypes]
+        stepper = make([nn.Parameter(values.to(device)) for values in parameters])
+        parameter = stepper.param_groups[0]["params"][dtypes.index(each)]
+        parameter.data = parameter.data.view(2**14, -1)
+        for _ in range(2):
+            parameter.grad = _gradient_of(parameter, sparse=is_sparse)
+            with MemoryMeter(device) as meter:
+                meter.mark("step")
+                stepper.step()
+        segment = meter.segments[0]
+        extra = segment.peak_bytes - segment.start_bytes
+        most = max(most, extra / storage_bytes([parameter.grad]))
+    return four_digits(most)
+
+
+def other_dtypes(model: nn.Module, workload: Workload) -> frozenset[torch.dtype]:
+    """Those of trainable parameters besides the workload's."""
+    stored = parameter_dtype(workload.dtype, workload.precision)
+    return frozenset(p.dtype for p in model.parameters() if p.requires_grad) - {stored}
+
+
+def refuse_sparse(names: Set[str], optimizer: str, workload: Workload) -> None:
+    """ProtrainError where the optimizer takes no sparse gradients, and these parameters have some.
+
+    Asked is the optimizer itself.
+    """
+    if not names:
+        return
+    stored = parameter_dtype(workload.dtype, workload.precision)
+    parameter = nn.Parameter(torch.zeros(2, 2, dtype=stored))
+    parameter.grad = _gradient_of(parameter, sparse=True)
+    stepper = _maker(optimizer, workload.precision)([parameter])
+    try:
+        stepper.step()
+    except RuntimeError as error:
+        raise ProtrainError(
+            f"the gradient of '{min(names)}' is sparse, and the optimizer {optimizer} takes none:"
+            f" {error}",
+            source=workload.model,
+            key="optimizer",
+            fix="let the embedding have dense gradients (sparse=False), or --optimizer sgd",
+        ) from error
+
+
+def _maker(
+    optimizer: str, precision: Precision
+) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
     factory = optimizer_factory(optimizer)
-    make = with_master_weights(factory) if precision == "master" else factory
-    stepper = make([parameter])
-    for _ in range(2):
-        parameter.grad = torch.zeros_like(parameter)
-        with MemoryMeter(device) as meter:
-            meter.mark("step")
-            stepper.step()
-    segment = meter.segments[0]
-    extra = segment.peak_bytes - segment.start_bytes
-    return four_digits(extra / (parameter.numel() * parameter.itemsize))
+    return with_master_weights(factory) if precision == "master" else factory
+
+
+def _gradient_of(parameter: nn.Parameter, *, sparse: bool) -> torch.Tensor:
+    """Zeros; sparse ones name every row, the last one first, and are not coalesced."""
+    zeros = torch.zeros_like(parameter)
+    if not sparse:
+        return zeros
+    rows = torch.arange(len(zeros) - 1, -1, -1, device=zeros.device)[None]
+    return torch.sparse_coo_tensor(rows, zeros, zeros.shape)
 
 
 def _timed(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from protrain_runtime.boundaries import tensors_in
+from protrain_runtime.trees import tensors_in
 
 HALF = (torch.bfloat16, torch.float16)
 

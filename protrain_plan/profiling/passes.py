@@ -7,7 +7,7 @@ passes, because counting allocations slows the code.
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,10 +25,11 @@ from protrain_plan.program import grouped, in_blocks
 from protrain_plan.records.profile import Form
 from protrain_runtime import devices
 from protrain_runtime.activations import MIN_SWAP_BYTES
-from protrain_runtime.boundaries import Boundaries, tensors_in
-from protrain_runtime.measure import Segment, device_of
+from protrain_runtime.boundaries import Boundaries
+from protrain_runtime.measure import Segment, device_of, strided_parts
 from protrain_runtime.preparation import wrap_forward
 from protrain_runtime.statistics import Written, other_buffers, written_buffers
+from protrain_runtime.trees import tensors_in
 
 OnSlot = Callable[[int, Sequence[torch.Tensor]], None]
 FORMS: tuple[Form, ...] = ("keep", "lite", "mlp", "attn", "full")
@@ -125,9 +126,14 @@ def watched(
             unwrap()
 
 
-def identity(tensor: torch.Tensor) -> int:
-    """What tells a live storage from others; fake tensors have no address."""
-    return int(tensor.untyped_storage()._cdata)
+def identities(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """What tells the live storages behind tensors from others; fake tensors have no addresses."""
+    return {int(part.untyped_storage()._cdata) for part in strided_parts(tensors)}
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """A tensor's storage, the first one of a sparse tensor."""
+    return next(strided_parts([tensor])).untyped_storage()
 
 
 def training_step(model: nn.Module, batch: Batch) -> float:
@@ -135,6 +141,15 @@ def training_step(model: nn.Module, batch: Batch) -> float:
     loss = loss_of(call_model(model, batch))
     loss.backward()
     return loss.item()
+
+
+def sparse_gradients(model: nn.Module) -> frozenset[str]:
+    """The parameters whose gradients are sparse, now that a step has made them."""
+    return frozenset(
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and parameter.grad.layout != torch.strided
+    )
 
 
 def drop_gradients(model: nn.Module) -> None:
@@ -208,7 +223,7 @@ def saved_bytes(
     Parts swap nothing.
     """
     count = len(modules)
-    shared = {identity(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    shared = identities((*model.parameters(), *model.buffers()))
     saved: list[dict[int, torch.UntypedStorage]] = [{} for _ in range(count)]
     inputs: list[list[torch.UntypedStorage]] = [[] for _ in range(count)]
     may_be_own = released_inputs(model, modules, batch) if own_inputs is None else own_inputs
@@ -222,14 +237,16 @@ def saved_bytes(
         current = min(slot, count - 1)
         if slot < count:
             keep_alive.extend(tensor.detach() for tensor in tensors)
-            inputs[slot].extend(tensor.untyped_storage() for tensor in tensors)
+            inputs[slot].extend(map(_storage, tensors))
+            shared.update(identities(t for t in tensors if t.layout != torch.strided))
 
     def on_leave(tensors: Sequence[torch.Tensor]) -> None:
-        outputs[current].update(identity(tensor) for tensor in tensors)
+        outputs[current].update(identities(tensors))
 
     def pack(tensor: torch.Tensor) -> _Packed:
-        storage = tensor.untyped_storage()
-        saved[current].setdefault(storage._cdata, storage)
+        storage = _storage(tensor)
+        if tensor.layout == torch.strided:
+            saved[current].setdefault(storage._cdata, storage)
         held = _Packed(tensor.detach())  # the tensor itself would hold the graph that holds it
         packed[current].append((storage._cdata, ref(held)))
         return held
@@ -287,7 +304,7 @@ def released_inputs(
     def on_slot(slot: int, tensors: Sequence[torch.Tensor]) -> None:
         if slot >= count:
             return
-        inputs[slot] = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        inputs[slot] = [StorageWeakRef(_storage(tensor)) for tensor in tensors]
         for unit in range(slot - 1):
             held[unit].update(n for n, weak in enumerate(inputs[unit]) if not weak.expired())
 
@@ -308,19 +325,19 @@ def shared_input_bytes(
     """
     count = len(modules)
     known = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
-    pointers = {identity(tensor) for tensor in known}
+    pointers = identities(known)
     readers: dict[int, set[int]] = {}
     storages: dict[int, torch.UntypedStorage] = {}
     saved: set[int] = set()
 
     def on_slot(slot: int, tensors: Sequence[torch.Tensor]) -> None:
-        for storage in (tensor.untyped_storage() for tensor in tensors):
+        for storage in (part.untyped_storage() for part in strided_parts(tensors)):
             if slot < count and storage._cdata not in pointers:
                 readers.setdefault(storage._cdata, set()).add(slot)
                 storages[storage._cdata] = storage
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.add(identity(tensor))
+        saved.update(identities([tensor]))
         return tensor.detach()
 
     with watched(model, modules, "keep", SlotWatch(on_slot)):

@@ -3,10 +3,10 @@
 Lanes, their files, the optimizer and the engine take memory of their own, and kernels are loaded
 where they first run. The rehearsal offloads and swaps everything, for two steps with a learning
 rate of zero, so that no parameter changes. An accelerator keeps the states of its smallest unit,
-so that its optimizer runs, too.
+so that its optimizer runs, too. States that cannot leave the device stay there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from protrain_plan.records.plan import (
     Budgets,
     Keep,
     Offload,
+    Persistent,
     Plan,
     Prediction,
     Schedule,
@@ -66,6 +67,7 @@ def context_bytes(
     *,
     optimizer: str = DEFAULT_OPTIMIZER,
     absent: Sequence[int] = (),
+    staying: Set[int] = frozenset(),
     swapped_bytes: int = 0,
 ) -> int:
     """What the process holds besides tensors in a planned step, at most.
@@ -73,7 +75,8 @@ def context_bytes(
     `units` say what the model's units are; their decisions are made here. Rehearse before bytes
     are counted: what that leaves behind in the process would count, too. On an accelerator: what is
     taken of the device besides its allocator's memory; `reserve` sees the second step. `absent` are
-    units that do not run: their parameters are on `meta`. `swapped_bytes` is what the others swap.
+    units that do not run: their parameters are on `meta`. The states of `staying` ones cannot leave
+    the device. `swapped_bytes` is what the others swap.
     """
     device = device_of(model)
     shape = [(unit.kind, unit.name, unit.parameters) for unit in units]
@@ -82,13 +85,14 @@ def context_bytes(
         for parameters in unit_parameters(model, shape)
     ]
     if devices.on_host(device):
-        made = _offload_all(model, units, workload, absent, tier="disk")
+        made = _offload_all(model, units, workload, absent, staying, tier="disk")
     else:
         made = _offload_all(
             model,
             units,
             workload,
             (*absent, _smallest(sizes)),
+            staying,
             tier=_tier(_STATE_BYTES * sum(sizes) + swapped_bytes),
         )
     model, stepper = prepare(
@@ -148,10 +152,14 @@ def _offload_all(
     units: Sequence[UnitPlan],
     workload: Workload,
     left_alone: Sequence[int],
+    staying: Set[int],
     *,
     tier: TierName,
 ) -> Plan:
-    """A plan that sends everything to `tier` but for what belongs to the units `left_alone`."""
+    """A plan that sends everything to `tier` but for what belongs to the units `left_alone`.
+
+    And but for the states of the `staying` ones.
+    """
     nothing = TierBytes(device=0, context=0, host=0, disk=0)
     schedule = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=0)
     return Plan(
@@ -170,7 +178,7 @@ def _offload_all(
             else replace(
                 unit,
                 activations=Swap(tier=tier) if unit.kind == "block" else Keep(),
-                states=Offload(tier=tier),
+                states=Persistent() if index in staying else Offload(tier=tier),
                 schedule=schedule,
             )
             for index, unit in enumerate(units)

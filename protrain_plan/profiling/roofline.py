@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from protrain_plan.records.hardware import Rates
-from protrain_runtime.boundaries import tensors_in
+from protrain_runtime.measure import storage_bytes
+from protrain_runtime.trees import tensors_in
 
 aten = torch.ops.aten
 
@@ -127,6 +128,8 @@ _LOOKUPS = (aten.embedding.default, aten.index.Tensor, aten.index_select.default
 
 def _bytes(tensor: Tensor) -> int:
     """An expanded tensor has more elements than bytes."""
+    if tensor.layout != torch.strided:
+        return storage_bytes([tensor])
     return min(tensor.numel() * tensor.itemsize, int(tensor.untyped_storage().nbytes()))
 
 

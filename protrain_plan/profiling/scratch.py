@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.measure import MemoryMeter
+from protrain_runtime.trees import tensors_in
 
 MOST_BYTES = 2**26
 """Of an operator's operands and results together. Calls of larger ones would take seconds, and

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from protrain_plan.profiling.roofline import OperatorLog
 from protrain_plan.profiling.scratch import Call, measured_bytes
 from protrain_plan.profiling.workspaces import Allocator
-from protrain_runtime.boundaries import tensors_in
-from protrain_runtime.measure import Segment
+from protrain_runtime.measure import Segment, strided_parts
+from protrain_runtime.trees import tensors_in
 
 _SAVE_NUMBERS = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
 NUMBER_BYTES = 8
@@ -109,8 +109,10 @@ class FakeMeter(TorchDispatchMode):
         if taken is not None:
             self._live -= self._sizes[_identity(taken)]
             self._sizes[_identity(taken)] = 0
+        self._live += (extra := _resolved_bytes(func, args, kwargs))
         self._peak = max(self._peak, before, self._live)
         self._add_scratch(func, args, kwargs, result)
+        self._live -= extra
         return result
 
     def _add_scratch(
@@ -173,8 +175,8 @@ class FakeMeter(TorchDispatchMode):
         outputs = tensors_in(result)
         if not outputs:
             return
-        given = {_identity(tensor) for tensor in tensors_in((args, kwargs))}
-        for tensor in outputs:
+        given = set(map(_identity, strided_parts(tensors_in((args, kwargs)))))
+        for tensor in strided_parts(outputs):
             storage = tensor.untyped_storage()
             identity = storage._cdata
             if identity not in given and identity not in self._sizes:
@@ -236,6 +238,23 @@ def _adds_in_place(func: Any, args: tuple[Any, ...]) -> bool:
         and torch.ops.aten.is_non_overlapping_and_dense.default(args[0])
         and _owners(args[0]) == _sole_owner()
     )
+
+
+def _resolved_bytes(func: Any, args: object, kwargs: object) -> int:
+    """What lazily conjugated or negated operands take while an operator runs that resolves them."""
+    total = 0
+    for tensor in tensors_in((args, kwargs)):
+        lazy = (("Conjugate", tensor.is_conj()), ("Negative", tensor.is_neg()))
+        if any(there and _resolves(func, key) for key, there in lazy):
+            total += tensor.numel() * tensor.itemsize
+    return total
+
+
+@cache
+def _resolves(func: Any, key: str) -> bool:
+    """Whether an operator has its operands resolved first: all that have no kernel of their own."""
+    name = func.name()
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 def _owners(tensor: torch.Tensor) -> tuple[int, int]:

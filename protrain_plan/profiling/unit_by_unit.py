@@ -8,19 +8,17 @@ Fake tensors tell the units and their classes. Then the model is built with its 
 import resource
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.probe import host_memory_bytes, processor_name
 from protrain_plan.models.batches import Batch
-from protrain_plan.models.building import seeded
+from protrain_plan.models.building import seeded, without_parameters
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling.accounting import dissect, weigh
 from protrain_plan.profiling.discovery import FoundUnit, discover, fullest
@@ -78,9 +76,7 @@ def sketched(source: ModelSource, workload: Workload, *, text: Path | None) -> S
 
     ProtrainError where it cannot be built, or its code looks at values of tensors.
     """
-    with without_parameters():
-        # A factory's batches come with its model.
-        given = next(_batches(source, workload, text=text, device=devices.HOST))
+    given = next(_batches(source, workload, text=text, device=devices.HOST))
     device = Device(
         kind=workload.device,
         name=processor_name(),
@@ -163,29 +159,6 @@ def _available_bytes() -> int:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     )
     return int(fields["MemAvailable"].split()[0]) * 1024
-
-
-@contextmanager
-def without_parameters() -> Iterator[None]:
-    """Parameters of modules that are built inside come to be on `meta`, one after the other.
-
-    Buffers are real. A parameter that two modules share stays one.
-    """
-    known = WeakTensorKeyDictionary()
-
-    def moved(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:
-            return None
-        if parameter not in known:
-            known[parameter] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        made: nn.Parameter = known[parameter]
-        return made
-
-    handle = register_module_parameter_registration_hook(moved)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _built(source: ModelSource, workload: Workload) -> nn.Module:

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from protrain_runtime.boundaries import tensors_in
+from protrain_runtime.measure import PARTS, strided_parts
+from protrain_runtime.trees import tensors_in
 
 aten = torch.ops.aten
 
@@ -57,6 +58,9 @@ class KnownValues(TorchDispatchMode):
                 return counted
         result = func(*args, **kwargs)
         made = tensors_in(result)
+        for tensor in made:
+            if tensor.layout != torch.strided:
+                setattr(tensor, PARTS, _parts(func, args))
         if known and _repeatable(func) and all(map(_is_small, made)):
             real = tensors_in(self._real(func, args, kwargs))
             for tensor, found in zip(made, real, strict=True):
@@ -112,6 +116,19 @@ class KnownValues(TorchDispatchMode):
             return None
         before, after = given.shape[: places[0]], given.shape[places[0] + mask.dim() :]
         return given.new_empty(*before, _count(mask), *after)
+
+
+class SparseError(Exception):
+    """A sparse tensor of which it is not known what it is made of."""
+
+
+def _parts(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Indices and values of a new sparse tensor, as the gradient of an embedding is made."""
+    if func is aten._sparse_coo_tensor_with_dims_and_tensors.default:
+        return args[3], args[4]
+    if func in (aten.detach.default, aten.clone.default):  # a gradient is not copied, but kept
+        return tuple(strided_parts(args))
+    raise SparseError(str(func))
 
 
 def know(fake: Tensor, value: Tensor) -> Tensor:

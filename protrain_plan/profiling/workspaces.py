@@ -12,7 +12,7 @@ from protrain_plan.profiling.cuda_workspaces import CUDA_WORKSPACES
 from protrain_plan.profiling.operator_calls import OperatorCall, Workspace
 from protrain_plan.program import BLOCK_BYTES, in_blocks
 from protrain_plan.records.hardware import Device, is_accelerator
-from protrain_runtime.boundaries import tensors_in
+from protrain_runtime.trees import tensors_in
 
 
 @dataclass(frozen=True, kw_only=True)

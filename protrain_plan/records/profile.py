@@ -21,6 +21,9 @@ attn   the input, q, k, v and the attention's output
 full   the unit's input alone
 """
 
+SPARSE = "sparse gradients"
+"""Why a unit's states stay (`Unit.stays`) whose gradients grow with what a batch reads."""
+
 UnitKind = Literal["block", "part"]
 Precision = Literal["pure", "master", "autocast"]
 """pure: parameters, gradients and states of one dtype; master: states hold float32 parameters too;
@@ -82,7 +85,8 @@ class Unit:
     are parameter_bytes and gradient_bytes in groups of whole parameters that can move one after the
     other, as many of each; empty: one group. `reached` is False for a block that the loss does not
     depend on: its parameters never get gradients, and for those an optimizer makes no states where
-    they persist on the device.
+    they persist on the device. `stays` says in a few words why the model states cannot leave the
+    device; empty: they can.
     """
 
     name: str
@@ -98,6 +102,7 @@ class Unit:
     parameter_pieces: tuple[int, ...] = ()
     gradient_pieces: tuple[int, ...] = ()
     reached: bool = True
+    stays: str = ""
 
     def cost(self, form: Form) -> FormCost:
         """The costs of `form`; KeyError where the unit cannot take it."""

@@ -120,7 +120,14 @@ _COUNTER_BLOCKS = 4
 """The same on an accelerator, where each takes a block; two more round its part's bytes up."""
 
 _RUN = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
-_WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_WIDTHS = {
+    "complex128": 16,
+    "complex64": 8,
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+}
 
 
 @cache

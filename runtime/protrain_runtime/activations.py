@@ -20,10 +20,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from protrain_plan.records.profile import RecomputedForm
-from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.chunks import Chunk
 from protrain_runtime.replaying import replayed
 from protrain_runtime.statistics import unchanged
+from protrain_runtime.trees import taken_apart
 
 MIN_SWAP_BYTES = 16 * 1024
 """Storages below this stay: a transfer's fixed cost outweighs them, and they add up to nothing."""
@@ -31,23 +31,33 @@ MIN_SWAP_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How a tensor lies in its storage, in elements."""
+    """How a tensor lies in its storage, in elements, and what it is read as.
+
+    Autograd saves lazy views: of the conjugate, and of its imaginary part with the other sign.
+    """
 
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    is_conj: bool
+    is_neg: bool
 
     @staticmethod
     def of(tensor: torch.Tensor) -> "Geometry":
         offset = int(tensor.storage_offset())
-        return Geometry(tensor.dtype, tensor.shape, tensor.stride(), offset)
+        return Geometry(
+            tensor.dtype, tensor.shape, tensor.stride(), offset, tensor.is_conj(), tensor.is_neg()
+        )
 
     def view(self, storage: torch.Tensor) -> torch.Tensor:
         """The tensor again, in a storage given as uint8 [bytes]."""
         usable = storage.numel() // self.dtype.itemsize * self.dtype.itemsize
         typed = storage[:usable].view(self.dtype)
-        return typed.as_strided(self.shape, self.stride, self.offset)
+        found = typed.as_strided(self.shape, self.stride, self.offset)
+        if self.is_conj:
+            found = found.conj()
+        return torch._neg_view(found) if self.is_neg else found
 
 
 class SwappedStorage:
@@ -156,6 +166,7 @@ class SavedTensors:
             buffer.untyped_storage().data_ptr(): (chunk, group)
             for chunk in chunks
             for group, buffer in chunk.buffers.items()
+            if buffer.numel()  # all that are empty have one address
         }
         self._swaps, self._foreign = swaps, foreign
         self._before = HandedOn() if handed_on is None else handed_on
@@ -185,6 +196,8 @@ class SavedTensors:
         return storages
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
+        if tensor.layout != torch.strided:
+            return tensor.detach()  # a sparse one is of several tensors
         storage = tensor.untyped_storage()
         pointer = storage.data_ptr()
         place = self._buffers.get(pointer)
@@ -216,33 +229,32 @@ def recomputed(
 ) -> Callable[..., object]:
     """`forward`, keeping what `form` keeps for backward and running once more there.
 
-    The random state and autocast are those of the first run (torch.utils.checkpoint). Tensors in
-    keyword arguments are handed over like positional ones, so that every input is seen by the
-    saved-tensor hooks around it. The buffers of `statistics` are written in the first run alone.
+    The random state and autocast are those of the first run (torch.utils.checkpoint), and so are
+    the arguments: what the first run wrote into containers or objects among them is not seen by the
+    second. All tensors in arguments are handed over by themselves, so that every input is seen by
+    the saved-tensor hooks around it. The buffers of `statistics` are written in the first run
+    alone.
     """
 
     def run(*args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        with _unwritten(tensors_in((args, kwargs))):
-            return first_run(*args, **kwargs)
+        tensors, rebuild = taken_apart((args, kwargs))
+        first = [(args, kwargs)]
 
-    def first_run(*args: object, **kwargs: object) -> object:
-        names = tuple(kwargs)
-        has_run = False
+        def call(*inputs: torch.Tensor) -> object:
+            if first:
+                own_args, own_kwargs = first.pop()
+                return forward(*own_args, **own_kwargs)
+            own_args, own_kwargs = rebuild(inputs)
+            with unchanged(statistics) if statistics else nullcontext():
+                return forward(*own_args, **own_kwargs)
 
-        def call(*flat: object) -> object:
-            nonlocal has_run
-            split = len(flat) - len(names)
-            context = unchanged(statistics) if has_run and statistics else nullcontext()
-            has_run = True
-            with context:
-                return forward(*flat[:split], **dict(zip(names, flat[split:], strict=True)))
-
-        if form != "full":
-            return replayed(call, *args, *kwargs.values(), form=form)
-        result: object = checkpoint(call, *args, *kwargs.values(), use_reentrant=False)
-        return result
+        with _unwritten(tensors):
+            if form != "full":
+                return replayed(call, *tensors, form=form)
+            result: object = checkpoint(call, *tensors, use_reentrant=False)
+            return result
 
     return run
 

@@ -23,9 +23,9 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from protrain_runtime.compiled import code_of, is_compiled_in_place, replace_code
+from protrain_runtime.trees import tensors_in
 
 
 class Listener(Protocol):
@@ -65,11 +65,6 @@ class Listener(Protocol):
     def abort(self) -> None:
         """The model raised."""
         ...
-
-
-def tensors_in(tree: object) -> list[torch.Tensor]:
-    """All tensors in nested tuples, lists, dicts and model outputs."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _method_of(module: nn.Module, run: Callable[..., object]) -> Callable[..., object]:

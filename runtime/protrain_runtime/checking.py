@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_map
 
 from protrain_plan.errors import ProtrainError
 from protrain_runtime import devices
-from protrain_runtime.boundaries import tensors_in
 from protrain_runtime.compiled import replace_code
 from protrain_runtime.optimizer import PlannedOptimizer
 from protrain_runtime.taken import TakenGradient
+from protrain_runtime.trees import tensors_in
 from protrain_runtime.waiting import WaitingGradient
 
 CHECKED_STEPS = 3

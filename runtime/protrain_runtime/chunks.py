@@ -87,7 +87,7 @@ def in_order_of(part: "Slice", values: torch.Tensor) -> torch.Tensor:
 
     `values` is a tensor of its shape, of any dtype and strides.
     """
-    source = values.detach()
+    source = values.detach().resolve_conj().resolve_neg()
     if source.stride() != part.stride:
         source = torch.empty_strided(
             part.shape, part.stride, dtype=values.dtype, device=values.device
@@ -201,8 +201,10 @@ class Chunk:
         )
 
     def _state_bytes(self, per_parameter: Mapping[torch.dtype, int]) -> int:
-        dtypes = {part.dtype for part in self.slices if part.trainable}
-        return sum(self.num_trainable * per_parameter[dtype] for dtype in dtypes)
+        trainable = [part for part in self.slices if part.trainable]
+        if len({part.dtype for part in trainable}) == 1:
+            return self.num_trainable * per_parameter[trainable[0].dtype]
+        return sum(part.numel * per_parameter[part.dtype] for part in trainable)
 
     @property
     def _parameter_pieces(self) -> tuple[int, ...]:
@@ -270,11 +272,16 @@ class Chunk:
         return released
 
     def take_gradients(self) -> None:
-        """Move the gradients from the parameters to the chunk."""
+        """Move the gradients from the parameters to the chunk; RuntimeError where one is sparse."""
         for part in self.slices:
             gradient = part.parameter.grad
             if gradient is not None and not isinstance(gradient, TakenGradient):
-                self.gradients[part.name] = gradient
+                if gradient.layout != torch.strided:
+                    raise RuntimeError(
+                        f"the gradient of {part.name} is sparse, and this plan takes it from the"
+                        " device: profile and plan this model again, which lets its states stay"
+                    )
+                self.gradients[part.name] = gradient.resolve_conj().resolve_neg()
                 part.parameter.grad = TakenGradient.standing_for(gradient)
 
     def forget_dropped(self) -> None:

@@ -22,6 +22,7 @@ from protrain_runtime.buffers import is_held
 from protrain_runtime.chunks import Chunk, Slice, refuse_reading
 from protrain_runtime.evaluation import Evaluation, refuse_written
 from protrain_runtime.lanes import Backend, LaneError, Ticket, WorkLane, nothing
+from protrain_runtime.measure import addresses
 from protrain_runtime.moves import Moves
 from protrain_runtime.ranks import Ranks
 from protrain_runtime.standing import Standing, all_bytes, held_bytes
@@ -160,7 +161,7 @@ class Engine:
     def leave(self, outputs: Sequence[torch.Tensor]) -> None:
         if self._evaluation is not None:
             return
-        self._outputs = frozenset(tensor.untyped_storage().data_ptr() for tensor in outputs)
+        self._outputs = addresses(outputs)
         self._close_saved()  # what follows is not the unit's, also where no slot begins with it
 
     def differentiate(self, unit: int) -> None:
@@ -511,9 +512,8 @@ class Engine:
         swaps = isinstance(plan.activations, Swap | SwapInput)
         if not swaps and not self._reads[unit]:
             return
-        pointers = [tensor.untyped_storage().data_ptr() for tensor in inputs]
-        own = {pointers[index] for index in plan.own_inputs if index < len(pointers)}
-        foreign = self._shared | (frozenset(pointers) - own)
+        own = [inputs[index] for index in plan.own_inputs if index < len(inputs)]
+        foreign = self._shared | (addresses(inputs) - addresses(own))
         self._saved = SavedTensors(
             self._reads[unit], swaps=swaps, foreign=foreign, handed_on=self._handed_on
         )

@@ -1,7 +1,7 @@
 """A batch larger than the planned one is refused before it takes memory."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from protrain_plan.records.profile import Workload
+from protrain_runtime.trees import tensors_in
 
 
 def refuse_larger_batches(model: nn.Module, workload: Workload) -> Callable[[], None]:
@@ -34,7 +35,13 @@ def refuse_larger_batches(model: nn.Module, workload: Workload) -> Callable[[], 
 
 
 def with_batch_sizes(workload: Workload, model: nn.Module, batch: object) -> Workload:
-    """The workload with the sizes of a factory's batch; a configuration's batches have its own."""
+    """The workload with the sizes of a factory's batch; a configuration's batches have its own.
+
+    `batch_size` is the first dimension of the first tensor in it that has one. `seq_len` is the
+    second of the first tensor of integers with two dimensions and as many rows, which are token ids
+    [batch, tokens]; else of the first tensor with three, features [batch, sequence, width]; 1 where
+    there is neither.
+    """
     if workload.model_config:
         return workload
     args: tuple[object, ...] = ()
@@ -44,7 +51,22 @@ def with_batch_sizes(workload: Workload, model: nn.Module, batch: object) -> Wor
     else:
         args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
     sizes = _sizes(inspect.signature(model.forward), args, kwargs)
-    return replace(workload, inputs=tuple(f"{name} {_product(size)}" for name, size in sizes))
+    batch_size, seq_len = _batch_and_sequence([t for t in tensors_in(batch) if t.dim()])
+    return replace(
+        workload,
+        inputs=tuple(f"{name} {_product(size)}" for name, size in sizes),
+        batch_size=batch_size,
+        seq_len=seq_len,
+    )
+
+
+def _batch_and_sequence(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+    batch_size = tensors[0].shape[0] if tensors else 1
+    rows = [tensor for tensor in tensors if tensor.shape[0] == batch_size]
+    tokens = [t for t in rows if t.dim() == 2 and not (t.is_floating_point() or t.is_complex())]
+    features = [t for t in rows if t.dim() == 3]
+    found = [*tokens, *features]
+    return max(1, batch_size), max(1, found[0].shape[1]) if found else 1
 
 
 Check = Callable[[tuple[object, ...], Mapping[str, object]], None]

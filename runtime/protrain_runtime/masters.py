@@ -44,15 +44,21 @@ class MasterOptimizer(torch.optim.Optimizer):
     has room for its float32 gradients: `room_elements` of them, or those of the largest parameter
     where that is more. All gradients at once would be memory that nobody counts on; one parameter
     after the other would cost an optimizer and a call of its step for each, which is most of what
-    small ones take. A float32 parameter is its own master.
+    small ones take. A parameter that float32 would not widen is its own master: of float32 itself,
+    of float64, a complex one.
     """
 
     room_elements: int = 0
 
     def __init__(self, parameters: Iterable[Any], factory: OptimizerFactory) -> None:
         self._factory = factory
-        dummy = nn.Parameter(torch.zeros(1))
-        super().__init__(parameters, factory([{"params": [dummy]}]).defaults)
+        super().__init__(parameters, {})
+        dtypes = {_master_dtype(p.dtype) for group in self.param_groups for p in group["params"]}
+        dummies = [nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in dtypes]
+        self.defaults = factory([{"params": dummies}]).defaults
+        for group in self.param_groups:
+            for option, value in self.defaults.items():
+                group.setdefault(option, value)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -94,7 +100,8 @@ class MasterOptimizer(torch.optim.Optimizer):
             state: dict[str, Any] = dict(self.state.get(one.parameter, {}))
             values = state.pop(MASTER, None)
             if values is None:
-                values = one.parameter.detach().float()  # the same tensor, if it is float32
+                # The same tensor, if it is its own master.
+                values = one.parameter.detach().to(_master_dtype(one.parameter.dtype))
             masters.append(nn.Parameter(values))
             states.append(state)
             if one.group not in groups:
@@ -116,7 +123,7 @@ class MasterOptimizer(torch.optim.Optimizer):
                 # An optimizer may keep the gradient itself, where the next batch's will stand.
                 if isinstance(value, torch.Tensor) and lowest <= value.data_ptr() < highest:
                     made[key] = value.clone()
-            if one.parameter.dtype != torch.float32:
+            if one.parameter.dtype != master.dtype:
                 made[MASTER] = master.detach()
                 exact.append(made[MASTER])
                 rounded.append(one.parameter)
@@ -136,6 +143,11 @@ class MasterOptimizer(torch.optim.Optimizer):
                     self.state[parameter][key] = value.to(device, copy=True)
 
 
+def _master_dtype(dtype: torch.dtype) -> torch.dtype:
+    narrow = dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+    return torch.float32 if narrow else dtype
+
+
 class _Due(NamedTuple):
     """A parameter that has a gradient, the number of its group, and its range of a room."""
 
@@ -149,7 +161,7 @@ def _is_narrow(one: _Due) -> bool:
     """Whether the gradient is copied to the room; a sparse one has a way of its own."""
     gradient = one.parameter.grad
     assert gradient is not None
-    return gradient.dtype != torch.float32 and gradient.layout == torch.strided
+    return gradient.dtype != _master_dtype(gradient.dtype) and gradient.layout == torch.strided
 
 
 def _give_gradients(
@@ -166,7 +178,7 @@ def _give_gradients(
             wide.append(room.as_strided(master.shape, master.stride(), one.start))
             master.grad = wide[-1]
         else:
-            master.grad = gradient.float()
+            master.grad = gradient.to(master.dtype)
     if narrow:
         torch._foreach_copy_(wide, narrow)
 

@@ -14,6 +14,7 @@ from protrain_runtime.chunks import Chunk, OptimizerFactory
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.model_changes import model_changes
 from protrain_runtime.optimizer import PlannedOptimizer
+from protrain_runtime.parameters import overlapping
 from protrain_runtime.pieces import check_elementwise, elementwise_states
 from protrain_runtime.ranks import check_ranks
 
@@ -131,9 +132,16 @@ def check_devices(
 def check_pieces(plan: Plan, chunks: Sequence[Chunk], factory: OptimizerFactory) -> None:
     """ProtrainError where an offloaded chunk cannot be updated in pieces."""
     updated: set[torch.dtype] = set()
+    shared = overlapping(chunks)
     for chunk, unit in zip(chunks, plan.units, strict=True):
         if isinstance(unit.states, Persistent):
             continue
+        if chunk.unit in shared:
+            raise ProtrainError(
+                f"{unit.name} has parameters that share memory, and states that leave the device"
+                " are of parameters by themselves",
+                fix="give every parameter its own memory, or let the unit be persistent",
+            )
         dtypes = {part.dtype for part in chunk.slices if part.trainable}
         if len(dtypes) > 1:
             names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

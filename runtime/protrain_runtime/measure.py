@@ -160,13 +160,46 @@ def _without_chatter() -> Iterator[None]:
         os.close(nowhere)
 
 
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+
+
+PARTS = "_protrain_parts"
+"""What a fake sparse tensor was made of: its own indices and values are empty."""
+
+
+def strided_parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors that have storages: for a sparse tensor its indices and values, in its place."""
+    for tensor in tensors:
+        if tensor.layout == torch.strided:
+            yield tensor
+        elif PARTS in tensor.__dict__:
+            yield from tensor.__dict__[PARTS]
+        elif tensor.layout == torch.sparse_coo:
+            yield from (tensor._indices(), tensor._values())
+        else:
+            plain = tensor.detach()
+            yield from (getattr(plain, name)() for name in _COMPRESSED[tensor.layout])
+            yield plain.values()
+
+
+def addresses(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+    """Where the storages behind tensors begin."""
+    return frozenset(part.untyped_storage().data_ptr() for part in strided_parts(tensors))
+
+
 def storage_bytes(tensors: Iterable[torch.Tensor], *, block: int = 1) -> int:
     """Bytes of the distinct storages behind `tensors` (a view counts its whole storage once).
 
     Each storage takes whole blocks of `block` bytes.
     """
     with torch._C.DisableTorchFunctionSubclass():  # stand-ins refuse the question
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        found = [tensor.untyped_storage() for tensor in strided_parts(tensors)]
+    storages = {storage._cdata: storage.nbytes() for storage in found}
     return sum(in_blocks(size, block) for size in storages.values())
 
 
@@ -177,7 +210,7 @@ def reachable_bytes(device: torch.device) -> int:
     """
     found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     with torch._C.DisableTorchFunctionSubclass():  # what stands for gradients refuses questions
-        there = [t for t in found if not _is_fake(t) and t.device == device and not t.is_sparse]
+        there = [t for t in found if not _is_fake(t) and t.device == device]
         return storage_bytes(there, block=block_bytes(device.type))
 
 

@@ -167,6 +167,15 @@ def room_here(device: torch.device, directory: Path) -> Room:
     )
 
 
+def free_host_bytes() -> int:
+    """Host memory that this process can still take; a large number where nobody says."""
+    room = room_here(devices.HOST, Path())
+    free = sys.maxsize if room.memory_bytes is None else room.memory_bytes
+    if room.data_limit is not None:
+        free = min(free, room.data_limit - process_memory().data_bytes)
+    return max(free, 0)
+
+
 def _limit(number: int) -> int | None:
     return number if number >= 0 else None  # RLIM_INFINITY is -1
 

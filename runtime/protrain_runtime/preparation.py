@@ -56,7 +56,7 @@ from protrain_runtime.matching import (
     keeps_everything,
     states_of,
 )
-from protrain_runtime.measure import device_of
+from protrain_runtime.measure import addresses, device_of
 from protrain_runtime.moves import Moves
 from protrain_runtime.optimizer import ParameterGroups, PlannedOptimizer, make_inner
 from protrain_runtime.preflight import check_room, for_each, room_here, warn_of_slow_disk
@@ -271,9 +271,7 @@ def _attach(
     # Addresses that stay what they are. Those of offloaded parameters do not: what stands in for
     # them is freed by the first gather, and an activation may come to lie there.
     staying = [part.parameter for chunk in chunks if chunk.store is None for part in chunk.slices]
-    shared = frozenset(
-        tensor.untyped_storage().data_ptr() for tensor in (*staying, *model.buffers())
-    )
+    shared = addresses((*staying, *model.buffers()))
     engine = Engine(
         program,
         accumulating,

@@ -88,7 +88,7 @@ def _live_bytes(model: nn.Module, device: torch.device) -> int:
     kinds = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
     tensors = [t for t in kinds if not isinstance(t, TakenGradient)]  # a few bytes each
     host, _ = below_device(model)
-    return storage_bytes(t for t in tensors if t.device == device and not t.is_sparse) - host
+    return storage_bytes(t for t in tensors if t.device == device) - host
 
 
 class Recorder:

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from protrain_plan.records.profile import RecomputedForm
 from protrain_runtime import devices
-from protrain_runtime.boundaries import tensors_in
+from protrain_runtime.trees import tensors_in
 
 
 def replayed(forward: Callable[..., object], *inputs: object, form: RecomputedForm) -> object:
