@@ -124,7 +124,7 @@ def run(
 
     with (
         joined(record.workload.device) as (rank, _),
-        progress(quiet=as_json or rank > 0) as report,
+        progress(quiet=as_json or rank > 0, threaded=False) as report,
     ):
         label = "plain" if plain else "planned"
         result = trained(label, report, plain=plain, checkpoints=checkpoints)

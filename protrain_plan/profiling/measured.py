@@ -16,7 +16,7 @@ from protrain_plan.models.batches import Batch
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.models.precision import parameter_dtype
 from protrain_plan.models.sources import ModelSource
-from protrain_plan.profiling import passes
+from protrain_plan.profiling import passes, whereabouts
 from protrain_plan.profiling.accounting import dissect, weigh
 from protrain_plan.profiling.discovery import FoundUnit, discover
 from protrain_plan.profiling.elision import Elision, elided, equal_blocks, filled, with_inputs
@@ -188,7 +188,10 @@ def measure_model(
         found, elision = running.found, running.elision
         refuse_compiled_around(model, (unit.module for unit in found))
         stack.enter_context(elided(found, elision))
-        with reserve.watching():
+        stack.enter_context(whereabouts.naming([unit.name for unit in found]))
+        watch = passes.SlotWatch(lambda *_: None)
+        modules = [unit.module for unit in found]
+        with passes.watched(model, modules, "keep", watch), reserve.watching():
             passes.training_step(model, batch)  # fills caches that the first step makes
         passes.drop_gradients(model)
         progress("finding what is saved", 0.1)

@@ -20,6 +20,7 @@ from protrain_plan.models.optimizers import (
     OptimizerFactory,
     optimizer_factory,
 )
+from protrain_plan.profiling import whereabouts
 from protrain_plan.profiling.reserving import Reserve
 from protrain_plan.profiling.unit_by_unit import SHARE_OF_FREE_MEMORY, free_bytes
 from protrain_plan.records.hardware import TierName
@@ -41,7 +42,7 @@ from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.layout import unit_parameters
 from protrain_runtime.measure import device_of
 from protrain_runtime.preparation import prepare
-from protrain_runtime.prepared import restore_as_is
+from protrain_runtime.prepared import engine_of, restore_as_is
 from protrain_runtime.recording import measure_step
 
 ALLOWANCE_BYTES = 2 * 2**20
@@ -108,8 +109,11 @@ def context_bytes(
         stepper.step()
         stepper.zero_grad()
 
+    engine = engine_of(model)
+    assert engine is not None, "the rehearsal offloads"
     try:
-        step(lambda _: None)
+        engine.observer = _tell
+        step(_tell)
         if devices.on_host(device):
             held = measure_step(model, step).context_bytes
             return held + ALLOWANCE_BYTES + len(absent) * ABSENT_UNIT_BYTES
@@ -119,6 +123,13 @@ def context_bytes(
         return devices.context_bytes(device) + ALLOWANCE_BYTES
     finally:
         restore_as_is(model)  # the learning rate is zero
+
+
+def _tell(what: str) -> None:
+    """Say which slot begins, of what the engine tells its observer."""
+    kind, _, number = what.partition(" ")
+    if kind == "slot":
+        whereabouts.in_slot(int(number))
 
 
 def _idle(factory: OptimizerFactory) -> OptimizerFactory:

@@ -22,6 +22,7 @@ from protrain_plan.hardware.probe import host_memory_bytes
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import seeded
 from protrain_plan.models.sources import ModelSource
+from protrain_plan.profiling import whereabouts
 from protrain_plan.profiling.accounting import dissect, weigh
 from protrain_plan.profiling.discovery import FoundUnit, discover
 from protrain_plan.profiling.elision import Elision, elided, equal_blocks, filled
@@ -99,7 +100,7 @@ def sketched(source: ModelSource, workload: Workload, *, text: Path | None) -> S
         with undisturbed(model):
             found = discover(model, batch)
             elision = equal_blocks(model, found, batch)
-            with elided(found, elision):
+            with elided(found, elision), whereabouts.naming([unit.name for unit in found]):
                 anatomy = dissect(model, batch, found, device=workload.device, forms=("keep",))
                 units = weigh(model, batch, anatomy, lambda: FakeMeter(allocator_of(device)))
     return Sketch(

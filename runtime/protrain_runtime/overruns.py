@@ -13,13 +13,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from protrain_plan.errors import OutOfMemoryError
 from protrain_plan.records import read_profile
 from protrain_plan.records.plan import Plan
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.memory import HoldingKind, device_bytes
 from protrain_plan.simulation.sizes import compile_units
 from protrain_plan.units import format_bytes, parse_bytes
-from protrain_runtime.exhaustion import OutOfMemoryError, out_of_memory, refusal
+from protrain_runtime.exhaustion import out_of_memory, refusal
 from protrain_runtime.measure import device_of
 from protrain_runtime.preflight import Room, room_here
 from protrain_runtime.prepared import Prepared, prepared_of
