@@ -7,6 +7,7 @@ sends where it is before each slot runs; when it is gone, the last place is know
 
 import ctypes
 import faulthandler
+import json
 import os
 import re
 import signal
@@ -18,7 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from protrain_plan.commands.model_code import culprit, explained
 from protrain_plan.errors import OutOfMemoryError, ProtrainError
@@ -41,17 +44,15 @@ _GRACE_S = 5.0
 _POLL_S = 0.2
 """How often to look whether the process lives: one that it started may hold the pipe open."""
 
-# In the child a first Ctrl-C ends it silently, as long as it has nothing to clean up.
+# Through the command line, so that its libraries are there as in a run. A first Ctrl-C ends the
+# process silently, as long as it has nothing to clean up.
 _CHILD = """
-import signal, sys
+import json, signal, sys
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-from multiprocessing.connection import Connection
-line, dump = Connection(int(sys.argv[1])), int(sys.argv[2])
-sys.path[:], sys.argv[:] = line.recv()
-import protrain_plan.cli
-from protrain_plan.commands.measuring import serve
-sys.exit(serve(line, dump))
+sys.path[:] = json.loads(sys.argv.pop(1))
+from protrain_plan.cli import main
+main()
 """
 
 
@@ -154,13 +155,9 @@ def measured_apart(request: Request, progress: Progress) -> Profile:
     with ours, tempfile.TemporaryFile() as dump:
         with theirs:
             ends = (theirs.fileno(), dump.fileno())
-            child = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", *(f"-W{option}" for option in sys.warnoptions)),
-                    *("-c", _CHILD, *map(str, ends)),
-                ],
-                pass_fds=ends,
-            )
+            python = (sys.executable, "-P", *(f"-W{option}" for option in sys.warnoptions))
+            arguments = (json.dumps(sys.path), "serve", *map(str, ends))
+            child = subprocess.Popen([*python, "-c", _CHILD, *arguments], pass_fds=ends)
         try:
             place, outcome = _followed(child, ours, request, progress)
             child.wait()
@@ -191,8 +188,7 @@ def _followed(
     """Where the process was last, and what came of it: None where it sent nothing."""
     place = Place()
     try:
-        line.send((sys.path, sys.argv))
-        line.send((os.getpid(), request))
+        line.send((os.getpid(), sys.argv, request))
         while line.poll(_POLL_S) or child.poll() is None or line.poll():
             if not line.poll():
                 continue
@@ -221,7 +217,9 @@ def _death(code: int, place: Place, dump: str) -> ProtrainError:
             " can stop",
         )
     died = signal.Signals(-code)
-    message = f"the measuring process died: {died.name} ({str(signal.strsignal(died)).lower()}){place}"
+    message = (
+        f"the measuring process died: {died.name} ({str(signal.strsignal(died)).lower()}){place}"
+    )
     if died == signal.SIGKILL:
         return OutOfMemoryError(message, fix=f"probably memory ran out: {SMALLER}")
     return ProtrainError(
@@ -238,12 +236,13 @@ def _death(code: int, place: Place, dump: str) -> ProtrainError:
 _INTERRUPTED = 130
 
 
-def serve(line: Connection, dump: int) -> int:
-    """Measure what `line` asks for and send what comes of it; the process's exit code.
-
-    `dump` is the descriptor of a file: Python's stack goes there where a signal ends the process.
-    """
-    parent, request = line.recv()
+def serve(
+    connection: Annotated[int, typer.Argument(help="The descriptor to send and receive through.")],
+    dump: Annotated[int, typer.Argument(help="That of a file for Python's stack after a signal.")],
+) -> None:
+    """Measure for the process that started this one."""
+    line = Connection(connection)
+    parent, sys.argv[:], request = line.recv()
     _end_with(parent)
     faulthandler.enable(dump, all_threads=False)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
@@ -255,15 +254,14 @@ def serve(line: Connection, dump: int) -> int:
     try:
         with whereabouts.listening(line.send):
             line.send(measured(request, report))
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+    except (KeyboardInterrupt, BrokenPipeError):
+        raise typer.Exit(_INTERRUPTED) from None
     except ProtrainError as error:
         # Its own class may not be known on the other side, and would import PyTorch there.
         kind = OutOfMemoryError if error.exit_code == OutOfMemoryError.exit_code else ProtrainError
         line.send(
             kind(error.message, source=error.source, line=error.line, key=error.key, fix=error.fix)
         )
-    return 0
 
 
 def _interrupt(*_: object) -> None:
@@ -280,4 +278,4 @@ def _end_with(parent: int) -> None:
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit(_INTERRUPTED)
+        raise typer.Exit(_INTERRUPTED)

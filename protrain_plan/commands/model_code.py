@@ -9,7 +9,6 @@ from pathlib import Path
 from textwrap import indent
 from traceback import walk_tb
 
-import protrain_plan
 from protrain_plan.errors import ProtrainError
 
 Line = tuple[str, int]
@@ -68,7 +67,7 @@ def _package(name: str) -> str | None:
     return str(Path(spec.origin).parent) if spec and spec.origin else None
 
 
-_OURS = _folders(str(Path(protrain_plan.__file__).parent), _package("protrain_runtime"))
+_OURS = _folders(_package("protrain_plan"), _package("protrain_runtime"))
 _TORCH = _folders(_package("torch"))
 _INSTALLED = _folders(sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 _PYTHON = _folders(sysconfig.get_path("stdlib"))
