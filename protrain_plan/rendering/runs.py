@@ -1,20 +1,26 @@
 """What `protrain run` prints."""
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from protrain_plan.records.commands import profile_command
 from protrain_plan.records.plan import Plan
 from protrain_plan.rendering.plans import tiers_json
 from protrain_plan.rendering.tables import table_of
+from protrain_plan.simulation.promises import Excess
 from protrain_plan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from protrain_plan.running import Run
 
 
-def run_json(plan: Plan, run: "Run", *, plain: bool, verified: bool | None) -> dict[str, Any]:
+def run_json(
+    plan: Plan, run: "Run", *, plain: bool, verified: bool | None, overruns: Sequence[Excess] = ()
+) -> dict[str, Any]:
     """What `protrain run --json` prints."""
     measured = run.measured_peak_bytes
     return {
@@ -28,10 +34,22 @@ def run_json(plan: Plan, run: "Run", *, plain: bool, verified: bool | None) -> d
         "measured_peak_bytes": None if measured is None else tiers_json(measured),
         "parameters_sha256": run.parameters_sha256,
         "verified": verified,
+        "overruns": [asdict(overrun) for overrun in overruns],
+        "profile_again": _profile_again(plan) if overruns else None,
     }
 
 
-def run_text(plan: Plan, run: "Run", *, plain: bool, verified: bool | None) -> RenderableType:
+def _profile_again(plan: Plan) -> str:
+    return profile_command(plan.workload, optimizer=plan.optimizer, output="profile.yaml")
+
+
+_MOST_OVERRUNS = 3
+"""As many are printed; --json has all."""
+
+
+def run_text(
+    plan: Plan, run: "Run", *, plain: bool, verified: bool | None, overruns: Sequence[Excess] = ()
+) -> RenderableType:
     """What `protrain run` prints."""
     resumed = f" from step {run.first_step + 1} on" if run.first_step else ""
     lines: list[RenderableType] = [
@@ -62,6 +80,12 @@ def run_text(plan: Plan, run: "Run", *, plain: bool, verified: bool | None) -> R
     lines.append(table)
     if measured is None:
         lines.append(Text("peaks are measured in the last step of two or more"))
+    if overruns:
+        lines.append(Text("NOT as predicted: the measured step took more memory", style="red"))
+        lines += [Text(f"  {overrun}") for overrun in overruns[:_MOST_OVERRUNS]]
+        if len(overruns) > _MOST_OVERRUNS:
+            lines.append(Text(f"  and in {len(overruns) - _MOST_OVERRUNS} slots more"))
+        lines.append(Text(f"  fix: measure and plan again: {_profile_again(plan)}"))
     if verified is not None:
         lines.append(
             Text("verified: losses and parameters equal plain PyTorch's bitwise", style="green")
