@@ -84,6 +84,8 @@ def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
         "forward_seconds",
         "backward_seconds",
         "context_bytes",
+        "repetitions",
+        "unsteady",
     }
     assert (profiled["model"], profiled["num_units"]) == ("tiny-llama", 6)
     assert profiled["num_parameters"] == 225_856
@@ -111,6 +113,7 @@ def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
             "lanes",
             "lower_bound_seconds",
             "step_seconds",
+            "expected_seconds",
             "kept_seconds",
             "stall_seconds",
             "solve_seconds",
@@ -133,6 +136,10 @@ def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
         "step_seconds",
         "seconds",
         "predicted_step_seconds",
+        "expected_seconds",
+        "outside_expected",
+        "overruns",
+        "profile_again",
         "predicted_peak_bytes",
         "measured_peak_bytes",
         "parameters_sha256",

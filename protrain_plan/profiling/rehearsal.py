@@ -6,8 +6,9 @@ rate of zero, so that no parameter changes. An accelerator keeps the states of i
 so that its optimizer runs, too.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -57,7 +58,19 @@ _STATE_BYTES = 20
 """Of a parameter at most: itself, its gradient, a float32 master and AdamW's two states."""
 
 
-def context_bytes(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """What was seen: `context_bytes` besides tensors at most, and the seconds of a step of `plan`.
+
+    Seconds are None where no step was timed.
+    """
+
+    context_bytes: int
+    plan: Plan
+    step_seconds: float | None
+
+
+def rehearse(
     model: nn.Module,
     batch: Batch,
     units: Sequence[UnitPlan],
@@ -68,13 +81,15 @@ def context_bytes(
     optimizer: str = DEFAULT_OPTIMIZER,
     absent: Sequence[int] = (),
     swapped_bytes: int = 0,
-) -> int:
-    """What the process holds besides tensors in a planned step, at most.
+    timed: bool = False,
+) -> Rehearsal:
+    """Run two steps of a plan that offloads and swaps everything, and see what the process holds.
 
     `units` say what the model's units are; their decisions are made here. Rehearse before bytes
     are counted: what that leaves behind in the process would count, too. On an accelerator: what is
     taken of the device besides its allocator's memory; `reserve` sees the second step. `absent` are
     units that do not run: their parameters are on `meta`. `swapped_bytes` is what the others swap.
+    Where it is `timed`, a step more is run for that.
     """
     device = device_of(model)
     shape = [(unit.kind, unit.name, unit.parameters) for unit in units]
@@ -114,15 +129,27 @@ def context_bytes(
     try:
         engine.observer = _tell
         step(_tell)
+        engine.observer = None
+        seconds = _seconds(step, device) if timed else None
         if devices.on_host(device):
-            held = measure_step(model, step).context_bytes
-            return held + ALLOWANCE_BYTES + len(absent) * ABSENT_UNIT_BYTES
-        with reserve.watching():
-            step(lambda _: None)
-        devices.synchronize(device)
-        return devices.context_bytes(device) + ALLOWANCE_BYTES
+            held = measure_step(model, step).context_bytes + len(absent) * ABSENT_UNIT_BYTES
+        else:
+            with reserve.watching():
+                step(lambda _: None)
+            devices.synchronize(device)
+            held = devices.context_bytes(device)
+        return Rehearsal(context_bytes=held + ALLOWANCE_BYTES, plan=made, step_seconds=seconds)
     finally:
         restore_as_is(model)  # the learning rate is zero
+
+
+def _seconds(step: Callable[[Observer], None], device: torch.device) -> float:
+    """How long a step takes."""
+    devices.synchronize(device)
+    start = time.perf_counter()
+    step(lambda _: None)
+    devices.synchronize(device)
+    return time.perf_counter() - start
 
 
 def _tell(what: str) -> None:
