@@ -65,6 +65,8 @@ def cli_page() -> str:
 
 def _commands(group: Any, path: str) -> Iterator[str]:
     for name, command in group.commands.items():
+        if command.hidden:
+            continue
         if hasattr(command, "commands"):
             yield from _commands(command, f"{path} {name}")
         else:

@@ -30,6 +30,7 @@ from protrain_plan.commands import (
     export,
     fit,
     hardware,
+    measuring,
     models,
     plan,
     profile,
@@ -64,6 +65,7 @@ for _command, _examples in (
     # Paragraphs without the docstring's line breaks, which would be shown beside the terminal's.
     _paragraphs = [" ".join(part.split()) for part in (_command.__doc__ or "").split("\n\n")]
     app.command(help="\n\n".join(_paragraphs), epilog=_examples)(_command)
+app.command(hidden=True)(measuring.serve)
 app.add_typer(hardware.app, name="hardware", help=hardware.HELP, epilog=hardware.EXAMPLES)
 
 

@@ -43,3 +43,9 @@ class ProtrainError(Exception):
 
 class RecordError(ProtrainError):
     """A file that cannot be read as the record it should hold, or that cannot be written."""
+
+
+class OutOfMemoryError(ProtrainError):
+    """What was done did not fit the memory that the machine, or a limit, gave it."""
+
+    exit_code = 4

@@ -173,6 +173,7 @@ def train(
                 optimizer=factory,
                 spill_directory=spill_directory,
                 check="bitwise" if checked else None,
+                watch=False,  # the last step is measured
             )
         torch.manual_seed(workload.seed + rank)  # of dropout
         training = _training(plan, text)

@@ -90,6 +90,11 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e9:.0f} ns" if seconds else "0 s"
 
 
+def format_range(seconds: tuple[float, float] | None) -> str:
+    """A range of times behind a time: ` (1.92 s to 2.40 s)`; nothing for none."""
+    return f" ({' to '.join(map(format_seconds, seconds))})" if seconds else ""
+
+
 def four_digits(value: float) -> float:
     """Four significant digits, as measured numbers have: more would only be noise in a diff."""
     return float(f"{value:.4g}")

@@ -124,6 +124,10 @@ from tests.test_runtime_parity import (  # noqa: F401
     test_training_goes_on_plainly_after_restore_bitwise,
     test_transfers_cut_in_two_match_plain_torch_bitwise,
 )
+from tests.test_watching import (  # noqa: F401
+    test_a_step_above_its_promise_is_warned_of_once,
+    test_a_step_within_its_promise_is_silent_and_nothing_stays_attached,
+)
 
 
 @pytest.fixture(autouse=True, params=CARDS)

@@ -50,7 +50,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def make(path: Path) -> None:
         result = forked.protrain(
             *("profile", "tiny-llama", "--batch-size", 2, "--seq-len", 64, "--steps", 1),
-            *("-o", path.name, "--json"),
+            *("-o", path.name, "--in-process", "--json"),
             folder=path.parent,
         )
         path.with_suffix(".json").write_text(json.dumps(printed(result)))
@@ -84,6 +84,8 @@ def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
         "forward_seconds",
         "backward_seconds",
         "context_bytes",
+        "repetitions",
+        "unsteady",
     }
     assert (profiled["model"], profiled["num_units"]) == ("tiny-llama", 6)
     assert profiled["num_parameters"] == 225_856
@@ -111,6 +113,7 @@ def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
             "lanes",
             "lower_bound_seconds",
             "step_seconds",
+            "expected_seconds",
             "kept_seconds",
             "stall_seconds",
             "solve_seconds",
@@ -133,6 +136,10 @@ def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
         "step_seconds",
         "seconds",
         "predicted_step_seconds",
+        "expected_seconds",
+        "outside_expected",
+        "overruns",
+        "profile_again",
         "predicted_peak_bytes",
         "measured_peak_bytes",
         "parameters_sha256",
@@ -280,7 +287,7 @@ def test_every_mistake_is_one_message(synthetic: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_model_that_is_not_there_is_one_message(model: str, message: str, tmp_path: Path) -> None:
-    result = forked.protrain("profile", model, folder=tmp_path)
+    result = forked.protrain("profile", model, "--in-process", folder=tmp_path)
     assert (result.stderr, result.stdout) == (f"error: {message}\n", "")
     assert result.returncode == 2
     assert list(tmp_path.iterdir()) == []
@@ -354,7 +361,7 @@ def test_other_families_take_the_same_path(
         (tmp_path / "config.json").write_text((catalogue / "tiny-llama.json").read_text())
         model = str(tmp_path)
     command = partial(forked.protrain, folder=tmp_path)
-    printed(command("profile", model, *options, "--steps", 1, "--json"))
+    printed(command("profile", model, *options, "--steps", 1, "--in-process", "--json"))
     tight = ("plan", "profile.yaml", "--json", "--device-memory")
     refused = command(*tight, "100MiB")
     assert refused.returncode == 3

@@ -29,7 +29,8 @@ ALLOWED = {
     "hardware": BASE | {"records", "models", "runtime"},
     # Decided: a measured profile looks through the runtime's own boundaries and meters, so that
     # what it counts is what a run meets.
-    "profiling": ABOVE_PROGRAM | {"hardware", "models", "runtime"},
+    # And it holds a step that it ran beside the simulated one, to say how sure seconds are.
+    "profiling": ABOVE_PROGRAM | {"hardware", "models", "runtime", "simulation"},
     "simulation": ABOVE_PROGRAM,
     "planning": ABOVE_PROGRAM | {"simulation"},
     "fitting": BASE | {"records", "planning", "simulation"},

@@ -213,12 +213,12 @@ def make():
 @pytest.mark.parametrize(("act", "code", "said"), [
     ("interrupt", 130, ""),
     ("exhaust", 4, "error: out of memory: "),
-    ("fail", 1, "ZeroDivisionError: in the model's code\n"),
+    ("fail", 2, "model's code raised ZeroDivisionError: in the model's code, in the forward"),
 ])  # fmt: skip
 def test_the_command_leaves_no_file(act: str, code: int, said: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FACTORY.format(act=act))
     (tmp_path / "spill").mkdir()
-    command = ("profile", "mine:make", "-o", "p.yaml", "--spill-directory", "spill")
+    command = ("profile", "mine:make", "--in-process", "-o", "p.yaml", "--spill-directory", "spill")
     result = protrain(*command, folder=tmp_path)
     assert result.returncode == code, result.stderr
     assert said in result.stderr

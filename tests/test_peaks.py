@@ -92,7 +92,7 @@ def profile_file(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
             dtype="float32",
             device="cpu",
             seed=0,
-            num_steps=1,
+            num_steps=2,
             spill_directory=path.parent,
             text=None,
             progress=lambda *_: None,

@@ -60,8 +60,12 @@ def interruptible() -> Iterator[threading.Event]:
 
 
 @contextmanager
-def progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
-    """A bar on standard error, shown on a terminal only and gone when the work is done."""
+def progress(*, quiet: bool, threaded: bool = True) -> Iterator[Callable[[str, float], None]]:
+    """A bar on standard error, shown on a terminal only and gone when the work is done.
+
+    A thread keeps it going, but where the process's memory is measured or promised: the stack of a
+    thread counts as data, 8 MiB of it.
+    """
     bar = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -69,8 +73,13 @@ def progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
         TimeElapsedColumn(),
         console=err,
         transient=True,
+        auto_refresh=threaded,
         disable=quiet or not err.is_terminal,
     )
     with bar:
         task = bar.add_task("", total=1.0)
-        yield lambda what, fraction: bar.update(task, description=what, completed=fraction)
+
+        def tell(what: str, fraction: float) -> None:
+            bar.update(task, description=what, completed=fraction, refresh=not threaded)
+
+        yield tell

@@ -1,18 +1,17 @@
 """`protrain profile`."""
 
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, get_args
 
 import typer
 
-from protrain_plan.commands.options import JsonOption, SpillOption, choice, found_device, writable
+from protrain_plan.commands.measuring import Request, estimated, measured, measured_apart
+from protrain_plan.commands.options import JsonOption, SpillOption, choice, writable
 from protrain_plan.commands.output import progress, show
 from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.records import write_profile
-from protrain_plan.records.hardware import is_accelerator
 from protrain_plan.records.profile import DType, Precision
 from protrain_plan.rendering.profiles import profile_json, profile_text
 
@@ -105,6 +104,14 @@ def profile(
     seed: Annotated[int, typer.Option(help="Seed of weights and text.")] = 0,
     text: Annotated[Path | None, typer.Option(help="A text file to take batches from.")] = None,
     spill_directory: SpillOption = None,
+    in_process: Annotated[
+        bool,
+        typer.Option(
+            "--in-process",
+            help="Measure in this process, for debuggers; by default in one of its own, which the"
+            " model's code may crash.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Record what a model costs, unit by unit, in bytes and seconds.
@@ -128,55 +135,32 @@ def profile(
             ("--deterministic", deterministic or None),
             ("--unit-by-unit", unit_by_unit or None),
             ("--spill-directory", spill_directory),
+            ("--in-process", in_process or None),
         ):
             if value is not None:
                 raise ProtrainError("is for measuring; --on estimates", key=option)
     writable(output)
-    # Torch loads here, so that --help and planning need not wait for it.
-    from protrain_plan.models.adapters import parse_lora
-    from protrain_plan.models.building import kernels
-    from protrain_plan.models.optimizers import optimizer_factory
-    from protrain_plan.models.sources import load_source
-    from protrain_plan.profiling.estimated import Options, estimate
-    from protrain_plan.profiling.measured import measure
-    from protrain_runtime.exhaustion import explained_exhaustion
-    from protrain_runtime.measure import return_freed_memory
-
-    where = found_device(device or "cpu")
-    optimizer_factory(optimizer)  # a wrong name is told at once
-    adapter = "" if lora is None else str(parse_lora(lora))
-    source = load_source(model)
-    with progress(quiet=as_json) as report:
-        options: Options = {
-            "batch_size": batch_size,
-            "seq_len": seq_len,
-            "dtype": dtype_name,
-            "precision": precision_name,
-            "adapter": adapter,
-            "optimizer": optimizer,
-            "seed": seed,
-            "text": text,
-            "progress": report,
-        }
+    request = Request(
+        model=model,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        dtype=dtype_name,
+        precision=precision_name,
+        lora=lora,
+        optimizer=optimizer,
+        device=device,
+        deterministic=deterministic,
+        steps=steps,
+        unit_by_unit=unit_by_unit,
+        seed=seed,
+        text=text,
+        spill_directory=spill_directory,
+    )
+    with progress(quiet=as_json, threaded=not in_process) as report:
         if machine is not None:
-            record = estimate(source, hardware=machine, **options)
+            record = estimated(request, machine, report)
         else:
-            if not is_accelerator(where.type):
-                return_freed_memory()
-            with (
-                kernels(deterministic=deterministic),
-                explained_exhaustion(
-                    fix="a smaller --batch-size or --seq-len; the model alone: --unit-by-unit"
-                ),
-            ):
-                record = measure(
-                    source,
-                    device=where,
-                    num_steps=steps,
-                    spill_directory=spill_directory or Path(tempfile.gettempdir()),
-                    unit_by_unit=unit_by_unit,
-                    **options,
-                )
+            record = (measured if in_process else measured_apart)(request, report)
     if joined is not None:
         record = replace(record, hardware=replace(record.hardware, interconnect=joined))
     write_profile(record, output)

@@ -14,6 +14,7 @@ from protrain_plan.records import read_plan
 from protrain_plan.records.hardware import is_accelerator
 from protrain_plan.records.profile import Profile
 from protrain_plan.rendering.runs import run_json, run_text
+from protrain_plan.simulation.promises import exceeded
 from protrain_plan.simulation.recording import write_recording
 
 EXAMPLES = (
@@ -30,7 +31,12 @@ def run(
     text: Annotated[Path | None, typer.Option(help="A text file to train on.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Ordinary PyTorch, no plan.")] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Run both, compare losses and parameters bitwise.")
+        bool,
+        typer.Option(
+            "--verify",
+            help="Run both, compare losses and parameters bitwise; exit with 1 where they differ,"
+            " or where the step took more memory than predicted.",
+        ),
     ] = False,
     memory_limit: Annotated[
         str | None,
@@ -84,6 +90,7 @@ def run(
     if memory_limit is not None:
         _limit(size("--memory-limit", memory_limit, 0))
     from protrain_plan.running import NO_CHECKPOINTS, Checkpoints, Run, train
+    from protrain_runtime.checking import CHECKED_STEPS
     from protrain_runtime.launching import joined
     from protrain_runtime.measure import return_freed_memory
 
@@ -124,13 +131,17 @@ def run(
 
     with (
         joined(record.workload.device) as (rank, _),
-        progress(quiet=as_json or rank > 0) as report,
+        progress(quiet=as_json or rank > 0, threaded=False) as report,
     ):
         label = "plain" if plain else "planned"
         result = trained(label, report, plain=plain, checkpoints=checkpoints)
         reference = trained("plain", report, plain=True) if verify else None
     if rank > 0:  # one speaks for all
         return
+    # A plain copy that is compared with stands beside the first steps.
+    alone = not plain and not (check and steps - result.first_step <= CHECKED_STEPS)
+    measured = result.measured_peak_bytes if alone else None
+    overruns = () if measured is None else exceeded(record, measured, result.slot_bytes, beside())
     if recording is not None and result.recording is not None:
         write_recording(result.recording, recording)
     verified = None
@@ -139,10 +150,10 @@ def run(
         verified = same and reference.parameters_sha256 == result.parameters_sha256
     show(
         as_json,
-        run_json(record, result, plain=plain, verified=verified),
-        lambda: run_text(record, result, plain=plain, verified=verified),
+        run_json(record, result, plain=plain, verified=verified, overruns=overruns),
+        lambda: run_text(record, result, plain=plain, verified=verified, overruns=overruns),
     )
-    if verified is False:
+    if verify and (overruns or not verified):
         raise typer.Exit(1)
 
 

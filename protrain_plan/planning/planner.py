@@ -314,6 +314,7 @@ def _solved(
     assert peak <= problem.device, "the schedule and the peak function disagree"
     assert not waits_in_a_circle(program), "a programme that waits for itself"
     below = {tier: tier_bytes(tier, best.plans, profile, settings) for tier in problem.tiers}
+    error_low, error_high = profile.error_band
     prediction = Prediction(
         step_seconds=best.seconds,
         lower_bound_seconds=bound,
@@ -324,6 +325,8 @@ def _solved(
             host=below.get("host", 0),
             disk=below.get("disk", 0),
         ),
+        error_low=error_low,
+        error_high=error_high,
     )
     made = Plan(
         workload=profile.workload,

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from protrain_plan.models.batches import Batch, call_model
+from protrain_plan.profiling import whereabouts
 from protrain_runtime import devices
 from protrain_runtime.compiled import uncompiled
 from protrain_runtime.parameters import extent
@@ -147,6 +148,7 @@ class _Recorder(TorchDispatchMode):
         self._paths = {module: path for path, module in model.named_modules()}
         self._clock = 0
         self._begun: dict[nn.Module, list[int]] = defaultdict(list)
+        self._inside: list[str] = []  # the paths of the modules that run
         # Parameters by the storage they live in; several may share a flat one. An identity, not
         # an address: fake tensors have none.
         self._owners: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
@@ -173,8 +175,12 @@ class _Recorder(TorchDispatchMode):
 
     def _begin(self, module: nn.Module, *_: object) -> None:
         self._begun[module].append(self._tick())
+        self._inside.append(self._paths[module])
+        whereabouts.in_module(self._inside[-1])
 
     def _end(self, module: nn.Module, *_: object) -> None:
+        self._inside.pop()
+        whereabouts.in_module(self._inside[-1] if self._inside else "")
         self.calls.append(
             Call(
                 path=self._paths[module],

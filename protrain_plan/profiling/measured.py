@@ -18,7 +18,7 @@ from protrain_plan.models.batches import Batch
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.models.precision import parameter_dtype
 from protrain_plan.models.sources import ModelSource
-from protrain_plan.profiling import passes
+from protrain_plan.profiling import passes, whereabouts
 from protrain_plan.profiling.accounting import dissect, weigh
 from protrain_plan.profiling.discovery import FoundUnit, discover, fullest
 from protrain_plan.profiling.elision import Elision, elided, equal_blocks, filled, with_inputs
@@ -28,7 +28,7 @@ from protrain_plan.profiling.execution import (
     repeating,
     undisturbed,
 )
-from protrain_plan.profiling.rehearsal import context_bytes
+from protrain_plan.profiling.rehearsal import Rehearsal, rehearse
 from protrain_plan.profiling.reserving import Libraries, Reserve
 from protrain_plan.profiling.unit_by_unit import (
     SHARE_OF_FREE_MEMORY,
@@ -44,9 +44,12 @@ from protrain_plan.records.profile import (
     OptimizerCost,
     Precision,
     Profile,
+    Repetitions,
     Unit,
     Workload,
 )
+from protrain_plan.simulation.sizes import compile_units
+from protrain_plan.simulation.timeline import simulated_seconds
 from protrain_plan.units import four_digits
 from protrain_runtime import devices
 from protrain_runtime.checkpointing import switch_off_checkpointing
@@ -203,7 +206,10 @@ def measure_model(
         found, elision = running.found, running.elision
         refuse_compiled_around(model, (unit.module for unit in found))
         stack.enter_context(elided(found, elision))
-        with reserve.watching():
+        stack.enter_context(whereabouts.naming([unit.name for unit in found]))
+        watch = passes.SlotWatch(lambda *_: None)
+        modules = [unit.module for unit in found]
+        with passes.watched(model, modules, "keep", watch), reserve.watching():
             passes.training_step(model, batch)  # fills caches that the first step makes
         sparse = passes.sparse_gradients(model)
         refuse_sparse(sparse, optimizer, workload)
@@ -221,7 +227,7 @@ def measure_model(
                 precision=workload.precision,
             )
         progress("rehearsing a planned step", 0.15)
-        context = context_bytes(
+        rehearsal = rehearse(
             model,
             batch,
             with_inputs(anatomy.plans, counted),
@@ -232,6 +238,7 @@ def measure_model(
             absent=elision.elided,
             staying=anatomy.stays.keys() | anatomy.owners(sparse),
             swapped_bytes=sum(saved.swappable_bytes for saved in anatomy.saved["keep"]),
+            timed=whole and num_steps != 1,
         )
         fixed_bytes = anatomy.fixed_bytes + libraries.kept_bytes()
         progress("counting bytes", 0.2)
@@ -267,7 +274,9 @@ def measure_model(
         hardware=replace(
             machine,
             device=replace(
-                machine.device, context_bytes=context, allocator_bytes=reserve.most_bytes
+                machine.device,
+                context_bytes=rehearsal.context_bytes,
+                allocator_bytes=reserve.most_bytes,
             ),
         ),
         method="measured",
@@ -279,7 +288,7 @@ def measure_model(
         fixed_bytes=fixed_bytes,
     )
     progress("done", 1.0)
-    return profile
+    return replace(profile, repetitions=_repetitions(seconds, rehearsal, profile))
 
 
 @contextmanager
@@ -432,6 +441,28 @@ def _timed(
             )
             timed[index] = replace(units[index], forms=forms)
     return timed
+
+
+def _repetitions(
+    seconds: dict[Form, list[list[float]]], rehearsal: Rehearsal, profile: Profile
+) -> Repetitions | None:
+    """How far whole steps took other times; None where each form had one."""
+    steps = [[sum(slots) for slots in repeated] for repeated in seconds.values()]
+    if len(steps[0]) < 2:
+        return None
+    ratios = [one / statistics.median(repeated) for repeated in steps for one in repeated]
+    planned = 0.0
+    if rehearsal.step_seconds is not None:
+        plan = rehearsal.plan
+        program = compile_units(plan.units, profile, piece_bytes=plan.piece_bytes)
+        simulated, _ = simulated_seconds(program, plan.units, profile)
+        planned = four_digits(rehearsal.step_seconds / simulated)
+    return Repetitions(
+        num_steps=len(ratios),
+        low=four_digits(min(ratios)),
+        high=four_digits(max(ratios)),
+        planned=planned,
+    )
 
 
 def _median(steps: Sequence[Sequence[float]], slots: Sequence[int]) -> float:

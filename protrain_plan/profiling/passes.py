@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.profiling import whereabouts
 from protrain_plan.program import grouped, in_blocks
 from protrain_plan.records.profile import Form
 from protrain_runtime import devices
@@ -55,10 +56,14 @@ MeterFactory = Callable[[], Meter]
 
 @dataclass
 class SlotWatch:
-    """A listener to boundaries that calls `on_slot` once per slot, in order, and no more."""
+    """A listener to boundaries that calls `on_slot` once per slot, in order, and no more.
+
+    It tells where measuring is, too, unless the step is `timed`.
+    """
 
     on_slot: OnSlot
     on_leave: Callable[[Sequence[torch.Tensor]], None] = field(default=lambda _: None)
+    timed: bool = False
     num_slots: int = 0
     slot: int = -1
     differentiated: set[int] = field(default_factory=set[int])  # units, by a forward itself
@@ -73,6 +78,8 @@ class SlotWatch:
     def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
         while self.slot < slot:
             self.slot += 1
+            if not self.timed:
+                whereabouts.in_slot(self.slot)
             self.on_slot(self.slot, inputs if self.slot == slot else ())
 
     def leave(self, outputs: Sequence[torch.Tensor]) -> None:
@@ -105,6 +112,7 @@ def watched(
 
     `kept` blocks keep theirs: see `Anatomy.kept`.
     """
+    whereabouts.in_form(form)
     watch.num_slots = 2 * len(modules)
     blocks = [
         module for unit, module in enumerate(modules) if module is not None and unit not in kept
@@ -394,7 +402,7 @@ def slot_seconds(
     steps: dict[Form, list[list[float]]] = {form: [] for form in forms}
 
     def step(form: Form) -> list[float]:
-        watch = SlotWatch(lambda *_: clock.stamp())
+        watch = SlotWatch(lambda *_: clock.stamp(), timed=True)
         with watched(model, modules, form, watch, kept=kept):
             clock.restart()
             training_step(model, next(batches))

@@ -6,8 +6,9 @@ rate of zero, so that no parameter changes. An accelerator keeps the states of i
 so that its optimizer runs, too. States that cannot leave the device stay there.
 """
 
-from collections.abc import Sequence, Set
-from dataclasses import replace
+import time
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from protrain_plan.models.optimizers import (
     OptimizerFactory,
     optimizer_factory,
 )
+from protrain_plan.profiling import whereabouts
 from protrain_plan.profiling.reserving import Reserve
 from protrain_plan.profiling.unit_by_unit import SHARE_OF_FREE_MEMORY, free_bytes
 from protrain_plan.records.hardware import TierName
@@ -42,7 +44,7 @@ from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.layout import unit_parameters
 from protrain_runtime.measure import device_of
 from protrain_runtime.preparation import prepare
-from protrain_runtime.prepared import restore_as_is
+from protrain_runtime.prepared import engine_of, restore_as_is
 from protrain_runtime.recording import measure_step
 
 ALLOWANCE_BYTES = 2 * 2**20
@@ -57,7 +59,19 @@ _STATE_BYTES = 20
 """Of a parameter at most: itself, its gradient, a float32 master and AdamW's two states."""
 
 
-def context_bytes(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """What was seen: `context_bytes` besides tensors at most, and the seconds of a step of `plan`.
+
+    Seconds are None where no step was timed.
+    """
+
+    context_bytes: int
+    plan: Plan
+    step_seconds: float | None
+
+
+def rehearse(
     model: nn.Module,
     batch: Batch,
     units: Sequence[UnitPlan],
@@ -69,14 +83,16 @@ def context_bytes(
     absent: Sequence[int] = (),
     staying: Set[int] = frozenset(),
     swapped_bytes: int = 0,
-) -> int:
-    """What the process holds besides tensors in a planned step, at most.
+    timed: bool = False,
+) -> Rehearsal:
+    """Run two steps of a plan that offloads and swaps everything, and see what the process holds.
 
     `units` say what the model's units are; their decisions are made here. Rehearse before bytes
     are counted: what that leaves behind in the process would count, too. On an accelerator: what is
     taken of the device besides its allocator's memory; `reserve` sees the second step. `absent` are
     units that do not run: their parameters are on `meta`. The states of `staying` ones cannot leave
-    the device. `swapped_bytes` is what the others swap.
+    the device. `swapped_bytes` is what the others swap. Where it is `timed`, a step more is run for
+    that.
     """
     device = device_of(model)
     shape = [(unit.kind, unit.name, unit.parameters) for unit in units]
@@ -112,17 +128,39 @@ def context_bytes(
         stepper.step()
         stepper.zero_grad()
 
+    engine = engine_of(model)
+    assert engine is not None, "the rehearsal offloads"
     try:
-        step(lambda _: None)
+        engine.observer = _tell
+        step(_tell)
+        engine.observer = None
+        seconds = _seconds(step, device) if timed else None
         if devices.on_host(device):
-            held = measure_step(model, step).context_bytes
-            return held + ALLOWANCE_BYTES + len(absent) * ABSENT_UNIT_BYTES
-        with reserve.watching():
-            step(lambda _: None)
-        devices.synchronize(device)
-        return devices.context_bytes(device) + ALLOWANCE_BYTES
+            held = measure_step(model, step).context_bytes + len(absent) * ABSENT_UNIT_BYTES
+        else:
+            with reserve.watching():
+                step(lambda _: None)
+            devices.synchronize(device)
+            held = devices.context_bytes(device)
+        return Rehearsal(context_bytes=held + ALLOWANCE_BYTES, plan=made, step_seconds=seconds)
     finally:
         restore_as_is(model)  # the learning rate is zero
+
+
+def _seconds(step: Callable[[Observer], None], device: torch.device) -> float:
+    """How long a step takes."""
+    devices.synchronize(device)
+    start = time.perf_counter()
+    step(lambda _: None)
+    devices.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _tell(what: str) -> None:
+    """Say which slot begins, of what the engine tells its observer."""
+    kind, _, number = what.partition(" ")
+    if kind == "slot":
+        whereabouts.in_slot(int(number))
 
 
 def _idle(factory: OptimizerFactory) -> OptimizerFactory:

@@ -20,6 +20,7 @@ from protrain_plan.hardware.probe import host_memory_bytes, processor_name
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import seeded, without_parameters
 from protrain_plan.models.sources import ModelSource
+from protrain_plan.profiling import whereabouts
 from protrain_plan.profiling.accounting import dissect, weigh
 from protrain_plan.profiling.discovery import FoundUnit, discover, fullest
 from protrain_plan.profiling.elision import Elision, elided, equal_blocks, filled
@@ -98,7 +99,7 @@ def sketched(source: ModelSource, workload: Workload, *, text: Path | None) -> S
             stack.enter_context(repeating(model, start))
             found = discover(model, batch, execution)
             elision = equal_blocks(model, found, batch)
-            with elided(found, elision):
+            with elided(found, elision), whereabouts.naming([unit.name for unit in found]):
                 anatomy = dissect(model, batch, found, device=workload.device, forms=("keep",))
                 units = weigh(model, batch, anatomy, lambda: FakeMeter(allocator_of(device)))
     return Sketch(

@@ -135,11 +135,24 @@ class TierBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the planner promises: peaks are upper bounds, seconds are estimates."""
+    """What the planner promises: peaks are upper bounds, seconds are estimates.
+
+    A measured step is expected within `error_low` and `error_high` times `step_seconds`, as far as
+    the profile knows (see `Profile.error_band`); zeros where it does not.
+    """
 
     step_seconds: float
     lower_bound_seconds: float  # no schedule within the budgets is faster
     peak_bytes: TierBytes
+    error_low: float = 0.0
+    error_high: float = 0.0
+
+    @property
+    def expected_seconds(self) -> tuple[float, float] | None:
+        """The fastest and the slowest step to expect; None where the profile does not say."""
+        if not self.error_high:
+            return None
+        return self.error_low * self.step_seconds, self.error_high * self.step_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

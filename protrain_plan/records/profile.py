@@ -129,6 +129,21 @@ class OptimizerCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Repetitions:
+    """How far whole steps of the plain model took other times, and a planned one.
+
+    `low` and `high` are the fastest and the slowest of `num_steps` over the median of those with
+    the same form of activations. `planned` is a step with everything offloaded and swapped over
+    what is simulated for that plan; 0 where it was not timed.
+    """
+
+    num_steps: int
+    low: float
+    high: float
+    planned: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """Everything that planning needs to know of a model on a machine.
 
@@ -136,7 +151,8 @@ class Profile:
     one line (`model.layers.0-29.mlp.up_proj.weight 1536x576 float32 trainable`), so that a plan can
     say what changed in a model that it was not made for. `fixed_bytes` stand on an accelerator
     whatever the batch: workspaces that its libraries keep in the allocator, scalars, which take a
-    block each there, and what rounds states up to blocks.
+    block each there, and what rounds states up to blocks. `repetitions` say how sure measured
+    seconds are.
     """
 
     workload: Workload
@@ -148,3 +164,20 @@ class Profile:
     units: tuple[Unit, ...]
     tensors: tuple[str, ...] = ()
     fixed_bytes: int = 0
+    repetitions: Repetitions | None = None
+
+    @property
+    def error_band(self) -> tuple[float, float]:
+        """Measured over predicted step seconds, at least and at most; zeros where unknown.
+
+        Of a measured profile by its own repetitions, of an estimated one by what its machine's
+        estimates were compared with.
+        """
+        if self.method == "estimated":
+            rates = self.hardware.rates
+            return (rates.error_low, rates.error_high) if rates else (0.0, 0.0)
+        if self.repetitions is None:
+            return 0.0, 0.0
+        found = self.repetitions
+        planned = (found.planned,) if found.planned else ()
+        return min(found.low, *planned, 1.0), max(found.high, *planned, 1.0)

@@ -48,6 +48,7 @@ from protrain_plan.records.profile import (
     OptimizerCost,
     Profile,
     RecomputedForm,
+    Repetitions,
     Unit,
     Workload,
 )
@@ -181,6 +182,9 @@ LIMITS: dict[tuple[type, str], Limits] = {
     (Workload, "seq_len"): _COUNT,
     (OptimizerCost, "host_parameters_per_s"): _POSITIVE,
     (OptimizerCost, "device_parameters_per_s"): _POSITIVE,
+    (Repetitions, "num_steps"): _COUNT,
+    (Repetitions, "low"): _SHARE,
+    (Repetitions, "high"): Limits(low=1),
     (Prediction, "step_seconds"): _POSITIVE,
     (Prediction, "lower_bound_seconds"): _POSITIVE,
     (Plan, "piece_bytes"): _COUNT,

@@ -17,7 +17,7 @@ from protrain_plan.records.profile import Profile
 from protrain_plan.rendering.tables import run_name, table_of
 from protrain_plan.simulation.memory import checkpoint_bytes
 from protrain_plan.simulation.ranks import Group as Devices
-from protrain_plan.units import format_bytes, format_seconds
+from protrain_plan.units import format_bytes, format_range, format_seconds
 
 if TYPE_CHECKING:
     from protrain_plan.planning.outcome import Solved
@@ -32,6 +32,7 @@ def solved_json(solved: "Solved") -> dict[str, Any]:
         **devices_json(Devices.of(solved.plan)),
         "lower_bound_seconds": prediction.lower_bound_seconds,
         "step_seconds": prediction.step_seconds,
+        "expected_seconds": prediction.expected_seconds,
         "stall_seconds": solved.stall_seconds,
         "solve_seconds": solved.solve_seconds,
         "peak_bytes": tiers_json(prediction.peak_bytes),
@@ -73,7 +74,7 @@ def solved_text(solved: "Solved", profile: Profile, path: Path) -> RenderableTyp
         budget = plan.budgets.host if tier.name == "host" else plan.budgets.disk
         table.add_row(tier.name, format_bytes(used), format_bytes(budget))
     verdict = Text(
-        f"predicted step {format_seconds(prediction.step_seconds)},"
+        f"predicted step {format_seconds(prediction.step_seconds)}{_expected(solved, profile)},"
         f" at most {solved.gap:.2%} above the fastest possible"
         f" ({solved.status}, {solved.solver}, {format_seconds(solved.solve_seconds)})"
     )
@@ -86,6 +87,17 @@ def solved_text(solved: "Solved", profile: Profile, path: Path) -> RenderableTyp
     if not is_accelerator(profile.hardware.device.kind) and saving > 0:
         notes.append(Text(f"saving a checkpoint takes {format_bytes(saving)} more than a step"))
     return Group(_decisions(plan.units), "", table, "", *notes, Text(f"wrote {path}"))
+
+
+def _expected(solved: "Solved", profile: Profile) -> str:
+    """Within what the step is expected, and who says so."""
+    expected = format_range(solved.plan.prediction.expected_seconds)
+    said = (
+        "by the profile's own repetitions"
+        if profile.method == "measured"
+        else "as measured steps were beside estimates"
+    )
+    return f"{expected[:-1]} {said})" if expected else ""
 
 
 def _others(solved: "Solved") -> str:

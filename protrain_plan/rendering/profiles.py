@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,26 @@ def profile_json(profile: Profile) -> dict[str, Any]:
         "backward_seconds": sum(cost.backward_s for cost in keep),
         "context_bytes": profile.hardware.device.context_bytes,
         **_held_back(profile),
+        "repetitions": asdict(profile.repetitions) if profile.repetitions else None,
+        "unsteady": unsteady(profile),
         "measured_over_estimated": error_band(profile.hardware) if _estimated(profile) else None,
     }
+
+
+STEADY = 1.2
+"""The slowest of whole steps over the fastest, on a machine that does nothing else. Medians of
+three were up to 15 % off where others' work changes its speed from second to second (`passes`)."""
+
+
+def unsteady(profile: Profile) -> str | None:
+    """What to say of repetitions that took very different times; None of others."""
+    found = profile.repetitions
+    if found is None or found.high <= STEADY * found.low:
+        return None
+    return (
+        f"repetitions varied by {found.high / found.low - 1:.0%}: the machine was busy; profile"
+        " again on a quiet one"
+    )
 
 
 def _held_back(profile: Profile) -> dict[str, int]:
@@ -77,6 +96,8 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
     note = Text("kept: by the unit between forward and backward; input: where it is recomputed")
     machine = profile.hardware
     how = [Text(f"estimated for {machine.name}: {trust(machine)}")] if _estimated(profile) else []
+    warning = unsteady(profile)
+    how += [Text(warning, style="yellow")] if warning else []
     return Group(table, "", note, total, *how, Text(f"wrote {path}"))
 
 

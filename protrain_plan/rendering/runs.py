@@ -1,20 +1,26 @@
 """What `protrain run` prints."""
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from protrain_plan.records.commands import profile_command
 from protrain_plan.records.plan import Plan
 from protrain_plan.rendering.plans import tiers_json
 from protrain_plan.rendering.tables import table_of
-from protrain_plan.units import format_bytes, format_seconds
+from protrain_plan.simulation.promises import Excess
+from protrain_plan.units import format_bytes, format_range, format_seconds
 
 if TYPE_CHECKING:
     from protrain_plan.running import Run
 
 
-def run_json(plan: Plan, run: "Run", *, plain: bool, verified: bool | None) -> dict[str, Any]:
+def run_json(
+    plan: Plan, run: "Run", *, plain: bool, verified: bool | None, overruns: Sequence[Excess] = ()
+) -> dict[str, Any]:
     """What `protrain run --json` prints."""
     measured = run.measured_peak_bytes
     return {
@@ -24,14 +30,44 @@ def run_json(plan: Plan, run: "Run", *, plain: bool, verified: bool | None) -> d
         "step_seconds": run.step_seconds,
         "seconds": list(run.seconds),
         "predicted_step_seconds": None if plain else plan.prediction.step_seconds,
+        "expected_seconds": None if plain else plan.prediction.expected_seconds,
+        "outside_expected": None if plain else _outside(plan, run),
         "predicted_peak_bytes": None if plain else tiers_json(plan.prediction.peak_bytes),
         "measured_peak_bytes": None if measured is None else tiers_json(measured),
         "parameters_sha256": run.parameters_sha256,
         "verified": verified,
+        "overruns": [asdict(overrun) for overrun in overruns],
+        "profile_again": _profile_again(plan) if overruns else None,
     }
 
 
-def run_text(plan: Plan, run: "Run", *, plain: bool, verified: bool | None) -> RenderableType:
+def _profile_again(plan: Plan) -> str:
+    return profile_command(plan.workload, optimizer=plan.optimizer, output="profile.yaml")
+
+
+def _predicted_step(plan: Plan) -> str:
+    prediction = plan.prediction
+    return format_seconds(prediction.step_seconds) + format_range(prediction.expected_seconds)
+
+
+def _outside(plan: Plan, run: "Run") -> bool | None:
+    """Whether the measured step took other times than the profile expects; None: it does not say.
+
+    A first step warms up: a run of one tells nothing.
+    """
+    expected = plan.prediction.expected_seconds
+    if expected is None or len(run.seconds) < 2:
+        return None
+    return not expected[0] <= run.step_seconds <= expected[1]
+
+
+_MOST_OVERRUNS = 3
+"""As many are printed; --json has all."""
+
+
+def run_text(
+    plan: Plan, run: "Run", *, plain: bool, verified: bool | None, overruns: Sequence[Excess] = ()
+) -> RenderableType:
     """What `protrain run` prints."""
     resumed = f" from step {run.first_step + 1} on" if run.first_step else ""
     lines: list[RenderableType] = [
@@ -42,7 +78,7 @@ def run_text(plan: Plan, run: "Run", *, plain: bool, verified: bool | None) -> R
     blank = "-"
     table.add_row(
         "step",
-        blank if plain else format_seconds(plan.prediction.step_seconds),
+        blank if plain else _predicted_step(plan),
         format_seconds(run.step_seconds),
     )
     rows = (
@@ -60,8 +96,23 @@ def run_text(plan: Plan, run: "Run", *, plain: bool, verified: bool | None) -> R
             blank if found is None else format_bytes(found),
         )
     lines.append(table)
+    if not plain and _outside(plan, run):
+        expected = format_range(plan.prediction.expected_seconds)
+        lines.append(
+            Text(
+                f"the step took {format_seconds(run.step_seconds)} measured, outside what its"
+                f" profile expects{expected}",
+                style="yellow",
+            )
+        )
     if measured is None:
         lines.append(Text("peaks are measured in the last step of two or more"))
+    if overruns:
+        lines.append(Text("NOT as predicted: the measured step took more memory", style="red"))
+        lines += [Text(f"  {overrun}") for overrun in overruns[:_MOST_OVERRUNS]]
+        if len(overruns) > _MOST_OVERRUNS:
+            lines.append(Text(f"  and in {len(overruns) - _MOST_OVERRUNS} slots more"))
+        lines.append(Text(f"  fix: measure and plan again: {_profile_again(plan)}"))
     if verified is not None:
         lines.append(
             Text("verified: losses and parameters equal plain PyTorch's bitwise", style="green")

@@ -82,6 +82,7 @@ def step_data(
         "tick_seconds": scale.tick_s,
         "step_seconds": report.step_seconds,
         "predicted_step_seconds": prediction.step_seconds,
+        **({"expected_seconds": expected} if (expected := prediction.expected_seconds) else {}),
         "gap": plan.gap,
         "stall_seconds": report.stall_seconds,
         "stall_by_cause": report.stall_by_cause,

@@ -655,8 +655,10 @@
       if (gauge.length) gauge[0].firstChild.style.width = `${Math.min(100, 100 * fraction)}%`;
       return el("div", {}, [el("dt", {}, name), el("dd", {}, [value, el("small", {}, note)]), ...gauge]);
     };
+    const expected = data.expected_seconds ? `${data.expected_seconds.map((s) => time(s * 1e9)).join(" to ")}; ` : "";
     const list = [
-      figure("Predicted step", time(data.predicted_step_seconds * 1e9), `at most ${percent(data.gap)} above the fastest`),
+      figure("Predicted step", time(data.predicted_step_seconds * 1e9),
+        `${expected}at most ${percent(data.gap)} above the fastest`),
       figure("Compute waits", time(data.stall_seconds * 1e9), `${percent(data.stall_seconds / data.step_seconds)} of the step shown`),
       ...tiers.map((tier) => figure(`Peak on the ${tier.name}`, bytes(tier.peak), `of ${bytes(tier.budget)}`, tier.peak / tier.budget)),
       figure("Results", data.exact ? "exact" : "not exact", data.exact ? "bits of plain PyTorch" : "differ from plain PyTorch"),

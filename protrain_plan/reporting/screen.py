@@ -31,7 +31,7 @@ from protrain_plan.reporting.lanes import Lane, lanes, waits
 from protrain_plan.reporting.memory import TierMemory, memory
 from protrain_plan.reporting.step import Step
 from protrain_plan.simulation.report import COMPUTE, in_words
-from protrain_plan.units import format_bytes, format_seconds
+from protrain_plan.units import format_bytes, format_range, format_seconds
 
 NARROWEST, WIDEST = 60, 132
 LABEL = 16  # the columns to the left of every strip
@@ -155,7 +155,8 @@ class _Drawing:
             line.highlight_words([model], "bold")
             yield line
         yield from self._sentence(
-            f"step {format_seconds(plan.prediction.step_seconds)}, at most {plan.gap:.2%} above"
+            f"step {format_seconds(plan.prediction.step_seconds)}"
+            f"{format_range(plan.prediction.expected_seconds)}, at most {plan.gap:.2%} above"
             f" the fastest; compute waits {format_seconds(report.stall_seconds)}"
         )
         if plan.micro_batches > 1:

@@ -20,10 +20,12 @@ def summary_json(step: Step) -> dict[str, Any]:
     peaks = {tier: size for tier, size in asdict(report.tier_peaks).items() if tier != "allocator"}
     if held_back := report.tier_peaks.allocator:
         peaks["allocator"] = held_back
+    expected = step.plan.prediction.expected_seconds
     several = asdict(Group.of(step.plan)) if step.plan.num_devices > 1 else {}
     return several | {
         "step_seconds": report.step_seconds,
         "predicted_step_seconds": step.plan.prediction.step_seconds,
+        **({"expected_seconds": expected} if expected else {}),
         "stall_seconds": report.stall_seconds,
         "stall_by_cause": report.stall_by_cause,
         "stall_by_lane": report.stall_by_lane,

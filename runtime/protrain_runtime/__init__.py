@@ -7,8 +7,8 @@
 Everything else of a training loop stays as it is, and computes what plain PyTorch computes.
 """
 
+from protrain_plan.errors import OutOfMemoryError
 from protrain_runtime.averaging import MovingAverage
-from protrain_runtime.exhaustion import OutOfMemoryError
 from protrain_runtime.full_parameters import full_parameters
 from protrain_runtime.masters import with_master_weights
 from protrain_runtime.overruns import explain_memory

@@ -6,13 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from protrain_plan.errors import ProtrainError
-
-
-class OutOfMemoryError(ProtrainError):
-    """What was done did not fit the memory that the machine, or a limit, gave it."""
-
-    exit_code = 4
+from protrain_plan.errors import OutOfMemoryError
 
 
 @contextmanager

@@ -13,13 +13,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from protrain_plan.errors import OutOfMemoryError
 from protrain_plan.records import read_profile
 from protrain_plan.records.plan import Plan
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.memory import HoldingKind, device_bytes
+from protrain_plan.simulation.promises import slot_name
 from protrain_plan.simulation.sizes import compile_units
 from protrain_plan.units import format_bytes, parse_bytes
-from protrain_runtime.exhaustion import OutOfMemoryError, out_of_memory, refusal
+from protrain_runtime.exhaustion import out_of_memory, refusal
 from protrain_runtime.measure import device_of
 from protrain_runtime.preflight import Room, room_here
 from protrain_runtime.prepared import Prepared, prepared_of
@@ -86,7 +88,7 @@ def _explained(
     peak = _whole(plan)
     most = sum(planned.values()) if planned else peak
     likely, fix = _reason(sum(there.values()) + _asked(said), most, peak, room)
-    lines = [f"out of memory in {_slot_name(plan, slot)}: {said}"]
+    lines = [f"out of memory in {slot_name(plan, slot)}: {said}"]
     if planned:
         lines.append(f"{'':24}{'planned':>12}{'there':>12}")
         for row, size in there.items():
@@ -134,14 +136,6 @@ def _planned(plan: Plan, profile: Profile, slot: int) -> Rows:
     if plan.workload.device == "cpu":
         rows[_ELSE] += plan.prediction.peak_bytes.context + plan.prediction.peak_bytes.host
     return rows
-
-
-def _slot_name(plan: Plan, slot: int) -> str:
-    count = len(plan.units)
-    if slot == 2 * count:
-        return "the update on the device"
-    where, unit = ("forward", slot) if slot < count else ("backward", 2 * count - 1 - slot)
-    return f"{where} of {plan.units[unit].name}"
 
 
 def _asked(said: str) -> int:

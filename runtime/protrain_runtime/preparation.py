@@ -72,6 +72,7 @@ from protrain_runtime.statistics import with_running_statistics
 from protrain_runtime.stores import Stores
 from protrain_runtime.unchanged_model import UnchangedModel, refuse_conversions
 from protrain_runtime.update_team import UpdateTeam, spare_threads
+from protrain_runtime.watching import Watch
 
 
 def prepare(
@@ -85,6 +86,7 @@ def prepare(
     wait_limit_s: float = WAIT_LIMIT_S,
     lane_delay: Callable[[], float] | None = None,
     process_group: ProcessGroup | None = None,
+    watch: bool | None = None,
 ) -> tuple[nn.Module, PlannedOptimizer]:
     """Make `model` follow `plan` in place, and build its optimizer.
 
@@ -95,7 +97,9 @@ def prepare(
     trains a plain copy beside the first three steps and stops on a bit that differs (`checking`);
     it needs the memory of plain training. `wait_limit_s` is how long one wait
     for a transfer or an update may take before it is an error that names it.
-    `lane_delay` returns seconds by which tests hold every transfer back.
+    `lane_delay` returns seconds by which tests hold every transfer back. `watch` compares the bytes
+    of the second step with those predicted, and warns of more; by default on accelerators, where it
+    costs nothing (see `watching`).
 
     The training loop stays as it is: the plan's number of micro-batches, each with a forward and
     a backward, then one `step()`. Where the plan's updates come after backward, gradients may be
@@ -162,6 +166,9 @@ def prepare(
     if checking is not None:
         checking.start(facade)
         undo.append(checking.stop)
+    elif plan.prediction.peak_bytes.device and (not backend.on_host if watch is None else watch):
+        assert prepared.engine is not None
+        undo.append(Watch(model, plan, prepared.engine, facade).stop)
     return model, facade
 
 

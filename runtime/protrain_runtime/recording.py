@@ -14,7 +14,13 @@ from protrain_plan.records.plan import Plan
 from protrain_plan.simulation.recording import Recording
 from protrain_runtime import devices
 from protrain_runtime.engine import Observer
-from protrain_runtime.measure import MemoryMeter, device_of, process_memory, storage_bytes
+from protrain_runtime.measure import (
+    MemoryMeter,
+    Segment,
+    device_of,
+    process_memory,
+    storage_bytes,
+)
 from protrain_runtime.prepared import below_device, engine_of, plan_of
 from protrain_runtime.step_times import StepTimes
 from protrain_runtime.taken import TakenGradient
@@ -46,7 +52,7 @@ def measure_step(
     device = device_of(model)
     engine = engine_of(model)
     gc.collect()
-    meter = MemoryMeter(device, start_bytes=_live_bytes(model, device) - besides_bytes)
+    meter = MemoryMeter(device, start_bytes=live_bytes(model, device) - besides_bytes)
     held: list[int] = []  # by the whole process, at the marks
 
     def observe(what: str) -> None:
@@ -63,13 +69,9 @@ def measure_step(
         if engine is not None:
             engine.observer = None
     segments = meter.segments
-    slots: dict[str, int] = {}  # micro-batches meet the same ones
-    for segment in segments:
-        if segment.label.startswith(("slot", "update")):
-            slots[segment.label] = max(segment.peak_bytes, slots.get(segment.label, 0))
     return StepMemory(
         device_bytes=max(segment.peak_bytes for segment in segments),
-        slot_bytes=tuple(slots.values()),
+        slot_bytes=slot_peaks(segments),
         context_bytes=max(
             data - segment.start_bytes for data, segment in zip(held, segments, strict=True)
         )
@@ -78,7 +80,16 @@ def measure_step(
     )
 
 
-def _live_bytes(model: nn.Module, device: torch.device) -> int:
+def slot_peaks(segments: Sequence[Segment]) -> tuple[int, ...]:
+    """The peaks of every slot, and of the update, of segments under an engine's labels."""
+    slots: dict[str, int] = {}  # micro-batches meet the same ones
+    for segment in segments:
+        if segment.label.startswith(("slot", "update")):
+            slots[segment.label] = max(segment.peak_bytes, slots.get(segment.label, 0))
+    return tuple(slots.values())
+
+
+def live_bytes(model: nn.Module, device: torch.device) -> int:
     """Bytes of all tensors on `device` that Python can reach, each storage once.
 
     On a CPU the buffers of a host tier are told apart from the device's tensors.
