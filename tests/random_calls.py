@@ -1,6 +1,6 @@
 """Random calls of operators whose kernels choose their scratch memory, against their bounds.
 
-    python -m tests.random_calls NUM_CALLS SEED
+    python -m tests.random_calls NUM_CALLS SEED NUM_THREADS
 
 prints each that took more than its bound, and fails then. `tests/levels.py` chooses the kernels.
 """
@@ -136,6 +136,7 @@ def _described(args: tuple[Any, ...]) -> str:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(int(sys.argv[3]))
     found = list(overruns(int(sys.argv[1]), int(sys.argv[2])))
     print("\n".join(found))
     sys.exit(bool(found))

@@ -33,9 +33,12 @@ def test_bounds_hold_with_this_processors_kernels() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_threads", [1, 2, 8])
 @pytest.mark.parametrize("level", known(), ids="-".join)
-def test_bounds_hold_at_every_level_of_instructions(level: tuple[str, str]) -> None:
-    command = (sys.executable, "-m", "tests.random_calls", "250", "3")
+def test_bounds_hold_at_every_level_of_instructions(
+    level: tuple[str, str], num_threads: int
+) -> None:
+    command = (sys.executable, "-m", "tests.random_calls", "150", "3", str(num_threads))
     ran = subprocess.run(
         command, cwd=ROOT, env=environment(level), capture_output=True, text=True, check=False
     )

@@ -53,7 +53,7 @@ def faking(kind: DeviceKind = "cpu") -> Iterator[FakeTensorMode]:
         stack.enter_context(uncompiled())
         # What an operator refuses is raised; it would print a traceback besides.
         log = logging.getLogger("torch._subclasses.fake_tensor")
-        stack.enter_context(_replaced(log, "disabled", True))
+        stack.enter_context(replaced(log, "disabled", True))
         if importlib.util.find_spec("transformers") is not None:
             masking = importlib.import_module("transformers.masking_utils")
             looked = _looked(masking.find_packed_sequence_indices)

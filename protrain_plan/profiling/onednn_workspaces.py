@@ -68,17 +68,21 @@ def _padded(size: int) -> int:
 
 _CHANNELS = 16
 """oneDNN lays channels out in blocks of so many with AVX-512; of 8 with AVX2."""
+_PACKED = 64
+"""Kernels may read weights with one side in four such blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Elements:
     """How many elements a convolution's operands have, in whole blocks of channels in every group.
 
-    `patches` are those of one image and one group, as a matrix that is multiplied by the weights.
+    `packed_weight` has larger blocks, as products read it; its gradient has none. `patches` are
+    those of one image and one group, as a matrix that is multiplied by the weights.
     """
 
     given: int
     weight: int
+    packed_weight: int
     result: int
     patches: int
     num_matrices: int  # of patches: one for each image and group
@@ -93,14 +97,20 @@ class _Elements:
         return _Elements(
             given=given.numel() // inside * _blocked(inside),
             weight=groups * kernel * _blocked(inside) * _blocked(outside),
+            packed_weight=groups
+            * kernel
+            * max(
+                _blocked(inside) * _blocked(outside, _PACKED),
+                _blocked(inside, _PACKED) * _blocked(outside),
+            ),
             result=result.numel() // outside * _blocked(outside),
             patches=kernel * channels * math.prod(places.shape[2:]),
             num_matrices=given.shape[0] * groups,
         )
 
 
-def _blocked(channels: int) -> int:
-    return -(-channels // _CHANNELS) * _CHANNELS
+def _blocked(channels: int, block: int = _CHANNELS) -> int:
+    return -(-channels // block) * block
 
 
 def convolution(call: OperatorCall) -> int:
@@ -115,7 +125,7 @@ def convolution(call: OperatorCall) -> int:
     transposed, groups = call.args[6], call.args[8]
     own = _Elements.of(given, weight, call.outputs[0], groups, transposed=transposed)
     item, half = int(given.itemsize), int(given.dtype in HALF)
-    library = item * (own.given + own.weight + own.result)
+    library = item * (own.given + own.packed_weight + own.result)
     library += 4 * half * (own.result + own.weight)
     library += call.num_threads * (4 * own.patches + _KERNEL_BYTES)
     if not _is_librarys(given, transposed=transposed):
@@ -134,7 +144,7 @@ def convolution_backward(call: OperatorCall) -> int:
     transposed, groups = call.args[7], call.args[9]
     own = _Elements.of(given, weight, gradient, groups, transposed=transposed)
     item, half = int(given.itemsize), int(given.dtype in HALF)
-    library = (1 + half) * item * 2 * (own.given + own.result)
+    library = item * ((1 + half) * 2 * (own.given + own.result) + own.packed_weight)
     blocks = 4 * (1 + half + call.num_threads) + half * item
     matrices = 4 * item * (half + call.num_threads)  # booked as so many floats as there are bytes
     library += max(blocks, matrices) * own.weight
