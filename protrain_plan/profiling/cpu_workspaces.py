@@ -1,13 +1,7 @@
 """What a CPU's operators hold in memory only while they run, where they cannot be called: bounds.
 
-<<<<<<< HEAD
-PyTorch's own kernels allocate alike on all processors (2.13; in float32 to the byte, of which
-tests/test_tracking.py compares each entry). Those that choose by the processor say what the most
-is.
-=======
 PyTorch's own kernels allocate alike on all processors (2.13; tests/test_tracking.py compares each
 entry, to the byte). Those that choose by the processor say what the most is.
->>>>>>> scratch
 """
 
 import math
