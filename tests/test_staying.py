@@ -74,9 +74,9 @@ def test_every_baseline_leaves_them_there() -> None:
 
 def test_a_pin_against_it_is_refused_with_the_reason() -> None:
     name = profile().units[2].name
+    pins = [parse_pin(f"{name}: offload to host")]
     with pytest.raises(ProtrainError) as error:
-        pins = [parse_pin(f"{name}: offload to host")]
-        Problem.of(profile(), budgets(10**12), pins=pins).options  # noqa: B018
+        leanest(Problem.of(profile(), budgets(10**12), pins=pins))
     assert error.value.message == (
         f"{name} cannot take 'offload to host': its states stay on the device ({WHY})"
     )
