@@ -181,14 +181,14 @@ class State:
 
 class InState(Mixer):
     def forward(self, state: State, *, options: dict[str, Any]) -> State:  # type: ignore[override]
-        return State(super().forward(state.hidden) * options["scale"], [*state.notes, "mixed"])
+        return State(super().forward(state.hidden), [*state.notes, *options["names"]])
 
 
 class StateStack(Stack):
     def mixed(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         state = State(hidden, [])
         for block in self.blocks:
-            state = block(state, options={"scale": 0.5, "names": {"a"}})
+            state = block(state, options={"scale": [0.5], "names": {"a"}})
         return state.hidden
 
 

@@ -151,6 +151,8 @@ EXACT: dict[str, tuple[Any, ...]] = {
     ),
     "sort": (aten.sort.default, TOKENS.flatten()),
     "histogram": (aten.histc.default, torch.ones(256), 4, 0, 3),
+    "Fourier transform of inner dimensions": (aten._fft_r2c.default, HEADS, [1], 1, True),
+    "complex Fourier transform": (aten._fft_c2c.default, HEADS.to(torch.cfloat), [2], 1, True),
     "dropout": (aten.native_dropout.default, X, 0.5, True),
     "dropout's backward": (aten.native_dropout_backward.default, X, X > 0, 2.0),
     "attention": (

@@ -22,6 +22,7 @@ from protrain_plan.models.building import (
 )
 from protrain_plan.models.precision import computing_in, parameter_dtype
 from protrain_plan.records.profile import DType, Precision
+from protrain_runtime.measure import return_freed_memory
 from protrain_runtime.preflight import free_host_bytes
 
 _SHARE_OF_FREE_MEMORY = 0.5
@@ -87,6 +88,7 @@ class FactorySource:
         return (batch_to(batch, device, stored) for batch in _again_and_again(self._data[1]))
 
     def _batches_alone(self, seed: int) -> Iterable[object]:
+        return_freed_memory()  # else the allocator keeps the room of parameters that are gone
         try:
             with without_parameters():
                 return self._made(seed)[1]

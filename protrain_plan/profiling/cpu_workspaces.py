@@ -165,6 +165,21 @@ def _dropout_backward(call: OperatorCall) -> int:
     return call.given.numel() * call.given.itemsize + 8 + call.given.itemsize
 
 
+def _fourier(call: OperatorCall) -> int:
+    """MKL transforms the last dimensions; others are brought there by a copy of the input.
+
+    Back to real numbers, all dimensions but one are transformed into another copy.
+    """
+    given, dims = call.given, call.args[1]
+    size = given.numel() * given.itemsize
+    last = sorted(dim % given.dim() for dim in dims) == list(
+        range(given.dim() - len(dims), given.dim())
+    )
+    if len(dims) > 1 and call.func is aten._fft_c2r.default:
+        return 2 * size
+    return 0 if last and given.is_contiguous() else size
+
+
 def _attention_blocks(query: Tensor, key: Tensor) -> tuple[int, int, int]:
     """How CPU flash attention cuts: rows of q and of k at a time, and the head's width."""
     length = int(query.shape[2])
@@ -244,6 +259,8 @@ _PRODUCTS = (
     aten._grouped_mm.default,
 )
 
+_FOURIER = (aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default)
+
 CPU_WORKSPACES: dict[Any, Workspace] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     aten.where.self: _condition,
@@ -273,6 +290,7 @@ CPU_WORKSPACES: dict[Any, Workspace] = {
     aten.native_dropout.default: _dropout,
     aten.native_dropout_backward.default: _dropout_backward,
     **dict.fromkeys(_PRODUCTS, half_product),
+    **dict.fromkeys(_FOURIER, _fourier),
     aten.convolution.default: convolution,
     aten.convolution_backward.default: convolution_backward,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
