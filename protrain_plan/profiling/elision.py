@@ -7,7 +7,7 @@ backward, and its parameters get no gradients. It never touches them, so they ma
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from protrain_plan.models.batches import Batch, call_model
 from protrain_plan.profiling.discovery import FoundUnit
 from protrain_plan.profiling.execution import undisturbed
+from protrain_plan.profiling.passes import Packed, Tracked
 from protrain_plan.records.plan import UnitPlan
 from protrain_plan.records.profile import Unit
 from protrain_runtime.boundaries import tensors_in
@@ -71,12 +73,16 @@ class Elision:
         return Elision(tuple(range(num_units)), {})
 
 
-def equal_blocks(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> Elision:
+def equal_blocks(
+    model: nn.Module, found: Sequence[FoundUnit], batch: Batch, *, alone: Container[int] = ()
+) -> Elision:
     """Find the classes, from one forward of everything. Fake tensors work too.
 
-    A block that shares parameters with other units runs, and so does one that makes gradients
-    flow out of inputs without any, or saves its own output for backward: that stands for the next
-    block too, which a stand-in before or after it would not show.
+    The blocks that are `alone` run. A block that shares parameters with other units runs, and so
+    does one that makes gradients flow out of inputs without any, or saves its own output for
+    backward: that stands for the next block too, which a stand-in before or after it would not
+    show. Nor would one show what stays of a block for others than the next unit: an output that the
+    model's code holds or hands to more than one unit, what a context or an attribute holds.
     """
     seen = _observed(model, found, batch)
     shared = {name for unit in found for name in unit.also_uses}
@@ -88,8 +94,8 @@ def equal_blocks(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> 
     for index, block in seen.items():
         unit = found[index]
         starts_gradients = any(m.requires_grad for m in block.outputs.made) and not block.gradients
-        alone = starts_gradients or block.saves_output or unit.also_uses
-        if alone or shared.intersection(unit.parameters):
+        runs = starts_gradients or block.saves_output or block.stays or unit.also_uses
+        if index in alone or runs or shared.intersection(unit.parameters):
             continue
         foreign = tuple(s if len(readers[s]) > 1 else None for s in block.inputs)
         classes[unit.signature, block.geometry, foreign, block.outputs].append(index)
@@ -143,30 +149,86 @@ class _Block:
     gradients: bool  # some input needs a gradient
     outputs: _Outputs
     saves_output: bool  # an output that it makes is saved for its own backward
+    stays: bool = False  # something that it made is held when the unit after the next begins
+
+
+class _Making(TorchDispatchMode):
+    """Sees what the blocks make, and which of it others than autograd hold after them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: dict[int, Tracked] = {}  # also keeps an identity for one storage
+        self._block = -1  # that runs
+        self._made: dict[int, set[int]] = {}
+        self._outputs: dict[int, set[int]] = {}
+        self.saved: set[int] = set()
+        self.staying: set[int] = set()  # blocks
+
+    def pack(self, tensor: Tensor) -> Packed:
+        self.saved.add(_storage(tensor))
+        return self.known(tensor).pack(tensor)
+
+    def known(self, tensor: Tensor) -> Tracked:
+        """The tensor's storage, among those that keep their identity."""
+        key = _storage(tensor)
+        if key not in self._known:
+            self._known[key] = Tracked(tensor.untyped_storage())
+        return self._known[key]
+
+    def begin(self, block: int) -> None:
+        """A block begins: what those made that ended before the last one should be gone."""
+        for other, outputs in self._outputs.items():
+            if other != self._block and self._held(outputs):
+                self.staying.add(other)
+        self._block, self._made[block] = block, set()
+
+    def end(self, block: int, outputs: set[int]) -> None:
+        """A block has ended: nothing should be left but its outputs."""
+        self._outputs[block] = outputs
+        if self._held(self._made.pop(block) - outputs):
+            self.staying.add(block)
+
+    def _held(self, keys: Iterable[int]) -> bool:
+        return any(self._known[key].held_elsewhere() for key in keys)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        made = self._made.get(self._block)
+        if made is not None:
+            given = {_storage(t) for t in tensors_in((args, kwargs)) if t.layout is torch.strided}
+            for tensor in tensors_in(result):
+                if tensor.layout is torch.strided and _storage(tensor) not in given:
+                    made.add(self.known(tensor).key)
+        return result
 
 
 def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict[int, _Block]:
     seen: dict[int, _Block] = {}
-    alive: list[Tensor] = []  # so that an identity means one storage
-    saved: set[int] = set()
+    making = _Making()
 
-    def pack(tensor: Tensor) -> Tensor:
-        saved.add(_storage(tensor))
-        return tensor.detach()
+    def before(index: int) -> Callable[..., None]:
+        return lambda *_: making.begin(index)
 
     def after(index: int) -> Callable[..., None]:
         def hook(_: nn.Module, args: object, kwargs: object, output: object) -> None:
             inputs = tensors_in((args, kwargs))
-            alive.extend(tensor.detach() for tensor in inputs)
-            given = tuple(_storage(tensor) for tensor in inputs)
-            made = {_storage(tensor) for tensor in tensors_in(output)}.difference(given)
+            given = tuple(making.known(tensor).key for tensor in inputs)
+            outputs = {making.known(tensor).key for tensor in tensors_in(output)}
+            made = outputs.difference(given)
+            making.end(index, made)
             leaves, tree = tree_flatten(output)
             seen[index] = _Block(
                 inputs=given,
                 geometry=tuple((t.shape, t.dtype, t.requires_grad) for t in inputs),
                 gradients=any(tensor.requires_grad for tensor in inputs),
                 outputs=_Outputs(tree, tuple(_leaf(leaf, inputs) for leaf in leaves)),
-                saves_output=not saved.isdisjoint(made),
+                saves_output=not making.saved.isdisjoint(made),
             )
 
         return hook
@@ -175,11 +237,14 @@ def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dic
         stack.enter_context(undisturbed(model))
         for index, unit in enumerate(found):
             if unit.module is not None:
+                handle = unit.module.register_forward_pre_hook(before(index))
+                stack.callback(handle.remove)
                 handle = unit.module.register_forward_hook(after(index), with_kwargs=True)
                 stack.callback(handle.remove)
-        stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
+        stack.enter_context(saved_tensors_hooks(making.pack, lambda held: held.tensor))
+        stack.enter_context(making)
         call_model(model, batch)
-    return seen
+    return {i: replace(block, stays=i in making.staying) for i, block in seen.items()}
 
 
 def _storage(tensor: Tensor) -> int:

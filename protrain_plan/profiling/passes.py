@@ -8,9 +8,8 @@ passes, because counting allocations slows the code.
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 from weakref import ref
@@ -23,11 +22,10 @@ from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.program import grouped, in_blocks
 from protrain_plan.records.profile import Form
 from protrain_runtime import devices
-from protrain_runtime.activations import MIN_SWAP_BYTES
+from protrain_runtime.activations import MIN_SWAP_BYTES, num_holders
 from protrain_runtime.boundaries import Boundaries, tensors_in
 from protrain_runtime.measure import Segment, device_of
 from protrain_runtime.preparation import wrap_forward
-from protrain_runtime.statistics import Written, other_buffers, written_buffers
 
 OnSlot = Callable[[int, Sequence[torch.Tensor]], None]
 FORMS: tuple[Form, ...] = ("keep", "lite", "mlp", "attn", "full")
@@ -90,20 +88,22 @@ class SlotWatch:
 def watched(
     model: nn.Module,
     modules: Sequence[nn.Module | None],
-    form: Form,
+    form: Form | Sequence[Form],
     watch: SlotWatch,
     *,
     kept: Set[int] = frozenset(),
 ) -> Iterator[None]:
     """The model with boundaries reported to `watch`, and every block's activations in `form`.
 
-    `kept` blocks keep theirs: see `Anatomy.kept`.
+    Of several forms each unit has its own. `kept` blocks keep theirs: see `Anatomy.kept`.
     """
     watch.num_slots = 2 * len(modules)
-    blocks = [
-        module for unit, module in enumerate(modules) if module is not None and unit not in kept
+    forms = [form] * len(modules) if isinstance(form, str) else form
+    undo = [
+        wrap_forward(module, own)
+        for unit, (module, own) in enumerate(zip(modules, forms, strict=True))
+        if module is not None and own != "keep" and unit not in kept
     ]
-    undo = [wrap_forward(block, form) for block in blocks] if form != "keep" else []
     boundaries = Boundaries(model, modules, watch)
     try:
         yield
@@ -131,32 +131,41 @@ def drop_gradients(model: nn.Module) -> None:
         parameter.grad = None
 
 
-@contextmanager
-def writing(modules: Sequence[nn.Module | None]) -> Iterator[set[int]]:
-    """The blocks whose forward writes buffers of theirs while inside; running statistics apart."""
-    found: set[int] = set()
-    before: dict[int, Written] = {}
-
-    def begin(unit: int, module: nn.Module, *_: object) -> None:
-        before[unit] = other_buffers(module)
-
-    def end(unit: int, module: nn.Module, *_: object) -> None:
-        if written_buffers(before.pop(unit), other_buffers(module)):
-            found.add(unit)
-
-    with ExitStack() as stack:
-        for unit, module in enumerate(modules):
-            if module is not None:
-                stack.callback(module.register_forward_pre_hook(partial(begin, unit)).remove)
-                stack.callback(module.register_forward_hook(partial(end, unit)).remove)
-        yield found
-
-
 @dataclass(slots=True, weakref_slot=True)
-class _Packed:
+class Packed:
     """A saved tensor, alive for as long as autograd keeps it."""
 
     tensor: torch.Tensor
+
+
+class Tracked:
+    """A storage, and who holds it: autograd, through what was packed, or others.
+
+    It is not held here, so that it dies when all of these let go of it.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.key = storage._cdata
+        self.num_bytes = storage.nbytes()
+        self.alive = StorageWeakRef(storage)  # no other gets its identity meanwhile
+        self._packed: list[ref[Packed]] = []
+
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        held = Packed(tensor.detach())  # the tensor itself would hold the graph that holds it
+        self._packed.append(ref(held))
+        return held
+
+    @property
+    def awaited(self) -> bool:
+        """Whether autograd still holds it."""
+        return any(weak() is not None for weak in self._packed)
+
+    def held_elsewhere(self) -> bool:
+        """Whether it would stay if autograd let go of it."""
+        packed = [held.tensor for held in (weak() for weak in self._packed) if held is not None]
+        if not packed:
+            return not self.alive.expired()
+        return num_holders(packed[0].untyped_storage()) > len(packed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,11 +175,14 @@ class SavedBytes:
     `awaited` is False where all that the unit saved is gone when the forward has ended: the loss
     does not depend on it, as on LLaVA's last image layer. What such a block saves is no level that
     stands until backward, so that other units' costs would depend on its form: it has one alone.
+    `linked` is a unit that hands what has gradients to more than the next unit, or gets such: an
+    output of the encoder, a skip connection, a bias for all. In a plain chain no unit is.
     """
 
     pieces: tuple[int, ...]  # bytes that move together, in groups as the runtime makes them
     own_inputs: tuple[int, ...]  # positions among the unit's input tensors
     awaited: bool
+    linked: bool
 
     @property
     def swappable_bytes(self) -> int:
@@ -191,99 +203,112 @@ def saved_bytes(
     `own_inputs`, if given, are the inputs that are the units' own in another form, and no others
     are here: the unit before may take that form, and hold what it hands on.
 
-    A storage is a unit's own if no other unit saves it or has it among its inputs, the model's
-    code holds it no longer, it is no parameter or buffer, and it is not what the unit hands on.
-    Parts swap nothing.
+    A storage is a unit's own if no other unit saves it or has it among its inputs, nobody else
+    holds it, it is no parameter or buffer, and it is not what the unit hands on. Who else holds it
+    is seen where the runtime looks as well: when the unit has ended; of an input, two units later.
+    The first block's input often stays, because a frame of the model's forward has a name for it:
+    swapping it would free nothing before the forward returns. Parts swap nothing.
     """
     count = len(modules)
     shared = {identity(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    saved: list[dict[int, torch.UntypedStorage]] = [{} for _ in range(count)]
-    inputs: list[list[torch.UntypedStorage]] = [[] for _ in range(count)]
-    may_be_own = released_inputs(model, modules, batch) if own_inputs is None else own_inputs
+    saved: list[dict[int, Tracked]] = [{} for _ in range(count)]
+    inputs: list[list[Tracked]] = [[] for _ in range(count)]
+    held: list[set[int]] = [set() for _ in range(count)]  # by others, of what is saved
+    staying: list[set[int]] = [set() for _ in range(count)]  # of the inputs
     outputs: list[set[int]] = [set() for _ in range(count)]
-    packed: list[list[tuple[int, ref[_Packed]]]] = [[] for _ in range(count)]
-    keep_alive: list[torch.Tensor] = []  # so that an identity means one storage in this pass
+    flowing: set[int] = set()  # what has gradients, of what blocks get and give
+    storages: dict[int, Tracked] = {}
     current = 0
+
+    def known(tensor: torch.Tensor) -> Tracked:
+        key = identity(tensor)
+        if key not in storages:
+            storages[key] = Tracked(tensor.untyped_storage())
+        return storages[key]
+
+    def look(unit: int, *, two_later: bool) -> None:
+        if two_later:
+            staying[unit] = {
+                place for place, one in enumerate(inputs[unit]) if one.held_elsewhere()
+            }
+        else:
+            held[unit] = {key for key, one in saved[unit].items() if one.held_elsewhere()}
 
     def on_slot(slot: int, tensors: Sequence[torch.Tensor]) -> None:
         nonlocal current
         current = min(slot, count - 1)
         if slot < count:
-            keep_alive.extend(tensor.detach() for tensor in tensors)
-            inputs[slot].extend(tensor.untyped_storage() for tensor in tensors)
+            inputs[slot].extend(known(tensor) for tensor in tensors)
+            note(tensors)
+        if 0 < slot <= count:
+            look(slot - 1, two_later=False)
+        if 1 < slot <= count:
+            look(slot - 2, two_later=True)
+
+    def note(tensors: Sequence[torch.Tensor]) -> None:
+        flowing.update(known(tensor).key for tensor in tensors if tensor.requires_grad)
 
     def on_leave(tensors: Sequence[torch.Tensor]) -> None:
-        outputs[current].update(identity(tensor) for tensor in tensors)
+        outputs[current].update(known(tensor).key for tensor in tensors)
+        note(tensors)
 
-    def pack(tensor: torch.Tensor) -> _Packed:
-        storage = tensor.untyped_storage()
-        saved[current].setdefault(storage._cdata, storage)
-        held = _Packed(tensor.detach())  # the tensor itself would hold the graph that holds it
-        packed[current].append((storage._cdata, ref(held)))
-        return held
+    def pack(tensor: torch.Tensor) -> Packed:
+        if current == count - 1 and count > 1:
+            # The last block's input: no unit begins two units later.
+            look(count - 2, two_later=True)
+        one = known(tensor)
+        saved[current].setdefault(identity(tensor), one)
+        return one.pack(tensor)
 
     watch = SlotWatch(on_slot, on_leave)
     with watched(model, modules, form, watch, kept=kept):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             loss = loss_of(call_model(model, batch))
-        # What the loss does not depend on ends with the forward: a swap would take it twice.
-        awaited = [{key for key, held in unit if held() is not None} for unit in packed]
+        awaited = [{key for key, one in unit.items() if one.awaited} for unit in saved]
         del loss
     readers: dict[int, set[int]] = {}
     for unit in range(count):
-        for pointer in {*saved[unit], *(storage._cdata for storage in inputs[unit])}:
-            readers.setdefault(pointer, set()).add(unit)
+        for key in {*saved[unit], *(one.key for one in inputs[unit])}:
+            readers.setdefault(key, set()).add(unit)
     found: list[SavedBytes] = []
     for unit, module in enumerate(modules):
-        pointers = [storage._cdata for storage in inputs[unit]]
+        keys = [one.key for one in inputs[unit]]
+        may_be_own = set(range(len(keys))) - staying[unit]
+        if own_inputs is not None:
+            may_be_own = set(own_inputs[unit])
         own = tuple(
-            position
-            for position, pointer in enumerate(pointers)
-            if readers[pointer] == {unit} and pointer not in shared and position in may_be_own[unit]
+            place
+            for place, key in enumerate(keys)
+            if readers[key] == {unit} and key not in shared and place in may_be_own
         )
-        foreign = shared | (set(pointers) - {pointers[n] for n in own}) | outputs[unit]
-        swappable = [
-            storage.nbytes()
-            for pointer, storage in saved[unit].items()
-            if pointer not in foreign
-            and pointer in awaited[unit]
-            and readers[pointer] == {unit}
-            and storage.nbytes() >= MIN_SWAP_BYTES
-        ]
+        mine = {keys[place] for place in own}
+        foreign = shared | outputs[unit] | ({*keys, *held[unit]} - mine)
+        leaving = {
+            key: one.num_bytes
+            for key, one in saved[unit].items()
+            if key not in foreign and readers[key] == {unit} and one.num_bytes >= MIN_SWAP_BYTES
+        }
+        # What the loss does not depend on ends with the forward: a swap would take it twice.
+        swappable = list(leaving.values()) if leaving.keys() <= awaited[unit] else []
         pieces = tuple(
             sum(swappable[place] for place in group)
             for group in (grouped(swappable) if module is not None else ())
         )
-        needed = bool(awaited[unit]) or not packed[unit]
-        found.append(SavedBytes(pieces=pieces, own_inputs=own, awaited=needed))
+        # Beyond the unit that made it, which may save it, and the one after that.
+        linked = any(
+            len(readers[key] - {unit - 1}) > 1 or (place in staying[unit] and unit > 1)
+            for place, key in enumerate(keys)
+            if key in flowing
+        )
+        found.append(
+            SavedBytes(
+                pieces=pieces,
+                own_inputs=own,
+                awaited=bool(awaited[unit]) or not saved[unit],
+                linked=linked or len(flowing & (outputs[unit] - set(keys))) > 1,
+            )
+        )
     return found
-
-
-def released_inputs(
-    model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch
-) -> list[tuple[int, ...]]:
-    """For each unit, the positions of its input tensors that nobody holds two units later.
-
-    The first block's input often stays, because a frame of the model's forward has a name for it:
-    swapping it would free nothing before the forward returns. Found without a graph, so that only
-    the model's own code holds anything.
-    """
-    count = len(modules)
-    inputs: list[list[StorageWeakRef]] = [[] for _ in range(count)]
-    held: list[set[int]] = [set() for _ in range(count)]
-
-    def on_slot(slot: int, tensors: Sequence[torch.Tensor]) -> None:
-        if slot >= count:
-            return
-        inputs[slot] = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
-        for unit in range(slot - 1):
-            held[unit].update(n for n, weak in enumerate(inputs[unit]) if not weak.expired())
-
-    with watched(model, modules, "keep", SlotWatch(on_slot)), torch.no_grad():
-        call_model(model, batch)
-    return [
-        tuple(n for n in range(len(inputs[unit])) if n not in held[unit]) for unit in range(count)
-    ]
 
 
 def shared_input_bytes(
@@ -326,21 +351,29 @@ def memory_segments(
     model: nn.Module,
     modules: Sequence[nn.Module | None],
     batch: Batch,
-    form: Form,
+    form: Form | Sequence[Form],
     *,
     meter: MeterFactory,
     kept: Set[int] = frozenset(),
+    stateful: bool = False,
 ) -> tuple[Segment, ...]:
-    """Live bytes of one step, one segment per slot and one after the last, states excluded."""
+    """Live bytes of one step, one segment per slot and one after the last, states excluded.
+
+    What a `stateful` model keeps from step to step goes when the next step replaces it. A meter
+    sees that of tensors which it has seen come, so that a step runs before the one that is told.
+    """
     gc.collect()
     counting = meter()
     watch = SlotWatch(lambda slot, _: counting.mark(str(slot)))
     with watched(model, modules, form, watch, kept=kept), counting:
+        if stateful:
+            training_step(model, batch)
+            drop_gradients(model)
         loss = loss_of(call_model(model, batch))
         loss.backward()
         counting.mark("end")
     drop_gradients(model)
-    return counting.segments
+    return counting.segments[-(2 * len(modules) + 1) :]
 
 
 def slot_seconds(

@@ -82,7 +82,8 @@ class Unit:
     are parameter_bytes and gradient_bytes in groups of whole parameters that can move one after the
     other, as many of each; empty: one group. `reached` is False for a block that the loss does not
     depend on: its parameters never get gradients, and for those an optimizer makes no states where
-    they persist on the device.
+    they persist on the device. `runs_once` says why the forward of a block cannot run a second time
+    with the same result, which leaves it the form `keep` alone; empty for all others.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Unit:
     parameter_pieces: tuple[int, ...] = ()
     gradient_pieces: tuple[int, ...] = ()
     reached: bool = True
+    runs_once: str = ""
 
     def cost(self, form: Form) -> FormCost:
         """The costs of `form`; KeyError where the unit cannot take it."""

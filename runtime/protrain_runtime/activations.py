@@ -10,8 +10,8 @@ falls into three kinds:
 - everything else is saved as it is.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from protrain_plan.records.profile import RecomputedForm
 from protrain_runtime.chunks import Chunk
+from protrain_runtime.draws import Draws
 from protrain_runtime.replaying import replayed
-from protrain_runtime.statistics import unchanged
+from protrain_runtime.statistics import unchanged, with_running_statistics
 
 MIN_SWAP_BYTES = 16 * 1024
 """Storages below this stay: a transfer's fixed cost outweighs them, and they add up to nothing."""
@@ -64,12 +65,22 @@ class SwappedStorage:
         self.offset = -1  # in the tier's store
         self.restored: torch.Tensor | None = None
 
+    def held_elsewhere(self) -> bool:
+        """Whether anybody holds the storage besides `source`."""
+        assert self.source is not None
+        return num_holders(self.source.untyped_storage()) > 1
+
     def bytes(self) -> torch.Tensor:
         """The bytes from where they are now: back already, or not gone yet."""
         held = self.restored if self.restored is not None else self.source
         if held is None:
             raise RuntimeError("a swapped activation was asked for before it came back")
         return held
+
+
+def num_holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors hold a storage, besides the object that is asked about."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -109,16 +120,24 @@ class SavedTensors:
 
     `chunks` are the offloaded chunks that the unit reads. If `swaps`, storages that belong to the
     unit are collected in `swapped`; `foreign` are the storages that do not (data pointers of the
-    model's parameters and buffers, and of inputs that other units use as well).
+    model's parameters and buffers, and of inputs that other units use as well). `own` are inputs
+    that nobody else will hold, once the caller's frame has let go of them.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], *, swaps: bool, foreign: frozenset[int]) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        swaps: bool,
+        foreign: frozenset[int],
+        own: Set[int] = frozenset(),
+    ) -> None:
         self._buffers = {
             buffer.untyped_storage().data_ptr(): (chunk, group)
             for chunk in chunks
             for group, buffer in chunk.buffers.items()
         }
-        self._swaps, self._foreign = swaps, foreign
+        self._swaps, self._foreign, self._own = swaps, foreign, own
         self._by_pointer: dict[int, SwappedStorage] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
@@ -131,11 +150,13 @@ class SavedTensors:
     def swapped(self, *, outputs: frozenset[int]) -> list[SwappedStorage]:
         """The storages to take away, first saved first; the caller gives them up again.
 
-        Those of the unit's `outputs` stay: the next unit has them.
+        Those of the unit's `outputs` stay, which the next unit has, and those that somebody holds
+        besides autograd, such as an attribute: a swap would free nothing.
         """
         storages: list[SwappedStorage] = []
         for pointer, storage in self._by_pointer.items():
-            if pointer in outputs:
+            held = pointer not in self._own and storage.held_elsewhere()
+            if pointer in outputs or held:
                 # Served from where it is, as an unswapped saved tensor would be.
                 storage.restored, storage.source = storage.source, None
             else:
@@ -166,27 +187,31 @@ def recomputed(
     forward: Callable[..., object],
     form: RecomputedForm,
     *,
-    statistics: Sequence[nn.Module] = (),
+    module: nn.Module,
 ) -> Callable[..., object]:
-    """`forward`, keeping what `form` keeps for backward and running once more there.
+    """`forward`, the code of `module`, keeping what `form` keeps and running once more in backward.
 
-    The random state and autocast are those of the first run (torch.utils.checkpoint). Tensors in
-    keyword arguments are handed over like positional ones, so that every input is seen by the
-    saved-tensor hooks around it. The buffers of `statistics` are written in the first run alone.
+    Random states and autocast are those of the first run (torch.utils.checkpoint and `Draws`).
+    Tensors in keyword arguments are handed over like positional ones, so that every input is seen
+    by the saved-tensor hooks around it. Running statistics are written in the first run alone.
     """
+    statistics = with_running_statistics(module)
 
     def run(*args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         names = tuple(kwargs)
+        draws = Draws(module)
         has_run = False
 
         def call(*flat: object) -> object:
             nonlocal has_run
             split = len(flat) - len(names)
-            context = unchanged(statistics) if has_run and statistics else nullcontext()
-            has_run = True
-            with context:
+            with ExitStack() as stack:
+                stack.enter_context(draws.again() if has_run else draws.first())
+                if has_run and statistics:
+                    stack.enter_context(unchanged(statistics))
+                has_run = True
                 return forward(*flat[:split], **dict(zip(names, flat[split:], strict=True)))
 
         if form != "full":

@@ -425,7 +425,7 @@ class Engine:
         pointers = [tensor.untyped_storage().data_ptr() for tensor in inputs]
         own = {pointers[index] for index in plan.own_inputs if index < len(pointers)}
         foreign = self._shared | (frozenset(pointers) - own)
-        self._saved = SavedTensors(self._reads[unit], swaps=swaps, foreign=foreign)
+        self._saved = SavedTensors(self._reads[unit], swaps=swaps, foreign=foreign, own=own)
         self._saved.__enter__()
 
     def _close_saved(self) -> None:

@@ -60,7 +60,6 @@ from protrain_runtime.state_dicts import (
     add_state_dict_hooks,
     bring_back,
 )
-from protrain_runtime.statistics import with_running_statistics
 from protrain_runtime.stores import Stores
 from protrain_runtime.update_team import UpdateTeam, spare_threads
 
@@ -269,7 +268,7 @@ def _attach(
         backend=backend,
         shared=shared,
         ranks=ranks,
-        shared_buffers=tuple(model.buffers()),
+        shared_buffers=tuple(model.buffers()) if ranks is not None else (),
     )
     # A model that is dropped without `restore` frees its threads and files all the same.
     last_resort = weakref.finalize(model, _shut, tuple(engine.lanes.values()), stores, ranks)
@@ -298,5 +297,4 @@ def _shut(lanes: Sequence[WorkLane], stores: Stores, ranks: Ranks | None) -> Non
 
 def wrap_forward(module: nn.Module, form: RecomputedForm) -> Callable[[], None]:
     """Recompute the module's forward in backward, but for what `form` keeps; returns the undo."""
-    code = recomputed(code_of(module), form, statistics=with_running_statistics(module))
-    return replace_code(module, code)
+    return replace_code(module, recomputed(code_of(module), form, module=module))

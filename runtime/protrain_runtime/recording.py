@@ -14,7 +14,13 @@ from protrain_plan.records.plan import Plan
 from protrain_plan.simulation.recording import Recording
 from protrain_runtime import devices
 from protrain_runtime.engine import Observer
-from protrain_runtime.measure import MemoryMeter, device_of, process_memory, storage_bytes
+from protrain_runtime.measure import (
+    MemoryMeter,
+    device_of,
+    process_memory,
+    reachable,
+    storage_bytes,
+)
 from protrain_runtime.prepared import below_device, engine_of, plan_of
 from protrain_runtime.step_times import StepTimes
 from protrain_runtime.taken import TakenGradient
@@ -46,7 +52,9 @@ def measure_step(
     device = device_of(model)
     engine = engine_of(model)
     gc.collect()
-    meter = MemoryMeter(device, start_bytes=_live_bytes(model, device) - besides_bytes)
+    standing, start = _live(model, device)
+    meter = MemoryMeter(device, start_bytes=start - besides_bytes, standing=standing)
+    del standing
     held: list[int] = []  # by the whole process, at the marks
 
     def observe(what: str) -> None:
@@ -78,17 +86,19 @@ def measure_step(
     )
 
 
-def _live_bytes(model: nn.Module, device: torch.device) -> int:
-    """Bytes of all tensors on `device` that Python can reach, each storage once.
+def _live(model: nn.Module, device: torch.device) -> tuple[list[torch.UntypedStorage], int]:
+    """The storages of all tensors on `device` that Python can reach, and their bytes.
 
-    On a CPU the buffers of a host tier are told apart from the device's tensors.
+    On a CPU the buffers of a host tier are told apart from the device's tensors. An accelerator's
+    allocator knows its bytes.
     """
     if not devices.on_host(device):
-        return devices.allocated_bytes(device)
-    kinds = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
-    tensors = [t for t in kinds if not isinstance(t, TakenGradient)]  # a few bytes each
+        return [], devices.allocated_bytes(device)
+    # Those that stand for gradients have a few bytes each.
+    found = [t for t in reachable(device) if not isinstance(t, TakenGradient)]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in found}
     host, _ = below_device(model)
-    return storage_bytes(t for t in tensors if t.device == device and not t.is_sparse) - host
+    return list(storages.values()), storage_bytes(found) - host
 
 
 class Recorder:
