@@ -31,6 +31,7 @@ from protrain_plan.records.plan import (
     Buffer,
     Offload,
     Placement,
+    Recompute,
     Swap,
     SwapInput,
 )
@@ -227,6 +228,8 @@ def _cannot(
         problem = f"{name} cannot take {phrase!r}: it has no parameters of its own"
     elif unit.unit.kind == "part" and not isinstance(decision, Offload | Buffer):
         problem = f"{name} cannot take {phrase!r}: it is a part between blocks, not a block"
+    elif unit.unit.runs_once and isinstance(decision, Recompute | SwapInput):
+        problem = f"{name} cannot take {phrase!r}: {unit.unit.runs_once}"
     else:
         problem = f"{name} cannot take {phrase!r}"
     in_order = [known for known in (*ACTIVATIONS, *STATES) if known in phrases]

@@ -37,7 +37,7 @@ class Anatomy:
     `base_bytes` are live before the first slot, and `fixed_bytes` are as in the profile, without
     what libraries keep. `plans` say what the units are, as a plan does,
     with nothing decided. `once` are the blocks whose forward cannot run twice, with the reasons
-    (see `repeating`). A `stateful` model replaces what it keeps from one step to the next.
+    (see `repeating`). `num_warm` steps replace what the model keeps from one to the next.
     `shared_bytes` are those of base_bytes that a recomputed block may hold of what others read too.
     Storages take whole blocks of `block` bytes.
     """
@@ -49,7 +49,7 @@ class Anatomy:
     fixed_bytes: int
     plans: list[UnitPlan]
     once: Mapping[int, str]
-    stateful: bool
+    num_warm: int
     shared_bytes: int
     block: int = 1
 
@@ -113,7 +113,11 @@ def dissect(
             saved[form] = passes.saved_bytes(
                 model, modules, batch, form, own_inputs=own_inputs, kept=kept
             )
-    state.refuse_growth(lambda: passes.saved_bytes(model, modules, batch, "keep"))
+
+    def step() -> None:
+        passes.saved_bytes(model, modules, batch, "keep")
+
+    state.refuse_growth(step)
     on_blocks = is_accelerator(device)
     chunks = _chunks(model, found, BLOCK_BYTES if on_blocks else ALIGNMENT)
     parts = [part for chunk in chunks for part in chunk.slices]
@@ -127,7 +131,7 @@ def dissect(
         fixed_bytes=_beside_in_blocks(parts, optimizer, precision) if on_blocks else 0,
         plans=_described(found, chunks, keep),
         once=once,
-        stateful=state.changed,
+        num_warm=state.num_steps(step),
         shared_bytes=held_inputs,
         block=block,
     )
@@ -225,7 +229,7 @@ def weight(
             form,
             meter=meter,
             kept=anatomy.kept,
-            stateful=anatomy.stateful,
+            num_warm=anatomy.num_warm,
         )
 
     with _noting_gradients(anatomy.chunks) as arrived:

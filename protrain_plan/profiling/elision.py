@@ -1,9 +1,10 @@
 """Equal blocks need to run once: of a class a few run, and stand-ins take the others' places.
 
 A class is of blocks with the same structure, the same operators on tensors of the same shapes, the
-same inputs shared with other blocks, and outputs of the same kind. Its first two members and its
-last one run. What a stand-in hands on has the right shapes and nothing else: it keeps nothing for
-backward, and its parameters get no gradients. It never touches them, so they may be on `meta`.
+same inputs shared with other blocks, and outputs of the same kind, saved by who runs next or not.
+Its first two members and its last one run. What a stand-in hands on has the right shapes and
+nothing else: it keeps nothing for backward, and its parameters get no gradients. It never touches
+them, so they may be on `meta`.
 """
 
 from collections import defaultdict
@@ -98,7 +99,8 @@ def equal_blocks(
         if index in alone or runs or shared.intersection(unit.parameters):
             continue
         foreign = tuple(s if len(readers[s]) > 1 else None for s in block.inputs)
-        classes[unit.signature, block.geometry, foreign, block.outputs].append(index)
+        alike = unit.signature, block.geometry, foreign, block.outputs, block.output_is_saved
+        classes[alike].append(index)
     representatives = list(range(len(found)))
     for members in classes.values():
         for index in members[2:-1]:
@@ -149,6 +151,7 @@ class _Block:
     gradients: bool  # some input needs a gradient
     outputs: _Outputs
     saves_output: bool  # an output that it makes is saved for its own backward
+    output_is_saved: bool = False  # by whoever runs next
     stays: bool = False  # something that it made is held when the unit after the next begins
 
 
@@ -160,7 +163,7 @@ class _Making(TorchDispatchMode):
         self._known: dict[int, Tracked] = {}  # also keeps an identity for one storage
         self._block = -1  # that runs
         self._made: dict[int, set[int]] = {}
-        self._outputs: dict[int, set[int]] = {}
+        self.outputs: dict[int, set[int]] = {}  # of blocks, that they made
         self.saved: set[int] = set()
         self.staying: set[int] = set()  # blocks
 
@@ -177,14 +180,14 @@ class _Making(TorchDispatchMode):
 
     def begin(self, block: int) -> None:
         """A block begins: what those made that ended before the last one should be gone."""
-        for other, outputs in self._outputs.items():
+        for other, outputs in self.outputs.items():
             if other != self._block and self._held(outputs):
                 self.staying.add(other)
         self._block, self._made[block] = block, set()
 
     def end(self, block: int, outputs: set[int]) -> None:
         """A block has ended: nothing should be left but its outputs."""
-        self._outputs[block] = outputs
+        self.outputs[block] = outputs
         if self._held(self._made.pop(block) - outputs):
             self.staying.add(block)
 
@@ -244,7 +247,14 @@ def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dic
         stack.enter_context(saved_tensors_hooks(making.pack, lambda held: held.tensor))
         stack.enter_context(making)
         call_model(model, batch)
-    return {i: replace(block, stays=i in making.staying) for i, block in seen.items()}
+    return {
+        index: replace(
+            block,
+            stays=index in making.staying,
+            output_is_saved=not making.saved.isdisjoint(making.outputs[index]),
+        )
+        for index, block in seen.items()
+    }
 
 
 def _storage(tensor: Tensor) -> int:

@@ -249,7 +249,7 @@ def _with_numbers(unit: Unit) -> Unit:
 def _timed(units: Sequence[Unit], logs: Mapping[Form, OperatorLog], rates: Rates) -> list[Unit]:
     """The units with the seconds of the operators in their slots, in every form that they have."""
     last = 2 * len(units) - 1  # slots; what comes after them is nobody's
-    # Of a stateful model a step runs before, which has no last mark.
+    # Steps that ran before, of a model with a state, have no last mark.
     seconds = {form: log.seconds(rates)[-last - 2 :] for form, log in logs.items()}
     return [
         replace(

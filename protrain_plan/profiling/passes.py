@@ -19,6 +19,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.profiling.attributes import held_tensors
 from protrain_plan.program import grouped, in_blocks
 from protrain_plan.records.profile import Form
 from protrain_runtime import devices
@@ -204,13 +205,13 @@ def saved_bytes(
     are here: the unit before may take that form, and hold what it hands on.
 
     A storage is a unit's own if no other unit saves it or has it among its inputs, nobody else
-    holds it, it is no parameter or buffer, and it is not what the unit hands on. Who else holds it
+    holds it, it is no parameter, and it is not what the unit hands on. Who else holds it
     is seen where the runtime looks as well: when the unit has ended; of an input, two units later.
     The first block's input often stays, because a frame of the model's forward has a name for it:
     swapping it would free nothing before the forward returns. Parts swap nothing.
     """
     count = len(modules)
-    shared = {identity(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    shared = {identity(parameter) for parameter in model.parameters()}
     saved: list[dict[int, Tracked]] = [{} for _ in range(count)]
     inputs: list[list[Tracked]] = [[] for _ in range(count)]
     held: list[set[int]] = [set() for _ in range(count)]  # by others, of what is saved
@@ -314,37 +315,46 @@ def saved_bytes(
 def shared_input_bytes(
     model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch, *, block: int = 1
 ) -> int:
-    """Bytes of the inputs that several blocks share and none saves, such as position ids.
+    """Bytes of the inputs that others hold besides their block and none saves: position ids, say.
 
-    They end with the model's forward, unless a block is recomputed: it holds them until then. Each
-    storage takes whole blocks of `block` bytes.
+    Several blocks share them, or the model's code has a name for them two units later. They end
+    with the model's forward, unless a block is recomputed: it holds them until then. Each storage
+    takes whole blocks of `block` bytes.
     """
     count = len(modules)
     known = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
     pointers = {identity(tensor) for tensor in known}
     readers: dict[int, set[int]] = {}
-    storages: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, Tracked] = {}
     saved: set[int] = set()
+    shared: set[int] = set()
+
+    def tracked(tensor: torch.Tensor) -> Tracked:
+        key = identity(tensor)
+        if key not in storages:
+            storages[key] = Tracked(tensor.untyped_storage())
+        return storages[key]
 
     def on_slot(slot: int, tensors: Sequence[torch.Tensor]) -> None:
-        for storage in (tensor.untyped_storage() for tensor in tensors):
-            if slot < count and storage._cdata not in pointers:
-                readers.setdefault(storage._cdata, set()).add(slot)
-                storages[storage._cdata] = storage
+        if slot >= count:
+            return
+        for key in (tracked(tensor).key for tensor in tensors):
+            if key not in pointers:
+                readers.setdefault(key, set()).add(slot)
+        for key, units in readers.items():
+            if len(units) > 1 or (max(units) == slot - 2 and storages[key].held_elsewhere()):
+                shared.add(key)
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: torch.Tensor) -> Packed:
         saved.add(identity(tensor))
-        return tensor.detach()
+        return tracked(tensor).pack(tensor)
 
     with watched(model, modules, "keep", SlotWatch(on_slot)):
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             loss = loss_of(call_model(model, batch))
         del loss
-    return sum(
-        in_blocks(storages[pointer].nbytes(), block)
-        for pointer, units in readers.items()
-        if len(units) > 1 and pointer not in saved
-    )
+    kept = {identity(tensor) for held in held_tensors(model).values() for tensor in held}
+    return sum(in_blocks(storages[key].num_bytes, block) for key in shared - saved - kept)
 
 
 def memory_segments(
@@ -355,18 +365,18 @@ def memory_segments(
     *,
     meter: MeterFactory,
     kept: Set[int] = frozenset(),
-    stateful: bool = False,
+    num_warm: int = 0,
 ) -> tuple[Segment, ...]:
     """Live bytes of one step, one segment per slot and one after the last, states excluded.
 
-    What a `stateful` model keeps from step to step goes when the next step replaces it. A meter
-    sees that of tensors which it has seen come, so that a step runs before the one that is told.
+    What a model keeps from step to step goes when a later step replaces it. A meter sees that of
+    tensors which it has seen come, so that `num_warm` steps run before the one that is told.
     """
     gc.collect()
     counting = meter()
     watch = SlotWatch(lambda slot, _: counting.mark(str(slot)))
     with watched(model, modules, form, watch, kept=kept), counting:
-        if stateful:
+        for _ in range(num_warm):
             training_step(model, batch)
             drop_gradients(model)
         loss = loss_of(call_model(model, batch))

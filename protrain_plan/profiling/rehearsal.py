@@ -6,7 +6,8 @@ rate of zero, so that no parameter changes. An accelerator keeps the states of i
 so that its optimizer runs, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
+from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.optimizers import (
     DEFAULT_OPTIMIZER,
@@ -37,7 +39,9 @@ from protrain_plan.records.plan import (
 from protrain_plan.records.profile import Workload
 from protrain_runtime import devices
 from protrain_runtime.engine import Observer
+from protrain_runtime.exhaustion import out_of_memory
 from protrain_runtime.fingerprint import model_fingerprint
+from protrain_runtime.lanes import LaneError
 from protrain_runtime.layout import unit_parameters
 from protrain_runtime.measure import device_of
 from protrain_runtime.preparation import prepare
@@ -109,7 +113,8 @@ def context_bytes(
         stepper.zero_grad()
 
     try:
-        step(lambda _: None)
+        with _as_refusal():
+            step(lambda _: None)
         if devices.on_host(device):
             held = measure_step(model, step).context_bytes
             return held + ALLOWANCE_BYTES + len(absent) * ABSENT_UNIT_BYTES
@@ -119,6 +124,22 @@ def context_bytes(
         return devices.context_bytes(device) + ALLOWANCE_BYTES
     finally:
         restore_as_is(model)  # the learning rate is zero
+
+
+@contextmanager
+def _as_refusal() -> Iterator[None]:
+    """ProtrainError where a planned step of the model fails though a plain one ran."""
+    try:
+        yield
+    except RuntimeError as error:
+        if out_of_memory(error) or isinstance(error, LaneError):
+            raise
+        said = str(error).splitlines() or [type(error).__name__]
+        raise ProtrainError(
+            f"the model runs as it is, and not under a plan that moves everything: {said[0]}",
+            fix="look for views of parameters and for gradients or tensors that the model's code"
+            " keeps for itself: what is offloaded is not where it was",
+        ) from error
 
 
 def _idle(factory: OptimizerFactory) -> OptimizerFactory:

@@ -37,6 +37,23 @@ class State:
             (t for held in _on_device(self._model).values() for t in held), block=block
         )
 
+    def num_steps(self, step: Callable[[], object]) -> int:
+        """After how many a step has replaced all that steps replace; 0 where they replace nothing.
+
+        A queue of three tensors takes three.
+        """
+        if not self.changed:
+            return 0
+        first = self._tensors()
+        left = _identities(first)
+        for number in range(_MOST_STEPS):
+            step()
+            still = left & _identities(self._tensors())
+            if still == left and number:
+                return number
+            left = still
+        return _MOST_STEPS
+
     def refuse_growth(self, step: Callable[[], object]) -> None:
         """ProtrainError, naming the attribute, where `step` after step leaves more of them."""
         before = self._bytes
@@ -50,7 +67,6 @@ class State:
         path, size = max(grown.items(), key=lambda item: item[1])
         raise ProtrainError(
             f"{path} holds {format_bytes(size)} more after every step: no plan has room for that",
-            key=path,
             fix="keep numbers in place of tensors (tensor.item()), or a fixed number of steps",
         )
 

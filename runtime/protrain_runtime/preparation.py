@@ -254,11 +254,10 @@ def _attach(
         team=team,
     )
     # Addresses that stay what they are. Those of offloaded parameters do not: what stands in for
-    # them is freed by the first gather, and an activation may come to lie there.
+    # them is freed by the first gather, and an activation may come to lie there; nor those of
+    # buffers, which a forward may replace: that modules hold them keeps them where they are.
     staying = [part.parameter for chunk in chunks if chunk.store is None for part in chunk.slices]
-    shared = frozenset(
-        tensor.untyped_storage().data_ptr() for tensor in (*staying, *model.buffers())
-    )
+    shared = frozenset(parameter.untyped_storage().data_ptr() for parameter in staying)
     engine = Engine(
         program,
         accumulating,
