@@ -41,7 +41,6 @@ from protrain_runtime import devices
 from protrain_runtime.engine import Observer
 from protrain_runtime.exhaustion import out_of_memory
 from protrain_runtime.fingerprint import model_fingerprint
-from protrain_runtime.lanes import LaneError
 from protrain_runtime.layout import unit_parameters
 from protrain_runtime.measure import device_of
 from protrain_runtime.preparation import prepare
@@ -132,7 +131,7 @@ def _as_refusal() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if out_of_memory(error) or isinstance(error, LaneError):
+        if out_of_memory(error) or isinstance(error, ProtrainError):
             raise
         said = str(error).splitlines() or [type(error).__name__]
         raise ProtrainError(
