@@ -31,6 +31,7 @@ from protrain_plan.records.plan import (
     Buffer,
     Offload,
     Placement,
+    Recompute,
     Swap,
     SwapInput,
 )
@@ -230,6 +231,8 @@ def _cannot(
         problem = f"{name} cannot take {phrase!r}: its states stay on the device ({why})"
     elif unit.unit.kind == "part" and not isinstance(decision, Offload | Buffer):
         problem = f"{name} cannot take {phrase!r}: it is a part between blocks, not a block"
+    elif unit.unit.runs_once and isinstance(decision, Recompute | SwapInput):
+        problem = f"{name} cannot take {phrase!r}: {unit.unit.runs_once}"
     else:
         problem = f"{name} cannot take {phrase!r}"
     in_order = [known for known in (*ACTIVATIONS, *STATES) if known in phrases]

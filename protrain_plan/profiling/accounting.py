@@ -1,6 +1,7 @@
 """What a model's units hold, in bytes: found by running it, on real tensors or on fake ones."""
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +18,8 @@ from protrain_plan.models.optimizers import (
 from protrain_plan.profiling import passes
 from protrain_plan.profiling.arguments import writing_arguments
 from protrain_plan.profiling.discovery import FoundUnit
+from protrain_plan.profiling.repeating import run_once
+from protrain_plan.profiling.standing import State
 from protrain_plan.program import BLOCK_BYTES, block_bytes, in_blocks
 from protrain_plan.records.hardware import DeviceKind, is_accelerator
 from protrain_plan.records.plan import Keep, Persistent, UnitPlan
@@ -29,6 +32,10 @@ from protrain_runtime.parameters import of_one_storage, overlapping
 from protrain_runtime.pieces import elementwise_states, scalar_state_bytes
 from protrain_runtime.trees import tensors_in
 
+_Arrived = dict[str, int | None]
+"""Names of parameters with gradients: the bytes of a sparse one, None for those of the usual size.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
@@ -36,8 +43,10 @@ class Anatomy:
 
     `base_bytes` are live before the first slot, and `fixed_bytes` are as in the profile, without
     what libraries keep. `plans` say what the units are, as a plan does,
-    with nothing decided. `writing` blocks write buffers, or into their arguments, in forward: a
-    second one would do it again. `stays` says of units why their states stay on the device.
+    with nothing decided. `once` are the blocks whose forward cannot run twice, with the reasons
+    (see `repeating`), and `stays` says of units why their states stay on the device. `num_warm`
+    steps replace what the model keeps from one to the next. `shared_bytes` are those of base_bytes
+    that a recomputed block may hold of what others read too.
     Storages take whole blocks of `block` bytes.
     """
 
@@ -47,7 +56,9 @@ class Anatomy:
     base_bytes: int
     fixed_bytes: int
     plans: list[UnitPlan]
-    writing: Set[int]
+    once: Mapping[int, str]
+    num_warm: int
+    shared_bytes: int
     stays: Mapping[int, str]
     block: int = 1
 
@@ -59,7 +70,12 @@ class Anatomy:
     @property
     def kept(self) -> Set[int]:
         """The blocks that have one form: they keep what they save, whatever the others do."""
-        return self.unused | self.writing
+        return self.unused | self.once.keys()
+
+    @property
+    def linked(self) -> bool:
+        """Whether the model is more than a chain: see `passes.SavedBytes`."""
+        return any(saved.linked for saved in self.saved["keep"])
 
     def owners(self, names: Set[str]) -> Set[int]:
         """The units whose chunks hold parameters of these names."""
@@ -90,32 +106,52 @@ def dissect(
     forms: Sequence[Form] = passes.FORMS,
     optimizer: str = DEFAULT_OPTIMIZER,
     precision: Precision = "pure",
+    once: Mapping[int, str] | None = None,
 ) -> Anatomy:
     """Run forwards of the model, and look at what its units save in each of the forms.
 
-    `device` is the type of those that the profile is for: fake tensors are on a CPU.
+    `device` is the type of those that the profile is for: fake tensors are on a CPU. `once` is what
+    `run_once` has found, where it was asked before. ProtrainError where the model keeps more and
+    more tensors.
     """
     modules = [unit.module for unit in found]
     block = block_bytes(device)
     held_inputs = passes.shared_input_bytes(model, modules, batch, block=block)
-    with passes.writing(modules) as buffers, writing_arguments(modules) as arguments:
+    once = dict(run_once(model, modules, batch) if once is None else once)
+    state = State(model)
+    with writing_arguments(modules) as arguments:
         keep = passes.saved_bytes(model, modules, batch, "keep")
     # What is handed on in arguments is held there, so that a swap would free nothing.
     handing = arguments.tensors
     keep = [replace(s, pieces=()) if index in handing else s for index, s in enumerate(keep)]
-    writing = buffers | arguments.lasting | handing
+    for index in arguments.lasting | handing:
+        once.setdefault(index, "its forward writes into its arguments")
+    for index, unit in enumerate(found):
+        if unit.writes:
+            once.setdefault(index, f"its forward writes the parameter {unit.writes[0]!r}")
+    differentiated = passes.differentiated(model, modules, batch)
+    if differentiated:  # through one of them, and perhaps on through others
+        for index, module in enumerate(modules):
+            if module is not None:
+                once.setdefault(index, DIFFERENTIATED)
     own_inputs = [unit.own_inputs for unit in keep]
     saved: dict[Form, list[passes.SavedBytes]] = {"keep": keep}
-    kept = unused_blocks(found, keep) | writing
+    kept = unused_blocks(found, keep) | once.keys()
     for form in forms:
         if form != "keep":
             saved[form] = passes.saved_bytes(
                 model, modules, batch, form, own_inputs=own_inputs, kept=kept
             )
+
+    def step() -> None:
+        passes.saved_bytes(model, modules, batch, "keep")
+
+    state.refuse_growth(step)
     on_blocks = is_accelerator(device)
     chunks = _chunks(model, found, BLOCK_BYTES if on_blocks else ALIGNMENT)
     parts = [part for chunk in chunks for part in chunk.slices]
     standing = storage_bytes([*model.buffers(), *tensors_in(batch)], block=block)
+    standing += state.num_bytes(block=block)
     return Anatomy(
         found=found,
         chunks=chunks,
@@ -123,13 +159,30 @@ def dissect(
         base_bytes=standing + held_inputs + (0 if on_blocks else _scalars(parts, optimizer)),
         fixed_bytes=_beside_in_blocks(parts, optimizer, precision) if on_blocks else 0,
         plans=_described(found, chunks, keep),
-        writing=frozenset(writing),
-        stays=_staying(chunks) | dict.fromkeys(handing, HANDED_ON),
+        once=once,
+        num_warm=state.num_steps(step),
+        shared_bytes=held_inputs,
+        stays=_staying(chunks)
+        | dict.fromkeys(handing, HANDED_ON)
+        | _written(found, chunks)
+        | (dict.fromkeys(range(len(found)), DIFFERENTIATED) if differentiated else {}),
         block=block,
     )
 
 
 HANDED_ON = "hands tensors on in its arguments"
+DIFFERENTIATED = "the forward differentiates through the units (torch.autograd.grad)"
+
+
+def _written(found: Sequence[FoundUnit], chunks: Sequence[Chunk]) -> dict[int, str]:
+    """The units with parameters that the forward writes to."""
+    names = {name for unit in found for name in unit.writes}
+    return {
+        chunk.unit: f"the forward writes to {part.name!r}"
+        for chunk in chunks
+        for part in chunk.slices
+        if part.name in names
+    }
 
 
 def _staying(chunks: Sequence[Chunk]) -> dict[int, str]:
@@ -188,6 +241,18 @@ def _beside_in_blocks(parts: Sequence[Slice], optimizer: str, precision: Precisi
     return total
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """What a training step takes: of the units, and what stays after it until its loss is gone.
+
+    `left_bytes` are tensors in the contexts of autograd functions, say. A loop has a name for its
+    loss until the next one is there, so that they stand in the next step.
+    """
+
+    units: list[Unit]
+    left_bytes: int
+
+
 def weigh(
     model: nn.Module,
     batch: Batch,
@@ -197,26 +262,128 @@ def weigh(
     optimizer: str = DEFAULT_OPTIMIZER,
     precision: Precision = "pure",
 ) -> list[Unit]:
+    """The units of `weight`."""
+    return weight(model, batch, anatomy, meter, optimizer=optimizer, precision=precision).units
+
+
+def weight(
+    model: nn.Module,
+    batch: Batch,
+    anatomy: Anatomy,
+    meter: passes.MeterFactory,
+    *,
+    optimizer: str = DEFAULT_OPTIMIZER,
+    precision: Precision = "pure",
+) -> Weight:
     """The units with their bytes, from one training step per form; seconds are zero.
 
     `meter` makes what counts live bytes, of real tensors or of fake ones: one for each form of
-    `anatomy.saved`, in order. `optimizer` and `precision` say what states stand beside the
-    parameters.
+    `anatomy.saved`, in order, and one for each of MIXTURES where the model is more than a chain.
+    `optimizer` and `precision` say what states stand beside the parameters.
     """
+
+    def segments(form: Form | Sequence[Form]) -> tuple[Segment, ...]:
+        return passes.memory_segments(
+            model,
+            anatomy.modules,
+            batch,
+            form,
+            meter=meter,
+            kept=anatomy.kept,
+            num_warm=anatomy.num_warm,
+        )
+
     with _noting_gradients(anatomy.chunks) as arrived:
-        memory = {
-            form: passes.memory_segments(
-                model, anatomy.modules, batch, form, meter=meter, kept=anatomy.kept
-            )
-            for form in anatomy.saved
-        }
+        memory = {form: segments(form) for form in anatomy.saved}
     states = _state_bytes(anatomy.chunks, optimizer, precision)
-    return _units(anatomy, memory, states, arrived)
+    units = _units(anatomy, memory, states, arrived)
+    if anatomy.linked and len(memory) > 1:
+        for mixture in MIXTURES:
+            forms = mixture(units)
+            units = _raised(units, forms, segments(forms), anatomy, arrived)
+    gradients = _standing_gradients(anatomy, arrived, after=-1)
+    left = max(cuts[-1].start_bytes - cuts[0].start_bytes for cuts in memory.values())
+    loss = in_blocks(_LOSS_BYTES, anatomy.block)
+    return Weight(units=units, left_bytes=max(0, left - gradients - loss))
 
 
-_Arrived = dict[str, int | None]
-"""Names of parameters with gradients: the bytes of a sparse one, None for those of the usual size.
-"""
+_LOSS_BYTES = 64
+"""Of a loss, with room for what a wrapper keeps of it: `_scalars` counts them."""
+
+Mixture = Callable[[Sequence[Unit]], list[Form]]
+
+
+def _in_turn(first: int) -> Mixture:
+    """Every other block in its leanest form, from block `first` on, and the others in `keep`."""
+
+    def mixture(units: Sequence[Unit]) -> list[Form]:
+        forms: list[Form] = ["keep"] * len(units)
+        blocks = [index for index, unit in enumerate(units) if unit.kind == "block"]
+        for index in blocks[first::2]:
+            forms[index] = units[index].forms[-1].form
+        return forms
+
+    return mixture
+
+
+def _at_random(units: Sequence[Unit]) -> list[Form]:
+    rng = random.Random(0)
+    return [rng.choice(unit.forms).form for unit in units]
+
+
+MIXTURES: tuple[Mixture, ...] = (_in_turn(0), _in_turn(1), _at_random)
+"""Blocks in different forms, for models where they depend on more than their neighbours. Costs are
+measured with all blocks in one form; what a mixture takes beyond their sum is added to the slots in
+which it does."""
+
+
+def _raised(
+    units: Sequence[Unit],
+    forms: Sequence[Form],
+    cuts: Sequence[Segment],
+    anatomy: Anatomy,
+    arrived: _Arrived,
+) -> list[Unit]:
+    """The units with peaks that are not below those of a step of such forms."""
+    count = len(units)
+    start = cuts[0].start_bytes + anatomy.shared_bytes  # which the base has
+    level = 0
+    raised: list[Unit] = []
+    for index, (unit, form) in enumerate(zip(units, forms, strict=True)):
+        cost = unit.cost(form)
+        gradients = _standing_gradients(anatomy, arrived, after=index)
+        forward = cuts[index].peak_bytes - start - level
+        level += cost.kept_bytes
+        backward = cuts[2 * count - 1 - index].peak_bytes - start - level - gradients
+        more = (
+            max(0, forward - cost.forward_peak_bytes),
+            max(0, backward - cost.backward_peak_bytes),
+        )
+        raised.append(
+            replace(
+                unit,
+                forms=tuple(
+                    replace(
+                        each,
+                        forward_peak_bytes=each.forward_peak_bytes + more[0],
+                        backward_peak_bytes=each.backward_peak_bytes + more[1],
+                    )
+                    for each in unit.forms
+                ),
+            )
+        )
+    return raised
+
+
+def _standing_gradients(anatomy: Anatomy, arrived: _Arrived, *, after: int) -> int:
+    """Gradients of the chunks that are used last by units after `after`."""
+    return sum(
+        in_blocks(_gradient_bytes(part, arrived), anatomy.block)
+        for chunk in anatomy.chunks
+        if chunk.used_by and max(chunk.used_by) > after
+        for part in chunk.slices
+        if part.name in arrived
+    )
 
 
 @contextmanager
@@ -307,13 +474,7 @@ def _units(
             backward = cuts[2 * count - 1 - index]
             # Gradients of units that ran before in backward stand in this pass; a plan says
             # what becomes of them. A tied one stands from its last use on.
-            gradients = sum(
-                in_blocks(_gradient_bytes(part, arrived), anatomy.block)
-                for chunk in chunks
-                if chunk.used_by and max(chunk.used_by) > index
-                for part in chunk.slices
-                if part.name in arrived
-            )
+            gradients = _standing_gradients(anatomy, arrived, after=index)
             pieces = saved[form][index].pieces
             forms.append(
                 FormCost(
@@ -353,6 +514,7 @@ def _units(
                 or size.used_by != (index,)
                 or any(part.name in arrived for part in chunks[index].slices),
                 stays=_stays(trainable, arrived) or anatomy.stays.get(index, ""),
+                runs_once=anatomy.once.get(index, ""),
             )
         )
     return units

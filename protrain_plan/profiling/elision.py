@@ -1,13 +1,14 @@
 """Equal blocks need to run once: of a class a few run, and stand-ins take the others' places.
 
 A class is of blocks with the same structure, the same operators on tensors of the same shapes, the
-same inputs shared with other blocks, and outputs of the same kind. Its first two members and its
-last one run. What a stand-in hands on has the right shapes and nothing else: it keeps nothing for
-backward, and its parameters get no gradients. It never touches them, so they may be on `meta`.
+same inputs shared with other blocks, and outputs of the same kind, saved by who runs next or not.
+Its first two members and its last one run. What a stand-in hands on has the right shapes and
+nothing else: it keeps nothing for backward, and its parameters get no gradients. It never touches
+them, so they may be on `meta`.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from protrain_plan.models.batches import Batch, call_model
 from protrain_plan.profiling.arguments import writing_arguments
 from protrain_plan.profiling.discovery import FoundUnit
 from protrain_plan.profiling.execution import undisturbed
-from protrain_plan.profiling.passes import identities
+from protrain_plan.profiling.passes import Packed, Tracked, identities, storage_of
 from protrain_plan.records.plan import UnitPlan
 from protrain_plan.records.profile import Unit
 from protrain_runtime.compiled import replace_code
@@ -83,13 +85,17 @@ class Elision:
         return Elision(tuple(range(num_units)), {})
 
 
-def equal_blocks(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> Elision:
+def equal_blocks(
+    model: nn.Module, found: Sequence[FoundUnit], batch: Batch, *, alone: Container[int] = ()
+) -> Elision:
     """Find the classes, from one forward of everything. Fake tensors work too.
 
-    A block that shares parameters with other units runs, and so does one that makes gradients
-    flow out of inputs without any, or saves its own output for backward: that stands for the next
-    block too, which a stand-in before or after it would not show. So does one that writes into
-    its arguments, or returns what is no tensor and no plain value: a stand-in cannot.
+    The blocks that are `alone` run. A block that shares parameters with other units runs, and so
+    does one that makes gradients flow out of inputs without any, or saves its own output for
+    backward: that stands for the next block too, which a stand-in before or after it would not
+    show. Nor would one show what stays of a block for others than the next unit: an output that the
+    model's code holds or hands to more than one unit, what a context or an attribute holds. And a
+    stand-in cannot write into its arguments, or return what is no tensor and no plain value.
     """
     with writing_arguments([unit.module for unit in found]) as written:
         seen = _observed(model, found, batch)
@@ -102,12 +108,13 @@ def equal_blocks(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> 
     for index, block in seen.items():
         unit = found[index]
         starts_gradients = any(m.requires_grad for m in block.outputs.made) and not block.gradients
-        alone = starts_gradients or block.saves_output or bool(unit.also_uses)
-        alone = alone or index in written.anything or not block.outputs.can_be_made
-        if alone or shared.intersection(unit.parameters):
+        runs = starts_gradients or block.saves_output or block.stays or bool(unit.also_uses)
+        runs = runs or index in written.anything or not block.outputs.can_be_made
+        if index in alone or runs or shared.intersection(unit.parameters):
             continue
         foreign = tuple(s if len(readers[s]) > 1 else None for s in block.inputs)
-        classes[unit.signature, block.geometry, foreign, block.outputs.key].append(index)
+        alike = unit.signature, block.geometry, foreign, block.outputs.key, block.output_is_saved
+        classes[alike].append(index)
     representatives = list(range(len(found)))
     for members in classes.values():
         for index in members[2:-1]:
@@ -165,30 +172,87 @@ class _Block:
     gradients: bool  # some input needs a gradient
     outputs: _Outputs
     saves_output: bool  # an output that it makes is saved for its own backward
+    output_is_saved: bool = False  # by whoever runs next
+    stays: bool = False  # something that it made is held when the unit after the next begins
+
+
+class _Making(TorchDispatchMode):
+    """Sees what the blocks make, and which of it others than autograd hold after them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: dict[int, Tracked] = {}  # also keeps an identity for one storage
+        self._block = -1  # that runs
+        self._made: dict[int, set[int]] = {}
+        self.outputs: dict[int, set[int]] = {}  # of blocks, that they made
+        self.saved: set[int] = set()
+        self.staying: set[int] = set()  # blocks
+
+    def pack(self, tensor: Tensor) -> Packed:
+        self.saved.update(identities([tensor]))
+        return self.known(tensor).pack(tensor)
+
+    def known(self, tensor: Tensor) -> Tracked:
+        """The tensor's storage, among those that keep their identity."""
+        storage = storage_of(tensor)
+        if storage._cdata not in self._known:
+            self._known[storage._cdata] = Tracked(storage)
+        return self._known[storage._cdata]
+
+    def begin(self, block: int) -> None:
+        """A block begins: what those made that ended before the last one should be gone."""
+        for other, outputs in self.outputs.items():
+            if other != self._block and self._held(outputs):
+                self.staying.add(other)
+        self._block, self._made[block] = block, set()
+
+    def end(self, block: int, outputs: set[int]) -> None:
+        """A block has ended: nothing should be left but its outputs."""
+        self.outputs[block] = outputs
+        if self._held(self._made.pop(block) - outputs):
+            self.staying.add(block)
+
+    def _held(self, keys: Iterable[int]) -> bool:
+        return any(self._known[key].held_elsewhere() for key in keys)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        made = self._made.get(self._block)
+        if made is not None:
+            given = identities(t for t in tensors_in((args, kwargs)) if t.layout is torch.strided)
+            for tensor in tensors_in(result):
+                if tensor.layout is torch.strided and identities([tensor]).isdisjoint(given):
+                    made.add(self.known(tensor).key)
+        return result
 
 
 def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict[int, _Block]:
     seen: dict[int, _Block] = {}
-    alive: list[Tensor] = []  # so that an identity means one storage
-    saved: set[int] = set()
+    making = _Making()
 
-    def pack(tensor: Tensor) -> Tensor:
-        saved.update(identities([tensor]))
-        return tensor.detach()
+    def before(index: int) -> Callable[..., None]:
+        return lambda *_: making.begin(index)
 
     def after(index: int) -> Callable[..., None]:
         def hook(_: nn.Module, args: object, kwargs: object, output: object) -> None:
             inputs = tensors_in((args, kwargs))
-            alive.extend(tensor.detach() for tensor in inputs)
-            given = identities(inputs)
-            made = identities(tensors_in(output)) - given
+            given = {making.known(tensor).key for tensor in inputs} | identities(inputs)
+            outputs = {making.known(tensor).key for tensor in tensors_in(output)}
+            made = outputs.difference(given)
+            making.end(index, made)
             leaves, tree = tree_flatten(output)
             seen[index] = _Block(
                 inputs=tuple(tuple(identities([tensor])) for tensor in inputs),
                 geometry=tuple((t.shape, t.dtype, t.layout, t.requires_grad) for t in inputs),
                 gradients=any(tensor.requires_grad for tensor in inputs),
                 outputs=_Outputs(tree, tuple(_leaf(leaf, inputs) for leaf in leaves)),
-                saves_output=not saved.isdisjoint(made),
+                saves_output=not making.saved.isdisjoint(made),
             )
 
         return hook
@@ -197,11 +261,21 @@ def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dic
         stack.enter_context(undisturbed(model))
         for index, unit in enumerate(found):
             if unit.module is not None:
+                handle = unit.module.register_forward_pre_hook(before(index))
+                stack.callback(handle.remove)
                 handle = unit.module.register_forward_hook(after(index), with_kwargs=True)
                 stack.callback(handle.remove)
-        stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
+        stack.enter_context(saved_tensors_hooks(making.pack, lambda held: held.tensor))
+        stack.enter_context(making)
         call_model(model, batch)
-    return seen
+    return {
+        index: replace(
+            block,
+            stays=index in making.staying,
+            output_is_saved=not making.saved.isdisjoint(making.outputs[index]),
+        )
+        for index, block in seen.items()
+    }
 
 
 def _leaf(leaf: object, inputs: Sequence[Tensor]) -> object:

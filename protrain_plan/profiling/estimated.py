@@ -26,7 +26,7 @@ from protrain_plan.models.building import TORCH_DTYPES
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.models.precision import parameter_dtype, stepped_dtype
 from protrain_plan.models.sources import ModelSource
-from protrain_plan.profiling.accounting import dissect, weigh
+from protrain_plan.profiling.accounting import dissect, weight
 from protrain_plan.profiling.discovery import discover, fullest
 from protrain_plan.profiling.elision import elided, equal_blocks, filled
 from protrain_plan.profiling.execution import repeating, undisturbed
@@ -37,7 +37,9 @@ from protrain_plan.profiling.measured import (
     refuse_sparse,
     workspace_fraction,
 )
+from protrain_plan.profiling.repeating import run_once
 from protrain_plan.profiling.roofline import OperatorLog
+from protrain_plan.profiling.standing import Loaded
 from protrain_plan.profiling.tracking import NUMBER_BYTES, FakeMeter
 from protrain_plan.profiling.workspaces import allocator_of, is_this_machine
 from protrain_plan.records.hardware import Device, DeviceKind, Hardware, Rates, is_accelerator
@@ -185,6 +187,7 @@ def _estimates(
         adapter=adapter,
     )
     progress("reading a batch", 0.0)
+    loaded = Loaded() if kind == "cpu" else None
     batches = source.batches(
         batch_size=batch_size,
         seq_len=seq_len,
@@ -194,6 +197,7 @@ def _estimates(
         seed=seed,
     )
     given = next(iter(batches))
+    data_bytes = 0 if loaded is None else loaded.num_bytes(given)
     with faking(kind) as mode, without_values(source.name):
         progress("building the model", 0.05)
         model = fake_model(source, dtype=dtype, precision=precision, adapter=adapter, seed=seed)
@@ -206,11 +210,18 @@ def _estimates(
             start, execution = fullest(model, batch)
             stack.enter_context(repeating(model, start))
             found = discover(model, batch, execution)
-            elision = equal_blocks(model, found, batch)
+            once = run_once(model, [unit.module for unit in found], batch)
+            elision = equal_blocks(model, found, batch, alone=once)
             with elided(found, elision):
                 progress("finding what is saved", 0.4)
                 anatomy = dissect(
-                    model, batch, found, device=kind, optimizer=optimizer, precision=precision
+                    model,
+                    batch,
+                    found,
+                    device=kind,
+                    optimizer=optimizer,
+                    precision=precision,
+                    once=once,
                 )
                 progress("counting bytes and operations", 0.6)
                 steps: list[OperatorLog] = []
@@ -219,11 +230,12 @@ def _estimates(
                     steps.append(OperatorLog())
                     return FakeMeter(allocator, steps[-1])
 
-                units = weigh(
+                counted = weight(
                     model, batch, anatomy, meter, optimizer=optimizer, precision=precision
                 )
+                units = counted.units
                 sparse = frozenset(unit.name for unit in units if unit.stays == SPARSE)
-                logs = dict(zip(anatomy.saved, steps, strict=True))
+                logs = dict(zip(anatomy.saved, steps, strict=False))  # mixtures come after
                 if allocator.python_scalars:
                     units = [_with_numbers(unit) for unit in units]
             timed = [filled(_timed(units, logs, _rates(m)), elision) for m in machines]
@@ -242,7 +254,7 @@ def _estimates(
             method="estimated",
             model_fingerprint=fingerprint,
             optimizer=cost,
-            base_bytes=anatomy.base_bytes,
+            base_bytes=anatomy.base_bytes + counted.left_bytes + data_bytes,
             units=tuple(its_units),
             tensors=tensors,
             fixed_bytes=anatomy.fixed_bytes + _library_bytes(machine.device),
@@ -267,8 +279,9 @@ def _with_numbers(unit: Unit) -> Unit:
 
 def _timed(units: Sequence[Unit], logs: Mapping[Form, OperatorLog], rates: Rates) -> list[Unit]:
     """The units with the seconds of the operators in their slots, in every form that they have."""
-    seconds = {form: log.seconds(rates) for form, log in logs.items()}
     last = 2 * len(units) - 1  # slots; what comes after them is nobody's
+    # Steps that ran before, of a model with a state, have no last mark.
+    seconds = {form: log.seconds(rates)[-last - 2 :] for form, log in logs.items()}
     return [
         replace(
             unit,

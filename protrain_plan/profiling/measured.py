@@ -19,7 +19,7 @@ from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.models.precision import parameter_dtype
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling import passes, whereabouts
-from protrain_plan.profiling.accounting import dissect, weigh
+from protrain_plan.profiling.accounting import dissect, weight
 from protrain_plan.profiling.discovery import FoundUnit, discover, fullest
 from protrain_plan.profiling.elision import Elision, elided, equal_blocks, filled, with_inputs
 from protrain_plan.profiling.execution import (
@@ -29,7 +29,9 @@ from protrain_plan.profiling.execution import (
     undisturbed,
 )
 from protrain_plan.profiling.rehearsal import Rehearsal, rehearse
+from protrain_plan.profiling.repeating import run_once
 from protrain_plan.profiling.reserving import Libraries, Reserve
+from protrain_plan.profiling.standing import other_bytes
 from protrain_plan.profiling.unit_by_unit import (
     SHARE_OF_FREE_MEMORY,
     Sketch,
@@ -187,6 +189,7 @@ def measure_model(
     refuse_parameters(model, source=workload.model)
     device = device_of(model)
     reserve = Reserve(device)
+    others = other_bytes(model)
     with ExitStack() as stack:
         stack.enter_context(_gradients_aside(model))
         stack.enter_context(undisturbed(model))
@@ -215,8 +218,9 @@ def measure_model(
         refuse_sparse(sparse, optimizer, workload)
         passes.drop_gradients(model)
         progress("finding what is saved", 0.1)
+        once = run_once(model, [unit.module for unit in found], batch)
         # Bytes of equal blocks are counted once; seconds are those of the whole model.
-        counted = equal_blocks(model, found, batch) if whole else elision
+        counted = equal_blocks(model, found, batch, alone=once) if whole else elision
         with elided(found, counted) if whole else nullcontext():
             anatomy = dissect(
                 model,
@@ -225,6 +229,7 @@ def measure_model(
                 device=workload.device,
                 optimizer=optimizer,
                 precision=workload.precision,
+                once=once,
             )
         progress("rehearsing a planned step", 0.15)
         rehearsal = rehearse(
@@ -243,7 +248,7 @@ def measure_model(
         fixed_bytes = anatomy.fixed_bytes + libraries.kept_bytes()
         progress("counting bytes", 0.2)
         with elided(found, counted) if whole else nullcontext():
-            units = weigh(
+            counting = weight(
                 model,
                 batch,
                 anatomy,
@@ -251,7 +256,7 @@ def measure_model(
                 optimizer=optimizer,
                 precision=workload.precision,
             )
-        units = filled(units, counted)
+        units = filled(counting.units, counted)
         measured = {cost.form for unit in units for cost in unit.forms}
         forms = [form for form in passes.FORMS if form in measured]
         seconds = passes.slot_seconds(
@@ -282,7 +287,7 @@ def measure_model(
         method="measured",
         model_fingerprint=model_fingerprint(model),
         optimizer=cost,
-        base_bytes=anatomy.base_bytes,
+        base_bytes=anatomy.base_bytes + others + counting.left_bytes,
         units=tuple(filled(_timed(units, seconds, elision), elision)),
         tensors=model_tensors(model),
         fixed_bytes=fixed_bytes,

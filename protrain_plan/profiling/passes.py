@@ -8,9 +8,8 @@ passes, because counting allocations slows the code.
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 from weakref import ref
@@ -22,14 +21,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.profiling import whereabouts
+from protrain_plan.profiling.attributes import held_tensors
 from protrain_plan.program import grouped, in_blocks
 from protrain_plan.records.profile import Form
 from protrain_runtime import devices
-from protrain_runtime.activations import MIN_SWAP_BYTES
+from protrain_runtime.activations import MIN_SWAP_BYTES, num_holders
 from protrain_runtime.boundaries import Boundaries
 from protrain_runtime.measure import Segment, device_of, strided_parts
 from protrain_runtime.preparation import wrap_forward
-from protrain_runtime.statistics import Written, other_buffers, written_buffers
 from protrain_runtime.trees import tensors_in
 
 OnSlot = Callable[[int, Sequence[torch.Tensor]], None]
@@ -103,21 +102,23 @@ class SlotWatch:
 def watched(
     model: nn.Module,
     modules: Sequence[nn.Module | None],
-    form: Form,
+    form: Form | Sequence[Form],
     watch: SlotWatch,
     *,
     kept: Set[int] = frozenset(),
 ) -> Iterator[None]:
     """The model with boundaries reported to `watch`, and every block's activations in `form`.
 
-    `kept` blocks keep theirs: see `Anatomy.kept`.
+    Of several forms each unit has its own. `kept` blocks keep theirs: see `Anatomy.kept`.
     """
-    whereabouts.in_form(form)
+    whereabouts.in_form(form if isinstance(form, str) else "mixed")
     watch.num_slots = 2 * len(modules)
-    blocks = [
-        module for unit, module in enumerate(modules) if module is not None and unit not in kept
+    forms = [form] * len(modules) if isinstance(form, str) else form
+    undo = [
+        wrap_forward(module, own)
+        for unit, (module, own) in enumerate(zip(modules, forms, strict=True))
+        if module is not None and own != "keep" and unit not in kept
     ]
-    undo = [wrap_forward(block, form) for block in blocks] if form != "keep" else []
     boundaries = Boundaries(model, modules, watch)
     try:
         yield
@@ -139,7 +140,7 @@ def identities(tensors: Iterable[torch.Tensor]) -> set[int]:
     return {int(part.untyped_storage()._cdata) for part in strided_parts(tensors)}
 
 
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     """A tensor's storage, the first one of a sparse tensor."""
     return next(strided_parts([tensor])).untyped_storage()
 
@@ -166,32 +167,41 @@ def drop_gradients(model: nn.Module) -> None:
         parameter.grad = None
 
 
-@contextmanager
-def writing(modules: Sequence[nn.Module | None]) -> Iterator[set[int]]:
-    """The blocks whose forward writes buffers of theirs while inside; running statistics apart."""
-    found: set[int] = set()
-    before: dict[int, Written] = {}
-
-    def begin(unit: int, module: nn.Module, *_: object) -> None:
-        before[unit] = other_buffers(module)
-
-    def end(unit: int, module: nn.Module, *_: object) -> None:
-        if written_buffers(before.pop(unit), other_buffers(module)):
-            found.add(unit)
-
-    with ExitStack() as stack:
-        for unit, module in enumerate(modules):
-            if module is not None:
-                stack.callback(module.register_forward_pre_hook(partial(begin, unit)).remove)
-                stack.callback(module.register_forward_hook(partial(end, unit)).remove)
-        yield found
-
-
 @dataclass(slots=True, weakref_slot=True)
-class _Packed:
+class Packed:
     """A saved tensor, alive for as long as autograd keeps it."""
 
     tensor: torch.Tensor
+
+
+class Tracked:
+    """A storage, and who holds it: autograd, through what was packed, or others.
+
+    It is not held here, so that it dies when all of these let go of it.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.key = storage._cdata
+        self.num_bytes = storage.nbytes()
+        self.alive = StorageWeakRef(storage)  # no other gets its identity meanwhile
+        self._packed: list[ref[Packed]] = []
+
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        held = Packed(tensor.detach())  # the tensor itself would hold the graph that holds it
+        self._packed.append(ref(held))
+        return held
+
+    @property
+    def awaited(self) -> bool:
+        """Whether autograd still holds it."""
+        return any(weak() is not None for weak in self._packed)
+
+    def held_elsewhere(self) -> bool:
+        """Whether it would stay if autograd let go of it."""
+        packed = [held.tensor for held in (weak() for weak in self._packed) if held is not None]
+        if not packed:
+            return not self.alive.expired()
+        return num_holders(packed[0].untyped_storage()) > len(packed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,11 +211,14 @@ class SavedBytes:
     `awaited` is False where all that the unit saved is gone when the forward has ended: the loss
     does not depend on it, as on LLaVA's last image layer. What such a block saves is no level that
     stands until backward, so that other units' costs would depend on its form: it has one alone.
+    `linked` is a unit that hands what has gradients to more than the next unit, or gets such: an
+    output of the encoder, a skip connection, a bias for all. In a plain chain no unit is.
     """
 
     pieces: tuple[int, ...]  # bytes that move together, in groups as the runtime makes them
     own_inputs: tuple[int, ...]  # positions among the unit's input tensors
     awaited: bool
+    linked: bool
 
     @property
     def swappable_bytes(self) -> int:
@@ -226,158 +239,205 @@ def saved_bytes(
     `own_inputs`, if given, are the inputs that are the units' own in another form, and no others
     are here: the unit before may take that form, and hold what it hands on.
 
-    A storage is a unit's own if no other unit saves it or has it among its inputs, the model's
-    code holds it no longer, it is no parameter or buffer, and it is not what the unit hands on.
-    Parts swap nothing.
+    A storage is a unit's own if no other unit saves it or has it among its inputs, nobody else
+    holds it, it is no parameter, and it is not what the unit hands on. Who else holds it
+    is seen where the runtime looks as well: when the unit has ended; of an input, two units later.
+    The first block's input often stays, because a frame of the model's forward has a name for it:
+    swapping it would free nothing before the forward returns. Parts swap nothing.
     """
     count = len(modules)
-    shared = identities((*model.parameters(), *model.buffers()))
-    saved: list[dict[int, torch.UntypedStorage]] = [{} for _ in range(count)]
-    inputs: list[list[torch.UntypedStorage]] = [[] for _ in range(count)]
-    may_be_own = released_inputs(model, modules, batch) if own_inputs is None else own_inputs
+    shared = identities(model.parameters())
+    saved: list[dict[int, Tracked]] = [{} for _ in range(count)]
+    inputs: list[list[Tracked]] = [[] for _ in range(count)]
+    held: list[set[int]] = [set() for _ in range(count)]  # by others, of what is saved
+    staying: list[set[int]] = [set() for _ in range(count)]  # of the inputs
     outputs: list[set[int]] = [set() for _ in range(count)]
-    packed: list[list[tuple[int, ref[_Packed]]]] = [[] for _ in range(count)]
-    keep_alive: list[torch.Tensor] = []  # so that an identity means one storage in this pass
+    flowing: set[int] = set()  # what has gradients, of what blocks get and give
+    storages: dict[int, Tracked] = {}
     current = 0
+
+    def known(tensor: torch.Tensor) -> Tracked:
+        storage = storage_of(tensor)
+        if storage._cdata not in storages:
+            storages[storage._cdata] = Tracked(storage)
+        return storages[storage._cdata]
+
+    def look(unit: int, *, two_later: bool) -> None:
+        if two_later:
+            staying[unit] = {
+                place for place, one in enumerate(inputs[unit]) if one.held_elsewhere()
+            }
+        else:
+            held[unit] = {key for key, one in saved[unit].items() if one.held_elsewhere()}
 
     def on_slot(slot: int, tensors: Sequence[torch.Tensor]) -> None:
         nonlocal current
         current = min(slot, count - 1)
         if slot < count:
-            keep_alive.extend(tensor.detach() for tensor in tensors)
-            inputs[slot].extend(map(_storage, tensors))
+            inputs[slot].extend(known(tensor) for tensor in tensors)
             shared.update(identities(t for t in tensors if t.layout != torch.strided))
+            note(tensors)
+        if 0 < slot <= count:
+            look(slot - 1, two_later=False)
+        if 1 < slot <= count:
+            look(slot - 2, two_later=True)
+
+    def note(tensors: Sequence[torch.Tensor]) -> None:
+        flowing.update(known(tensor).key for tensor in tensors if tensor.requires_grad)
 
     def on_leave(tensors: Sequence[torch.Tensor]) -> None:
         outputs[current].update(identities(tensors))
+        note(tensors)
 
-    def pack(tensor: torch.Tensor) -> _Packed:
-        storage = _storage(tensor)
-        if tensor.layout == torch.strided:
-            saved[current].setdefault(storage._cdata, storage)
-        held = _Packed(tensor.detach())  # the tensor itself would hold the graph that holds it
-        packed[current].append((storage._cdata, ref(held)))
-        return held
+    def pack(tensor: torch.Tensor) -> Packed:
+        if current == count - 1 and count > 1:
+            # The last block's input: no unit begins two units later.
+            look(count - 2, two_later=True)
+        if tensor.layout != torch.strided:
+            return Packed(tensor.detach())
+        one = known(tensor)
+        saved[current].setdefault(one.key, one)
+        return one.pack(tensor)
 
     watch = SlotWatch(on_slot, on_leave)
     with watched(model, modules, form, watch, kept=kept):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             loss = loss_of(call_model(model, batch))
-        # What the loss does not depend on ends with the forward: a swap would take it twice.
-        awaited = [{key for key, held in unit if held() is not None} for unit in packed]
+        awaited = [{key for key, one in unit.items() if one.awaited} for unit in saved]
         del loss
     readers: dict[int, set[int]] = {}
     for unit in range(count):
-        for pointer in {*saved[unit], *(storage._cdata for storage in inputs[unit])}:
-            readers.setdefault(pointer, set()).add(unit)
+        for key in {*saved[unit], *(one.key for one in inputs[unit])}:
+            readers.setdefault(key, set()).add(unit)
     found: list[SavedBytes] = []
     for unit, module in enumerate(modules):
-        pointers = [storage._cdata for storage in inputs[unit]]
+        keys = [one.key for one in inputs[unit]]
+        may_be_own = set(range(len(keys))) - staying[unit]
+        if own_inputs is not None:
+            may_be_own = set(own_inputs[unit])
         own = tuple(
-            position
-            for position, pointer in enumerate(pointers)
-            if readers[pointer] == {unit} and pointer not in shared and position in may_be_own[unit]
+            place
+            for place, key in enumerate(keys)
+            if readers[key] == {unit} and key not in shared and place in may_be_own
         )
-        foreign = shared | (set(pointers) - {pointers[n] for n in own}) | outputs[unit]
-        swappable = [
-            storage.nbytes()
-            for pointer, storage in saved[unit].items()
-            if pointer not in foreign
-            and pointer in awaited[unit]
-            and readers[pointer] == {unit}
-            and storage.nbytes() >= MIN_SWAP_BYTES
-        ]
+        mine = {keys[place] for place in own}
+        foreign = shared | outputs[unit] | ({*keys, *held[unit]} - mine)
+        leaving = {
+            key: one.num_bytes
+            for key, one in saved[unit].items()
+            if key not in foreign and readers[key] == {unit} and one.num_bytes >= MIN_SWAP_BYTES
+        }
+        # What the loss does not depend on ends with the forward: a swap would take it twice.
+        swappable = list(leaving.values()) if leaving.keys() <= awaited[unit] else []
         pieces = tuple(
             sum(swappable[place] for place in group)
             for group in (grouped(swappable) if module is not None else ())
         )
-        needed = bool(awaited[unit]) or not packed[unit]
-        found.append(SavedBytes(pieces=pieces, own_inputs=own, awaited=needed))
+        # Beyond the unit that made it, which may save it, and the one after that.
+        linked = any(
+            len(readers[key] - {unit - 1}) > 1 or (place in staying[unit] and unit > 1)
+            for place, key in enumerate(keys)
+            if key in flowing
+        )
+        found.append(
+            SavedBytes(
+                pieces=pieces,
+                own_inputs=own,
+                awaited=bool(awaited[unit]) or not saved[unit],
+                linked=linked or len(flowing & (outputs[unit] - set(keys))) > 1,
+            )
+        )
     return found
 
 
-def released_inputs(
+def differentiated(
     model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch
-) -> list[tuple[int, ...]]:
-    """For each unit, the positions of its input tensors that nobody holds two units later.
-
-    The first block's input often stays, because a frame of the model's forward has a name for it:
-    swapping it would free nothing before the forward returns. Found without a graph, so that only
-    the model's own code holds anything.
-    """
-    count = len(modules)
-    inputs: list[list[StorageWeakRef]] = [[] for _ in range(count)]
-    held: list[set[int]] = [set() for _ in range(count)]
-
-    def on_slot(slot: int, tensors: Sequence[torch.Tensor]) -> None:
-        if slot >= count:
-            return
-        inputs[slot] = [StorageWeakRef(_storage(tensor)) for tensor in tensors]
-        for unit in range(slot - 1):
-            held[unit].update(n for n, weak in enumerate(inputs[unit]) if not weak.expired())
-
-    with watched(model, modules, "keep", SlotWatch(on_slot)), torch.no_grad():
+) -> frozenset[int]:
+    """The units through whose outputs the forward itself asks for gradients."""
+    watch = SlotWatch(lambda *_: None)
+    with watched(model, modules, "keep", watch):
         call_model(model, batch)
-    return [
-        tuple(n for n in range(len(inputs[unit])) if n not in held[unit]) for unit in range(count)
-    ]
+    return frozenset(watch.differentiated)
 
 
 def shared_input_bytes(
     model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch, *, block: int = 1
 ) -> int:
-    """Bytes of the inputs that several blocks share and none saves, such as position ids.
+    """Bytes of the inputs that others hold besides their block and none saves: position ids, say.
 
-    They end with the model's forward, unless a block is recomputed: it holds them until then. Each
-    storage takes whole blocks of `block` bytes.
+    Several blocks share them, or the model's code has a name for them two units later. They end
+    with the model's forward, unless a block is recomputed: it holds them until then. Each storage
+    takes whole blocks of `block` bytes.
     """
     count = len(modules)
     known = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
     pointers = identities(known)
     readers: dict[int, set[int]] = {}
-    storages: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, Tracked] = {}
     saved: set[int] = set()
+    shared: set[int] = set()
+
+    def tracked(tensor: torch.Tensor) -> Tracked:
+        storage = storage_of(tensor)
+        if storage._cdata not in storages:
+            storages[storage._cdata] = Tracked(storage)
+        return storages[storage._cdata]
 
     def on_slot(slot: int, tensors: Sequence[torch.Tensor]) -> None:
-        for storage in (part.untyped_storage() for part in strided_parts(tensors)):
-            if slot < count and storage._cdata not in pointers:
-                readers.setdefault(storage._cdata, set()).add(slot)
-                storages[storage._cdata] = storage
+        if slot >= count:
+            return
+        for tensor in tensors:
+            tracked(tensor)
+        for key in identities(tensors):
+            if key not in pointers:
+                readers.setdefault(key, set()).add(slot)
+        for key, units in readers.items():
+            later = max(units) == slot - 2
+            if len(units) > 1 or (later and key in storages and storages[key].held_elsewhere()):
+                shared.add(key)
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: torch.Tensor) -> Packed:
         saved.update(identities([tensor]))
-        return tensor.detach()
+        if tensor.layout != torch.strided:
+            return Packed(tensor.detach())
+        return tracked(tensor).pack(tensor)
 
     with watched(model, modules, "keep", SlotWatch(on_slot)):
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             loss = loss_of(call_model(model, batch))
         del loss
-    return sum(
-        in_blocks(storages[pointer].nbytes(), block)
-        for pointer, units in readers.items()
-        if len(units) > 1 and pointer not in saved
-    )
+    kept = identities(tensor for held in held_tensors(model).values() for tensor in held)
+    found = (storages[key] for key in shared - saved - kept if key in storages)
+    return sum(in_blocks(one.num_bytes, block) for one in found)
 
 
 def memory_segments(
     model: nn.Module,
     modules: Sequence[nn.Module | None],
     batch: Batch,
-    form: Form,
+    form: Form | Sequence[Form],
     *,
     meter: MeterFactory,
     kept: Set[int] = frozenset(),
+    num_warm: int = 0,
 ) -> tuple[Segment, ...]:
-    """Live bytes of one step, one segment per slot and one after the last, states excluded."""
+    """Live bytes of one step, one segment per slot and one after the last, states excluded.
+
+    What a model keeps from step to step goes when a later step replaces it. A meter sees that of
+    tensors which it has seen come, so that `num_warm` steps run before the one that is told.
+    """
     gc.collect()
     counting = meter()
     watch = SlotWatch(lambda slot, _: counting.mark(str(slot)))
     with watched(model, modules, form, watch, kept=kept), counting:
+        for _ in range(num_warm):
+            training_step(model, batch)
+            drop_gradients(model)
         loss = loss_of(call_model(model, batch))
         loss.backward()
         counting.mark("end")
     drop_gradients(model)
-    return counting.segments
+    return counting.segments[-(2 * len(modules) + 1) :]
 
 
 def slot_seconds(

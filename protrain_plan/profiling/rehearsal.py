@@ -7,7 +7,8 @@ so that its optimizer runs, too. States that cannot leave the device stay there.
 """
 
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
+from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.optimizers import (
     DEFAULT_OPTIMIZER,
@@ -40,6 +42,7 @@ from protrain_plan.records.plan import (
 from protrain_plan.records.profile import Workload
 from protrain_runtime import devices
 from protrain_runtime.engine import Observer
+from protrain_runtime.exhaustion import out_of_memory
 from protrain_runtime.fingerprint import model_fingerprint
 from protrain_runtime.layout import unit_parameters
 from protrain_runtime.measure import device_of
@@ -131,9 +134,10 @@ def rehearse(
     engine = engine_of(model)
     assert engine is not None, "the rehearsal offloads"
     try:
-        engine.observer = _tell
-        step(_tell)
-        engine.observer = None
+        with _as_refusal():
+            engine.observer = _tell
+            step(_tell)
+            engine.observer = None
         seconds = _seconds(step, device) if timed else None
         if devices.on_host(device):
             held = measure_step(model, step).context_bytes + len(absent) * ABSENT_UNIT_BYTES
@@ -161,6 +165,22 @@ def _tell(what: str) -> None:
     kind, _, number = what.partition(" ")
     if kind == "slot":
         whereabouts.in_slot(int(number))
+
+
+@contextmanager
+def _as_refusal() -> Iterator[None]:
+    """ProtrainError where a planned step of the model fails though a plain one ran."""
+    try:
+        yield
+    except RuntimeError as error:
+        if out_of_memory(error) or isinstance(error, ProtrainError):
+            raise
+        said = str(error).splitlines() or [type(error).__name__]
+        raise ProtrainError(
+            f"the model runs as it is, and not under a plan that moves everything: {said[0]}",
+            fix="look for views of parameters and for gradients or tensors that the model's code"
+            " keeps for itself: what is offloaded is not where it was",
+        ) from error
 
 
 def _idle(factory: OptimizerFactory) -> OptimizerFactory:

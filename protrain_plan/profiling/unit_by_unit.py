@@ -26,6 +26,7 @@ from protrain_plan.profiling.discovery import FoundUnit, discover, fullest
 from protrain_plan.profiling.elision import Elision, elided, equal_blocks, filled
 from protrain_plan.profiling.execution import repeating, undisturbed
 from protrain_plan.profiling.faking import fake_batch, fake_model, faking, without_values
+from protrain_plan.profiling.repeating import run_once
 from protrain_plan.profiling.tracking import FakeMeter
 from protrain_plan.profiling.workspaces import allocator_of
 from protrain_plan.records.hardware import Device
@@ -98,9 +99,12 @@ def sketched(source: ModelSource, workload: Workload, *, text: Path | None) -> S
             start, execution = fullest(model, batch)
             stack.enter_context(repeating(model, start))
             found = discover(model, batch, execution)
-            elision = equal_blocks(model, found, batch)
+            once = run_once(model, [unit.module for unit in found], batch)
+            elision = equal_blocks(model, found, batch, alone=once)
             with elided(found, elision), whereabouts.naming([unit.name for unit in found]):
-                anatomy = dissect(model, batch, found, device=workload.device, forms=("keep",))
+                anatomy = dissect(
+                    model, batch, found, device=workload.device, forms=("keep",), once=once
+                )
                 units = weigh(model, batch, anatomy, lambda: FakeMeter(allocator_of(device)))
     return Sketch(
         found=tuple(replace(unit, module=None) for unit in found),

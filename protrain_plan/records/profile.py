@@ -86,7 +86,8 @@ class Unit:
     other, as many of each; empty: one group. `reached` is False for a block that the loss does not
     depend on: its parameters never get gradients, and for those an optimizer makes no states where
     they persist on the device. `stays` says in a few words why the model states cannot leave the
-    device; empty: they can.
+    device; empty: they can. `runs_once` says why the forward of a block cannot run a second time
+    with the same result, which leaves it the form `keep` alone; empty for all others.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Unit:
     gradient_pieces: tuple[int, ...] = ()
     reached: bool = True
     stays: str = ""
+    runs_once: str = ""
 
     def cost(self, form: Form) -> FormCost:
         """The costs of `form`; KeyError where the unit cannot take it."""

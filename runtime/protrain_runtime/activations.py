@@ -10,8 +10,8 @@ falls into three kinds:
 - everything else is saved as it is.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from protrain_plan.records.profile import RecomputedForm
 from protrain_runtime.chunks import Chunk
+from protrain_runtime.draws import Draws
 from protrain_runtime.replaying import replayed
-from protrain_runtime.statistics import unchanged
+from protrain_runtime.statistics import unchanged, with_running_statistics
 from protrain_runtime.trees import taken_apart
 
 MIN_SWAP_BYTES = 16 * 1024
@@ -99,6 +100,11 @@ class SwappedStorage:
                 " swaps it: profile the model as it runs now"
             )
 
+    def held_elsewhere(self) -> bool:
+        """Whether anybody holds the storage besides `source`."""
+        assert self.source is not None
+        return num_holders(self.source.untyped_storage()) > 1
+
     def bytes(self) -> torch.Tensor:
         """The bytes from where they are now: back already, or not gone yet."""
         self._check()
@@ -110,6 +116,11 @@ class SwappedStorage:
 
 HandedOn = WeakValueDictionary[int, SwappedStorage]
 """By data pointer; the saved tensors own the records."""
+
+
+def num_holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors hold a storage, besides the object that is asked about."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -149,9 +160,10 @@ class SavedTensors:
 
     `chunks` are the offloaded chunks that the unit reads. If `swaps`, storages that belong to the
     unit are collected in `swapped`; `foreign` are the storages that do not (data pointers of the
-    model's parameters and buffers, and of inputs that other units use as well). `handed_on` are
-    those that the unit before would swap and has handed on: a block that returns its input. They
-    leave with this unit, for both.
+    model's parameters, and of inputs that other units use as well). `own` are inputs that nobody
+    else will hold, once the caller's frame has let go of them. `handed_on` are those that the unit
+    before would swap and has handed on: a block that returns its input. They leave with this unit,
+    for both.
     """
 
     def __init__(
@@ -160,6 +172,7 @@ class SavedTensors:
         *,
         swaps: bool,
         foreign: frozenset[int],
+        own: Set[int] = frozenset(),
         handed_on: "HandedOn | None" = None,
     ) -> None:
         self._buffers = {
@@ -168,7 +181,7 @@ class SavedTensors:
             for group, buffer in chunk.buffers.items()
             if buffer.numel()  # all that are empty have one address
         }
-        self._swaps, self._foreign = swaps, foreign
+        self._swaps, self._foreign, self._own = swaps, foreign, own
         self._before = HandedOn() if handed_on is None else handed_on
         self.handed_on = HandedOn()
         self._by_pointer: dict[int, SwappedStorage] = {}
@@ -183,13 +196,16 @@ class SavedTensors:
     def swapped(self, *, outputs: frozenset[int]) -> list[SwappedStorage]:
         """The storages to take away, first saved first; the caller gives them up again.
 
-        Those of the unit's `outputs` stay: the next unit has them.
+        Those of the unit's `outputs` stay, which the next unit has, and those that somebody holds
+        besides autograd, such as an attribute: a swap would free nothing.
         """
         storages: list[SwappedStorage] = []
         for pointer, storage in self._by_pointer.items():
             if pointer in outputs:
                 storage.stay()
                 self.handed_on[pointer] = storage
+            elif pointer not in self._own and storage.held_elsewhere():
+                storage.stay()
             else:
                 storages.append(storage)
         self._by_pointer.clear()
@@ -225,29 +241,34 @@ def recomputed(
     forward: Callable[..., object],
     form: RecomputedForm,
     *,
-    statistics: Sequence[nn.Module] = (),
+    module: nn.Module,
 ) -> Callable[..., object]:
-    """`forward`, keeping what `form` keeps for backward and running once more there.
+    """`forward`, the code of `module`, keeping what `form` keeps and running once more in backward.
 
-    The random state and autocast are those of the first run (torch.utils.checkpoint), and so are
-    the arguments: what the first run wrote into containers or objects among them is not seen by the
-    second. All tensors in arguments are handed over by themselves, so that every input is seen by
-    the saved-tensor hooks around it. The buffers of `statistics` are written in the first run
-    alone.
+    Random states and autocast are those of the first run (torch.utils.checkpoint and `Draws`), and
+    so are the arguments: what the first run wrote into containers or objects among them is not seen
+    by the second. All tensors in arguments are handed over by themselves, so that every input is
+    seen by the saved-tensor hooks around it. Running statistics are written in the first run alone.
     """
+    statistics = with_running_statistics(module)
 
     def run(*args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         tensors, rebuild = taken_apart((args, kwargs))
         first = [(args, kwargs)]
+        draws = Draws(module)
 
         def call(*inputs: torch.Tensor) -> object:
             if first:
                 own_args, own_kwargs = first.pop()
-                return forward(*own_args, **own_kwargs)
+                with draws.first():
+                    return forward(*own_args, **own_kwargs)
             own_args, own_kwargs = rebuild(inputs)
-            with unchanged(statistics) if statistics else nullcontext():
+            with ExitStack() as stack:
+                stack.enter_context(draws.again())
+                if statistics:
+                    stack.enter_context(unchanged(statistics))
                 return forward(*own_args, **own_kwargs)
 
         with _unwritten(tensors):

@@ -512,10 +512,10 @@ class Engine:
         swaps = isinstance(plan.activations, Swap | SwapInput)
         if not swaps and not self._reads[unit]:
             return
-        own = [inputs[index] for index in plan.own_inputs if index < len(inputs)]
-        foreign = self._shared | (addresses(inputs) - addresses(own))
+        own = addresses([inputs[index] for index in plan.own_inputs if index < len(inputs)])
+        foreign = self._shared | (addresses(inputs) - own)
         self._saved = SavedTensors(
-            self._reads[unit], swaps=swaps, foreign=foreign, handed_on=self._handed_on
+            self._reads[unit], swaps=swaps, foreign=foreign, own=own, handed_on=self._handed_on
         )
         self._saved.__enter__()
 

@@ -8,6 +8,7 @@ import ctypes
 import gc
 import os
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,14 @@ from protrain_plan.program import block_bytes, in_blocks
 from protrain_runtime import devices
 
 _MARK = "protrain::mark::"  # the profiler's events of this name are marks; a number follows
+
+
+_END = "protrain::end::"  # of a storage from before the profile; its bytes follow
+
+
+def _note_end(num_bytes: int) -> None:
+    with record_function(f"{_END}{num_bytes}"):
+        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +64,28 @@ class MemoryMeter:
 
     - only the entering thread is seen; a backward of CPU tensors runs in the thread that calls it;
     - a block that another thread frees counts until its address is given out again;
-    - a block from before the meter counts as alive until the end (an allocator sees its release).
+    - a block from before the meter counts as alive until the end (an allocator sees its release),
+      unless it is the memory of a storage that is given as `standing`.
 
     `segments` is there after the exit, in the order of the marks. Meters cannot be nested on a
     CPU (the profiler runs once per process). The profiler slows the code: do not time it.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, start_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        start_bytes: int = 0,
+        standing: Iterable[torch.UntypedStorage] = (),
+    ) -> None:
         self._device = torch.device(device)
         self._on_host = devices.on_host(self._device)
         self._start_bytes = start_bytes
+        self._ends = [
+            weakref.finalize(storage, _note_end, storage.nbytes()) for storage in standing
+        ]
+        for end in self._ends:
+            end.atexit = False
         self._labels: list[str] = []
         self._segments: tuple[Segment, ...] | None = None
         self._profile: profile | None = None  # CPU, while inside
@@ -106,6 +127,8 @@ class MemoryMeter:
             assert self._profile is not None
             with _without_chatter():
                 self._profile.stop()
+            for end in self._ends:
+                end.detach()
             if error is None:
                 self._segments = _cpu_segments(self._profile, self._labels, self._start_bytes)
             self._profile = None
@@ -208,10 +231,14 @@ def reachable_bytes(device: torch.device) -> int:
 
     What the allocator has given out beyond these has been taken by libraries, for themselves.
     """
+    return storage_bytes(reachable(device), block=block_bytes(device.type))
+
+
+def reachable(device: torch.device) -> list[torch.Tensor]:
+    """All tensors on a device that Python can reach; fake ones are on none."""
     found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     with torch._C.DisableTorchFunctionSubclass():  # what stands for gradients refuses questions
-        there = [t for t in found if not _is_fake(t) and t.device == device]
-        return storage_bytes(there, block=block_bytes(device.type))
+        return [t for t in found if not _is_fake(t) and t.device == device]
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:
@@ -250,6 +277,8 @@ def _cpu_segments(finished: profile, labels: list[str], start_bytes: int) -> tup
             close()
             current = labels[int(event.name.removeprefix(_MARK))]
             start = peak = live
+        elif event.name.startswith(_END):
+            live -= int(event.name.removeprefix(_END))
         elif event.tag.name == "Allocation":
             block = event.extra_fields
             # An allocation at a live address: another thread has freed the block meanwhile.

@@ -68,7 +68,6 @@ from protrain_runtime.state_dicts import (
     add_state_dict_hooks,
     bring_back,
 )
-from protrain_runtime.statistics import with_running_statistics
 from protrain_runtime.stores import Stores
 from protrain_runtime.unchanged_model import UnchangedModel, refuse_conversions
 from protrain_runtime.update_team import UpdateTeam, spare_threads
@@ -276,9 +275,10 @@ def _attach(
         team=team,
     )
     # Addresses that stay what they are. Those of offloaded parameters do not: what stands in for
-    # them is freed by the first gather, and an activation may come to lie there.
+    # them is freed by the first gather, and an activation may come to lie there; nor those of
+    # buffers, which a forward may replace: that modules hold them keeps them where they are.
     staying = [part.parameter for chunk in chunks if chunk.store is None for part in chunk.slices]
-    shared = addresses((*staying, *model.buffers()))
+    shared = addresses(staying)
     engine = Engine(
         program,
         accumulating,
@@ -288,7 +288,7 @@ def _attach(
         backend=backend,
         shared=shared,
         ranks=ranks,
-        shared_buffers=tuple(model.buffers()),
+        shared_buffers=tuple(model.buffers()) if ranks is not None else (),
     )
     # A model that is dropped without `restore` frees its threads and files all the same.
     last_resort = weakref.finalize(model, _shut, tuple(engine.lanes.values()), stores, ranks)
@@ -321,5 +321,4 @@ def _shut(lanes: Sequence[WorkLane], stores: Stores, ranks: Ranks | None) -> Non
 
 def wrap_forward(module: nn.Module, form: RecomputedForm) -> Callable[[], None]:
     """Recompute the module's forward in backward, but for what `form` keeps; returns the undo."""
-    code = recomputed(code_of(module), form, statistics=with_running_statistics(module))
-    return replace_code(module, code)
+    return replace_code(module, recomputed(code_of(module), form, module=module))

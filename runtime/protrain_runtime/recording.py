@@ -19,6 +19,7 @@ from protrain_runtime.measure import (
     Segment,
     device_of,
     process_memory,
+    reachable,
     storage_bytes,
 )
 from protrain_runtime.prepared import below_device, engine_of, plan_of
@@ -52,7 +53,9 @@ def measure_step(
     device = device_of(model)
     engine = engine_of(model)
     gc.collect()
-    meter = MemoryMeter(device, start_bytes=live_bytes(model, device) - besides_bytes)
+    standing, start = live(model, device)
+    meter = MemoryMeter(device, start_bytes=start - besides_bytes, standing=standing)
+    del standing
     held: list[int] = []  # by the whole process, at the marks
 
     def observe(what: str) -> None:
@@ -89,17 +92,19 @@ def slot_peaks(segments: Sequence[Segment]) -> tuple[int, ...]:
     return tuple(slots.values())
 
 
-def live_bytes(model: nn.Module, device: torch.device) -> int:
-    """Bytes of all tensors on `device` that Python can reach, each storage once.
+def live(model: nn.Module, device: torch.device) -> tuple[list[torch.UntypedStorage], int]:
+    """The storages of all tensors on `device` that Python can reach, and their bytes.
 
-    On a CPU the buffers of a host tier are told apart from the device's tensors.
+    On a CPU the buffers of a host tier are told apart from the device's tensors. An accelerator's
+    allocator knows its bytes.
     """
     if not devices.on_host(device):
-        return devices.allocated_bytes(device)
-    kinds = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
-    tensors = [t for t in kinds if not isinstance(t, TakenGradient)]  # a few bytes each
+        return [], devices.allocated_bytes(device)
+    # Those that stand for gradients have a few bytes each.
+    found = [t for t in reachable(device) if not isinstance(t, TakenGradient)]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in found}
     host, _ = below_device(model)
-    return storage_bytes(t for t in tensors if t.device == device) - host
+    return list(storages.values()), storage_bytes(found) - host
 
 
 class Recorder:

@@ -21,7 +21,7 @@ from protrain_runtime import devices
 from protrain_runtime.engine import Engine
 from protrain_runtime.measure import MemoryMeter, device_of
 from protrain_runtime.optimizer import PlannedOptimizer
-from protrain_runtime.recording import live_bytes, slot_peaks
+from protrain_runtime.recording import live, slot_peaks
 
 _FIRST, _LAST = 1, 2
 """Of the steps watched, from 0: all optimizer states are there from the second on."""
@@ -77,7 +77,8 @@ class Watch:
         if model is None or not _may_count(self._device):
             self.stop()
             return
-        meter = MemoryMeter(self._device, start_bytes=live_bytes(model, self._device))
+        standing, start = live(model, self._device)
+        meter = MemoryMeter(self._device, start_bytes=start, standing=standing)
         meter.__enter__()
         self._meter, self._evaluations = meter, 0
 

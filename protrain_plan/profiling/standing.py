@@ -1,0 +1,126 @@
+"""What stands on the device between steps, besides model states and the batch."""
+
+import gc
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.models.batches import Batch
+from protrain_plan.profiling.attributes import held_tensors
+from protrain_plan.units import format_bytes
+from protrain_runtime import devices
+from protrain_runtime.measure import device_of, reachable, storage_bytes
+from protrain_runtime.trees import tensors_in
+
+_MOST_STEPS = 16
+"""After which what still grows is taken to grow on: a memory of more steps is refused."""
+
+
+class State:
+    """The tensors in a model's attributes when this is made, and what becomes of them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = self._tensors()  # held, so that no other takes an identity
+        self._bytes = _by_path(self._before)
+
+    @property
+    def changed(self) -> bool:
+        """Whether forwards have replaced any of them, or a buffer, since."""
+        return _identities(self._tensors()) != _identities(self._before)
+
+    def num_bytes(self, *, block: int = 1) -> int:
+        """Bytes of all that stand in attributes now; each storage in whole blocks of `block`."""
+        return storage_bytes(
+            (t for held in _on_device(self._model).values() for t in held), block=block
+        )
+
+    def num_steps(self, step: Callable[[], object]) -> int:
+        """After how many a step has replaced all that steps replace; 0 where they replace nothing.
+
+        A queue of three tensors takes three.
+        """
+        if not self.changed:
+            return 0
+        first = self._tensors()
+        left = _identities(first)
+        for number in range(_MOST_STEPS):
+            step()
+            still = left & _identities(self._tensors())
+            if still == left and number:
+                return number
+            left = still
+        return _MOST_STEPS
+
+    def refuse_growth(self, step: Callable[[], object]) -> None:
+        """ProtrainError, naming the attribute, where `step` after step leaves more of them."""
+        before = self._bytes
+        for _ in range(_MOST_STEPS):
+            present = _by_path(self._tensors())
+            grown = {path: size - before.get(path, 0) for path, size in present.items()}
+            if max(grown.values(), default=0) <= 0:
+                return
+            before = present
+            step()
+        path, size = max(grown.items(), key=lambda item: item[1])
+        raise ProtrainError(
+            f"{path} holds {format_bytes(size)} more after every step: no plan has room for that",
+            fix="keep numbers in place of tensors (tensor.item()), or a fixed number of steps",
+        )
+
+    def _tensors(self) -> dict[str, list[torch.Tensor]]:
+        buffers = {path: [buffer] for path, buffer in self._model.named_buffers()}
+        return _on_device(self._model) | buffers
+
+
+def _on_device(model: nn.Module) -> dict[str, list[torch.Tensor]]:
+    """The tensors in attributes that are where the model is."""
+    device = device_of(model)
+    found = {
+        path: [tensor for tensor in tensors if tensor.device == device]
+        for path, tensors in held_tensors(model).items()
+    }
+    return {path: tensors for path, tensors in found.items() if tensors}
+
+
+def other_bytes(model: nn.Module) -> int:
+    """Bytes of the tensors on the model's device that are none of the model's: its data, mostly.
+
+    All that Python can reach in this process, as a measured step counts them.
+    """
+    gc.collect()
+    device = device_of(model)
+    own = [*model.parameters(), *model.buffers()]
+    own += [p.grad for p in model.parameters() if p.grad is not None]
+    own += [tensor for held in held_tensors(model).values() for tensor in held]
+    known = {tensor.untyped_storage()._cdata for tensor in own}
+    return storage_bytes(
+        tensor for tensor in reachable(device) if tensor.untyped_storage()._cdata not in known
+    )
+
+
+class Loaded:
+    """What a source brings into host memory from here on, such as a data set."""
+
+    def __init__(self) -> None:
+        self._before = {t.untyped_storage()._cdata: t for t in reachable(devices.HOST)}
+
+    def num_bytes(self, batch: Batch) -> int:
+        """Bytes of the tensors there that have come since, but for a batch."""
+        known = self._before.keys() | {t.untyped_storage()._cdata for t in tensors_in(batch)}
+        gc.collect()
+        return storage_bytes(
+            tensor
+            for tensor in reachable(devices.HOST)
+            if tensor.untyped_storage()._cdata not in known
+        )
+
+
+def _identities(tensors: dict[str, list[torch.Tensor]]) -> set[int]:
+    return {tensor.untyped_storage()._cdata for held in tensors.values() for tensor in held}
+
+
+def _by_path(tensors: dict[str, list[torch.Tensor]]) -> dict[str, int]:
+    return {path: storage_bytes(held) for path, held in tensors.items()}
