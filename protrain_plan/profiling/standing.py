@@ -1,7 +1,7 @@
 """What stands on the device between steps, besides model states and the batch."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from protrain_plan.models.batches import Batch
 from protrain_plan.profiling.attributes import held_tensors
 from protrain_plan.units import format_bytes
 from protrain_runtime import devices
-from protrain_runtime.measure import device_of, reachable, storage_bytes
+from protrain_runtime.measure import device_of, reachable, storage_bytes, storages_of
 from protrain_runtime.trees import tensors_in
 
 _MOST_STEPS = 16
@@ -95,31 +95,32 @@ def other_bytes(model: nn.Module) -> int:
     own = [*model.parameters(), *model.buffers()]
     own += [p.grad for p in model.parameters() if p.grad is not None]
     own += [tensor for held in held_tensors(model).values() for tensor in held]
-    known = {tensor.untyped_storage()._cdata for tensor in own}
-    return storage_bytes(
-        tensor for tensor in reachable(device) if tensor.untyped_storage()._cdata not in known
-    )
+    known = storages_of(own).keys()
+    return _bytes_besides(reachable(device), known)
 
 
 class Loaded:
     """What a source brings into host memory from here on, such as a data set."""
 
     def __init__(self) -> None:
-        self._before = {t.untyped_storage()._cdata: t for t in reachable(devices.HOST)}
+        self._held = reachable(devices.HOST)  # so that no other takes an identity
+        self._before = storages_of(self._held).keys()
 
     def num_bytes(self, batch: Batch) -> int:
         """Bytes of the tensors there that have come since, but for a batch."""
-        known = self._before.keys() | {t.untyped_storage()._cdata for t in tensors_in(batch)}
+        known = self._before | storages_of(tensors_in(batch)).keys()
         gc.collect()
-        return storage_bytes(
-            tensor
-            for tensor in reachable(devices.HOST)
-            if tensor.untyped_storage()._cdata not in known
-        )
+        return _bytes_besides(reachable(devices.HOST), known)
+
+
+def _bytes_besides(tensors: Iterable[torch.Tensor], known: Set[int]) -> int:
+    """Bytes of the storages behind tensors but for the known ones."""
+    found = storages_of(tensors)
+    return sum(storage.nbytes() for key, storage in found.items() if key not in known)
 
 
 def _identities(tensors: dict[str, list[torch.Tensor]]) -> set[int]:
-    return {tensor.untyped_storage()._cdata for held in tensors.values() for tensor in held}
+    return set(storages_of(tensor for held in tensors.values() for tensor in held))
 
 
 def _by_path(tensors: dict[str, list[torch.Tensor]]) -> dict[str, int]:

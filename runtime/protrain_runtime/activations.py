@@ -101,9 +101,9 @@ class SwappedStorage:
             )
 
     def held_elsewhere(self) -> bool:
-        """Whether anybody holds the storage besides `source`."""
+        """Whether anybody holds the storage besides this record."""
         assert self.source is not None
-        return num_holders(self.source.untyped_storage()) > 1
+        return num_holders(self.source.untyped_storage()) > 2  # `source` and `_saved`
 
     def bytes(self) -> torch.Tensor:
         """The bytes from where they are now: back already, or not gone yet."""
@@ -188,10 +188,13 @@ class SavedTensors:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def __enter__(self) -> None:
+        self._open = True
         self._hooks.__enter__()
 
     def __exit__(self, *_: object) -> None:
-        self._hooks.__exit__()
+        if self._open:
+            self._open = False
+            self._hooks.__exit__()
 
     def swapped(self, *, outputs: frozenset[int]) -> list[SwappedStorage]:
         """The storages to take away, first saved first; the caller gives them up again.

@@ -162,7 +162,8 @@ class Engine:
         if self._evaluation is not None:
             return
         self._outputs = addresses(outputs)
-        self._close_saved()  # what follows is not the unit's, also where no slot begins with it
+        if self._saved is not None:
+            self._saved.__exit__()  # what follows is not the unit's, even where no slot begins now
 
     def differentiate(self, unit: int) -> None:
         plan = self._plans[unit]

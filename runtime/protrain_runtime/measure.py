@@ -215,15 +215,19 @@ def addresses(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
     return frozenset(part.untyped_storage().data_ptr() for part in strided_parts(tensors))
 
 
+def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The distinct storages behind `tensors`, by identity."""
+    with torch._C.DisableTorchFunctionSubclass():  # stand-ins refuse the question
+        found = [part.untyped_storage() for part in strided_parts(tensors)]
+    return {storage._cdata: storage for storage in found}
+
+
 def storage_bytes(tensors: Iterable[torch.Tensor], *, block: int = 1) -> int:
     """Bytes of the distinct storages behind `tensors` (a view counts its whole storage once).
 
     Each storage takes whole blocks of `block` bytes.
     """
-    with torch._C.DisableTorchFunctionSubclass():  # stand-ins refuse the question
-        found = [tensor.untyped_storage() for tensor in strided_parts(tensors)]
-    storages = {storage._cdata: storage.nbytes() for storage in found}
-    return sum(in_blocks(size, block) for size in storages.values())
+    return sum(in_blocks(storage.nbytes(), block) for storage in storages_of(tensors).values())
 
 
 def reachable_bytes(device: torch.device) -> int:

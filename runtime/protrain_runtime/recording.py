@@ -21,6 +21,7 @@ from protrain_runtime.measure import (
     process_memory,
     reachable,
     storage_bytes,
+    storages_of,
 )
 from protrain_runtime.prepared import below_device, engine_of, plan_of
 from protrain_runtime.step_times import StepTimes
@@ -102,7 +103,7 @@ def live(model: nn.Module, device: torch.device) -> tuple[list[torch.UntypedStor
         return [], devices.allocated_bytes(device)
     # Those that stand for gradients have a few bytes each.
     found = [t for t in reachable(device) if not isinstance(t, TakenGradient)]
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in found}
+    storages = storages_of(found)
     host, _ = below_device(model)
     return list(storages.values()), storage_bytes(found) - host
 
