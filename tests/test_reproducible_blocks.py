@@ -237,5 +237,5 @@ def test_a_model_that_no_plan_can_run_is_one_clear_error(tmp_path: Path) -> None
         )
     assert raised.value.message == (
         "the model runs as it is, and not under a plan that moves everything: parameters have to be"
-        " contiguous"
+        " parameters"
     )

@@ -557,7 +557,7 @@ class Engine:
                 f"the model keeps a view of parameters of {self._plans[held[0]].name!r} after their"
                 " slot (on an autograd function's ctx, in an attribute or a list), and the plan has"
                 " taken them off the device: save it with ctx.save_for_backward, or plan with"
-                f" --pin {self._plans[held[0]].name}=persistent"
+                f' --pin "{self._plans[held[0]].name}: persistent"'
             )
 
     def _refuse_unzeroed(self) -> None:
