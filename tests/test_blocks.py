@@ -108,14 +108,15 @@ def test_what_stands_beside_units_is_counted_in_blocks() -> None:
 
 
 def test_masters_are_states_that_round_up_too() -> None:
-    model, batch = Odd().train(), (torch.ones(7, 5),)
+    model, batch = Odd().bfloat16().train(), (torch.ones(7, 5, dtype=torch.bfloat16),)
     found = discover(model, batch)
     plain, masters = (
         dissect(model, batch, found, device="cuda", precision=precision).fixed_bytes
         for precision in ("pure", "master")
     )
-    sizes = [p.numel() * 4 for p in model.parameters()]
-    assert masters - plain == sum(rounded(size) - size for size in sizes)
+    sizes = [p.numel() * 2 for p in model.parameters()]
+    own = sum(2 * (rounded(size) - size) for size in sizes)
+    assert masters - plain == sum(3 * (rounded(2 * size) - 2 * size) for size in sizes) - own
 
 
 def test_sharded_parameters_leave_gaps_of_blocks_on_an_accelerator() -> None:

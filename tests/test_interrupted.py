@@ -152,7 +152,7 @@ def test_the_model_is_the_same_after_its_profile(tmp_path: Path) -> None:
     measured(model_with_gradients(), EnoughError, tmp_path)
 
 
-NUM_CALLS = 20
+NUM_CALLS = 27
 """Of the model's forward, in a whole profile of one step per form."""
 
 

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.optimizers import (
@@ -129,7 +130,7 @@ def dissect(
     for index, unit in enumerate(found):
         if unit.writes:
             once.setdefault(index, f"its forward writes the parameter {unit.writes[0]!r}")
-    differentiated = passes.differentiated(model, modules, batch)
+    differentiated = any(saved.differentiated for saved in keep)
     if differentiated:  # through one of them, and perhaps on through others
         for index, module in enumerate(modules):
             if module is not None:
@@ -171,6 +172,7 @@ def dissect(
 
 
 HANDED_ON = "hands tensors on in its arguments"
+HELD_VIEWS = "a view of its parameters is held after their slot"
 DIFFERENTIATED = "the forward differentiates through the units (torch.autograd.grad)"
 
 
@@ -579,4 +581,5 @@ def _state_dtypes(
 ) -> tuple[torch.dtype, ...]:
     """Those of the elementwise states of a parameter of `dtype`."""
     make = with_master_weights(factory) if precision == "master" else factory
-    return tuple(elementwise_states(make, dtype).values())
+    with _disable_current_modes():  # it is tried on tensors of its own
+        return tuple(elementwise_states(make, dtype).values())

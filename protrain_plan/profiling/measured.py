@@ -19,7 +19,7 @@ from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.models.precision import parameter_dtype
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling import passes, whereabouts
-from protrain_plan.profiling.accounting import dissect, weight
+from protrain_plan.profiling.accounting import HELD_VIEWS, dissect, weight
 from protrain_plan.profiling.discovery import FoundUnit, discover, fullest
 from protrain_plan.profiling.elision import Elision, elided, equal_blocks, filled, with_inputs
 from protrain_plan.profiling.execution import (
@@ -245,6 +245,8 @@ def measure_model(
             swapped_bytes=sum(saved.swappable_bytes for saved in anatomy.saved["keep"]),
             timed=whole and num_steps != 1,
         )
+        held = dict.fromkeys(rehearsal.held_views, HELD_VIEWS)
+        anatomy = replace(anatomy, stays={**held, **anatomy.stays})
         fixed_bytes = anatomy.fixed_bytes + libraries.kept_bytes()
         progress("counting bytes", 0.2)
         with elided(found, counted) if whole else nullcontext():

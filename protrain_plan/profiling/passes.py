@@ -213,12 +213,14 @@ class SavedBytes:
     stands until backward, so that other units' costs would depend on its form: it has one alone.
     `linked` is a unit that hands what has gradients to more than the next unit, or gets such: an
     output of the encoder, a skip connection, a bias for all. In a plain chain no unit is.
+    `differentiated`: the forward itself asks for gradients through what the unit hands on.
     """
 
     pieces: tuple[int, ...]  # bytes that move together, in groups as the runtime makes them
     own_inputs: tuple[int, ...]  # positions among the unit's input tensors
     awaited: bool
     linked: bool
+    differentiated: bool = False
 
     @property
     def swappable_bytes(self) -> int:
@@ -345,19 +347,10 @@ def saved_bytes(
                 own_inputs=own,
                 awaited=bool(awaited[unit]) or not saved[unit],
                 linked=linked or len(flowing & (outputs[unit] - set(keys))) > 1,
+                differentiated=unit in watch.differentiated,
             )
         )
     return found
-
-
-def differentiated(
-    model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch
-) -> frozenset[int]:
-    """The units through whose outputs the forward itself asks for gradients."""
-    watch = SlotWatch(lambda *_: None)
-    with watched(model, modules, "keep", watch):
-        call_model(model, batch)
-    return frozenset(watch.differentiated)
 
 
 def shared_input_bytes(

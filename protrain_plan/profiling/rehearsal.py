@@ -66,12 +66,14 @@ _STATE_BYTES = 20
 class Rehearsal:
     """What was seen: `context_bytes` besides tensors at most, and the seconds of a step of `plan`.
 
-    Seconds are None where no step was timed.
+    Seconds are None where no step was timed. `held_views` are units of whose parameters somebody
+    holds a view after their slot: these cannot leave the device as predicted.
     """
 
     context_bytes: int
     plan: Plan
     step_seconds: float | None
+    held_views: Set[int]
 
 
 def rehearse(
@@ -135,7 +137,7 @@ def rehearse(
     assert engine is not None, "the rehearsal offloads"
     try:
         with _as_refusal():
-            engine.observer = _tell
+            engine.observer, engine.refuses_views = _tell, False
             step(_tell)
             engine.observer = None
         seconds = _seconds(step, device) if timed else None
@@ -146,7 +148,12 @@ def rehearse(
                 step(lambda _: None)
             devices.synchronize(device)
             held = devices.context_bytes(device)
-        return Rehearsal(context_bytes=held + ALLOWANCE_BYTES, plan=made, step_seconds=seconds)
+        return Rehearsal(
+            context_bytes=held + ALLOWANCE_BYTES,
+            plan=made,
+            step_seconds=seconds,
+            held_views=frozenset(engine.held_views),
+        )
     finally:
         restore_as_is(model)  # the learning rate is zero
 

@@ -29,6 +29,7 @@ from protrain_runtime.standing import Standing, all_bytes, held_bytes
 from protrain_runtime.step_times import StepTimes
 from protrain_runtime.stores import DeviceStore
 from protrain_runtime.taken import TakenGradient
+from protrain_runtime.unchanged_model import UnchangedModel
 
 Observer = Callable[[str], None]
 """Told of every boundary: "begin", "slot 3" when what must leave before slot 3 has left, and
@@ -62,7 +63,9 @@ class Engine:
         self._cut_short = False  # on this rank: the others are elsewhere
         self.observer: Observer | None = None
         self.boundaries: ref[Boundaries] | None = None  # the model's own, which begin parts
-        self.check_model: Callable[[], None] = lambda: None  # `UnchangedModel.check`
+        self.unchanged: ref[UnchangedModel] | None = None  # looks at the model before a step
+        self.refuses_views = True  # of parameters, that are held from step to step
+        self.held_views: set[int] = set()  # units of which views were held after their slot
         self.gathered = ""  # what has parameters on the device, in words: `full_parameters`
         self._modified = False  # they may change there
         self._lent: Evaluation | None = None
@@ -119,7 +122,9 @@ class Engine:
     def begin(self, *, training: bool) -> None:
         if training:
             self.outside("a training step began")
-            self.check_model()
+            unchanged = self.unchanged() if self.unchanged is not None else None
+            if unchanged is not None:
+                unchanged.check()
         if self._slot >= 0:
             self._give_up()  # the last forward had no backward, or was cut short
         self._settle("a second forward began" if training else "the model was evaluated")
@@ -177,7 +182,7 @@ class Engine:
     def end_forward(self) -> None:
         if self._evaluation is None:
             self._close_saved()  # the last unit's; its slot ends when backward begins
-            self._refuse_held_views()
+            self.held_views |= {unit for unit, view in self._lingering if not view.expired()}
             for chunk in self._offloaded:
                 refuse_written(chunk)
             return
@@ -195,6 +200,8 @@ class Engine:
             if number in self._running:
                 self._end(number)
         self._moves.pass_boundary(())
+        if self.refuses_views:
+            self._refuse_held_views()
         self._slot = -1
         self._num_backwards += 1
         for chunk in self._offloaded:
@@ -549,14 +556,16 @@ class Engine:
             refuse_reading(name)
 
     def _refuse_held_views(self) -> None:
-        """RuntimeError where somebody still has a view of parameters that have left the device."""
-        lingering, self._lingering = self._lingering, []
-        held = [unit for unit, storage in lingering if not storage.expired()]
+        """RuntimeError where a view of parameters that have left the device outlives the step.
+
+        In the next one it would have the values of this.
+        """
+        held = [unit for unit, view in self._lingering if not view.expired()]
         if held:
             raise RuntimeError(
-                f"the model keeps a view of parameters of {self._plans[held[0]].name!r} after their"
-                " slot (on an autograd function's ctx, in an attribute or a list), and the plan has"
-                " taken them off the device: save it with ctx.save_for_backward, or plan with"
+                f"the model keeps a view of parameters of {self._plans[held[0]].name!r} from step"
+                " to step (in an attribute or a list), and the plan takes them off the device, so"
+                " that it would have old values: keep none, or plan with"
                 f' --pin "{self._plans[held[0]].name}: persistent"'
             )
 

@@ -300,7 +300,8 @@ def _attach(
             undo.append(wrap_forward(module, unit.activations.form))
     boundaries = Boundaries(model, modules, engine, names=[unit.name for unit in plan.units])
     engine.boundaries = weakref.ref(boundaries)
-    engine.check_model = UnchangedModel(model, chunks).check
+    prepared.unchanged = UnchangedModel(model, chunks)
+    engine.unchanged = weakref.ref(prepared.unchanged)
     undo.append(refuse_conversions(model))
     undo.append(refuse_wrapping(model))
     undo.append(boundaries.remove)

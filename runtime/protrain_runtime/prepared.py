@@ -17,6 +17,7 @@ from protrain_runtime.state_dicts import (
     bring_back_gradients,
     offloaded_parameters,
 )
+from protrain_runtime.unchanged_model import UnchangedModel
 
 ATTRIBUTE = "_protrain_prepared"
 """Where a prepared model keeps its `Prepared`: on itself, so that both are freed together."""
@@ -33,6 +34,7 @@ class Prepared:
     plan: Plan
     below: Callable[[], tuple[int, int]] = lambda: (0, 0)
     ranks: Ranks | None = None
+    unchanged: UnchangedModel | None = None
 
 
 def prepared_of(model: nn.Module) -> Prepared | None:
