@@ -4,6 +4,7 @@ Commands are those of fenced `sh` blocks. The ones below a heading are one scrip
 stands in bash, in a folder of its own. The reference is made from the code: `--write-golden`.
 """
 
+import ast
 import functools
 import json
 import re
@@ -190,6 +191,33 @@ def test_make_demo_holds_what_it_promises(tmp_path: Path) -> None:
     assert result.stdout.splitlines()[-1] == "everything held"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_script_of_one_s_own_trains_and_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    """The pipe is closed behind step 14, so that the process is killed; step 10 was saved."""
+    examples(tmp_path)
+    said = {
+        (ROOT / "examples" / name)
+        .read_text(encoding="utf-8")
+        .split("\n\n")[1]
+        .partition("python ")[0]
+        for name in ("train.py", "resume.py")
+    }
+    made = bash(said.pop(), folder=tmp_path)
+    assert (made.returncode, said) == (0, set()), made.stderr
+    trained = bash("python examples/train.py plan.yaml", folder=tmp_path)
+    assert (trained.returncode, len(trained.stdout.splitlines())) == (0, 5), trained.stderr
+    resume = "python examples/resume.py plan.yaml saved"
+    killed = bash(f"set +o pipefail; {resume} 2> /dev/null | head -n 15", folder=tmp_path)
+    assert killed.stdout.splitlines()[-1].startswith("step 14: ")
+    resumed = bash(resume, folder=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert [line.split(":")[0] for line in resumed.stdout.splitlines()] == [
+        f"step {number}" for number in range(10, 40)
+    ]
+    assert resumed.stdout.splitlines()[:5] == killed.stdout.splitlines()[10:]
+
+
 # --- the pages ------------------------------------------------------------------------------------
 
 
@@ -246,6 +274,28 @@ def test_the_runtime_s_results_are_quoted(tmp_path: Path) -> None:
         "(`benchmarks/results/runtime.md`, 2026-11-21, commit abc)",
         "<!-- end of quote -->",
     ]
+
+
+MADE = {"cli", "files", "ordering", "ordering-ranks", "checks", "decisions"}
+"""Pages that are made from the code, and one that records what was tried."""
+HOLDS = re.compile(r"<!-- tests:\s+(.*?)\s+-->", re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in MADE], ids=str)
+def test_what_a_page_promises_names_tests_that_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = [name for held in HOLDS.findall(text) for name in re.split(r",\s+", held)]
+    assert named
+    assert text.count("<!-- test") == len(HOLDS.findall(text))
+    for file, _, function in (name.partition("::") for name in named):
+        assert not function or function in functions(file), f"{file}::{function}"
+        assert (ROOT / file).is_file(), file
+
+
+@functools.cache
+def functions(file: str) -> frozenset[str]:
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
 
 
 # --- the site -------------------------------------------------------------------------------------
