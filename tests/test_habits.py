@@ -10,6 +10,7 @@ import pickle
 import re
 import resource
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -30,7 +31,6 @@ from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.building import seeded
 from protrain_plan.records.plan import Keep, Offload, Persistent, Placement, UnitPlan, Updates
 from protrain_runtime import prepare, restore
-from protrain_runtime.engine import Engine
 from protrain_runtime.optimizer import PlannedOptimizer
 from protrain_runtime.preflight import NoRoomError
 from protrain_runtime.prepared import engine_of, prepared_of
@@ -909,8 +909,9 @@ def test_restoring_is_done_once_and_may_be_said_again(tmp_path: Path) -> None:
 def test_a_model_that_was_copied_is_freed_with_its_plan(tmp_path: Path) -> None:
     model, optimizer = planned(tmp_path)
     steps(model, optimizer, 0)
+    engine = weakref.ref(engine_of(model))
     duplicate = copy.deepcopy(model)
     del model, optimizer
     gc.collect()
-    assert not [each for each in gc.get_objects() if type(each) is Engine]
+    assert engine() is None
     assert_plain_with(duplicate, values_of_plain(0))

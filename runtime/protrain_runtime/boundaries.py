@@ -299,9 +299,12 @@ class Boundaries:
         for tensor in tensors:
             # The node and not the tensor: a tensor that is written in place afterwards has another
             # node, and PyTorch 2.13 crashes where one has hooks from before and after. Not leaves,
-            # whose gradients come in no order with those of parameters.
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(hook)
+            # whose gradients come in no order with those of parameters. A view that is written in
+            # place leaves its node out of the graph, and not that of its base.
+            base = tensor._base if tensor._is_view() else None
+            for each in (tensor, base):
+                if each is not None and each.grad_fn is not None:
+                    each.grad_fn.register_prehook(hook)
         return hook
 
     def _end_backward(self) -> None:
