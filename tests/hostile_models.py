@@ -568,30 +568,6 @@ class Remembers(Block):
         return super().forward(hidden + 0.1 * scores.softmax(dim=-1) @ before)
 
 
-class ModelRemembers(Stack):
-    """The memories of all layers in a list of the model, replaced in each forward."""
-
-    def __init__(self) -> None:
-        super().__init__(TakesMemory)
-        self.memories: list[Tensor] = []
-
-    def through(self, hidden: Tensor, step: int) -> Tensor:
-        kept = []
-        for number, block in enumerate(self.blocks):
-            kept.append(hidden.detach())
-            hidden = block(hidden, self.memories[number] if self.memories else None)
-        self.memories = kept
-        return hidden
-
-
-class TakesMemory(Block):
-    def computed_with(self, hidden: Tensor, memory: Tensor | None) -> Tensor:
-        return self.computed(hidden if memory is None else hidden + 0.1 * memory)
-
-    def forward(self, hidden: Tensor, memory: Tensor | None) -> Tensor:  # type: ignore[override]
-        return hidden + self.computed_with(hidden, memory)
-
-
 class KeepsOutput(Block):
     """An attribute holds the output, with its graph, up to the next forward."""
 
@@ -853,9 +829,6 @@ HOSTILE: dict[str, Hostile] = {
     ),
     "flow: twice once": Hostile(make=partial(Chosen, twice_at_two), refusal=_ORDER, gives_up=2),
     "flow: one block shared": Hostile(make=partial(Shared, lambda _: 3)),
-    "flow: shared, more often each step": Hostile(
-        make=partial(Shared, lambda step: 1 + step % 3), refusal=_ORDER
-    ),
     "flow: branches take turns": Hostile(make=partial(Chosen, branches), refusal=_ORDER),
     "flow: a block that comes late": Hostile(make=partial(Chosen, late_comer), refusal=_ORDER),
     "flow: calls are counted": Hostile(make=CountsSteps, refusal=_ORDER),
@@ -877,7 +850,6 @@ HOSTILE: dict[str, Hostile] = {
     "peaks: kept on ctx": Hostile(make=of_blocks(OnContext)),
     "peaks: own checkpoint": Hostile(make=of_blocks(Checkpointed), refusal=_GRAD),
     "peaks: memory of a block": Hostile(make=of_blocks(Remembers), refusal=r"keeps|attribute"),
-    "peaks: memory of the model": Hostile(make=ModelRemembers, refusal=r"keeps|attribute"),
     "peaks: output kept": Hostile(make=of_blocks(KeepsOutput), refusal=r"keeps|attribute"),
     "peaks: growing cache": Hostile(
         make=of_blocks(GrowingCache), refusal=r"grow|more|keeps", trains=False

@@ -7,7 +7,7 @@ exactly one, the one that reads it first, and every operator runs in exactly one
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,20 +56,26 @@ other time, all run in one of sixteen."""
 def fullest(model: nn.Module, batch: Batch) -> tuple[Start, Execution]:
     """A forward that runs all blocks, and its start; the first one, where nothing is skipped.
 
-    Profiles are of that forward: steps that skip blocks take less. ProtrainError where blocks run
-    in some forwards, and never all in one.
+    Profiles are of that forward: steps that skip blocks take less, and so do those in which blocks
+    hand on what they got. ProtrainError where blocks run in some forwards, and never all in one.
     """
     before = plain_attributes(model)
-    tried: list[tuple[list[str], Start, Execution]] = []
+    tried: list[_Tried] = []
+    most: dict[object, int] = {}  # operators of blocks of a kind
     for seed in range(SEEDS):
         start = Start(seed, plain_attributes(model))
         execution = record_execution(model, batch, start)
-        tried.append((_idle(model, execution), start, execution))
-        if not tried[-1][0]:
+        work = _work(model, execution)
+        for kind, count in work.values():
+            most[kind] = max(count, most.get(kind, 0))
+        tried.append(_Tried(_idle(model, execution), work, start, execution))
+        steady = seed == 1 and tried[0].work == work  # experts without tokens, in every forward
+        if not tried[-1].idle and (steady or not tried[-1].short(most)):
             break
     restore_attributes(before)
-    idle, start, execution = min(tried, key=lambda one: len(one[0]))
-    if idle and any(other != idle for other, _, _ in tried):
+    fullest = min(tried, key=lambda one: (len(one.idle), one.short(most)))
+    idle, start, execution = fullest.idle, fullest.start, fullest.execution
+    if idle and any(other.idle != idle for other in tried):
         raise ProtrainError(
             f"the model skips blocks from forward to forward, and all of them ran in none of"
             f" {SEEDS}: {', '.join(idle)} did not in the fullest",
@@ -77,6 +83,29 @@ def fullest(model: nn.Module, batch: Batch) -> tuple[Start, Execution]:
             " that skip some",
         )
     return start, execution
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A forward: the blocks that did not run, and the operators of those that did."""
+
+    idle: list[str]
+    work: dict[str, tuple[object, int]]  # by path: the kind of block, and how many
+    start: Start
+    execution: Execution
+
+    def short(self, most: Mapping[object, int]) -> int:
+        """How many blocks did less than others of their kind have done."""
+        return sum(count < most[kind] for kind, count in self.work.values())
+
+
+def _work(model: nn.Module, execution: Execution) -> dict[str, tuple[object, int]]:
+    found: dict[str, tuple[object, int]] = {}
+    for call in _blocks(model, execution):
+        operations = _between(execution.operations, call.begin, call.end)
+        count = sum(not operation.trivial for operation in operations)
+        found[call.path] = _structure(call.module), count
+    return found
 
 
 def _idle(model: nn.Module, execution: Execution) -> list[str]:

@@ -188,7 +188,8 @@ class Tracked:
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         held = Packed(tensor.detach())  # the tensor itself would hold the graph that holds it
-        self._packed.append(ref(held))
+        if tensor.layout == torch.strided:  # a sparse one stands for several storages
+            self._packed.append(ref(held))
         return held
 
     @property
@@ -295,9 +296,9 @@ def saved_bytes(
         if current == count - 1 and count > 1:
             # The last block's input: no unit begins two units later.
             look(count - 2, two_later=True)
-        if tensor.layout != torch.strided:
-            return Packed(tensor.detach())
         one = known(tensor)
+        if tensor.layout != torch.strided:
+            return one.pack(tensor)
         saved[current].setdefault(one.key, one)
         return one.pack(tensor)
 
@@ -391,8 +392,6 @@ def shared_input_bytes(
 
     def pack(tensor: torch.Tensor) -> Packed:
         saved.update(identities([tensor]))
-        if tensor.layout != torch.strided:
-            return Packed(tensor.detach())
         return tracked(tensor).pack(tensor)
 
     with watched(model, modules, "keep", SlotWatch(on_slot)):

@@ -25,7 +25,7 @@ from protrain_plan.program import (
     pieces_in,
 )
 from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import Persistent, UnitPlan
+from protrain_plan.records.plan import Persistent, Swap, SwapInput, UnitPlan
 from protrain_runtime.activations import SwappedStorage
 from protrain_runtime.buffers import Buffers
 from protrain_runtime.chunks import Chunk, OptimizerFactory, flat_storage_order
@@ -64,13 +64,13 @@ class SwappedUnit:
             tuple(sum(storages[place].num_bytes for place in group) for group in groups),
         )
 
-    def in_share(self, share: tuple[float, float]) -> Iterator[tuple[int, SwappedStorage]]:
-        """The storages in a share of the bytes that are still there, with their places."""
+    def in_share(self, share: tuple[float, float]) -> Iterator[SwappedStorage]:
+        """The storages in a share of the bytes that are still there."""
         for group in pieces_in(self.group_bytes, share):
             for place in self.groups[group]:
                 storage = self.storages[place]()
                 if storage is not None:
-                    yield place, storage
+                    yield storage
 
 
 class Moves:
@@ -102,7 +102,8 @@ class Moves:
         self._reads = [program.moves[number] for number in reads]
         self._ring_place = {number: place % STAGING_PIECES for place, number in enumerate(reads)}
         self._ring: list[torch.Tensor] = []
-        self._swap_offsets: dict[tuple[int, int], tuple[int, int]] = {}
+        # By unit: offsets and bytes of what is reserved for what it swaps.
+        self._swap_regions: dict[int, list[tuple[int, int]]] = {}
         self._gradients = GradientMoves(program, backend)
         self._reductions = None if ranks is None else Reductions(program, ranks, backend)
         self.clear(program)
@@ -254,7 +255,7 @@ class Moves:
                 sizes += [groups[group].num_bytes for group in chosen]
             else:
                 swapped = self._swapped[move.unit].in_share(move.share)
-                sizes += [storage.num_bytes for _, storage in swapped]
+                sizes += [storage.num_bytes for storage in swapped]
         self.buffers.keep_for(sizes)
 
     def gather(self, chunk: Chunk, groups: Iterable[int]) -> Work:
@@ -319,15 +320,37 @@ class Moves:
         return self._reductions.reduce_scatter(number, move, chunk, self._plans[chunk.unit].states)
 
     def take_swapped(self, unit: int, storages: Sequence[SwappedStorage]) -> None:
-        """What a unit's forward saved for a swap to take away."""
+        """What a unit's forward saved for a swap to take away, each with its place in the store.
+
+        They lie one after the other in the regions that the unit has: a step that saves other ones
+        than those before reserves no more than it saves beyond them.
+        """
         self._swapped[unit] = SwappedUnit.of(storages)
+        if not storages:
+            return
+        activations = self._plans[unit].activations
+        assert isinstance(activations, Swap | SwapInput)
+        store = self._swap_stores[activations.tier]
+        if unit not in self._swap_regions:
+            needed = sum(storage.num_bytes for storage in storages)
+            self._swap_regions[unit] = [(store.reserve(needed), needed)]
+        regions = self._swap_regions[unit]
+        used = [0] * len(regions)
+        for storage in storages:
+            size = storage.num_bytes
+            fits = (n for n, (_, room) in enumerate(regions) if used[n] + size <= room)
+            place = next(fits, None)
+            if place is None:
+                place = len(regions)
+                regions.append((store.reserve(size), size))
+                used.append(0)
+            storage.offset = regions[place][0] + used[place]
+            used[place] += size
 
     def _swap_out(self, number: int, move: Move) -> Work:
         store = self._swap_store(move)
         storages = self._leaving[number] = []
-        for place, storage in self._swapped[move.unit].in_share(move.share):
-            storage.offset = self._swap_offset(move.unit, place, storage.num_bytes, store)
-            storages.append(storage)
+        storages.extend(self._swapped[move.unit].in_share(move.share))
 
         def work() -> None:
             for storage in storages:
@@ -337,7 +360,7 @@ class Moves:
         return work
 
     def _swap_in(self, number: int, move: Move) -> Work:
-        storages = [storage for _, storage in self._swapped[move.unit].in_share(move.share)]
+        storages = list(self._swapped[move.unit].in_share(move.share))
         for storage in storages:
             storage.restored = self.buffers.new(storage.num_bytes)
         self._arriving[number] = storages
@@ -354,14 +377,6 @@ class Moves:
     def _swap_store(self, move: Move) -> Store:
         assert move.lane.tier is not None
         return self._swap_stores[move.lane.tier]
-
-    def _swap_offset(self, unit: int, place: int, num_bytes: int, store: Store) -> int:
-        """Where a unit's n-th storage goes: the same place every step while sizes stay."""
-        known = self._swap_offsets.get((unit, place))
-        if known is None or known[1] < num_bytes:
-            known = (store.reserve(num_bytes), num_bytes)
-            self._swap_offsets[unit, place] = known
-        return known[0]
 
     def _read_states(self, number: int, move: Move, chunk: Chunk) -> Work:
         piece = Piece(chunk, chunk.cut(move.start), chunk.cut(move.stop))
