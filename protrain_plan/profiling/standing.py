@@ -86,12 +86,15 @@ def _on_device(model: nn.Module) -> dict[str, list[torch.Tensor]]:
 
 
 def other_bytes(model: nn.Module) -> int:
-    """Bytes of the tensors on the model's device that are none of the model's: its data, mostly.
+    """Bytes of the tensors beside a model on a CPU that are none of the model's: its data, mostly.
 
-    All that Python can reach in this process, as a measured step counts them.
+    All that Python can reach in this process, as a measured step counts them. What a script has on
+    an accelerator is no longer free there when a plan is compared with the room that it has.
     """
-    gc.collect()
     device = device_of(model)
+    if not devices.on_host(device):
+        return 0
+    gc.collect()
     own = [*model.parameters(), *model.buffers()]
     own += [p.grad for p in model.parameters() if p.grad is not None]
     own += [tensor for held in held_tensors(model).values() for tensor in held]

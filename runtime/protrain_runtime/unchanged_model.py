@@ -56,7 +56,7 @@ class UnchangedModel:
             (module._parameters, name, parts[parameter])
             for module in model.modules()
             for name, parameter in module._parameters.items()
-            if parameter is not None
+            if parameter in parts
         ]
         self._modules = [
             (module._modules, name, child, f"{path}.{name}".lstrip("."))
