@@ -21,7 +21,7 @@ settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")
 
 
-EMULATED_EVERY = 4
+EMULATED_EVERY = 8
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,7 +12,8 @@ import protrain_runtime
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.records.plan import Offload, Persistent, Placement, Recompute
 from protrain_runtime import MovingAverage, prepare, restore
-from tests.runtime_cases import ADAMW, batch, build, decided, decision_name, described, plan_for
+from tests.runtime_cases import ADAMW, batch, build, decided, described, plan_for
+from tests.thinning import thinned
 
 NAME = "llama"
 AVERAGES: dict[str, Callable[[], Callable[..., None]]] = {
@@ -37,9 +38,9 @@ def same(found: dict[str, torch.Tensor], averaged: AveragedModel) -> bool:
     return all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
-@pytest.mark.parametrize("kind", AVERAGES)
 @pytest.mark.parametrize(
-    "states", [Offload(tier="disk"), Offload(tier="host"), Persistent()], ids=decision_name
+    ("kind", "states"),
+    thinned(tuple(AVERAGES), (Offload(tier="disk"), Offload(tier="host"), Persistent()), every=2),
 )
 def test_averages_equal_averaged_model_bitwise(
     kind: str, states: Placement, tmp_path: Path

@@ -168,8 +168,9 @@ def test_a_unit_says_why_its_states_stay(name: str) -> None:
     assert {unit.stays for unit in profiled(name).units} - {""} == {CASES[name]} - {""}
 
 
-@pytest.mark.parametrize("activations", [Recompute(), Swap(tier="disk")], ids=["again", "swapped"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "activations"), thinned(tuple(CASES), (Recompute(), Swap(tier="disk")), every=2)
+)
 def test_three_steps_match_plain_torch_bitwise_within_the_predicted_bytes(
     name: str, activations: Recompute | Swap, tmp_path: Path
 ) -> None:
