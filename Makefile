@@ -18,6 +18,8 @@ STAMP := .venv/.installed
 MARKERS ?= not slow and not gpu
 CHOSEN := $(if $(MARKERS),($(MARKERS)) and )
 JOBS ?= 2
+# Threads of PyTorch in each of the jobs.
+THREADS ?= 1
 FUZZ_SECONDS ?= 300
 FUZZ_SEED ?= 0
 
@@ -37,15 +39,21 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## profile, plan, check and train a small model under a hard memory limit
 	@$(BIN)/python examples/demo.py
 
-test: lint types ## lint, check types, run the tests (all of them: make test MARKERS=)
-	@$(BIN)/pytest -q -n $(JOBS) -m "$(CHOSEN)not emulated"
-	@$(BIN)/pytest -q -n $(JOBS) -m "$(CHOSEN)emulated" || test $$? -eq 5 # none is chosen
+# Types are checked while tests run: what is wrong with them is said last. Two sessions: where a
+# device is known, autograd starts threads of its own, and no test may train in a fork any more.
+test: lint ## lint, check types, run the tests (all of them: make test MARKERS=)
+	@mkdir -p .mypy_cache
+	@$(BIN)/mypy --no-error-summary > .mypy_cache/said 2>&1 & types=$$!; failed=0; \
+	export OMP_NUM_THREADS=$(THREADS); \
+	$(BIN)/pytest -q -n $(JOBS) -m "$(CHOSEN)not emulated" || failed=1; \
+	$(BIN)/pytest -q -n $(JOBS) -m "$(CHOSEN)emulated" || test $$? -eq 5 || failed=1; \
+	wait $$types || { cat .mypy_cache/said; failed=1; }; exit $$failed
 
 levels: $(STAMP) ## run the tests of bytes and peaks at each level of the processor's instructions
-	@$(BIN)/python -m tests.levels
+	@$(BIN)/python -m tests.support.levels
 
 fuzz: $(STAMP) ## judge random modules for FUZZ_SECONDS, from number FUZZ_SEED on
-	@$(BIN)/python -m tests.fuzzing --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
+	@$(BIN)/python -m tests.support.fuzzing --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
 lint: $(STAMP) ## check style and format
 	@$(BIN)/ruff check --quiet

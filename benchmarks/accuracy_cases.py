@@ -9,10 +9,10 @@ from torch import nn
 from benchmarks.uniform import AMPLE, plan_of_units
 from benchmarks.zoo import ZOO, Specimen
 from protrain_plan.models.presets import JsonObject
-from protrain_plan.planning.leanest import leanest
+from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.planner import plan as solve
-from protrain_plan.planning.problem import Problem
+from protrain_plan.planning.questions.planner import plan as solve
+from protrain_plan.planning.search.min_memory import min_memory
 from protrain_plan.records.plan import (
     Activations,
     Budgets,
@@ -149,7 +149,7 @@ def plan_of(kind: PlanKind, profile: Profile) -> Plan:
     if kind != "planned":
         return _uniform(problem, _POLICIES[kind])
     most = _uniform(problem, _POLICIES["keep"]).prediction.peak_bytes.device
-    lean = leanest(problem)
+    lean = min_memory(problem)
     assert lean is not None, "the disk holds everything"
     context = profile.hardware.device.context_bytes
     half = Budgets(device=context + (lean.bytes + most) // 2, host=0, disk=disk)

@@ -25,6 +25,7 @@ from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.measured import measure_model
+from protrain_plan.program.compiling import program_of
 from protrain_plan.records import (
     read_hardware,
     read_plan,
@@ -37,20 +38,19 @@ from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import Plan, UnitPlan
 from protrain_plan.records.profile import FormCost, Profile
 from protrain_plan.simulation.memory import device_bytes
-from protrain_plan.simulation.sizes import compile_units
 from protrain_plan.simulation.timeline import simulate
 from protrain_runtime import prepare, restore
-from protrain_runtime.checkpointing import switch_off_checkpointing
-from protrain_runtime.engine import Observer
-from protrain_runtime.masters import with_master_weights
-from protrain_runtime.measure import (
+from protrain_runtime.activations.recompute import switch_off_checkpointing
+from protrain_runtime.devices.memory_meter import (
     process_memory,
     reset_peak_rss,
     return_freed_memory,
     storage_bytes,
 )
-from protrain_runtime.recording import measure_step
-from protrain_runtime.taken import TakenGradient
+from protrain_runtime.diagnostics.recording import measure_step
+from protrain_runtime.engine.engine import Observer
+from protrain_runtime.states.master_weights import with_master_weights
+from protrain_runtime.states.stand_ins import ConsumedGradient
 
 NUM_WARM_STEPS = 2
 SAMPLED_S = 2.0
@@ -326,8 +326,8 @@ def memory(specimen: Specimen, kind: PlanKind, folder: Path) -> dict[str, Any]:
 
 
 def _slots(planned: Plan, profiled: Profile) -> list[int]:
-    program = compile_units(planned.units, profiled, piece_bytes=planned.piece_bytes)
-    return [slot.total for slot in device_bytes(program, planned.units, profiled)]
+    program = program_of(planned, profiled)
+    return [slot.total for slot in device_bytes(program)]
 
 
 def _read_estimate(folder: Path, planned: Plan) -> Profile | None:
@@ -346,7 +346,7 @@ def _live_bytes() -> int:
     """Of all tensors that Python can reach."""
     gc.collect()
     tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
-    return storage_bytes(found for found in tensors if not isinstance(found, TakenGradient))
+    return storage_bytes(found for found in tensors if not isinstance(found, ConsumedGradient))
 
 
 class _Training:
@@ -428,5 +428,5 @@ def seconds(
 
 
 def _predicted_seconds(planned: Plan, profiled: Profile) -> float:
-    program = compile_units(planned.units, profiled, piece_bytes=planned.piece_bytes)
-    return simulate(program, planned.units, profiled).step_seconds
+    program = program_of(planned, profiled)
+    return simulate(program).step_seconds

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.machines import Machine
-from protrain_plan.program import grouped
+from protrain_plan.program.program import grouped
 from protrain_plan.records.profile import Form, FormCost, Unit, UnitKind
 
 LITE: Form = "lite"

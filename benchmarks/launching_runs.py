@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from protrain_plan.models.optimizers import optimizer_factory
-from protrain_plan.profiling.discovery import discover
-from protrain_plan.profiling.passes import saved_bytes
+from protrain_plan.profiling.memory.passes import saved_bytes
+from protrain_plan.profiling.structure.discovery import discover
 from protrain_plan.records.plan import (
     Budgets,
     Keep,
@@ -32,8 +32,8 @@ from protrain_plan.records.plan import (
 )
 from protrain_plan.records.profile import Workload
 from protrain_runtime import prepare
-from protrain_runtime.fingerprint import model_fingerprint
-from protrain_runtime.prepared import engine_of
+from protrain_runtime.diagnostics.matching import model_fingerprint
+from protrain_runtime.model.prepared import engine_of
 
 WIDTH = 16
 NUM_WARM_STEPS = 5

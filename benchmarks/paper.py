@@ -18,15 +18,14 @@ from typing import Any
 
 from benchmarks.peers.cells import environment
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.models.hugging_face import ConfigSource
 from protrain_plan.models.presets import JsonObject
-from protrain_plan.models.sources import ModelSource, load_source
-from protrain_plan.planning.baselines import BASELINES, baseline
-from protrain_plan.planning.judging import Judge
+from protrain_plan.models.sources import ConfigSource, ModelSource, load_source
+from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible
-from protrain_plan.planning.planner import solve_problem
-from protrain_plan.planning.problem import Problem
-from protrain_plan.planning.search import Effort
+from protrain_plan.planning.questions.planner import solve_problem
+from protrain_plan.planning.search.baselines import BASELINES, baseline
+from protrain_plan.planning.search.evaluation import Evaluator
+from protrain_plan.planning.search.local_search import Effort
 from protrain_plan.profiling.estimated import estimates
 from protrain_plan.records.files import replace_text
 from protrain_plan.records.hardware import Hardware
@@ -135,7 +134,7 @@ def predictions(
             yield row | {"smallest_budget_bytes": outcome.smallest_budget_bytes}
             continue
         predicted = outcome.plan.prediction
-        judged = {other: baseline(other, problem, Judge(problem)) for other in BASELINES}
+        evaluation = {other: baseline(other, problem, Evaluator(problem)) for other in BASELINES}
         yield row | {
             "step_seconds": predicted.step_seconds,
             "gap": outcome.gap,
@@ -144,7 +143,7 @@ def predictions(
             "host_bytes": predicted.peak_bytes.host,
             "baseline_over_ours": {
                 other: found.seconds / predicted.step_seconds if found else None
-                for other, found in judged.items()
+                for other, found in evaluation.items()
             },
         }
 

@@ -32,13 +32,13 @@ from rich.progress import (
 from benchmarks.machines import MACHINES
 from benchmarks.reporting import CaseResult, gap_table, summary, summary_lines, write
 from benchmarks.shapes import SHAPES, profile
-from protrain_plan.planning.baselines import BASELINES, baseline
-from protrain_plan.planning.judging import Judge
-from protrain_plan.planning.leanest import leanest
+from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
-from protrain_plan.planning.planner import plan
-from protrain_plan.planning.problem import Problem
-from protrain_plan.planning.search import Effort
+from protrain_plan.planning.questions.planner import plan
+from protrain_plan.planning.search.baselines import BASELINES, baseline
+from protrain_plan.planning.search.evaluation import Evaluator
+from protrain_plan.planning.search.local_search import Effort
+from protrain_plan.planning.search.min_memory import min_memory
 from protrain_plan.records.plan import Budgets
 from protrain_plan.records.profile import Profile
 
@@ -78,13 +78,13 @@ def cases_of(shape: str, machine: str, shares: tuple[float, ...]) -> list[Case]:
     """The cases of one shape on one machine; none where no plan meets the lower tiers."""
     profiled = _profile(shape, machine)
     problem = Problem.of(profiled, _budgets(profiled, AMPLE))
-    lean = leanest(problem)
+    lean = min_memory(problem)
     if lean is None:
         return []
     context = profiled.hardware.device.context_bytes
     plain = ((0, 0),) * problem.count
-    judged = Judge(problem).judge(plain)
-    assert judged, "everything kept and persistent fits an ample device"
+    evaluation = Evaluator(problem).evaluate(plain)
+    assert evaluation, "everything kept and persistent fits an ample device"
     smallest = lean.bytes + context
     largest = max(problem.static_bytes(plain)) + context
     cases = []
@@ -98,7 +98,7 @@ def cases_of(shape: str, machine: str, shares: tuple[float, ...]) -> list[Case]:
                 machine=machine,
                 share=share,
                 budgets=_budgets(profiled, device),
-                plain_s=judged.seconds,
+                plain_s=evaluation.seconds,
             )
         )
     return cases
@@ -112,8 +112,8 @@ def run(case: Case, time_limit_s: float | None) -> CaseResult:
     problem = Problem.of(profiled, case.budgets)
     seconds: dict[str, float | None] = {}
     for name in BASELINES:
-        judged = baseline(name, problem, Judge(problem))
-        seconds[name] = judged.seconds if judged else None
+        evaluation = baseline(name, problem, Evaluator(problem))
+        seconds[name] = evaluation.seconds if evaluation else None
     result = CaseResult(
         shape=case.shape,
         machine=case.machine,

@@ -21,7 +21,7 @@ from benchmarks.accuracy_page import absolute_ratios, bars, memory_results, quan
 from benchmarks.peers.tables import compared, markdown_table
 from benchmarks.reporting import BINDS, CaseResult
 from benchmarks.rounds import read_rounds
-from protrain_plan.planning.baselines import BASELINES
+from protrain_plan.planning.search.baselines import BASELINES
 from protrain_plan.records.files import replace_text
 from protrain_plan.units import format_bytes, format_seconds
 

@@ -23,12 +23,12 @@ from benchmarks.ranks_measured import measured
 from benchmarks.shapes import SHAPES, profile
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.planning.outcome import Infeasible
-from protrain_plan.planning.planner import plan
-from protrain_plan.planning.search import Effort
+from protrain_plan.planning.questions.planner import plan
+from protrain_plan.planning.search.local_search import Effort
+from protrain_plan.program.group import Group, group_on, profile_of_rank
 from protrain_plan.records import states_text
 from protrain_plan.records.plan import Budgets, Plan
 from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.ranks import Group, group_on, profile_of_rank
 
 MODELS = ("llama-3.1-70b", "llama-3.1-405b")
 DEVICES = (1, 8, 16, 64)

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from protrain_plan.commands.training import train
 from protrain_plan.records import read_plan, read_profile
-from protrain_plan.running import train
-from protrain_runtime.launching import joined
+from protrain_runtime.ranks.launching import launched
 
 Json = dict[str, Any]
 
@@ -115,7 +115,9 @@ def _run(*command: object, folder: Path) -> None:
 def main() -> None:
     """Train on this rank, and write rank 0's seconds and bytes."""
     plan, out = read_plan(sys.argv[1]), Path(sys.argv[2])
-    with joined("cpu") as (rank, _), tempfile.TemporaryDirectory() as folder:
+    who = launched()
+    rank = who.rank
+    with who.joined("cpu"), tempfile.TemporaryDirectory() as folder:
         run = train(
             plan,
             num_steps=STEPS,

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.records.profile import Profile
-from protrain_runtime.stores import memory_of
+from protrain_runtime.devices.stores import memory_of
 
 Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 

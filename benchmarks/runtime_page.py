@@ -21,6 +21,7 @@ AGAINST: dict[Comparison, tuple[str, str]] = {
         "a loop that loads, computes, saves",
     ),
     "recording": ("that plan, recorded", "the same, not recorded"),
+    "checked": ("states and activations on disk, checked", "the same, not checked"),
 }
 MOST: dict[Comparison, float] = {"keep": 1.01, "recompute": 1.02, "recording": 1.01}
 """What the ratio may be."""

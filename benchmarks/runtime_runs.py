@@ -25,7 +25,7 @@ from benchmarks.zoo import Specimen
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
-from protrain_plan.planning.problem import Problem
+from protrain_plan.planning.model.problem import Problem
 from protrain_plan.profiling.measured import measure_model
 from protrain_plan.records import read_profile, write_profile
 from protrain_plan.records.hardware import TierName
@@ -48,7 +48,8 @@ from protrain_plan.simulation.timeline import (
     slot_seconds,
 )
 from protrain_runtime import prepare, record
-from protrain_runtime.measure import return_freed_memory
+from protrain_runtime.devices.memory_meter import return_freed_memory
+from protrain_runtime.preparation import Check
 
 PROFILE = Path("profile.yaml")
 NUM_WARM_STEPS = 2
@@ -121,7 +122,9 @@ QUICK = Specimen(
     },
 )
 
-Comparison = Literal["noise", "keep", "recompute", "swap", "swap to disk", "offload", "recording"]
+Comparison = Literal[
+    "noise", "keep", "recompute", "swap", "swap to disk", "offload", "recording", "checked"
+]
 COMPARISONS: tuple[Comparison, ...] = get_args(Comparison)
 """
 noise         plain PyTorch against itself: what a ratio of 1 looks like on this machine
@@ -133,6 +136,8 @@ swap to disk  the same to disk, through the page cache
 offload       a plan with the blocks' states on disk and recomputation, against a plain loop that
               loads, computes and saves (`runtime_loop`)
 recording     that plan recorded, against itself without
+checked       a plan with the blocks' states and activations on disk and `check="spills"`, against
+              itself without
 """
 
 
@@ -163,9 +168,9 @@ def one_after_the_other(plan: Plan, profile: Profile) -> float:
     problem = Problem.of(profile, plan.budgets, piece_bytes=plan.piece_bytes)
     program = problem.program(plan.units)
     return (
-        sum(slot_seconds(program, plan.units, profile))
-        + device_update_seconds(plan.units, profile, program.settings)
-        + sum(move_seconds(move, plan.units, profile, program.settings) for move in program.moves)
+        sum(slot_seconds(program))
+        + device_update_seconds(program)
+        + sum(move_seconds(move, profile, program.settings) for move in program.moves)
     )
 
 
@@ -221,9 +226,11 @@ def _looped(
     return model, LoadComputeSave(model, profile, folder)
 
 
-def _planned(plan: Plan, folder: Path, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _planned(
+    plan: Plan, folder: Path, check: Check | None, model: nn.Module
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     factory = optimizer_factory(plan.optimizer)
-    return prepare(model, plan, optimizer=factory, spill_directory=folder)
+    return prepare(model, plan, optimizer=factory, spill_directory=folder, check=check)
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -301,8 +308,8 @@ def ways_of(specimen: Specimen, comparison: Comparison, profiled: Profile, spill
     """What a comparison compares."""
     plain = partial(Training, specimen, partial(_plain, profiled))
 
-    def planned(plan: Plan) -> Callable[[], Training]:
-        return partial(Training, specimen, partial(_planned, plan, spill))
+    def planned(plan: Plan, check: Check | None = None) -> Callable[[], Training]:
+        return partial(Training, specimen, partial(_planned, plan, spill, check))
 
     match comparison:
         case "noise":
@@ -325,6 +332,9 @@ def ways_of(specimen: Specimen, comparison: Comparison, profiled: Profile, spill
         case "recording":
             offloaded = planned(plan_of(profiled, Recompute(), Offload(tier="disk")))
             return Ways(offloaded, offloaded)
+        case "checked":
+            plan = plan_of(profiled, Swap(tier="disk"), Offload(tier="disk"))
+            return Ways(planned(plan, "spills"), planned(plan))
         case _:
             assert_never(comparison)
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from protrain_plan.planning.problem import Problem
-from protrain_plan.records.fingerprint import fingerprint
+from protrain_plan.planning.model.problem import Problem
 from protrain_plan.records.plan import Budgets, Plan, Prediction, TierBytes, UnitPlan
+from protrain_plan.records.writer import fingerprint
 from protrain_plan.simulation.memory import device_bytes
 from protrain_plan.simulation.timeline import simulate
 
@@ -19,8 +19,8 @@ def plan_of_units(problem: Problem, units: Sequence[UnitPlan], *, timed: bool = 
     """
     profile = problem.profile
     program = problem.program(units)
-    seconds = simulate(program, units, profile).step_seconds if timed else 1.0
-    peak = max(slot.total for slot in device_bytes(program, units, profile))
+    seconds = simulate(program).step_seconds if timed else 1.0
+    peak = max(slot.total for slot in device_bytes(program))
     context = profile.hardware.device.context_bytes
     return Plan(
         workload=profile.workload,

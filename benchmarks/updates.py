@@ -22,12 +22,12 @@ import torch
 from torch import nn
 
 from benchmarks.processes import Found, described
-from protrain_plan.hardware.interference import in_worker, lane_update, while_copying
+from protrain_plan.hardware.speeds import in_worker, lane_update, while_copying
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.records.profile import DType, Precision
-from protrain_runtime.devices import found, on_host
-from protrain_runtime.masters import MasterOptimizer
-from protrain_runtime.update_team import UpdateTeam
+from protrain_runtime.devices.device import found, on_host
+from protrain_runtime.states.master_weights import MasterOptimizer
+from protrain_runtime.states.updates import UpdateTeam
 
 MODULE = "benchmarks.updates"
 NUM_TENSORS = 2  # of a chunk: matrices of an 8B model have 16 to 58 Mi elements

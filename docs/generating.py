@@ -1,4 +1,4 @@
-"""The pages of the reference that are made from the code; tests/test_docs.py holds them current."""
+"""The pages of the reference that are made from the code (held by tests/project/test_docs.py)."""
 
 import inspect
 import re
@@ -8,10 +8,18 @@ from typing import Any, get_args
 
 import typer.main
 
-from protrain_plan.checking.schemas import SCHEMAS
+from protrain_plan.checking.json_schema import SCHEMAS
 from protrain_plan.cli import app
+from protrain_plan.models.batches import MAX_TEXT_BYTES
+from protrain_plan.models.building import MAX_PARAMETERS, MAX_TENSORS
+from protrain_plan.models.sources import MAX_LAYERS
+from protrain_plan.program import recording
+from protrain_plan.program.program import MAX_PIECES_OF_STATES
 from protrain_plan.records import hardware, plan, profile
-from protrain_plan.records.schema import PATTERNS
+from protrain_plan.records.files import MAX_FILE_BYTES
+from protrain_plan.records.schema import MAX_UNFOLDED, MAX_UNITS, PATTERNS
+from protrain_plan.records.tree import MAX_DEPTH, MAX_NODES, MAX_TEXT
+from protrain_plan.units import MAX_BYTES, format_bytes
 
 Json = dict[str, Any]
 
@@ -30,8 +38,14 @@ CLI = """\
 What `protrain COMMAND --help` says, in one page. It is made from the command line itself.
 
 Exit codes: 0 done, 1 a verification or a rule failed, 2 a mistake in the input, 3 no plan fits,
-4 out of memory, 130 interrupted. Errors are one message that names file, key, problem and fix;
-`--json` prints one object on the standard output and nothing else.
+4 out of memory, 130 interrupted, 141 nobody reads what is printed. Errors are one message that
+names file, key, problem and fix; `--json` prints one object on the standard output and nothing
+else. Names are shown as they are, with escapes such as `\\x1b` for what cannot be seen.
+
+A file that an option names is replaced at once: at no moment is it missing or incomplete. Links are
+followed, and permissions stay. A device, a pipe or an open descriptor is written into: `/dev/null`,
+`>(gzip > plan.gz)`, `/dev/fd/3`. `-`, like `/dev/stdout`, is standard output, which then holds the
+file alone; everything else goes to standard error.
 """
 FILES = """\
 # Files
@@ -39,12 +53,43 @@ FILES = """\
 Four kinds of YAML files are read: what a machine offers, what a model costs on it, a plan, and
 budgets for [`protrain check`](../checks.md). They are read strictly: an unknown key, a missing one
 or a value of another kind is an error that names file, line and key. Every file begins with
-`protrain: KIND` and `version: 1`. A size is a whole number of bytes or a text such as `1.5GiB`.
+`protrain: KIND` and its version: 2, or 1 for budgets. Hardware, profiles and plans of version 1,
+with older words ([glossary](../glossary.md)), are still read. A size is a whole number of bytes or
+a text such as `1.5GiB`.
 
 The tables are made from the JSON Schemas in `schemas/` and the texts from the code that reads the
 files. Editors check a file as it is written when its first line is
 `# yaml-language-server: $schema=PATH`. A key that is *optional* may be left out. Units that are
 equal and stand in a row are one entry with `names: layers.0-11` in the place of `name`.
+
+## Limits
+
+A file from somebody else takes no more than seconds and some memory: what is beyond these limits is
+an error that names the key and the number, and no file ends a command in any other way.
+<!-- tests: tests/records/test_record_fuzz.py::test_hostile_records_are_one_error_each -->
+<!-- tests: tests/records/test_record_fuzz.py::test_what_would_fill_the_memory_is_refused -->
+
+| What | At most |
+| --- | --- |
+"""
+LIMITS = {
+    "a file": format_bytes(MAX_FILE_BYTES),
+    "a recording": format_bytes(recording.MAX_FILE_BYTES),
+    "a text to train on": format_bytes(MAX_TEXT_BYTES),
+    "keys and values of a file": MAX_NODES,
+    "lists and mappings in one another": MAX_DEPTH,
+    "characters of a name, a key and most texts": MAX_TEXT,
+    "units, runs unfolded": MAX_UNITS,
+    "keys and values of all units, runs unfolded": MAX_UNFOLDED,
+    "pieces in which states on disk move": MAX_PIECES_OF_STATES,
+    "layers of a `config.json`": MAX_LAYERS,
+    "parameters of a `config.json`": f"{MAX_PARAMETERS:.0e}, in {MAX_TENSORS} tensors",
+}
+CHARACTERS = """
+Numbers are those of the tables below; `inf` and `nan` are none. Control characters, marks of
+direction, characters of no width and surrogates are refused in every text, with the character's
+number: what one reads in a file is what it says.
+<!-- tests: tests/records/test_record_errors.py::test_characters_that_are_not_seen_are_refused -->
 """
 BUDGETS = """\
 ## Machines of a budgets file
@@ -120,7 +165,10 @@ def _default(parameter: Any) -> str:
 
 def files_page() -> str:
     """docs/reference/files.md."""
-    lines = [FILES]
+    lines = [FILES.rstrip()]
+    for what, number in LIMITS.items():
+        lines.append(f"| {what} | {f'{number:,}' if isinstance(number, int) else number} |")
+    lines += [CHARACTERS]
     described: set[str] = set()
     for name, title in TITLES.items():
         schema = SCHEMAS[name]()
@@ -197,15 +245,13 @@ def _value(schema: Json) -> str:
             raise ValueError(schema)
 
 
-def _bounds(schema: Mapping[str, float]) -> str:
-    """From the limits that say something: not zero, and not what an integer holds at most."""
-    words = []
-    if schema.get("minimum"):
-        words.append(f"at least {schema['minimum']:g}")
-    if "exclusiveMinimum" in schema:
-        words.append(f"above {schema['exclusiveMinimum']:g}")
-    if schema.get("maximum", 2**62) < 2**62:
-        words.append(f"at most {schema['maximum']:g}")
+def _bounds(schema: Json) -> str:
+    """From the limits that say something: not from zero on, and not what a seed holds at most."""
+    if "anyOf" in schema:
+        return f", 0 or{_bounds(schema['anyOf'][1]).removeprefix(',')}"
+    low, high = schema["minimum"], schema["maximum"]
+    words = [f"at least {low:g}"] * (0 < abs(low) < MAX_BYTES)
+    words += [f"at most {high:g}"] * (high not in (MAX_BYTES, 2**63 - 1))
     return f", {', '.join(words)}" if words else ""
 
 

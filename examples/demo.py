@@ -16,8 +16,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from protrain_plan.units import format_bytes, format_seconds
-
 console = Console(highlight=False)
 
 
@@ -42,6 +40,12 @@ def protrain(*arguments: str) -> Ended:
 def say(text: str) -> None:
     """Print a line as it is."""
     console.print(text, markup=False, soft_wrap=True)
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people."""
+    mebibytes = num_bytes / 2**20
+    return f"{mebibytes:.2f} MiB" if mebibytes < 1024 else f"{mebibytes / 1024:.2f} GiB"
 
 
 def must(ended: Ended) -> dict[str, Any]:
@@ -69,15 +73,15 @@ def main() -> int:
     profiled = must(protrain("profile", options.model, *shape, "-o", str(profile)))
     say(
         f"{profiled['num_parameters'] / 1e6:.1f} M parameters in {profiled['num_units']} units,"
-        f" {format_bytes(profiled['model_states_bytes'])} of model states,"
-        f" {format_bytes(profiled['activation_bytes'])} of activations"
+        f" {size(profiled['model_states_bytes'])} of model states,"
+        f" {size(profiled['activation_bytes'])} of activations"
     )
     planned = must(
         protrain("plan", str(profile), "--device-memory", options.limit, "-o", str(plan))
     )
     say(
         f"{planned['status']}: at most {planned['gap']:.2%} above the fastest possible step,"
-        f" found in {format_seconds(planned['solve_seconds'])} by {planned['solver']}"
+        f" found in {planned['solve_seconds']:.2f} s by {planned['solver']}"
     )
     for line in decisions(plan):
         console.print(line, markup=False, soft_wrap=True)
@@ -120,7 +124,7 @@ def show(
     """The table of what was promised and what was found."""
 
     def process(peak: dict[str, int]) -> str:
-        return format_bytes(peak["device"] + peak["context"])
+        return size(peak["device"] + peak["context"])
 
     table = Table(title=f"under a limit of {limit}", title_justify="left", box=None)
     for column in ("", "predicted", "planned", "plain, no limit", "plain, limited"):
@@ -133,10 +137,10 @@ def show(
     out = "out of memory" if refused.code == 4 else f"exit code {refused.code}"
     table.add_row("process memory", process(promise), process(found), process(free), out)
     for label, tier in (("  tensors", "device"), ("  besides", "context")):
-        table.add_row(label, *(format_bytes(peak[tier]) for peak in (promise, found, free)), "")
-    table.add_row("disk", format_bytes(promise["disk"]), format_bytes(found["disk"]), "-", "")
+        table.add_row(label, *(size(peak[tier]) for peak in (promise, found, free)), "")
+    table.add_row("disk", size(promise["disk"]), size(found["disk"]), "-", "")
     seconds = (planned["step_seconds"], run["step_seconds"], reference["step_seconds"])
-    table.add_row("step", *(format_seconds(value) for value in seconds), "")
+    table.add_row("step", *(f"{value:.2f} s" for value in seconds), "")
     for label, which in (("first loss", 0), ("last loss", -1)):
         losses = (run["losses"][which], reference["losses"][which])
         table.add_row(label, "", *(f"{loss:.6f}" for loss in losses), "")

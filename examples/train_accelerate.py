@@ -5,8 +5,10 @@ protrain plan profile.yaml --max-slowdown 2 --clip -o plan.yaml
 python examples/train_accelerate.py plan.yaml
 """
 
+import os
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +18,6 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from protrain_plan.models.batches import byte_tokens, text_windows
 from protrain_runtime.integrations.accelerate import use_plan
 
 BATCH_SIZE, SEQ_LEN = 4, 64
@@ -38,9 +39,9 @@ def make_model() -> nn.Module:
 
 
 def make_rows(count: int = 64) -> Any:
-    """A data set: sequences of the text that ships with Python."""
-    windows = text_windows(byte_tokens(None), batch_size=1, seq_len=SEQ_LEN, seed=0)
-    rows = [window[0] for _, window in zip(range(count), windows, strict=False)]
+    """A data set: sequences of a text that ships with Python, a byte a token."""
+    text = torch.frombuffer(bytearray(Path(os.__file__).read_bytes()), dtype=torch.uint8).long()
+    rows = text[: count * SEQ_LEN].view(count, SEQ_LEN)
     return [{"input_ids": row, "labels": row} for row in rows]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protrain_plan.records import read_plan, read_profile
-from protrain_plan.records.schema import activations_text, states_text
+from protrain_plan.records.decisions import activations_text, states_text
 from protrain_plan.units import format_bytes, format_seconds
 
 FOLDER = Path(__file__).parent
@@ -95,13 +95,13 @@ INTRODUCTION = """\
 Every folder of `plans/` holds a profile and the plan that was made from it, as anyone would commit
 them. Start from one, or compare: on another machine, with another budget, by another version. The
 test suite checks all of them on every run. <!-- tests:
-  tests/test_committed_plans.py::test_the_records_hold,
-  tests/test_committed_plans.py::test_today_s_models_hold -->
+  tests/checking/test_committed_plans.py::test_the_records_hold,
+  tests/checking/test_committed_plans.py::test_today_s_models_hold -->
 
 Bytes are counted, seconds are estimates from data sheets, and none of these plans has been run on
 such a machine. The gap is the distance to the fastest schedule that can exist in the
 budgets. <!-- tests:
-  tests/test_planning_bound.py::test_bound_is_below_every_random_plan_within_its_budget -->
+  tests/planning/test_planning_bound.py::test_bound_is_below_every_random_plan_within_its_budget -->
 """
 MEASURED = """\
 `smollm2-135m-cpu-1100MiB` is the plan of `make demo`: its profile was measured, on a machine with
@@ -112,8 +112,8 @@ python plans/make.py
 ```
 
 which runs these commands, and writes this page: <!-- tests:
-  tests/test_committed_plans.py::test_one_command_makes_them_as_they_are,
-  tests/test_committed_plans.py::test_the_page_says_what_is_committed -->
+  tests/checking/test_committed_plans.py::test_one_command_makes_them_as_they_are,
+  tests/checking/test_committed_plans.py::test_the_page_says_what_is_committed -->
 """
 
 

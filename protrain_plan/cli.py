@@ -1,11 +1,13 @@
 """The command line: its commands, and errors as exit codes.
 
 Exit codes: 0 done, 1 a verification or a rule failed, 2 a mistake in the input, 3 no plan fits,
-4 out of memory, 130 interrupted.
+4 out of memory, 130 interrupted, 141 nobody reads what is printed.
 """
 
 import os
 import sys
+from collections.abc import Callable
+from traceback import walk_tb
 from typing import Annotated, NoReturn
 
 # Before anything imports torch: a lane's waiting threads must not spin on the processors that
@@ -20,86 +22,108 @@ if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF
 ):
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
+if __name__ == "__main__" and not sys.flags.safe_path:
+    # `python -m` puts the working directory first. What lies there is data, whatever its name.
+    del sys.path[0]
+
 import typer
-from rich.markup import escape
 
 from protrain_plan import __version__
-from protrain_plan.commands import (
-    check,
-    diff,
-    export,
-    fit,
-    hardware,
-    measuring,
-    models,
-    plan,
-    profile,
-    report,
-    run,
-    show,
-    simulate,
+from protrain_plan.commands import check, fit, machines, plan, plans, profile, run
+from protrain_plan.commands.output import (
+    BROKEN_PIPE,
+    flush,
+    lost,
+    prepare_streams,
+    print_error,
+    print_text,
 )
-from protrain_plan.commands.output import err, out
 from protrain_plan.errors import ProtrainError
 
+# The commands' modules import what they need where they run: help is for all of them.
+HELP = "Plan training under a memory limit: profile a model, plan it, look at the plan, run it."
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Plan training under a memory limit: profile a model, plan it, look at the plan, run it.",
+    help=HELP,
 )
-for _command, _examples in (
-    (profile.profile, profile.EXAMPLES),
-    (fit.fit, fit.EXAMPLES),
-    (plan.plan, plan.EXAMPLES),
-    (show.show, show.EXAMPLES),
-    (simulate.simulate, simulate.EXAMPLES),
-    (report.report, report.EXAMPLES),
-    (run.run, run.EXAMPLES),
-    (check.check, check.EXAMPLES),
-    (diff.diff, diff.EXAMPLES),
-    (export.export, export.EXAMPLES),
-    (models.models, models.EXAMPLES),
-):
+hardware = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+
+
+def _add(group: typer.Typer, command: Callable[..., None], name: str | None = None) -> None:
+    """Add a command, whose docstring is its help: the last paragraph are examples."""
     # Paragraphs without the docstring's line breaks, which would be shown beside the terminal's.
-    _paragraphs = [" ".join(part.split()) for part in (_command.__doc__ or "").split("\n\n")]
-    app.command(help="\n\n".join(_paragraphs), epilog=_examples)(_command)
-app.command(hidden=True)(measuring.serve)
-app.add_typer(hardware.app, name="hardware", help=hardware.HELP, epilog=hardware.EXAMPLES)
+    *paragraphs, examples = (
+        " ".join(part.split()) for part in (command.__doc__ or "").split("\n\n")
+    )
+    group.command(name, help="\n\n".join(paragraphs), epilog=examples)(command)
+
+
+for _command in (
+    *(profile.profile, fit.fit, plan.plan, plans.show, plans.simulate, plans.report, run.run),
+    *(check.check, plans.diff, plans.export, machines.models),
+):
+    _add(app, _command)
+_add(hardware, machines.list_machines, "list")
+_add(hardware, machines.show_machine, "show")
+_add(hardware, machines.probe)
+app.add_typer(hardware, name="hardware", help=machines.HELP, epilog=machines.EXAMPLES)
 
 
 def main() -> None:
-    """Run the command line, and turn what a user can mend into one message and an exit code."""
+    """Run the command line."""
+    run_command(lambda: app(standalone_mode=False))  # a typer.Exit comes back as its code
+
+
+def run_command(command: Callable[[], int | None]) -> NoReturn:
+    """End with what a command gives as exit code; what a user can mend becomes one message."""
+    prepare_streams()
     try:
-        code = app(standalone_mode=False)  # a typer.Exit comes back as its code
-    except ProtrainError as error:
-        _fail(str(error), error.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted", 130)
-    except typer.Exit as stop:
-        sys.exit(stop.exit_code)
-    except Exception as error:
-        # What typer's parser found wrong with the arguments.
-        if not hasattr(error, "format_message"):
+        code = command()
+        flush()
+    except (Exception, KeyboardInterrupt) as error:
+        code = _failed(error)
+        if code is None:
             raise
-        message = error.format_message()
-        if not message:  # no arguments at all: the help was shown
-            sys.exit(2)
-        _fail(message, 2, hint="try protrain --help")
     sys.exit(code)
 
 
-def _fail(message: str, code: int, *, hint: str | None = None) -> NoReturn:
-    err.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
-    if hint:
-        err.print(f"  {hint}", highlight=False)
-    sys.exit(code)
+def _failed(error: BaseException) -> int | None:
+    """The exit code for an error, which is told; None for our own mistakes."""
+    if isinstance(error, OSError) and _is_of_the_help(error):
+        error = lost(error)
+    match error:
+        case typer.Exit():
+            return error.exit_code
+        case KeyboardInterrupt() | typer.Abort():
+            print_error("interrupted")
+            return 130
+        case ProtrainError(__cause__=BrokenPipeError()):
+            return BROKEN_PIPE
+        case ProtrainError():
+            print_error(str(error))
+            return error.exit_code
+        case _:
+            pass
+    # What typer's parser found wrong with the arguments.
+    if not hasattr(error, "format_message"):
+        return None
+    if message := error.format_message():  # no arguments at all: the help was shown
+        print_error(message, hint="try protrain --help")
+    return 2
+
+
+def _is_of_the_help(error: OSError) -> bool:
+    """Whether rich could not print; all else that is printed says itself that it is lost."""
+    frames = (frame for frame, _ in walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__") == "rich.console" for frame in frames)
 
 
 def _show_version(value: bool) -> None:
     if value:
-        out.print(f"protrain {__version__}", highlight=False)
+        print_text(f"protrain {__version__}")
         raise typer.Exit
 
 

@@ -2,6 +2,16 @@
 
 from typing import ClassVar
 
+from protrain_plan.escaping import lines, one_line, without_commands
+
+MAX_SHOWN = 60
+"""Characters of a text that a message quotes."""
+
+
+def cut(text: str) -> str:
+    """A text as messages quote it, no longer than a line."""
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
 
 class ProtrainError(Exception):
     """Something that a user can mend: where it is, what is wrong, and how to mend it.
@@ -11,8 +21,8 @@ class ProtrainError(Exception):
         plans/a.yaml:14: units[3].activations: expected keep or recompute, got 'kep'
           fix: did you mean 'keep'?
 
-    with the parts that are known. `source` is a file, `key` the path of a key inside it. The
-    command line ends with `exit_code`.
+    with the parts that are known, and with escapes for what of them cannot be seen. `source` is a
+    file, `key` the path of a key inside it. The command line ends with `exit_code`.
     """
 
     exit_code: ClassVar[int] = 2
@@ -37,8 +47,9 @@ class ProtrainError(Exception):
         source = self.source
         if source is not None and self.line is not None:
             source = f"{source}:{self.line}"
-        text = ": ".join(part for part in (source, self.key, self.message) if part)
-        return text if self.fix is None else f"{text}\n  fix: {self.fix}"
+        where = [one_line(part) for part in (source, self.key) if part]
+        text = ": ".join((*where, lines(self.message)) if self.message else where)
+        return without_commands(text if self.fix is None else f"{text}\n  fix: {lines(self.fix)}")
 
 
 class RecordError(ProtrainError):

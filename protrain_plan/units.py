@@ -4,7 +4,7 @@ import math
 import re
 from fractions import Fraction
 
-from protrain_plan.errors import ProtrainError
+from protrain_plan.errors import ProtrainError, cut
 
 _PREFIXES = "KMGTP"
 _SCALES: dict[str, int] = (
@@ -17,8 +17,8 @@ _BINARY = [(f"{prefix}iB", 1024 ** (i + 1)) for i, prefix in enumerate(_PREFIXES
 _SIZE = re.compile(r"(?P<number>[0-9]{1,30}(?:\.[0-9]{1,30})?) ?(?P<unit>[A-Za-z]{0,3})")
 _QUARTERS = ("", ".25", ".5", ".75")
 
-MAX_BYTES = 2**63 - 1
-"""The largest size: what a signed 64-bit file offset can address."""
+MAX_BYTES = 2**60
+"""The largest size, 1024 PiB: sums of some are still integers of 64 bits."""
 
 
 def parse_bytes(text: str) -> int:
@@ -30,7 +30,7 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         if text.strip().startswith("-"):
-            raise ProtrainError(f"expected a size that is not negative, got {text!r}")
+            raise ProtrainError(f"expected a size that is not negative, got {cut(text)!r}")
         raise _no_size(text)
     number, unit = match["number"], match["unit"]
     scale = _SCALES.get(unit.lower() or "b")
@@ -39,13 +39,15 @@ def parse_bytes(text: str) -> int:
             prefix = unit.upper()
             binary, decimal = f"{number}{prefix}iB", f"{number}{prefix}B"
             fix = f"write {binary} (powers of 1024) or {decimal} (powers of 1000)"
-            raise ProtrainError(f"expected a size with its unit, got {text!r}", fix=fix)
+            raise ProtrainError(f"expected a size with its unit, got {cut(text)!r}", fix=fix)
         raise _no_size(text)
     if scale == 1 and "." in number:
-        raise ProtrainError(f"expected whole bytes, got {text!r}", fix="add a unit, such as GiB")
+        raise ProtrainError(
+            f"expected whole bytes, got {cut(text)!r}", fix="add a unit, such as GiB"
+        )
     size = math.floor(Fraction(number) * scale)
     if size > MAX_BYTES:
-        raise ProtrainError(f"expected a size below 8192 PiB, got {text!r}")
+        raise ProtrainError(f"expected a size of at most 1024PiB, got {cut(text)!r}")
     return size
 
 
@@ -101,4 +103,6 @@ def four_digits(value: float) -> float:
 
 
 def _no_size(text: str) -> ProtrainError:
-    return ProtrainError(f"expected a size such as 1536MiB, 1.5GB or 4096 (bytes), got {text!r}")
+    return ProtrainError(
+        f"expected a size such as 1536MiB, 1.5GB or 4096 (bytes), got {cut(text)!r}"
+    )

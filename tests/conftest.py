@@ -1,20 +1,26 @@
 """Settings that must hold before torch is imported, the same as on the command line."""
 
 import gc
+import json
 import os
+import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # A lane's waiting threads must not spin on the processors that compute; the profiler's allocator
 # warnings are about blocks that we know of.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# Nor is anything taken from the user's cache of estimates, or left there.
+os.environ.setdefault("PROTRAIN_NO_CACHE", "1")
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.emulated import building
+from tests.support.messages import Speaker
 
 # The same examples in every run, and none that fails for being slow on a busy machine.
 settings.register_profile("steady", deadline=None, derandomize=True)
@@ -22,6 +28,7 @@ settings.load_profile("steady")
 
 
 EMULATED_EVERY = 8
+ROWS_EVERY = 24  # a row of the matrix takes seconds on the emulated device
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,9 +43,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not (isinstance(item, pytest.Function) and item.get_closest_marker("emulated")):
             continue
-        elsewhere = item.function.__module__ != item.module.__name__
+        everywhere = item.get_closest_marker("every_device") is not None
         table = item.originalname.startswith("test_rows_of_the_parity_matrix")
-        if (elsewhere or table) and zlib.crc32(item.name.encode()) % EMULATED_EVERY:
+        every = ROWS_EVERY if table else EMULATED_EVERY if everywhere else 1
+        if zlib.crc32(item.name.encode()) % every:
             item.add_marker(pytest.mark.slow)
 
 
@@ -58,6 +66,22 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture
+def card(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Models and batches are there, in tests that are asked of `every_device`."""
+    from tests.support.cards import card_called
+
+    with card_called(request.param, request.node.nodeid) as found:
+        yield found
+
+
+@pytest.fixture
+def ranks_cards(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ranks that are started are on these devices, in tests of `ranks_on_every_device`."""
+    with request.param(request.node.nodeid):
+        yield
+
+
+@pytest.fixture
 def assert_golden(request: pytest.FixtureRequest) -> Callable[[str | Path, str], None]:
     """Compares a text with a file in tests/golden, but for blanks at the ends of lines."""
 
@@ -70,3 +94,41 @@ def assert_golden(request: pytest.FixtureRequest) -> Callable[[str | Path, str],
         assert found == file.read_text(encoding="utf-8")
 
     return compare
+
+
+@pytest.fixture
+def assert_says(request: pytest.FixtureRequest) -> Iterator[Speaker]:
+    """Compares what is said, an error or a text, with the catalogue of messages."""
+    node = request.node
+    # A test that is asked of several devices hears the same on all of them.
+    name = node.name
+    if {"card", "ranks_cards"} & set(request.fixturenames):
+        name = re.sub(r"(?<=[\[-])(cpu|cuda|emulated)(-|(?=\]))", "", name).replace("[]", "")
+    folder = request.getfixturevalue("tmp_path")
+    speaker = Speaker(
+        node.path.relative_to(Path(__file__).parent).as_posix(),
+        name,
+        {str(folder): "TMP"},
+        writes=request.config.getoption("--write-golden"),
+    )
+    yield speaker
+    speaker.end()
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The profile of a real model, as the command writes it, with its JSON beside it."""
+    # Imported where it is asked for: they need PyTorch, which many tests do without.
+    from tests.support import forked
+    from tests.support.commands import printed
+    from tests.support.runtime_cases import made_once
+
+    def make(path: Path) -> None:
+        result = forked.protrain(
+            *("profile", "tiny-llama", "--batch-size", 2, "--seq-len", 64, "--steps", 1),
+            *("-o", path.name, "--in-process", "--json"),
+            folder=path.parent,
+        )
+        path.with_suffix(".json").write_text(json.dumps(printed(result)))
+
+    return made_once(tmp_path_factory, "tiny-llama.yaml", make)

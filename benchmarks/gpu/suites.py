@@ -76,7 +76,15 @@ CARD = Suite(
         replace(_WORK, model=_8B, cap_bytes=24 * GB),
     ),
     tests=("-m", "gpu and not slow", "-n", "0"),
-    sanitized=("-m", "gpu and not slow", "-n", "0", "-k", _STEPS, "tests/test_accelerators.py"),
+    sanitized=(
+        "-m",
+        "gpu and not slow",
+        "-n",
+        "0",
+        "-k",
+        _STEPS,
+        "tests/runtime",
+    ),
 )
 
 _TINY = replace(_WORK, model="tiny-llama", batch_size=4, seq_len=256, device=EMULATED, num_steps=1)
@@ -95,7 +103,7 @@ DRY = Suite(
     recorded=(replace(_TINY, cap_bytes=_BINDING),),
     tests=(
         *("-m", "emulated and not slow", "-n", "0"),
-        *("-k", "all_chunks_at_once or pinned", "tests/test_accelerators.py"),
+        *("-k", "all_chunks_at_once or pinned", "tests/runtime"),
     ),
     sanitized=CARD.sanitized,
 )

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from protrain_plan.records.hardware import DeviceKind, Hardware
-from protrain_runtime import devices
+from protrain_runtime.devices import device as devices
 
 EMULATED = "emulated"
 """The type of the device of dry runs: threads of a CPU (tests/emulated). Of speed it says nothing;

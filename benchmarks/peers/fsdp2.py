@@ -15,7 +15,7 @@ from benchmarks.peers.loop import training
 from benchmarks.peers.outcomes import Skipped
 from benchmarks.peers.work import Adapter, Training, Work, factory_of
 from protrain_plan.models.building import TORCH_DTYPES
-from protrain_runtime import devices
+from protrain_runtime.devices import device as devices
 
 
 def _set_up(model: nn.Module, work: Work) -> Training:

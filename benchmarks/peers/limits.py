@@ -5,8 +5,12 @@ from dataclasses import dataclass
 
 from benchmarks.peers import accelerators
 from benchmarks.peers.work import Work
-from protrain_runtime import devices
-from protrain_runtime.measure import process_memory, reset_peak_rss, return_freed_memory
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.memory_meter import (
+    process_memory,
+    reset_peak_rss,
+    return_freed_memory,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,11 @@ from benchmarks.peers.outcomes import Skipped
 from benchmarks.peers.planned import PLANNED
 from benchmarks.peers.work import Work
 from protrain_plan.models.sources import load_source
+from protrain_plan.program.compiling import program_of
+from protrain_plan.program.recording import Event, Recording, write_recording
 from protrain_plan.records import read_plan, read_profile
-from protrain_plan.simulation.recording import Event, Recording, write_recording
-from protrain_plan.simulation.sizes import compile_units
 from protrain_plan.simulation.timeline import Span, simulate
-from protrain_runtime.matching import keeps_everything
+from protrain_runtime.diagnostics.matching import keeps_everything
 
 NUM_WORST = 5
 
@@ -52,8 +52,8 @@ def timeline(work: Work, profile: Path, out: Path) -> dict[str, Any]:
     recording = recorder.recording()
     write_recording(recording, out)
     profiled = read_profile(profile)
-    program = compile_units(plan.units, profiled, piece_bytes=plan.piece_bytes)
-    return compared(recording, simulate(program, plan.units, profiled).spans)
+    simulated = simulate(program_of(plan, profiled))
+    return compared(recording, simulated.spans)
 
 
 def compared(recording: Recording, simulated: Iterable[Span]) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.models.sources import load_source
 from protrain_plan.records import read_plan
 from protrain_plan.units import format_bytes
-from protrain_runtime import devices
-from protrain_runtime.exhaustion import out_of_memory
-from protrain_runtime.preflight import NoRoomError
-from protrain_runtime.prepared import parameter_values
-from protrain_runtime.stores import memory_of
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.device import out_of_memory
+from protrain_runtime.devices.preflight import NoRoomError
+from protrain_runtime.devices.stores import memory_of
+from protrain_runtime.model.prepared import parameter_values
 
 
 def train(work: Work, adapter_name: str) -> dict[str, Any]:

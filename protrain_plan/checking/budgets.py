@@ -12,7 +12,7 @@ slowdown            how much slower than the plan's own prediction a step may be
 plans               patterns of plans, besides those made for this machine, that have to fit it
 """
 
-import math
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ from typing import Any
 
 import yaml
 
-from protrain_plan.errors import ProtrainError, RecordError
+from protrain_plan.errors import ProtrainError, RecordError, cut
 from protrain_plan.records.files import read_text
-from protrain_plan.records.schema import VERSION
+from protrain_plan.records.schema import MAX_LIST, STEPS
 from protrain_plan.records.tree import Value, did_you_mean, listed, root
 from protrain_plan.units import parse_bytes
 
-KIND = "budgets"
+KIND, VERSION = "budgets", 1
 YAML_NAME, TOML_NAME = "budgets.yaml", "pyproject.toml"
 
 PERCENTAGE = r"[0-9]{1,6}(\.[0-9]{1,9})? ?%"
@@ -56,24 +56,6 @@ class MachineBudget:
 KEYS = tuple(f.name for f in fields(MachineBudget) if f.name not in ("machine", "source"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Setting:
-    """A value of either file as text (or a list of texts), and where it stands."""
-
-    value: str | list[str] | None  # None: something else
-    source: str
-    line: int | None
-    key: str
-
-    def error(self, message: str, fix: str | None = None) -> RecordError:
-        return RecordError(message, source=self.source, line=self.line, key=self.key, fix=fix)
-
-    def text(self, what: str) -> str:
-        if not isinstance(self.value, str):
-            raise self.error(f"expected {what}, got {'a list' if self.value else 'a mapping'}")
-        return self.value
-
-
 def find_budgets(named: Path | None, *, folder: Path = Path()) -> dict[str, MachineBudget]:
     """Budgets by machine: those of `named`, else of budgets.yaml or pyproject.toml in `folder`.
 
@@ -81,10 +63,16 @@ def find_budgets(named: Path | None, *, folder: Path = Path()) -> dict[str, Mach
     both files have budgets.
     """
     if named is not None:
-        return _read_toml(named) if named.suffix == ".toml" else _read_yaml(named)
+        return _read_toml(named) if named.suffix == ".toml" else read_budgets(named)
     as_yaml, as_toml = folder / YAML_NAME, folder / TOML_NAME
-    from_toml = _read_toml(as_toml) if as_toml.is_file() else {}
-    if not as_yaml.is_file():
+    for path in sorted(folder.iterdir()):
+        alike = path.name.lower() in (YAML_NAME, "budgets.yml") and path.name != YAML_NAME
+        if alike and f"protrain: {KIND}" in read_text(path):
+            problem, fix = f"budgets are read from {YAML_NAME} alone", f"call it {YAML_NAME}"
+            raise ProtrainError(problem, source=str(path), fix=fix)
+    # What is there and cannot be read, such as a link that leads nowhere, is an error.
+    from_toml = _read_toml(as_toml) if os.path.lexists(as_toml) else {}
+    if not os.path.lexists(as_yaml):
         return from_toml
     if from_toml:
         raise ProtrainError(
@@ -92,101 +80,74 @@ def find_budgets(named: Path | None, *, folder: Path = Path()) -> dict[str, Mach
             source=str(as_yaml),
             fix="keep one of them, or name it with --budgets",
         )
-    return _read_yaml(as_yaml)
+    return read_budgets(as_yaml)
 
 
-def _read_yaml(path: Path) -> dict[str, MachineBudget]:
+def read_budgets(path: Path) -> dict[str, MachineBudget]:
+    """Budgets by machine, from YAML; RecordError where the file has something else."""
     top = root(read_text(path), str(path))
     values = top.mapping(("protrain", "version", "budgets"))
     if (kind := values["protrain"].text()) != KIND:
         raise values["protrain"].error(f"expected {KIND}, got {kind!r}", did_you_mean(kind, [KIND]))
     if (version := values["version"].integer()) != VERSION:
         raise values["version"].error(f"expected version {VERSION}, got {version}")
-    return {
-        machine: _budget(
-            machine,
-            str(path),
-            {key: _of_yaml(value) for key, value in entry.mapping(KEYS, optional=KEYS).items()},
-        )
-        for machine, entry in values["budgets"].any_mapping().items()
-    }
-
-
-def _of_yaml(value: Value) -> _Setting:
-    found: str | list[str] | None = None
-    if isinstance(value.node, yaml.ScalarNode):
-        found = value.node.value
-    elif isinstance(value.node, yaml.SequenceNode):
-        found = [item.text() for item in value.sequence()]
-    return _Setting(
-        value=found,
-        source=value.source or "",
-        line=value.node.start_mark.line + 1,
-        key=value.key or "",
-    )
+    return _budgets(values["budgets"], str(path))
 
 
 def _read_toml(path: Path) -> dict[str, MachineBudget]:
-    source = str(path)
+    source, where = str(path), "tool.protrain.budgets"
     try:
         document = tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as error:
         raise RecordError(f"not readable as TOML: {error}", source=source) from None
+    except (RecursionError, ValueError):  # an integer of thousands of digits
+        problem = "not readable as TOML: nested too deeply, or a number is too long"
+        raise RecordError(problem, source=source) from None
     tool = _table(document, "tool", source, known=None)
     ours = _table(tool, "tool.protrain", source, known=("budgets",))
-    machines = _table(ours, "tool.protrain.budgets", source, known=None)
-    budgets = {}
-    for machine in machines:
-        where = f"tool.protrain.budgets.{machine}"
-        entry = _table(machines, where, source, known=KEYS, name=machine)
-        settings = {key: _of_toml(value, f"{where}.{key}", source) for key, value in entry.items()}
-        budgets[machine] = _budget(machine, source, settings)
-    return budgets
+    machines = _table(ours, where, source, known=None)
+    try:
+        # As YAML, so that one reader reads both; its lines are not the file's.
+        return _budgets(root(yaml.safe_dump(machines, sort_keys=False), source), source)
+    except RecordError as error:
+        key = f"{where}.{error.key}" if error.key else where
+        raise RecordError(error.message, source=source, key=key, fix=error.fix) from None
 
 
 def _table(
-    above: Mapping[str, Any],
-    where: str,
-    source: str,
-    *,
-    known: tuple[str, ...] | None,
-    name: str | None = None,
-) -> Mapping[str, Any]:
+    above: Mapping[str, Any], where: str, source: str, *, known: tuple[str, ...] | None
+) -> dict[str, Any]:
     """The table called so (empty where there is none), with keys that are known."""
-    table = above.get(name or where.rpartition(".")[2], {})
+    table = above.get(where.rpartition(".")[2], {})
     if not isinstance(table, dict):
-        raise RecordError(f"expected a table, got {table!r}", source=source, key=where)
+        raise RecordError(f"expected a table, got {cut(repr(table))}", source=source, key=where)
     for key in table if known else ():
         if known and key not in known:
             fix = did_you_mean(key, known) or f"the keys are {listed(known, 'and')}"
-            raise RecordError(f"unknown key {key!r}", source=source, key=where, fix=fix)
+            raise RecordError(f"unknown key {cut(key)!r}", source=source, key=where, fix=fix)
     return table
 
 
-def _of_toml(value: object, key: str, source: str) -> _Setting:
-    found: str | list[str] | None = None
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        found = value
-    elif isinstance(value, str | int | float):
-        found = str(value)
-    return _Setting(value=found, source=source, line=None, key=key)
+def _budgets(machines: Value, source: str) -> dict[str, MachineBudget]:
+    return {
+        machine: _budget(machine, source, entry.mapping(KEYS, optional=KEYS))
+        for machine, entry in machines.any_mapping().items()
+    }
 
 
-def _budget(machine: str, source: str, settings: Mapping[str, _Setting]) -> MachineBudget:
+def _budget(machine: str, source: str, values: Mapping[str, Value]) -> MachineBudget:
     def size(key: str) -> int | None:
-        setting = settings.get(key)
-        if setting is None:
+        if key not in values:
             return None
+        text = _text(values[key], "a size")
         try:
-            return parse_bytes(setting.text("a size"))
-        except RecordError:
-            raise
+            return parse_bytes(text)
         except ProtrainError as error:
-            raise setting.error(error.message, error.fix) from None
+            raise values[key].error(error.message, error.fix) from None
 
-    headroom = _fraction(settings.get("headroom"))
+    headroom = _fraction(values.get("headroom"))
     if headroom is not None and headroom >= 1:
-        raise settings["headroom"].error("expected less than 100%")
+        raise values["headroom"].error("expected less than 100%")
     return MachineBudget(
         machine=machine,
         source=source,
@@ -194,37 +155,45 @@ def _budget(machine: str, source: str, settings: Mapping[str, _Setting]) -> Mach
         host=size("host"),
         disk=size("disk"),
         headroom=headroom or 0.0,
-        step_seconds=_seconds(settings.get("step_seconds")),
-        slowdown=_fraction(settings.get("slowdown")),
-        plans=_patterns(settings.get("plans")),
+        step_seconds=_seconds(values.get("step_seconds")),
+        slowdown=_fraction(values.get("slowdown")),
+        plans=_patterns(values.get("plans")),
     )
 
 
-def _fraction(setting: _Setting | None) -> float | None:
-    if setting is None:
+def _text(value: Value, what: str) -> str:
+    """A scalar as it is written."""
+    if isinstance(value.node, yaml.ScalarNode):
+        return str(value.node.value)
+    found = "a list" if isinstance(value.node, yaml.SequenceNode) else "a mapping"
+    raise value.error(f"expected {what}, got {found}")
+
+
+def _fraction(value: Value | None) -> float | None:
+    if value is None:
         return None
-    text = setting.text("a percentage such as 5%")
+    text = _text(value, "a percentage such as 5%")
     if re.fullmatch(PERCENTAGE, text) is None:
-        raise setting.error(f"expected a percentage such as 5%, got {text!r}")
+        raise value.error(f"expected a percentage such as 5%, got {cut(text)!r}")
     return float(text.removesuffix("%")) / 100
 
 
-def _seconds(setting: _Setting | None) -> float | None:
-    if setting is None:
+def _seconds(value: Value | None) -> float | None:
+    if value is None:
         return None
-    text = setting.text("seconds such as 3.5")
+    text = _text(value, "seconds such as 3.5")
     try:
         seconds = float(text)
     except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise setting.error(f"expected seconds such as 3.5, got {text!r}")
+        raise value.error(f"expected seconds such as 3.5, got {cut(text)!r}") from None
+    if seconds not in STEPS:
+        raise value.error(f"expected seconds {STEPS}, got {cut(text)!r}")
     return seconds
 
 
-def _patterns(setting: _Setting | None) -> tuple[str, ...]:
-    if setting is None:
+def _patterns(value: Value | None) -> tuple[str, ...]:
+    if value is None:
         return ()
-    if not isinstance(setting.value, list):
-        raise setting.error("expected a list of patterns such as ['plans/*']")
-    return tuple(setting.value)
+    if not isinstance(value.node, yaml.SequenceNode):
+        raise value.error("expected a list of patterns such as ['plans/*']")
+    return tuple(item.text() for item in value.sequence(MAX_LIST))

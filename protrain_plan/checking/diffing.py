@@ -1,13 +1,112 @@
-"""What changed between two plans: decisions, and the bytes and seconds before and after."""
+"""What changed: between two profiles of a model, bytes unit by unit; between two plans, decisions.
 
-from collections.abc import Callable, Iterator
+With the bytes and seconds that the plans predict, before and after.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+from protrain_plan.program.group import Group
+from protrain_plan.records.decisions import activations_text, states_text
 from protrain_plan.records.folding import fold, runs
 from protrain_plan.records.plan import Plan, UnitPlan
-from protrain_plan.records.schema import activations_text, states_text
-from protrain_plan.simulation.ranks import Group
+from protrain_plan.records.profile import Profile, Unit
 from protrain_plan.units import exact_bytes, format_bytes, format_seconds
+
+Entry = TypeVar("Entry")
+Change = TypeVar("Change")
+
+
+def _changes(
+    old: Mapping[str, Entry],
+    new: Mapping[str, Entry],
+    change: Callable[[Entry | None, Entry | None], Change],
+) -> Iterator[tuple[str, int, Change]]:
+    """Runs of units with the same change: their names, folded, how many they are, and the change.
+
+    In the order of `new`; those that went come last. A unit that is in one alone is None in the
+    other.
+    """
+    names = [*new, *(name for name in old if name not in new)]
+    changes = [change(old.get(name), new.get(name)) for name in names]
+    for run in runs(names, changes):
+        first, last = names[run[0]], names[run[-1]]
+        yield first if len(run) == 1 else fold(first, last), len(run), changes[run[0]]
+
+
+# --- two profiles ---------------------------------------------------------------------------------
+
+_MAX_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitGrowth:
+    """How many bytes more (or, below zero, fewer) each unit of a run takes.
+
+    states_bytes      parameters, gradients and optimizer states
+    activation_bytes  what autograd keeps of it from forward to backward, when all of it is kept
+    """
+
+    units: str  # "model.layers.0", or a run: "model.layers.0-11"
+    num_units: int
+    states_bytes: int
+    activation_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_units * (self.states_bytes + self.activation_bytes)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{format_bytes(abs(size))} {'more' if size > 0 else 'less'} {what}"
+            for size, what in (
+                (self.states_bytes, "states"),
+                (self.activation_bytes, "activations"),
+            )
+            if size
+        ]
+        each = " each" if self.num_units > 1 else ""
+        return f"{self.units}: {', '.join(parts)}{each}"
+
+
+def growth(before: Profile, after: Profile) -> tuple[UnitGrowth, ...]:
+    """The units whose bytes differ, in the order of `after`; those that went come last.
+
+    A unit that is in one profile alone counts with all its bytes.
+    """
+    old = {unit.name: unit for unit in before.units}
+    new = {unit.name: unit for unit in after.units}
+    return tuple(
+        UnitGrowth(
+            units=units, num_units=num_units, states_bytes=states, activation_bytes=activations
+        )
+        for units, num_units, (states, activations) in _changes(old, new, _grown)
+        if states or activations
+    )
+
+
+def growth_in_words(grown: Sequence[UnitGrowth]) -> str:
+    """The units that changed most, as an enumeration."""
+    most = sorted(grown, key=lambda unit: -abs(unit.total_bytes))[:_MAX_SHOWN]
+    more = f"; and {len(grown) - len(most)} more" if len(grown) > len(most) else ""
+    return "; ".join(map(str, most)) + more
+
+
+def _grown(before: Unit | None, after: Unit | None) -> tuple[int, int]:
+    """Bytes of states and of activations more than before."""
+    (states, kept), (states_before, kept_before) = _bytes(after), _bytes(before)
+    return states - states_before, kept - kept_before
+
+
+def _bytes(unit: Unit | None) -> tuple[int, int]:
+    if unit is None:
+        return 0, 0
+    states = unit.parameter_bytes + unit.gradient_bytes + unit.state_bytes
+    return states, unit.cost("keep").kept_bytes
+
+
+# --- two plans ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,16 +232,10 @@ def _size(size: int) -> str:
 def _decisions(old: Plan, new: Plan) -> Iterator[DecisionChange]:
     before = {unit.name: unit for unit in old.units}
     after = {unit.name: unit for unit in new.units}
-    names = [*after, *(name for name in before if name not in after)]
-    changes = [_change(before.get(name), after.get(name)) for name in names]
-    for run in runs(names, changes):
-        first, last = names[run[0]], names[run[-1]]
-        if (change := changes[run[0]]) is not None:
+    for units, num_units, change in _changes(before, after, _change):
+        if change is not None:
             yield DecisionChange(
-                units=first if len(run) == 1 else fold(first, last),
-                num_units=len(run),
-                before=change[0],
-                after=change[1],
+                units=units, num_units=num_units, before=change[0], after=change[1]
             )
 
 

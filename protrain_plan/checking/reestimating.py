@@ -13,6 +13,7 @@ from pathlib import Path
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.models.presets import JsonObject, parse_config, preset_names, read_config
 from protrain_plan.records.hardware import Hardware, is_accelerator
 from protrain_plan.records.profile import Profile, Workload
 
@@ -30,9 +31,13 @@ class Unavailable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
-    """Why a model whose source is here cannot be built from it."""
+    """Why a model whose source is here cannot be built from it, or not be estimated."""
 
     reason: str
+    fix: str = "mend the model, or its configuration"
+
+
+Estimate = Profile | Broken | Unavailable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +49,13 @@ class Today:
 
     model_fingerprint: str
     changed_keys: tuple[str, ...]
-    estimate: Callable[[Hardware], Profile] = field(repr=False)
-    _profiles: dict[Hardware, Profile | Unavailable] = field(default_factory=dict, repr=False)
+    estimate: Callable[[Hardware], Estimate] = field(repr=False)
+    _profiles: dict[Hardware, Estimate] = field(default_factory=dict, repr=False)
 
-    def profile(self, hardware: Hardware) -> Profile | Unavailable:
+    def profile(self, hardware: Hardware) -> Estimate:
         """The estimate for a machine, made once."""
         if hardware not in self._profiles:
-            try:
-                self._profiles[hardware] = self.estimate(hardware)
-            except Exception as error:  # noqa: BLE001 (a model's own code may fail in any way)
-                self._profiles[hardware] = Unavailable(reason=f"no estimate: {_said(error)}")
+            self._profiles[hardware] = self.estimate(hardware)
         return self._profiles[hardware]
 
 
@@ -65,46 +67,75 @@ def look_away(profile: Profile) -> Unavailable:  # noqa: ARG001 (the signature o
     return Unavailable(reason="models are not looked at (--records-only)")
 
 
-def look(profile: Profile) -> Today | Broken | Unavailable:
-    """Build the profiled model from its source, without weights where its kind allows that.
+def not_estimated(reason: str, profile: Profile, *, refused: bool, unknown: bool) -> Estimate:
+    """What it means that there is no estimate.
 
-    A preset and a configuration's file are read anew; where the file is gone, the configuration in
-    the record is built with today's code. Paths and modules count from the working directory.
+    A model that was measured may be one that cannot be estimated, and says so (`refused`); one that
+    was estimated can be again, on every machine that is not `unknown`.
     """
-    workload = profile.workload
-    if (missing := _missing(workload)) is not None:
-        return Unavailable(reason=missing)
-    from protrain_plan.models.sources import load_source
-    from protrain_plan.profiling.estimated import estimate
-    from protrain_runtime.fingerprint import model_fingerprint
+    reason = f"no estimate: {reason}"
+    if unknown or (refused and profile.method == "measured"):
+        return Unavailable(reason=reason)
+    return Broken(reason=reason)
 
-    recorded = "" if _is_here(workload.model) else workload.model_config
+
+def unknown(hardware: Hardware) -> str | None:
+    """Why nothing can be estimated for a machine from here, whatever the model."""
+    from protrain_plan.profiling.estimated import refuse_unknown
+
     try:
-        source = load_source(workload.model, model_config=recorded)
-        model = source.build(
+        refuse_unknown(hardware)
+    except ProtrainError as error:
+        return error.message
+    return None
+
+
+class Rebuilt:
+    """A profiled model, built from its source as that is now: this runs its code.
+
+    Without weights where its kind allows that. A preset and a configuration's file are read anew;
+    where the file is gone, the configuration in the record is built with today's code; with
+    `config`, as JSON, that one is. Paths and modules count from the working directory. Raises what
+    the model's code raises.
+    """
+
+    def __init__(self, profile: Profile, config: str | None = None) -> None:
+        from protrain_plan.models.sources import load_source
+        from protrain_runtime.diagnostics.matching import model_fingerprint
+
+        workload = profile.workload
+        if config is None:
+            config = "" if _is_here(workload.model) else workload.model_config
+        self._profile = profile
+        self._source = load_source(workload.model, model_config=config)
+        model = self._source.build(
             dtype=workload.dtype,
             device="meta",
             seed=workload.seed,
             precision=workload.precision,
             adapter=workload.adapter,
         )
-    except Exception as error:  # noqa: BLE001 (a model's own code may fail in any way)
-        return Broken(reason=_said(error))
+        self.fingerprint = model_fingerprint(model)
+        self.changed_keys = changed_keys(workload.model_config, self._source.model_config)
 
-    def estimated(hardware: Hardware) -> Profile:
+    def estimate(self, hardware: Hardware) -> Profile:
+        """What the model costs on a machine."""
+        from protrain_plan.profiling.estimated import estimate
+
+        workload = self._profile.workload
         # Bytes do not depend on rates: those of any machine do where its own are not known.
         rates = (
             hardware.rates
             or load_hardware(_SUBSTITUTES[is_accelerator(hardware.device.kind)]).rates
         )
         found = estimate(
-            source,
+            self._source,
             batch_size=workload.batch_size,
             seq_len=workload.seq_len,
             dtype=workload.dtype,
             precision=workload.precision,
             adapter=workload.adapter,
-            optimizer=profile.optimizer.name,
+            optimizer=self._profile.optimizer.name,
             hardware=replace(hardware, rates=rates),
             seed=workload.seed,
             text=None,
@@ -112,14 +143,8 @@ def look(profile: Profile) -> Today | Broken | Unavailable:
         )
         return replace(found, hardware=hardware)
 
-    return Today(
-        model_fingerprint=model_fingerprint(model),
-        changed_keys=_changed(workload.model_config, source.model_config),
-        estimate=estimated,
-    )
 
-
-def _changed(recorded: str, now: str) -> tuple[str, ...]:
+def changed_keys(recorded: str, now: str) -> tuple[str, ...]:
     """The keys in which two configurations, as JSON, differ."""
     if recorded == now:
         return ()
@@ -128,8 +153,8 @@ def _changed(recorded: str, now: str) -> tuple[str, ...]:
     return tuple(key for key in keys if before.get(key) != after.get(key))
 
 
-def _missing(workload: Workload) -> str | None:
-    """What is not there of what the model is built with, in words."""
+def missing(workload: Workload) -> str | None:
+    """What is not there of what the model is built with, in words. Imports nothing of it."""
     name = workload.model
     if find_spec("torch") is None:
         return "torch is not installed"
@@ -145,18 +170,26 @@ def _missing(workload: Workload) -> str | None:
     return None
 
 
+def config_of(workload: Workload) -> JsonObject | None:
+    """The configuration that the model is built with today, None of a factory's.
+
+    ProtrainError where a file holds none.
+    """
+    if _is_here(workload.model) or not workload.model_config:
+        return read_config(workload.model)
+    return parse_config(workload.model_config, where=workload.model)
+
+
 def _is_factory(workload: Workload) -> bool:
     return not workload.model_config
 
 
 def _is_here(name: str) -> bool:
     """Whether the configuration called so can be read anew; factories have none."""
-    from protrain_plan.models.presets import preset_names
-
     return name in preset_names() or Path(name).exists()
 
 
-def _said(error: Exception) -> str:
+def said(error: BaseException) -> str:
     """What an error says, on one line and without the fix."""
     if not isinstance(error, ProtrainError):
         return f"{type(error).__name__}: {' '.join(str(error).split())}"

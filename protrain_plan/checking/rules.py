@@ -1,33 +1,477 @@
 """The rules. A function's name is its code, its docstring the explanation, its answer a verdict.
 
 A plan's file comes first, then what it says of its profile and of the model, then what it takes of
-each machine. Where one stage fails, the later ones have nothing to speak of. Budgets come last.
+each machine. Where one stage fails, the later ones have nothing to speak of. Budgets and the
+number of plans come last. A new rule is a function here, and one line in a table at the end.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from protrain_plan.checking import machine_rules, plan_rules
-from protrain_plan.checking.cases import Files
-from protrain_plan.checking.situations import Model, Situation
-from protrain_plan.checking.verdicts import Rule, Verdict
-from protrain_plan.errors import ProtrainError
+from protrain_plan.checking.budgets import MachineBudget
+from protrain_plan.checking.diffing import UnitGrowth, growth_in_words
+from protrain_plan.checking.plan_files import Case, Files, opened
+from protrain_plan.checking.plan_on_machine import Limit, Model, PlanOnMachine
+from protrain_plan.checking.predicting import misfit, predicted, tiers_used, waits_ahead
+from protrain_plan.checking.reestimating import Broken, Unavailable
+from protrain_plan.checking.verdicts import Failed, Passed, Rule, Skipped, Verdict
+from protrain_plan.errors import ProtrainError, RecordError
+from protrain_plan.hardware.catalogue import hardware_names
+from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.search.min_memory import min_memory
+from protrain_plan.program.group import Group, not_joined
+from protrain_plan.records import commands as records
+from protrain_plan.records.hardware import TierName
+from protrain_plan.records.plan import Budgets
+from protrain_plan.records.profile import Profile
+from protrain_plan.records.reader import version_of
 from protrain_plan.records.tree import did_you_mean
+from protrain_plan.units import exact_bytes, format_bytes, format_seconds
 
-FILE_RULES: tuple[Callable[[Files], Verdict], ...] = (plan_rules.ver001, plan_rules.prf001)
+# --- files ----------------------------------------------------------------------------------------
+
+
+def ver001(files: Files) -> Verdict:
+    """Plan and profile are records that this version reads.
+
+    Records are strict: an unknown key, a missing one or a value of another kind is an error, never
+    a guess. A record of a newer version needs a newer protrain-plan; one that does not read was
+    edited by hand, or merged badly. JSON Schemas of all records are in schemas/.
+
+    In a folder every YAML file is a record that has the key `protrain` at its top, however it is
+    written. One that was meant as a record and cannot be read as one fails by itself, and so does
+    what cannot be looked into: a link that leads out of the folder, a pipe, a folder without
+    permission.
+    """
+    if isinstance(files.plan, RecordError):
+        return _unreadable(files.plan, where="")
+    if opened(files) is None:
+        for path, profile in files.profiles:
+            if isinstance(profile, RecordError):
+                return _unreadable(profile, where=f"{path}:{profile.line}: ")
+    return Passed(found=f"version {version_of(files.text)}")
+
+
+def _unreadable(error: RecordError, *, where: str) -> Failed:
+    problem = f"{where}{error.key}: {error.message}" if error.key else f"{where}{error.message}"
+    return Failed(problem=problem, line=None if where else error.line, fix=error.fix)
+
+
+def prf001(files: Files) -> Verdict:
+    """The profile that the plan was made from lies in its folder.
+
+    A plan names its profile by a fingerprint of everything in it but comments. Without the profile
+    nobody can tell what the plan's decisions take; with another one the plan answers a question
+    that was not asked. Commit both together: protrain plan writes the plan, protrain profile the
+    profile.
+    """
+    assert not isinstance(files.plan, RecordError)
+    case = opened(files)
+    if case is not None:
+        return Passed(found=case.profile_path.name)
+    wanted = files.plan.profile_fingerprint
+    if not files.profiles:
+        problem = f"there is no profile in {files.path.parent}"
+        fix = f"put the profile with the fingerprint {wanted} beside the plan"
+    else:
+        names = " and ".join(path.name for path, _ in files.profiles)
+        problem = f"the plan was made from the profile {wanted}, which {names} is not"
+        path, profile = files.profiles[0]
+        assert isinstance(profile, Profile), "VER001 holds"
+        other = Case(path=files.path, plan=files.plan, profile_path=path, profile=profile)
+        fix = plan_again(other)
+    return Failed(problem=problem, key="profile_fingerprint", fix=fix)
+
+
+# --- the plan and its model -----------------------------------------------------------------------
+
+
+def pln001(model: Model) -> Verdict:
+    """The plan decides about the units of its profile, and nothing that they cannot do.
+
+    Every unit has its decisions, in execution order, described as the profile describes it; a part
+    between blocks keeps its activations, and no decision names a tier that the machine lacks.
+    """
+    case = model.case
+    if (problem := misfit(case.plan, case.profile)) is not None:
+        return Failed(problem=problem, key="units", fix=plan_again(case))
+    if case.plan.model_fingerprint != case.profile.model_fingerprint:
+        problem = "the plan names another model than its profile"
+        return Failed(problem=problem, key="model_fingerprint", fix=plan_again(case))
+    if case.plan.workload != case.profile.workload:
+        problem = "the plan names another workload than its profile"
+        return Failed(problem=problem, key="workload", fix=plan_again(case))
+    return Passed(found=f"{len(case.plan.units)} units")
+
+
+def sim001(model: Model) -> Verdict:
+    """The recorded prediction follows from the profile and the plan.
+
+    Simulated once more, the decisions give the recorded seconds and the recorded peak of every
+    tier, exactly. They do not where somebody edited decisions or numbers by hand, or where this
+    version predicts otherwise than the one that made the plan.
+    """
+    case = model.case
+    recorded, found = case.plan.prediction, predicted(case.plan, case.profile)
+    for tier in ("device", "context", "host", "disk"):
+        before, now = getattr(recorded.peak_bytes, tier), getattr(found.peak_bytes, tier)
+        if before != now:
+            problem = f"a peak of {before} bytes is recorded ({tier}), and {now} come out"
+            return Failed(problem=problem, key="prediction.peak_bytes", fix=plan_again(case))
+    if recorded.step_seconds != found.step_seconds:
+        before_s, now_s = recorded.step_seconds, found.step_seconds
+        problem = f"a step of {before_s!r} s is recorded, and {now_s!r} s come out"
+        return Failed(problem=problem, key="prediction.step_seconds", fix=plan_again(case))
+    if recorded.lower_bound_seconds > recorded.step_seconds:
+        problem = "the recorded bound is above the step that it bounds"
+        return Failed(problem=problem, key="prediction.lower_bound_seconds", fix=plan_again(case))
+    return Passed()
+
+
+def sim002(model: Model) -> Verdict:
+    """The plan's programme can go on at every moment.
+
+    Moves and slots wait for each other as the decisions say. Leads that a planner chose never make
+    them wait in a circle; this rule is for plans that were edited by hand.
+    """
+    waiting = waits_ahead(model.case.plan, model.case.profile)
+    if waiting:
+        problem = f"these wait for each other: {', '.join(waiting)}"
+        return Failed(problem=problem, key="units", fix=plan_again(model.case))
+    return Passed()
+
+
+def fpr001(model: Model) -> Verdict:
+    """The model's code and configuration still give what was profiled.
+
+    The model is built again from its source, without weights, and its fingerprint (modules,
+    parameters, shapes, types) and configuration are compared with the profile's. Where the profile
+    is an estimate, it is estimated once more, and bytes that differ fail too; a measured one holds
+    as long as fingerprint and configuration do. The message names the layers that take more or
+    less than before. A model that can no longer be built, or estimated, fails; where what builds it
+    is not installed, the rule is skipped. The model's code runs in a process of its own: if that
+    ends, dies, or takes more time or memory than it is given, the rule fails.
+    """
+    case, today = model.case, model.today
+    if isinstance(today, Unavailable):
+        return Skipped(reason=today.reason)
+    if isinstance(today, Broken):
+        problem = f"the model cannot be built: {today.reason}"
+        return Failed(problem=problem, key="workload", fix=today.fix)
+    grown = model.growth
+    estimated = model.profile.method == "estimated"
+    if model.changed:
+        keys = today.changed_keys
+        problem = f"the configuration changed ({', '.join(keys)})" if keys else "the model changed"
+        if grown:
+            problem += f": {growth_in_words(grown)}"
+        elif estimated:
+            problem += ", and takes as many bytes as before"
+    elif grown:
+        problem = f"the same model takes other bytes than were estimated: {growth_in_words(grown)}"
+    else:
+        found = today.profile(case.profile.hardware) if estimated else None
+        if isinstance(found, Broken):
+            problem = f"the model can no longer be estimated: {found.reason}"
+            return Failed(problem=problem, key="workload", fix=found.fix)
+        if isinstance(found, Unavailable):
+            return Skipped(reason=found.reason)
+        return Passed(found=case.profile.model_fingerprint)
+    commands = f"{profile_command(case)} && {plan_command(case, case.plan.budgets)}"
+    fix = f"profile and plan it again, and commit both: {commands}"
+    return Failed(problem=problem, key="model_fingerprint", fix=fix, growth=grown)
+
+
+# --- all plans ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """How many plans were checked, and how many there should be."""
+
+    expected: int
+    found: int
+
+
+def num001(count: Count) -> Verdict:
+    """As many plans are checked as are expected.
+
+    With --expect N, so that a plan that is moved away, renamed or written so that it is no longer
+    one is missed. Records that cannot be read as plans do not count. Without it nothing is
+    expected.
+    """
+    if count.found == count.expected:
+        return Passed(found=f"{count.found} plans")
+    problem = f"{count.expected} plans are expected, and {count.found} are checked"
+    return Failed(problem=problem, fix="bring back what is missing, or change --expect")
+
+
+# --- what a plan takes of a machine ---------------------------------------------------------------
+
+
+def hdw001(situation: PlanOnMachine) -> Verdict:
+    """The machine has what the plan uses.
+
+    Its device is of the kind that the plan was made for, since a programme for an accelerator and
+    one for a CPU differ, it has every tier that a decision names, its devices are joined where the
+    plan is for several, and the budgets are not above what it has.
+    """
+    case, machine = situation.case, situation.target.hardware
+    planned_for = case.profile.hardware.device.kind
+    if machine.device.kind != planned_for:
+        problem = f"the plan is for a {planned_for} device, and this one is {machine.device.kind}"
+        fix = f"profile and plan the model for {machine.name}"
+        return Failed(problem=problem, key="workload.device", fix=fix)
+    there = [tier.name for tier in machine.tiers]
+    missing = [tier for tier in tiers_used(case.plan) if tier not in there]
+    if missing:
+        problem = f"the plan uses {' and '.join(missing)}, which this machine does not have"
+        fix = f"profile and plan the model for {machine.name}"
+        return Failed(problem=problem, key="units", fix=fix)
+    if (reason := not_joined(case.plan, machine)) is not None:
+        problem = f"the plan is for {Group.of(case.plan)}: {reason}"
+        return Failed(problem=problem, key="num_devices", fix=plan_again(case))
+    if (budget := situation.target.budget) is not None:
+        asked = {"device": budget.device, "host": budget.host, "disk": budget.disk}
+        has = [("device", machine.device.memory_bytes)]
+        has += [(tier.name, tier.capacity_bytes) for tier in machine.tiers]
+        for name, size in has:
+            limit = asked[name]
+            if limit is not None and limit > size:
+                problem = (
+                    f"the {name} budget of {format_bytes(limit)} in {budget.source} is above the"
+                    f" {format_bytes(size)} that there are"
+                )
+                return Failed(problem=problem, key="budgets", fix=f"lower it in {budget.source}")
+    return Passed(found=machine.device.name)
+
+
+def mem001(situation: PlanOnMachine) -> Verdict:
+    """The predicted device peak is within the budget.
+
+    The peak is an upper bound on tensors, with what the process holds besides (an accelerator's
+    context and what its allocator holds beyond the tensors, the interpreter). The budget is that of
+    budgets.yaml or pyproject.toml for the machine, less its headroom; without one, the plan's own,
+    or all memory of a machine that the plan was not made for. Where the model changed, the peak is
+    the estimate of today's model under the plan's decisions, and the message names the layers that
+    grew.
+    """
+    limit = situation.target.device
+    if situation.misfit is not None:
+        return _undecided(situation, limit)
+    predicted_now = situation.predicted
+    if predicted_now.device <= limit.bytes:
+        return Passed(found=f"{format_bytes(predicted_now.device)} of {format_bytes(limit.bytes)}")
+    peak = predicted_now.peak_bytes
+    text = (
+        f"the predicted peak of {format_bytes(predicted_now.device)}"
+        f" ({format_bytes(peak.device)} of tensors,"
+        f" {format_bytes(peak.on_device - peak.device)} besides)"
+    )
+    return _over(situation, text, predicted_now.device, limit)
+
+
+def host001(situation: PlanOnMachine) -> Verdict:
+    """The predicted host memory is within the budget.
+
+    Host memory is what offloaded states, swapped activations and the host's optimizer take, pinned.
+    The budget is found as for MEM001.
+    """
+    return _below_device(situation, "host", situation.target.host)
+
+
+def disk001(situation: PlanOnMachine) -> Verdict:
+    """The predicted disk space is within the budget.
+
+    Disk space is what offloaded states and swapped activations take in the spill file. The budget
+    is found as for MEM001.
+    """
+    return _below_device(situation, "disk", situation.target.disk)
+
+
+def time001(situation: PlanOnMachine) -> Verdict:
+    """The predicted step has not become slower than the budget allows.
+
+    `step_seconds` of a machine's budget is the most that a predicted step may take, and `slowdown`
+    how much slower than the plan's own prediction it may become. Without either the rule holds.
+    `slowdown` is about the machine that the plan was made for. Seconds of another machine are
+    estimated; estimated and measured ones are not compared, so that a model that changed since it
+    was measured has to be measured again.
+    """
+    target, case = situation.target, situation.case
+    budget = target.budget
+    if budget is None or (budget.step_seconds is None and budget.slowdown is None):
+        return Passed(found="no budget")
+    if situation.misfit is not None:
+        return Skipped(reason=f"the plan is for another model: {situation.misfit}")
+    now = situation.seconds
+    if isinstance(now, Unavailable):
+        return Skipped(reason=now.reason)
+    if isinstance(now, Broken):
+        return Failed(problem=now.reason, key="workload", fix=now.fix)
+    limits: list[tuple[float, str]] = []
+    if budget.step_seconds is not None:
+        limits.append((budget.step_seconds, f"the budget in {budget.source}"))
+    if budget.slowdown is not None and target.own:
+        recorded = case.plan.prediction.step_seconds
+        allowed = recorded * (1 + budget.slowdown)
+        words = f"{100 * budget.slowdown:g}% above the plan's {format_seconds(recorded)}"
+        limits.append((allowed, words))
+    for seconds, source in limits:
+        if now > seconds:
+            problem = (
+                f"the predicted step of {format_seconds(now)} exceeds"
+                f" {format_seconds(seconds)}, {source}"
+            )
+            key = "prediction.step_seconds"
+            return Failed(problem=problem, key=key, fix=plan_again(case))
+    return Passed(found=format_seconds(now))
+
+
+def _below_device(situation: PlanOnMachine, tier: TierName, limit: Limit) -> Verdict:
+    if situation.misfit is not None:
+        return Skipped(reason=f"the plan is for another model: {situation.misfit}")
+    used: int = getattr(situation.predicted.peak_bytes, tier)
+    if used <= limit.bytes:
+        found = f"{format_bytes(used)} of {format_bytes(limit.bytes)}" if used else "none needed"
+        return Passed(found=found)
+    what = {"host": "host memory", "disk": "disk space"}[tier]
+    return _over(situation, f"the predicted {what} of {format_bytes(used)}", used, limit)
+
+
+def _over(situation: PlanOnMachine, text: str, used: int, limit: Limit) -> Failed:
+    """That a tier's limit is exceeded, which layers grew, and whether planning again would help."""
+    grown = tuple(unit for unit in situation.model.growth if unit.total_bytes > 0)
+    problem = (
+        f"{text} exceeds {format_bytes(limit.bytes)} ({limit.source})"
+        f" by {format_bytes(used - limit.bytes)}"
+    )
+    return _with_remedy(situation, problem, "prediction.peak_bytes", grown, used - limit.bytes)
+
+
+def _undecided(situation: PlanOnMachine, limit: Limit) -> Verdict:
+    """Today's model has other units than the plan: only whether some plan fits can be said."""
+    if (reason := not_joined(situation.case.plan, situation.target.hardware)) is not None:
+        return Skipped(reason=reason)
+    problem = f"the plan is for another model: {situation.misfit}"
+    failed = _with_remedy(situation, problem, "units", situation.model.growth, None)
+    if not failed.no_plan_fits:
+        return Skipped(reason=f"{problem}; another plan fits {format_bytes(limit.bytes)}")
+    return failed
+
+
+def _with_remedy(
+    situation: PlanOnMachine,
+    problem: str,
+    key: str,
+    grown: tuple[UnitGrowth, ...],
+    excess_bytes: int | None,
+) -> Failed:
+    if grown:
+        problem += f"; since it was profiled: {growth_in_words(grown)}"
+    case, limits = situation.case, situation.target.budgets
+    asked = Problem.of_plan(case.plan, situation.profile, limits)
+    lean = min_memory(asked)
+    none_fits = lean is None or lean.bytes > asked.device
+    if none_fits:
+        at_least = ""
+        if lean is not None:
+            needed = lean.bytes + asked.profile.hardware.device.besides_bytes
+            at_least = f": the leanest needs {format_bytes(needed)} of the device"
+        fix = f"no plan of this workload fits{at_least}"
+    else:
+        again = "profile it again, then " if situation.model.changed else ""
+        fix = f"another plan fits: {again}{plan_command(case, limits)}"
+    return Failed(
+        problem=problem,
+        key=key,
+        fix=fix,
+        growth=grown,
+        excess_bytes=excess_bytes,
+        no_plan_fits=none_fits,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """A budget, and the machines on which plans were checked."""
+
+    budget: MachineBudget
+    machine: str
+    machines: frozenset[str]
+
+
+def bud001(guard: Guard) -> Verdict:
+    """Every budget is held against some plan.
+
+    A budget is for plans that were made for its machine, and for those that its `plans` name. One
+    that has neither guards nothing: its machine's name may be mistaken, or the plans are not among
+    those that are checked. With --on, budgets of other machines are not looked at.
+    """
+    if guard.machine in guard.machines:
+        return Passed()
+    reason = "no plan that is checked was made for this machine"
+    if guard.budget.plans:
+        reason += f", or matches {' or '.join(guard.budget.plans)}"
+    near = did_you_mean(guard.machine, sorted(guard.machines))
+    return Skipped(reason=f"{reason}; {near}" if near else reason)
+
+
+# --- the commands that make a profile and its plan anew -------------------------------------------
+
+
+def plan_again(case: Case) -> str:
+    """How to make the plan anew, within its own budgets."""
+    return f"plan it again: {plan_command(case, case.plan.budgets)}"
+
+
+def plan_command(case: Case, budgets: Budgets) -> str:
+    """`protrain plan` as the plan was asked for, within these budgets."""
+    plan, group = case.plan, Group.of(case.plan)
+    words = ["--device-memory", exact_bytes(budgets.device)]
+    options = {"host": ("--host-memory", budgets.host), "disk": ("--disk", budgets.disk)}
+    for tier in case.profile.hardware.tiers:
+        option, size = options[tier.name]
+        if size != tier.capacity_bytes:  # what the planner takes by itself
+            words += [option, exact_bytes(size * group.in_node)]
+    words += group.options
+    if plan.updates == "after backward":
+        words.append("--clip")
+    if plan.micro_batches > 1:
+        words += ["--accumulate", str(plan.micro_batches)]
+    return records.command("plan", str(case.profile_path), [*words, "-o", str(case.path)])
+
+
+def profile_command(case: Case) -> str:
+    """`protrain profile` as the profile was asked for."""
+    profile, path = case.profile, str(case.profile_path)
+    on = None
+    if profile.method == "estimated":
+        known = profile.hardware.name in hardware_names()
+        on = profile.hardware.name if known else path
+    return records.profile_command(
+        profile.workload, optimizer=profile.optimizer.name, output=path, on=on
+    )
+
+
+# --- the tables -----------------------------------------------------------------------------------
+
+FILE_RULES: tuple[Callable[[Files], Verdict], ...] = (ver001, prf001)
 MODEL_RULES: tuple[Callable[[Model], Verdict], ...] = (
-    plan_rules.pln001,
-    plan_rules.sim001,
-    plan_rules.sim002,
-    plan_rules.fpr001,
+    pln001,
+    sim001,
+    sim002,
+    fpr001,
 )
-MACHINE_RULES: tuple[Callable[[Situation], Verdict], ...] = (
-    machine_rules.hdw001,
-    machine_rules.mem001,
-    machine_rules.host001,
-    machine_rules.disk001,
-    machine_rules.time001,
+MACHINE_RULES: tuple[Callable[[PlanOnMachine], Verdict], ...] = (
+    hdw001,
+    mem001,
+    host001,
+    disk001,
+    time001,
 )
-BUDGET_RULE: Callable[[machine_rules.Guard], Verdict] = machine_rules.bud001
+BUDGET_RULE: Callable[[Guard], Verdict] = bud001
+COUNT_RULE: Callable[[Count], Verdict] = num001
 
 RULES: dict[str, Rule] = {
     rule.code: rule
@@ -36,6 +480,7 @@ RULES: dict[str, Rule] = {
         *map(Rule.of, MODEL_RULES),
         *map(Rule.of, MACHINE_RULES),
         Rule.of(BUDGET_RULE),
+        Rule.of(COUNT_RULE),
     )
 }
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from inspect import getdoc
 from typing import Any
 
-from protrain_plan.checking.growing import UnitGrowth
+from protrain_plan.checking.diffing import UnitGrowth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,21 +68,32 @@ class Finding:
 
     rule: Rule
     plan: str  # its file, as it was named or found; the budgets' own for BUD001
-    line: int  # [1..]
-    machine: str | None
     verdict: Verdict
+    line: int = 1  # [1..]
+    machine: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """All findings on so many plans, plan by plan in the order of the rules.
 
+    num_plans    that were checked, those that cannot be read too
+    num_records  of any kind that were read, or cannot be
+    num_seen     files that were looked at to find them
+
     With `strict`, a rule that could not be checked counts as one that failed.
     """
 
     findings: tuple[Finding, ...]
     num_plans: int
+    num_records: int = 0
+    num_seen: int = 0
     strict: bool = False
+
+    @property
+    def num_failed(self) -> int:
+        """The files of which some rule failed."""
+        return len({finding.plan for finding in self.with_verdict(Failed)})
 
     def with_verdict(self, kind: type[Passed] | type[Failed] | type[Skipped]) -> list[Finding]:
         """The findings with one kind of verdict."""

@@ -1,20 +1,15 @@
 """`protrain check`."""
 
+import math
 import os
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated
 
 import typer
 
-from protrain_plan.commands.options import JsonOption, choice
-from protrain_plan.commands.output import print_json, print_rendered, print_text, progress
+from protrain_plan.commands.options import JsonOption, NoCacheOption, choice, size
 from protrain_plan.errors import ProtrainError
 
-Format = Literal["text", "json", "junit", "sarif", "github"]
-EXAMPLES = (
-    "Examples: protrain check | protrain check plans --on rtx-4090 --on rtx-3090"
-    " | protrain check plans --format github | protrain check --explain MEM001"
-)
 DEFAULT = Path("plans")
 
 
@@ -43,6 +38,16 @@ def check(
     strict: Annotated[
         bool, typer.Option("--strict", help="What cannot be checked counts as failed.")
     ] = False,
+    expect: Annotated[
+        int | None, typer.Option(min=0, help="Fail where another number of plans is checked.")
+    ] = None,
+    time_limit: Annotated[
+        float, typer.Option(help="Seconds that a model's code may take to build and estimate it.")
+    ] = 300.0,
+    model_memory: Annotated[
+        str, typer.Option(help="Memory that a model's code may take meanwhile (on Linux).")
+    ] = "8GiB",
+    no_cache: NoCacheOption = False,
     explain: Annotated[
         str | None, typer.Option(metavar="CODE", help="Say what a rule is about, and check none.")
     ] = None,
@@ -50,48 +55,54 @@ def check(
 ) -> None:
     """Hold plans against budgets, their profiles and the models that they were made for.
 
+    A model's code runs in a process of its own, with what the user may do. Where nobody has read
+    it, --records-only runs none.
+
     Exit codes: 0 all rules hold, 1 one does not, 2 a mistake in the input, 3 one does not and no
     other plan of the workload fits the budget.
+
+    Examples: protrain check | protrain check plans --on rtx-4090 --on rtx-3090
+    | protrain check plans --format github | protrain check --explain MEM001
     """
     from protrain_plan.checking.budgets import find_budgets
-    from protrain_plan.checking.cases import find_plans
-    from protrain_plan.checking.formats.github import github
-    from protrain_plan.checking.formats.junit import junit
-    from protrain_plan.checking.formats.plain_data import plain_data
-    from protrain_plan.checking.formats.sarif import sarif
-    from protrain_plan.checking.formats.text import explanation, text
-    from protrain_plan.checking.reestimating import look, look_away
+    from protrain_plan.checking.looking import Looking
+    from protrain_plan.checking.reestimating import look_away
     from protrain_plan.checking.rules import explained
-    from protrain_plan.checking.running import check as checked
+    from protrain_plan.checking.run_rules import check as checked
+    from protrain_plan.commands.output import (
+        print_any,
+        print_rendered,
+        progress,
+        refuse_closed_output,
+    )
     from protrain_plan.hardware.catalogue import load_hardware
+    from protrain_plan.presentation.checks.reports import FORMATS, explanation
+    from protrain_plan.profiling.estimate_cache import EstimateCache
 
-    form: Format = choice("--format", "json" if as_json else output_format, get_args(Format))
+    refuse_closed_output()
+    form = choice("--format", "json" if as_json else output_format, tuple(FORMATS))
     if explain is not None:
-        print_rendered(explanation(explained(explain)), highlight=False)
+        print_rendered(explanation(explained(explain)))
         return
     if not plans and not DEFAULT.is_dir():
         problem = "there is no folder plans/ here"
         raise ProtrainError(problem, fix="name plans, or folders with plans")
-    found = find_plans(plans or [DEFAULT])
-    with progress(quiet=form != "text") as tell:
+    if not 0 < time_limit < math.inf:
+        raise ProtrainError(f"expected seconds, got {time_limit:g}", key="--time-limit")
+    memory = size("--model-memory", model_memory, 0)
+    cache = EstimateCache(off=no_cache or records_only)
+    looking = Looking(seconds=time_limit, memory=memory, cache=cache)
+    with progress(quiet=form != "text") as tell, looking as look:
         report = checked(
-            found,
+            plans or [DEFAULT],
             look=look_away if records_only else look,
+            prepare=(lambda _: None) if records_only else lambda found: look.prepare(found, tell),
             budgets=find_budgets(budgets),
             on=[load_hardware(name) for name in on or ()],
             strict=strict,
+            expect=expect,
             progress=tell,
         )
     root = Path(os.environ.get("GITHUB_WORKSPACE", ""))  # where an action's paths count from
-    match form:
-        case "text":
-            print_rendered(text(report), highlight=False)
-        case "json":
-            print_json(plain_data(report))
-        case "sarif":
-            print_json(sarif(report, root=root))
-        case "junit":
-            print_text(junit(report))
-        case "github":
-            print_text(github(report, root=root))
+    print_any(FORMATS[form](report, root))
     raise typer.Exit(report.exit_code)

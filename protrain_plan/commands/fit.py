@@ -2,23 +2,24 @@
 
 import itertools
 from dataclasses import replace
-from typing import Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from protrain_plan.commands.options import JsonOption, choice, integers, refuse_host_memory, size
-from protrain_plan.commands.output import progress, show
-from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.records.hardware import Hardware, TierName
-from protrain_plan.records.plan import Budgets
-from protrain_plan.records.profile import DType, Precision
-from protrain_plan.rendering.fits import fits_json, fits_text
-from protrain_plan.simulation.ranks import group_on, profile_of_rank
-
-EXAMPLES = (
-    "Examples: protrain fit llama-3.1-8b --on rtx-4090,a100-80gb --seq-len 2048,8192"
-    " | protrain fit qwen2.5-7b --on rtx-3090 --lora r=16 --host-memory 64GiB"
+from protrain_plan.commands.options import (
+    ClipOption,
+    JsonOption,
+    NoCacheOption,
+    UpdatesOption,
+    choice,
+    integers,
+    refuse_host_memory,
+    size,
+    updates_of,
 )
+
+if TYPE_CHECKING:
+    from protrain_plan.records.hardware import Hardware, TierName
 
 GAP = 0.02
 """Plans this close to the bound are good enough for a table."""
@@ -56,14 +57,31 @@ def fit(
     num_devices: Annotated[
         str, typer.Option(help="Devices that train one model, each with such a batch; or several.")
     ] = "1",
-    clip: Annotated[bool, typer.Option("--clip", help="Update after backward.")] = False,
+    updates: UpdatesOption = None,
+    clip: ClipOption = False,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per update.")] = 1,
+    no_cache: NoCacheOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say whether a model trains on machines, how fast and what binds. No GPU, no file needed.
 
     Bytes are exact for the operators that run, seconds are estimates from data-sheet rates.
+
+    Examples: protrain fit llama-3.1-8b --on rtx-4090,a100-80gb --seq-len 2048,8192
+    | protrain fit qwen2.5-7b --on rtx-3090 --lora r=16 --host-memory 64GiB
     """
+    from protrain_plan.commands.measuring import Request, estimated
+    from protrain_plan.commands.output import progress, show
+    from protrain_plan.hardware.catalogue import load_hardware
+    from protrain_plan.planning.questions.objectives import Question
+    from protrain_plan.planning.questions.objectives import fit as fitted
+    from protrain_plan.planning.search.local_search import Effort
+    from protrain_plan.presentation.plans import fits_json, fits_text
+    from protrain_plan.profiling.estimate_cache import EstimateCache
+    from protrain_plan.program.group import group_on, profile_of_rank
+    from protrain_plan.records.plan import Budgets
+    from protrain_plan.records.profile import DType, Precision
+
     machines = [
         _sized(load_hardware(name.strip()), host_memory=host_memory, disk=disk)
         for name in on.split(",")
@@ -79,36 +97,27 @@ def fit(
     precision_name: Precision = choice("--precision", precision, get_args(Precision))
     if dtype_name == "float32" and precision_name == "master":
         precision_name = "pure"  # the parameters are the float32 ones
-    # Torch loads here, so that --help and mistakes need not wait for it.
-    from protrain_plan.fitting import fit as fitted
-    from protrain_plan.models.adapters import parse_lora
-    from protrain_plan.models.optimizers import optimizer_factory
-    from protrain_plan.models.sources import load_source
-    from protrain_plan.planning.objectives import Question
-    from protrain_plan.planning.search import Effort
-    from protrain_plan.profiling.estimated import estimates
-
-    optimizer_factory(optimizer)  # a wrong name is told at once
-    adapter = "" if lora is None else str(parse_lora(lora))
-    source = load_source(model)
     sizes = list(itertools.product(lengths, batches))
+    requests = [
+        Request(
+            model=model,
+            batch_size=batch,
+            seq_len=length,
+            dtype=dtype_name,
+            precision=precision_name,
+            lora=lora,
+            optimizer=optimizer,
+        )
+        for length, batch in sizes
+    ]
     fits = []
     with progress(quiet=as_json) as report:
+        report("estimating", 0.0)
+        profiles = estimated(requests, machines, report, EstimateCache(off=no_cache))
         for number, (length, batch) in enumerate(sizes):
             where = f"{batch} x {length} tokens"
-            report(f"{where}: estimating", number / len(sizes))
-            profiles = estimates(
-                source,
-                machines=machines,
-                batch_size=batch,
-                seq_len=length,
-                dtype=dtype_name,
-                precision=precision_name,
-                adapter=adapter,
-                optimizer=optimizer,
-            )
             for cell, (place, group) in enumerate(groups):
-                record = profiles[place]
+                record = profiles[number][place]
                 machine = profile_of_rank(record, group).hardware
                 done = (number + (1 + cell) / (1 + len(groups))) / len(sizes)
                 report(f"{where} on {machine.name}: planning", done)
@@ -124,7 +133,7 @@ def fit(
                         host=host if host >= 0 else _capacity(machine, "host"),
                         disk=below if below >= 0 else _capacity(machine, "disk"),
                     ),
-                    updates="after backward" if clip else "in backward",
+                    updates=updates_of(updates, clip=clip),
                     micro_batches=accumulate,
                 )
                 fits.append(fitted(question, effort=Effort(gap_target=GAP)))
@@ -133,11 +142,11 @@ def fit(
         raise typer.Exit(3)
 
 
-def _capacity(machine: Hardware, tier: TierName) -> int:
+def _capacity(machine: "Hardware", tier: "TierName") -> int:
     return sum(t.capacity_bytes for t in machine.tiers if t.name == tier)
 
 
-def _sized(machine: Hardware, *, host_memory: str | None, disk: str | None) -> Hardware:
+def _sized(machine: "Hardware", *, host_memory: str | None, disk: str | None) -> "Hardware":
     """The machine with as much below the device as was asked for."""
     wanted = {"host": size("--host-memory", host_memory, -1), "disk": size("--disk", disk, -1)}
     tiers = tuple(

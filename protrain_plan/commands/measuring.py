@@ -5,30 +5,31 @@ what a run holds besides tensors. It has the libraries of the command line, as a
 sends where it is before each slot runs; when it is gone, the last place is known.
 """
 
-import ctypes
 import faulthandler
+import importlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from itertools import starmap
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from protrain_plan.commands.model_code import culprit, explained
 from protrain_plan.errors import OutOfMemoryError, ProtrainError
-from protrain_plan.profiling import whereabouts
-from protrain_plan.profiling.whereabouts import Place
+from protrain_plan.models.model_code import INTERRUPTED, culprit_in, end_with, explained
+from protrain_plan.models.presets import read_config
+from protrain_plan.profiling.estimate_cache import EstimateCache, Question, processes_at_once
+from protrain_plan.profiling.structure import whereabouts
+from protrain_plan.profiling.structure.whereabouts import Place
 from protrain_plan.records.hardware import Hardware, is_accelerator
-from protrain_plan.records.profile import DType, Precision, Profile
+from protrain_plan.records.profile import DType, Precision, Profile, Workload
 
 if TYPE_CHECKING:
     from protrain_plan.profiling.estimated import Options
@@ -44,16 +45,25 @@ _GRACE_S = 5.0
 _POLL_S = 0.2
 """How often to look whether the process lives: one that it started may hold the pipe open."""
 
-# Through the command line, so that its libraries are there as in a run. A first Ctrl-C ends the
+# As the command line runs, with its libraries. A first Ctrl-C ends the
 # process silently, as long as it has nothing to clean up.
 _CHILD = """
 import json, signal, sys
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 sys.path[:] = json.loads(sys.argv.pop(1))
-from protrain_plan.cli import main
-main()
+from protrain_plan.cli import run_command
+from protrain_plan.commands.measuring import serve
+run_command(lambda: serve(*map(int, sys.argv[1:])))
 """
+
+_OF_A_RUN = (
+    "protrain_plan.checking.plan_files",
+    "protrain_plan.commands.training",
+    "protrain_plan.presentation.runs",
+    "protrain_plan.simulation.promises",
+)
+"""What `protrain run` imports: the process holds it besides tensors, as a run does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,17 +77,43 @@ class Request:
     precision: Precision
     lora: str | None
     optimizer: str
-    device: str | None
-    deterministic: bool
-    steps: int | None
-    unit_by_unit: bool
-    seed: int
-    text: Path | None
-    spill_directory: Path | None
+    seed: int = 0
+    text: Path | None = None
+    device: str | None = None
+    deterministic: bool = False
+    steps: int | None = None
+    unit_by_unit: bool = False
+    spill_directory: Path | None = None
+
+    def question(self) -> Question | None:
+        """What an estimate answers; None where that is not for the cache, or the user's own code.
+
+        ProtrainError for adapters that are unknown, and a file that holds no configuration.
+        """
+        if self.text is not None:
+            return None
+        workload = Workload(
+            model=self.model,
+            model_config="",
+            batch_size=self.batch_size,
+            seq_len=self.seq_len,
+            dtype=self.dtype,
+            device="cuda",  # no part of the question
+            seed=self.seed,
+            precision=self.precision,
+            adapter=self._adapter(),
+        )
+        return Question.of(workload, self.optimizer, read_config(self.model))
+
+    def _adapter(self) -> str:
+        if self.lora is None:
+            return ""
+        from protrain_plan.models.adapters import parse_lora
+
+        return str(parse_lora(self.lora))
 
     def options(self, progress: Progress) -> "Options":
         """What measuring and estimating take, and are told; ProtrainError for what is unknown."""
-        from protrain_plan.models.adapters import parse_lora
         from protrain_plan.models.optimizers import optimizer_factory
 
         optimizer_factory(self.optimizer)  # a wrong name is told at once
@@ -86,7 +122,7 @@ class Request:
             "seq_len": self.seq_len,
             "dtype": self.dtype,
             "precision": self.precision,
-            "adapter": "" if self.lora is None else str(parse_lora(self.lora)),
+            "adapter": self._adapter(),
             "optimizer": self.optimizer,
             "seed": self.seed,
             "text": self.text,
@@ -97,16 +133,58 @@ class Request:
 # Torch loads in the functions below, so that --help and planning need not wait for it.
 
 
-def estimated(request: Request, machine: Hardware, progress: Progress) -> Profile:
-    """The profile that was asked for, estimated for a machine.
+def estimated(
+    requests: Sequence[Request],
+    machines: Sequence[Hardware],
+    progress: Progress,
+    cache: EstimateCache,
+) -> list[list[Profile]]:
+    """The profiles that were asked for, estimated for each machine.
 
-    ProtrainError where something of the request cannot be had, or the model's code looks at values.
+    What the cache does not know is estimated here, or by several processes at once where there is
+    more, and the code is not the user's own. ProtrainError where something of a request cannot be
+    had, or the model's code looks at values.
     """
+    questions = [request.question() for request in requests]
+    found = [
+        [cache.profile(question, machine) if question else None for machine in machines]
+        for question in questions
+    ]
+    wanted = [
+        (number, [machine for machine, one in zip(machines, known, strict=True) if one is None])
+        for number, known in enumerate(found)
+        if None in known
+    ]
+    at_once = processes_at_once(len(wanted)) if all(questions) else 1
+
+    def make(number: int, missing: list[Hardware]) -> list[Profile]:
+        if at_once == 1:
+            return _estimated(requests[number], missing, progress)
+        made = _apart(requests[number], missing, lambda *_: None)
+        assert isinstance(made, list)
+        return made
+
+    with ThreadPoolExecutor(at_once) if at_once > 1 else nullcontext() as pool:
+        answers = pool.map(make, *zip(*wanted, strict=True)) if pool else starmap(make, wanted)
+        for done, ((number, missing), profiles) in enumerate(zip(wanted, answers, strict=True)):
+            progress("estimating", done / len(wanted))
+            for machine, profile in zip(missing, profiles, strict=True):
+                if (question := questions[number]) is not None:
+                    cache.keep_profile(question, profile)
+                for place, one in enumerate(machines):
+                    if one == machine:
+                        found[number][place] = profile
+    return [[profile for profile in row if profile is not None] for row in found]
+
+
+def _estimated(request: Request, machines: Sequence[Hardware], progress: Progress) -> list[Profile]:
     from protrain_plan.models.sources import load_source
-    from protrain_plan.profiling.estimated import estimate
+    from protrain_plan.profiling.estimated import estimates
 
     options = request.options(progress)
-    return estimate(load_source(request.model), hardware=machine, **options)
+    source = load_source(request.model)
+    with explained(lambda: ""):
+        return estimates(source, machines=machines, **options)
 
 
 def measured(request: Request, progress: Progress) -> Profile:
@@ -119,13 +197,15 @@ def measured(request: Request, progress: Progress) -> Profile:
     from protrain_plan.models.building import kernels
     from protrain_plan.models.sources import load_source
     from protrain_plan.profiling.measured import measure
-    from protrain_runtime.exhaustion import explained_exhaustion
-    from protrain_runtime.measure import return_freed_memory
+    from protrain_runtime.devices.device import explained_exhaustion
+    from protrain_runtime.devices.memory_meter import return_freed_memory
 
     def report(what: str, fraction: float) -> None:
         whereabouts.begin(what)
         progress(what, fraction)
 
+    for name in _OF_A_RUN:
+        importlib.import_module(name)
     where = found_device(request.device or "cpu")
     options = request.options(report)
     with explained(whereabouts.place):
@@ -147,19 +227,28 @@ def measured(request: Request, progress: Progress) -> Profile:
 
 
 def measured_apart(request: Request, progress: Progress) -> Profile:
-    """The profile that was asked for, measured in a process of its own, which ends in here.
+    """The profile that was asked for, measured in a process of its own.
 
     The errors of `measured`, and ProtrainError where that process dies.
     """
+    made = _apart(request, None, progress)
+    assert isinstance(made, Profile)
+    return made
+
+
+def _apart(
+    request: Request, machines: list[Hardware] | None, progress: Progress
+) -> Profile | list[Profile]:
+    """What was asked for, measured, or estimated for machines, in a process that ends in here."""
     ours, theirs = Pipe()
     with ours, tempfile.TemporaryFile() as dump:
         with theirs:
             ends = (theirs.fileno(), dump.fileno())
             python = (sys.executable, "-P", *(f"-W{option}" for option in sys.warnoptions))
-            arguments = (json.dumps(sys.path), "serve", *map(str, ends))
+            arguments = (json.dumps(sys.path), *map(str, ends))
             child = subprocess.Popen([*python, "-c", _CHILD, *arguments], pass_fds=ends)
         try:
-            place, outcome = _followed(child, ours, request, progress)
+            place, outcome = _followed(child, ours, (request, machines), progress)
             child.wait()
         except BaseException:
             child.send_signal(signal.SIGINT)  # as a terminal does
@@ -169,33 +258,35 @@ def measured_apart(request: Request, progress: Progress) -> Profile:
         finally:
             child.kill()
             child.wait()
-        if isinstance(outcome, Profile):
-            return outcome
-        if outcome is not None:
+        if isinstance(outcome, ProtrainError):
             raise outcome
-        if child.returncode in (_INTERRUPTED, -signal.SIGINT):
+        if outcome is not None:
+            return outcome
+        if child.returncode in (INTERRUPTED, -signal.SIGINT):
             raise KeyboardInterrupt
         dump.seek(0)
         raise _death(child.returncode, place, dump.read().decode(errors="replace"))
 
 
-Outcome = Profile | ProtrainError | None
+Outcome = Profile | list[Profile] | ProtrainError | None
 
 
 def _followed(
-    child: subprocess.Popen[bytes], line: Connection, request: Request, progress: Progress
+    child: subprocess.Popen[bytes], line: Connection, asked: object, progress: Progress
 ) -> tuple[Place, Outcome]:
     """Where the process was last, and what came of it: None where it sent nothing."""
     place = Place()
     try:
-        line.send((os.getpid(), sys.argv, request))
+        line.send((os.getpid(), sys.argv, asked))
         while line.poll(_POLL_S) or child.poll() is None or line.poll():
             if not line.poll():
                 continue
-            told: Place | tuple[str, float] | Profile | ProtrainError = line.recv()
+            told: Place | tuple[str, float] | Profile | list[Profile] | ProtrainError = line.recv()
             match told:
                 case Place():
                     place = told
+                case list():
+                    return place, told
                 case (what, fraction):
                     place = Place(doing=what)
                     progress(what, fraction)
@@ -208,8 +299,7 @@ def _followed(
 
 def _death(code: int, place: Place, dump: str) -> ProtrainError:
     """What is said of a process that ended without a word."""
-    lines = re.findall(r'^  File "(.+)", line ([0-9]+) in ', dump, re.MULTILINE)
-    source, number = culprit((file, int(line)) for file, line in lines)
+    source, number = culprit_in(dump)
     if code >= 0:
         return ProtrainError(
             f"the measuring process ended with code {code} and no profile{place}",
@@ -233,17 +323,16 @@ def _death(code: int, place: Place, dump: str) -> ProtrainError:
 
 # ---- the other side ------------------------------------------------------------------------------
 
-_INTERRUPTED = 130
 
+def serve(connection: int, dump: int) -> None:
+    """Measure, or estimate, for the process that started this one.
 
-def serve(
-    connection: Annotated[int, typer.Argument(help="The descriptor to send and receive through.")],
-    dump: Annotated[int, typer.Argument(help="That of a file for Python's stack after a signal.")],
-) -> None:
-    """Measure for the process that started this one."""
+    The descriptors are that to send and receive through, and that of a file for Python's stack
+    after a signal.
+    """
     line = Connection(connection)
-    parent, sys.argv[:], request = line.recv()
-    _end_with(parent)
+    parent, sys.argv[:], (request, machines) = line.recv()
+    end_with(parent)
     faulthandler.enable(dump, all_threads=False)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, _interrupt)
@@ -253,9 +342,13 @@ def serve(
 
     try:
         with whereabouts.listening(line.send):
-            line.send(measured(request, report))
+            line.send(
+                measured(request, report)
+                if machines is None
+                else _estimated(request, machines, report)
+            )
     except (KeyboardInterrupt, BrokenPipeError):
-        raise typer.Exit(_INTERRUPTED) from None
+        raise SystemExit(INTERRUPTED) from None
     except ProtrainError as error:
         # Its own class may not be known on the other side, and would import PyTorch there.
         kind = OutOfMemoryError if error.exit_code == OutOfMemoryError.exit_code else ProtrainError
@@ -268,14 +361,3 @@ def _interrupt(*_: object) -> None:
     """Let the first Ctrl-C clean up; a second one would cut that short."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
-
-
-_PR_SET_PDEATHSIG = 1  # prctl(2)
-
-
-def _end_with(parent: int) -> None:
-    """Let the system end this process where its parent is killed; elsewhere the pipe's end does."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        raise typer.Exit(_INTERRUPTED)

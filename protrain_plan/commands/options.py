@@ -1,6 +1,9 @@
-"""Options that commands share, and how their texts are read."""
+"""Options that commands share, and how their texts are read.
 
-import os
+Every command's module is imported for the help of all: it imports at its top what declares options,
+and the rest where it runs.
+"""
+
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -8,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.records.hardware import Hardware
 from protrain_plan.units import parse_bytes
 
 if TYPE_CHECKING:
     import torch
+
+    from protrain_plan.records.hardware import Hardware
+    from protrain_plan.records.plan import Updates
 
 Name = TypeVar("Name", bound=str)
 
@@ -24,6 +29,22 @@ ProfileOption = Annotated[
         help="The profile that the plan was made from; default: profile.yaml beside the plan.",
         show_default=False,
     ),
+]
+NoCacheOption = Annotated[
+    bool,
+    typer.Option(
+        "--no-cache", help="Make estimates anew, and keep none (nor with PROTRAIN_NO_CACHE=1)."
+    ),
+]
+UpdatesOption = Annotated[
+    str | None,
+    typer.Option(
+        help="in-backward, the default; or after-backward, as clipping by the global norm needs:"
+        " updates then do not overlap with backward.",
+    ),
+]
+ClipOption = Annotated[
+    bool, typer.Option("--clip", help="The short form of --updates after-backward.")
 ]
 SpillOption = Annotated[
     Path | None,
@@ -65,34 +86,31 @@ def choice(option: str, text: str, known: tuple[Name, ...]) -> Name:
     )
 
 
+def updates_of(text: str | None, *, clip: bool) -> "Updates":
+    """When `--updates` and its short form `--clip` say that parameters are updated."""
+    given = text or ("after-backward" if clip else "in-backward")
+    if choice("--updates", given, ("in-backward", "after-backward")) == "after-backward":
+        return "after backward"
+    if clip:
+        raise ProtrainError("--clip is --updates after-backward", key="--updates")
+    return "in backward"
+
+
 def found_device(text: str) -> "torch.device":
     """The device that `--device` names, with its index; ProtrainError where it cannot be had."""
-    from protrain_runtime import devices  # torch loads here
+    from protrain_runtime.devices import device  # torch loads here
 
     try:
-        return devices.found(text)
+        return device.found(text)
     except ProtrainError as error:
         raise ProtrainError(error.message, key="--device", fix=error.fix) from None
 
 
-def refuse_host_memory(text: str | None, machines: Sequence[Hardware]) -> None:
+def refuse_host_memory(text: str | None, machines: "Sequence[Hardware]") -> None:
     """ProtrainError for `--host-memory` where no machine has any below its device."""
     if text is not None and all(tier.name != "host" for m in machines for tier in m.tiers):
         raise ProtrainError(
             "a CPU machine computes in its host memory, and has none below that",
             key="--host-memory",
             fix="--device-memory says how much of it there is",
-        )
-
-
-def writable(path: Path, *, option: str = "-o") -> None:
-    """Refuse at once what could not be written after minutes of work."""
-    directory = path.parent
-    if path.is_dir():
-        raise ProtrainError("is a directory", source=str(path), fix=f"name a file with {option}")
-    if not directory.is_dir() or not os.access(directory, os.W_OK):
-        raise ProtrainError(
-            "the directory is missing or cannot be written",
-            source=str(directory),
-            fix=f"name a file in another directory with {option}",
         )

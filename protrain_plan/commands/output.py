@@ -1,17 +1,128 @@
-"""What commands print, and where: results, progress bars, the first Ctrl-C."""
+"""What commands print, and where: results, errors, progress bars, the first Ctrl-C.
 
+Results are for standard output, and written at once: what cannot be written there is an error. What
+people read is made of the texts of `terminal.py`; nothing here is read as markup.
+"""
+
+import fcntl
+import io
 import json
+import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+import typer
+from rich.console import Console, Group, RenderableType
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.escaping import as_printed, in_json, lines, one_line
+from protrain_plan.presentation.terminal import Text
 
 # No emoji: `package.module:factory: ...` is a message, not a picture of a factory.
-out, err = Console(emoji=False), Console(stderr=True, emoji=False)
+_out = Console(markup=False, emoji=False, highlight=False)
+_err = Console(markup=False, emoji=False, highlight=False, stderr=True)
+
+BROKEN_PIPE = 128 + signal.SIGPIPE  # as shells say of a program whose reader has gone
+
+
+def prepare_streams() -> None:
+    """Let nothing that is printed fail for its characters, or land in a file that is opened later.
+
+    Warnings, which quote names too, are escaped like everything else.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed: the next file to be opened would be this one
+            os.open(os.devnull, os.O_RDWR)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, io.StringIO())
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    warnings.formatwarning = _warning
+
+
+def _warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,  # noqa: ARG001  (as Python calls it)
+) -> str:
+    return lines(f"{one_line(filename)}:{lineno}: {category.__name__}: {message}") + "\n"
+
+
+def destination(path: Path, *, option: str = "-o") -> Path:
+    """Where to write what an option names; what could not be written after minutes is refused now.
+
+    `-` is standard output, which then holds the file alone: everything else that is printed, by us
+    or by the model's code, goes to standard error.
+    """
+    from protrain_plan.records.files import STANDARD_OUTPUT, descriptor_of, keep_standard_output
+
+    path = Path("/dev/stdout") if str(path) == "-" else path
+    _writable(path, option=option)
+    if descriptor_of(path) != STANDARD_OUTPUT:
+        return path
+    if _given_away:
+        problem = f"standard output is what {_given_away[0]} writes to"
+        raise ProtrainError(problem, key=option, fix=f"name a file with {option}")
+    _given_away.append(option)
+    flush()
+    keep_standard_output()
+    return path
+
+
+_given_away: list[str] = []  # the option that standard output is for
+
+
+def _writable(path: Path, *, option: str) -> None:
+    """Refuse at once what could not be written after minutes of work."""
+    from protrain_plan.records.files import descriptor_of, is_special
+
+    directory, descriptor = path.parent, descriptor_of(path)
+    if descriptor is not None or is_special(path):
+        if not (os.access(path, os.W_OK) if descriptor is None else _is_open(descriptor)):
+            fix = f"name a file with {option}"
+            raise ProtrainError("cannot be written", source=str(path), fix=fix)
+        return
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # a name that no file can have
+        problem = f"cannot be written: {getattr(error, 'strerror', None) or error}"
+        raise ProtrainError(problem, source=str(path)) from None
+    if os.path.isdir(path):  # noqa: PTH112  (a name that no file can have is none)
+        raise ProtrainError("is a directory", source=str(path), fix=f"name a file with {option}")
+    if not os.path.isdir(directory) or not os.access(directory, os.W_OK):  # noqa: PTH112
+        raise ProtrainError(
+            "the directory is missing or cannot be written",
+            source=str(directory),
+            fix=f"name a file in another directory with {option}",
+        )
+
+
+def _is_open(descriptor: int) -> bool:
+    """Whether one may write to the descriptor."""
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+    except OSError:
+        return False
+
+
+def refuse_closed_output() -> None:
+    """ProtrainError where this program was started without a standard output."""
+    if sys.__stdout__ is None:
+        raise ProtrainError("standard output is closed", fix="send it to /dev/null")
 
 
 def show(as_json: bool, data: object, text: Callable[[], RenderableType]) -> None:
@@ -22,24 +133,74 @@ def show(as_json: bool, data: object, text: Callable[[], RenderableType]) -> Non
         print_rendered(text())
 
 
-def print_rendered(text: RenderableType, *, highlight: bool = True) -> None:
+def print_rendered(text: RenderableType, *, wrap: bool = True) -> None:
     """Print for people; in a pipe without the blanks that fill lines up on a terminal."""
-    if out.is_terminal:
-        out.print(text, highlight=highlight)
-        return
-    with out.capture() as printed:
-        out.print(text, highlight=highlight)
-    print_text("\n".join(line.rstrip() for line in printed.get().splitlines()))
+    print_text(_printed(_out, text, wrap=wrap))
 
 
 def print_json(data: object) -> None:
     """Print plain data as one JSON object."""
-    print_text(json.dumps(data, indent=2))
+    print_text(in_json(json.dumps(data, indent=2)))
+
+
+def print_any(result: RenderableType | str | dict[str, Any]) -> None:
+    """Print text as it is, plain data as one JSON object, and anything else for people."""
+    match result:
+        case str():
+            print_text(result)
+        case dict():
+            print_json(result)
+        case _:
+            print_rendered(result)
 
 
 def print_text(text: str) -> None:
-    """Print lines as they are: for programs, and never wrapped."""
-    sys.stdout.write(text + "\n")
+    """Print lines as they are: for programs, and never wrapped.
+
+    Ends the program quietly where nobody reads them any more; ProtrainError where they cannot be
+    written.
+    """
+    try:
+        sys.stdout.write(text + "\n")
+    except OSError as error:
+        raise lost(error) from None
+    flush()
+
+
+def flush() -> None:
+    """Let nothing wait that was printed; raises as `print_text` does."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        raise lost(error) from None
+
+
+def print_error(message: str, *, hint: str | None = None) -> None:
+    """Print what went wrong on standard error, if that can be written."""
+    first, *rest = lines(message).split("\n")
+    text = Text().append("error:", "bold red").append(f" {first}")
+    parts = [text, *map(Text, rest), *([Text(f"  {hint}")] if hint else [])]
+    with suppress(OSError):
+        sys.stderr.write(_printed(_err, Group(*parts), wrap=False) + "\n")
+        sys.stderr.flush()
+
+
+def lost(error: OSError) -> Exception:
+    """What to raise where standard output cannot be written."""
+    # What is in its buffer still would fail again, when Python ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if isinstance(error, BrokenPipeError):
+        return typer.Exit(BROKEN_PIPE)
+    return ProtrainError(f"cannot be written: {error.strerror}", source="standard output")
+
+
+def _printed(console: Console, text: RenderableType, *, wrap: bool) -> str:
+    with console.capture() as printed:
+        console.print(text, soft_wrap=not wrap)
+    shown = as_printed(printed.get())
+    if console.is_terminal:
+        return shown.removesuffix("\n")
+    return "\n".join(line.rstrip() for line in shown.splitlines())
 
 
 @contextmanager
@@ -66,20 +227,22 @@ def progress(*, quiet: bool, threaded: bool = True) -> Iterator[Callable[[str, f
     A thread keeps it going, but where the process's memory is measured or promised: the stack of a
     thread counts as data, 8 MiB of it.
     """
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     bar = Progress(
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TimeElapsedColumn(),
-        console=err,
+        console=_err,
         transient=True,
         auto_refresh=threaded,
-        disable=quiet or not err.is_terminal,
+        disable=quiet or not _err.is_terminal,
     )
     with bar:
         task = bar.add_task("", total=1.0)
 
         def tell(what: str, fraction: float) -> None:
-            bar.update(task, description=what, completed=fraction, refresh=not threaded)
+            bar.update(task, description=one_line(what), completed=fraction, refresh=not threaded)
 
         yield tell

@@ -6,28 +6,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from protrain_plan.commands.options import (
+    ClipOption,
     JsonOption,
+    UpdatesOption,
     choice,
     refuse_host_memory,
     size,
-    writable,
+    updates_of,
 )
-from protrain_plan.commands.output import interruptible, progress, show
 from protrain_plan.errors import ProtrainError
-from protrain_plan.records import read_profile, write_plan
-from protrain_plan.records.plan import Budgets
-from protrain_plan.rendering.answers import answer_json, answer_text, search_text
 
 if TYPE_CHECKING:
-    from protrain_plan.planning.growth import Quantity
+    from protrain_plan.planning.questions.growth import Quantity
 
 QUANTITIES: "tuple[Quantity, ...]" = ("batch-size", "seq-len")
-EXAMPLES = (
-    "Examples: protrain plan profile.yaml --device-memory 1.5GiB --disk 20GiB -o plan.yaml"
-    " | protrain plan profile.yaml --pareto"
-    " | protrain plan profile.yaml --device-memory 24GiB --maximize batch-size"
-    " | protrain plan profile.yaml --pin 'layers.0-3: recompute' --explain"
-)
 
 
 def plan(
@@ -38,9 +30,9 @@ def plan(
     ] = None,
     host_memory: Annotated[str | None, typer.Option(help="The most pinned host memory.")] = None,
     disk: Annotated[str | None, typer.Option(help="The most disk space.")] = None,
-    output: Annotated[Path, typer.Option("-o", "--output", help="The plan to write.")] = Path(
-        "plan.yaml"
-    ),
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The plan to write; - is standard output.")
+    ] = Path("plan.yaml"),
     pin: Annotated[
         list[str] | None,
         typer.Option(help="Fix decisions: 'layers.0-3: recompute'. May be given several times."),
@@ -53,10 +45,6 @@ def plan(
     ] = None,
     maximize: Annotated[
         str | None, typer.Option(help="batch-size or seq-len: the largest that fits.")
-    ] = None,
-    also: Annotated[
-        Path | None,
-        typer.Option(help="A second profile, of another size, from which to tell growth."),
     ] = None,
     pareto: Annotated[
         bool, typer.Option("--pareto", help="The front of memory against time; writes no plan.")
@@ -79,14 +67,15 @@ def plan(
         ),
     ] = None,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per update.")] = 1,
-    clip: Annotated[
-        bool,
+    updates: UpdatesOption = None,
+    clip: ClipOption = False,
+    allow: Annotated[
+        list[str] | None,
         typer.Option(
-            "--clip",
-            help="Update after backward, as clipping by the global norm needs; costs the overlap"
-            " of updates with backward.",
+            help="Let blocks take an activation option that is not exact; the plan says so."
+            " May be given several times."
         ),
-    ] = False,
+    ] = None,
     solver: Annotated[
         str, typer.Option(help="milp, or to compare: four-parameter, recompute-all, offload-all.")
     ] = "milp",
@@ -107,14 +96,25 @@ def plan(
     Without an option, a tier's budget is all of it that the profile saw. Of several devices, each
     takes its part of the node's host memory and disk. Ctrl-C ends the search with the best plan so
     far.
+
+    Examples: protrain plan profile.yaml --device-memory 1.5GiB --disk 20GiB -o plan.yaml
+    | protrain plan profile.yaml --pareto
+    | protrain plan profile.yaml --device-memory 24GiB --maximize batch-size
+    | protrain plan profile.yaml --pin 'layers.0-3: recompute' --explain
     """
-    writable(output)
-    from protrain_plan.planning.fluid import Fluid
-    from protrain_plan.planning.objectives import Objective, Question, ask
-    from protrain_plan.planning.pins import parse_pin, read_pins
-    from protrain_plan.planning.planner import SOLVERS, Solver
-    from protrain_plan.planning.search import Effort
-    from protrain_plan.simulation.ranks import group_on, profile_of_rank
+    from protrain_plan.commands.output import destination, interruptible, progress, show
+    from protrain_plan.presentation.plans import answer_json, answer_text, search_text
+    from protrain_plan.records import read_profile, write_plan
+    from protrain_plan.records.plan import Budgets
+
+    target = output if pareto else destination(output)  # a front is printed
+    lp_target = None if lp is None else destination(lp, option="--lp")
+    from protrain_plan.planning.model.fluid import Fluid
+    from protrain_plan.planning.model.pins import parse_pin, read_pins
+    from protrain_plan.planning.questions.objectives import Objective, Question, ask
+    from protrain_plan.planning.questions.planner import SOLVERS, Solver
+    from protrain_plan.planning.search.local_search import Effort
+    from protrain_plan.program.group import group_on, profile_of_rank
 
     solver_name: Solver = choice("--solver", solver, SOLVERS)
     objectives = [
@@ -128,8 +128,6 @@ def plan(
     ]
     if len(objectives) > 1:
         raise ProtrainError(f"{objectives[0]} and {objectives[1]} ask for different things")
-    if also is not None and maximize is None:
-        raise ProtrainError("is for --maximize", key="--also")
     record = read_profile(profile)
     refuse_host_memory(host_memory, [record.hardware])
     group = group_on(record.hardware, num_devices, num_nodes=nodes, num_replicas=replicas or 1)
@@ -145,21 +143,19 @@ def plan(
             host=size("--host-memory", host_memory, tiers.get("host", 0)) // ranks,
             disk=size("--disk", disk, tiers.get("disk", 0)) // ranks,
         ),
-        updates="after backward" if clip else "in backward",
+        updates=updates_of(updates, clip=clip),
         micro_batches=accumulate,
+        allow=tuple(allow or ()),
         pins=(*(read_pins(pins) if pins else ()), *(parse_pin(text) for text in pin or ())),
     )
     objective = Objective(
         max_slowdown=max_slowdown,
         maximize=None if maximize is None else choice("--maximize", maximize, QUANTITIES),
-        also=None if also is None else read_profile(also),
         pareto_points=points if pareto else None,
     )
-    if lp is not None:
-        writable(lp)
     with progress(quiet=as_json) as report, interruptible() as interrupted:
-        if lp is not None:
-            Fluid(question.problem()).write_lp(lp)
+        if lp_target is not None:
+            Fluid(question.problem()).write_lp(lp_target)
 
         def tell(stage: str, step_seconds: float | None, bound_seconds: float | None) -> None:
             report(search_text(stage, step_seconds, bound_seconds), 0.5)
@@ -169,10 +165,10 @@ def plan(
         )
         answer = ask(question, objective, effort=effort, solver=solver_name, progress=tell)
     if answer.solved is not None and not pareto:
-        write_plan(answer.solved.plan, output)
+        write_plan(answer.solved.plan, target)
     explanation = None
     if explain and answer.solved is not None:
-        from protrain_plan.planning.explaining import explain as explained
+        from protrain_plan.planning.explain.explaining import explain as explained
 
         explanation = explained(answer.profile, answer.solved.plan)
     show(

@@ -6,19 +6,8 @@ from typing import Annotated, get_args
 
 import typer
 
-from protrain_plan.commands.measuring import Request, estimated, measured, measured_apart
-from protrain_plan.commands.options import JsonOption, SpillOption, choice, writable
-from protrain_plan.commands.output import progress, show
+from protrain_plan.commands.options import JsonOption, NoCacheOption, SpillOption, choice
 from protrain_plan.errors import ProtrainError
-from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.records import write_profile
-from protrain_plan.records.profile import DType, Precision
-from protrain_plan.rendering.profiles import profile_json, profile_text
-
-EXAMPLES = (
-    "Examples: protrain profile smollm2-135m --batch-size 1 --seq-len 256 -o profile.yaml"
-    " | protrain profile llama-3.1-8b --on rtx-4090 --dtype bfloat16 --seq-len 4096"
-)
 
 
 def profile(
@@ -30,9 +19,9 @@ def profile(
             show_default=False,
         ),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The profile to write.")] = Path(
-        "profile.yaml"
-    ),
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The profile to write; - is standard output.")
+    ] = Path("profile.yaml"),
     batch_size: Annotated[
         int, typer.Option(min=1, help="Sequences, images or pairs per batch.")
     ] = 1,
@@ -112,12 +101,24 @@ def profile(
             " model's code may crash.",
         ),
     ] = False,
+    no_cache: NoCacheOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Record what a model costs, unit by unit, in bytes and seconds.
 
     Measured on this machine; with --on estimated, for another one, with no device at all.
+
+    Examples: protrain profile smollm2-135m --batch-size 1 --seq-len 256 -o profile.yaml
+    | protrain profile llama-3.1-8b --on rtx-4090 --dtype bfloat16 --seq-len 4096
     """
+    from protrain_plan.commands.measuring import Request, estimated, measured, measured_apart
+    from protrain_plan.commands.output import destination, progress, show
+    from protrain_plan.hardware.catalogue import load_hardware
+    from protrain_plan.presentation.profiles import profile_json, profile_text
+    from protrain_plan.profiling.estimate_cache import EstimateCache
+    from protrain_plan.records import write_profile
+    from protrain_plan.records.profile import DType, Precision
+
     dtype_name: DType = choice("--dtype", dtype, get_args(DType))
     precision_name: Precision = choice("--precision", precision, get_args(Precision))
     machine = None if on is None else load_hardware(on)
@@ -139,7 +140,7 @@ def profile(
         ):
             if value is not None:
                 raise ProtrainError("is for measuring; --on estimates", key=option)
-    writable(output)
+    target = destination(output)
     request = Request(
         model=model,
         batch_size=batch_size,
@@ -158,10 +159,10 @@ def profile(
     )
     with progress(quiet=as_json, threaded=not in_process) as report:
         if machine is not None:
-            record = estimated(request, machine, report)
+            [[record]] = estimated([request], [machine], report, EstimateCache(off=no_cache))
         else:
             record = (measured if in_process else measured_apart)(request, report)
     if joined is not None:
         record = replace(record, hardware=replace(record.hardware, interconnect=joined))
-    write_profile(record, output)
+    write_profile(record, target)
     show(as_json, profile_json(record), lambda: profile_text(record, output))

@@ -1,26 +1,21 @@
 """`protrain run`."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from protrain_plan.checking.cases import opened, read_files
-from protrain_plan.commands.options import JsonOption, SpillOption, size, writable
-from protrain_plan.commands.output import progress, show
+from protrain_plan.commands.options import JsonOption, SpillOption, size
 from protrain_plan.errors import ProtrainError
-from protrain_plan.records import read_plan
-from protrain_plan.records.hardware import is_accelerator
-from protrain_plan.records.profile import Profile
-from protrain_plan.rendering.runs import run_json, run_text
-from protrain_plan.simulation.promises import exceeded
-from protrain_plan.simulation.recording import write_recording
 
-EXAMPLES = (
-    "Examples: protrain run plan.yaml --steps 10 --verify"
-    " | protrain run plan.yaml --record recording.json"
-)
+if TYPE_CHECKING:
+    from protrain_plan.simulation.promises import Excess
+    from protrain_runtime.preparation import Check
+    from protrain_runtime.ranks.launching import Launched
 
 
 def run(
@@ -60,6 +55,14 @@ def run(
             help="Compare the first three steps with a plain copy's, and stop where a bit differs.",
         ),
     ] = False,
+    check_spills: Annotated[
+        bool,
+        typer.Option(
+            "--check-spills",
+            help="Compare what comes back from host memory and disk with what went there, and stop"
+            " where a bit differs.",
+        ),
+    ] = False,
     recording: Annotated[
         Path | None,
         typer.Option(
@@ -73,77 +76,106 @@ def run(
     spill_directory: SpillOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train the planned model on real text, and show measured beside predicted memory."""
-    record = read_plan(plan)
-    if plain and verify:
-        raise ProtrainError("--verify runs plain PyTorch too", fix="leave --plain out")
-    if save_every is not None and save is None:
-        raise ProtrainError(
-            "there is no directory to save to", key="--save-every", fix="--save DIR"
-        )
-    if check and plain:
-        raise ProtrainError("--check is of planned steps", fix="leave --plain out")
-    if recording is not None:
-        if plain:
-            raise ProtrainError("--record is of a planned step", fix="leave --plain out")
-        writable(recording, option="--record")
-    if memory_limit is not None:
-        _limit(size("--memory-limit", memory_limit, 0))
-    from protrain_plan.running import NO_CHECKPOINTS, Checkpoints, Run, train
-    from protrain_runtime.checking import CHECKED_STEPS
-    from protrain_runtime.launching import joined
-    from protrain_runtime.measure import return_freed_memory
+    """Train the planned model on real text, and show measured beside predicted memory.
 
-    if not is_accelerator(record.workload.device):
-        return_freed_memory()
+    Examples: protrain run plan.yaml --steps 10 --verify
+    | protrain run plan.yaml --record recording.json
+    """
+    from protrain_plan.checking.plan_files import opened, read_files
+    from protrain_plan.commands.output import destination, progress, show
+    from protrain_plan.presentation.runs import run_json, run_text
+    from protrain_plan.program.recording import write_recording
+    from protrain_plan.records import fingerprint, read_plan
+    from protrain_plan.records.hardware import is_accelerator
+    from protrain_plan.records.profile import Profile
+    from protrain_plan.simulation.promises import exceeded
 
-    def trained(
-        label: str,
-        report: Callable[[str, float], None],
-        *,
-        plain: bool,
-        checkpoints: Checkpoints = NO_CHECKPOINTS,
-    ) -> Run:
-        def on_step(step: int, loss: float) -> None:
-            report(f"{label}: step {step + 1} of {steps}, loss {loss:.4f}", (step + 1) / steps)
+    with _launched() as who:
+        record = read_plan(plan)
+        _check_options(plain=plain, verify=verify, save=save, every=save_every, record=recording)
+        target = None if recording is None else destination(recording, option="--record")
+        asked = _asked(check=check, check_spills=check_spills, plain=plain)
+        if memory_limit is not None:
+            _limit(size("--memory-limit", memory_limit, 0))
+        from protrain_plan.commands.training import NO_CHECKPOINTS, Checkpoints, Run, train
+        from protrain_runtime.devices.memory_meter import return_freed_memory
 
-        report(f"{label}: preparing", 0.0)
-        return train(
-            record,
-            num_steps=steps,
-            plain=plain,
-            text=text,
-            spill_directory=spill_directory,
-            checked=check and not plain,
-            recorded=recording is not None and not plain,
-            on_step=on_step,
-            checkpoints=checkpoints,
-            rank=rank,
-            profile=beside,
-            device=device,
-        )
+        if not is_accelerator(record.workload.device):
+            return_freed_memory()
+        rank = 0
+        if who is not None:
+            rank = who.rank
+            who.agree(
+                "protrain run",
+                {
+                    "plan": fingerprint(record),
+                    "--steps": str(steps),
+                    "--plain": str(plain),
+                    "--verify": str(verify),
+                    "--save": str(save),
+                    "--save-every": str(save_every),
+                    "--resume": str(resume),
+                    "--check": str(asked),
+                    "--record": str(recording),
+                },
+            )
 
-    def beside() -> Profile | None:
-        case = opened(read_files(plan))
-        return case.profile if case else None
+        def trained(
+            label: str,
+            report: Callable[[str, float], None],
+            *,
+            plain: bool,
+            checkpoints: Checkpoints = NO_CHECKPOINTS,
+            measured: bool = True,
+        ) -> Run:
+            def on_step(step: int, loss: float) -> None:
+                report(f"{label}: step {step + 1} of {steps}, loss {loss:.4f}", (step + 1) / steps)
 
-    checkpoints = Checkpoints(resume=resume, directory=save, every=save_every)
+            report(f"{label}: preparing", 0.0)
+            return train(
+                record,
+                num_steps=steps,
+                plain=plain,
+                text=text,
+                spill_directory=spill_directory,
+                check=None if plain else asked,
+                recorded=recording is not None and not plain,
+                on_step=on_step,
+                checkpoints=checkpoints,
+                rank=rank,
+                profile=beside,
+                device=device,
+                measured=measured,
+            )
 
-    with (
-        joined(record.workload.device) as (rank, _),
-        progress(quiet=as_json or rank > 0, threaded=False) as report,
-    ):
-        label = "plain" if plain else "planned"
-        result = trained(label, report, plain=plain, checkpoints=checkpoints)
-        reference = trained("plain", report, plain=True) if verify else None
+        def beside() -> Profile | None:
+            case = opened(read_files(plan))
+            return case.profile if case else None
+
+        checkpoints = Checkpoints(resume=resume, directory=save, every=save_every)
+
+        with (
+            nullcontext() if who is None else who.joined(record.workload.device),
+            progress(quiet=as_json or rank > 0, threaded=False) as report,
+        ):
+            label = "plain" if plain else "planned"
+            result = trained(label, report, plain=plain, checkpoints=checkpoints)
+            # Only its losses and parameters are compared: nothing is measured.
+            reference = trained("plain", report, plain=True, measured=False) if verify else None
     if rank > 0:  # one speaks for all
         return
     # A plain copy that is compared with stands beside the first steps.
+    from protrain_runtime.diagnostics.checking import CHECKED_STEPS
+
     alone = not plain and not (check and steps - result.first_step <= CHECKED_STEPS)
     measured = result.measured_peak_bytes if alone else None
-    overruns = () if measured is None else exceeded(record, measured, result.slot_bytes, beside())
-    if recording is not None and result.recording is not None:
-        write_recording(result.recording, recording)
+    overruns: tuple[Excess, ...] = ()
+    if measured is not None:
+        # What the allocator held is shown; a limit on it is the device's to hold.
+        tensors = replace(measured, allocator=0)
+        overruns = exceeded(record, tensors, result.slot_bytes, beside())
+    if target is not None and result.recording is not None:
+        write_recording(result.recording, target)
     verified = None
     if reference is not None:
         same = reference.losses[result.first_step :] == result.losses  # that one had no break
@@ -155,6 +187,52 @@ def run(
     )
     if verify and (overruns or not verified):
         raise typer.Exit(1)
+
+
+@contextmanager
+def _launched() -> Iterator["Launched | None"]:
+    """This rank among the others, which are told what fails inside; None without a launcher."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield None
+        return
+    from protrain_runtime.ranks.launching import launched
+
+    who = launched()
+    with who.together("protrain run"):
+        yield who
+
+
+def _asked(*, check: bool, check_spills: bool, plain: bool) -> "Check | None":
+    """What planned steps compare. ProtrainError for both checks, or with --plain."""
+    checks: dict[str, Check] = {}
+    if check:
+        checks["--check"] = "bitwise"
+    if check_spills:
+        checks["--check-spills"] = "spills"
+    if checks and plain:
+        raise ProtrainError(f"{next(iter(checks))} is of planned steps", fix="leave --plain out")
+    if len(checks) > 1:
+        raise ProtrainError(f"{' and '.join(checks)} are two runs", fix="name one of them")
+    return next(iter(checks.values()), None)
+
+
+def _check_options(
+    *,
+    plain: bool,
+    verify: bool,
+    save: Path | None,
+    every: int | None,
+    record: Path | None,
+) -> None:
+    """ProtrainError for options that do not go together, or name what cannot be written."""
+    if plain and verify:
+        raise ProtrainError("--verify runs plain PyTorch too", fix="leave --plain out")
+    if every is not None and save is None:
+        raise ProtrainError(
+            "there is no directory to save to", key="--save-every", fix="--save DIR"
+        )
+    if record is not None and plain:
+        raise ProtrainError("--record is of a planned step", fix="leave --plain out")
 
 
 def _limit(num_bytes: int) -> None:

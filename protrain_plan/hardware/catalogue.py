@@ -1,6 +1,7 @@
 """The shipped catalogue: published machines as `Hardware` records. No torch, no network."""
 
 import difflib
+import os
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -28,7 +29,8 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
         file = _folder().joinpath(f"{text}.yaml")
         return loads_hardware(file.read_text(encoding="utf-8"), file.name)
     path = Path(name_or_path)
-    if path.is_file() or path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+    is_file = os.path.isfile(path)  # noqa: PTH113  (a name that no file can have is none)
+    if is_file or path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         return _hardware_in(read_text(path), text)
     near, names = _near(text.lower()), ", ".join(hardware_names())
     raise ProtrainError(

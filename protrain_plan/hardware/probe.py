@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,26 +14,28 @@ from pathlib import Path
 import torch
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.hardware.interference import (
+from protrain_plan.hardware.speeds import (
+    Overheads,
     contention,
     in_worker,
     kept_fraction,
     lane_update,
+    measure_overheads,
+    measure_rates,
+    median_seconds,
     rates_together,
     runs_per_second,
     small_compute,
     update_step,
 )
-from protrain_plan.hardware.overheads import Overheads, measure_overheads
-from protrain_plan.hardware.rates import measure_rates
 from protrain_plan.records.hardware import Contention, Device, Hardware, Link, Tier
 from protrain_plan.records.profile import DType
 from protrain_plan.units import four_digits
-from protrain_runtime import devices
-from protrain_runtime.lanes import Backend
-from protrain_runtime.measure import process_memory
-from protrain_runtime.stores import DiskStore
-from protrain_runtime.update_team import UpdateTeam, spare_threads
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.lanes import Backend
+from protrain_runtime.devices.memory_meter import process_memory
+from protrain_runtime.devices.stores import DiskStore
+from protrain_runtime.states.updates import UpdateTeam, spare_threads
 
 _BUFFER_BYTES = 2**20
 """What models that a CPU trains move at a time: tensors of up to a few MiB, too small for the huge
@@ -43,7 +44,7 @@ _FILE_BYTES = 128 * _BUFFER_BYTES  # per direction
 _ROUNDS = 3
 
 Progress = Callable[[str, float], None]
-"""Told of what is being measured, and of the share that is done."""
+"""Told what is being done, and the fraction that is done."""
 
 
 def probe(
@@ -116,20 +117,21 @@ def _below(device: torch.device, directory: Path, dtype: DType, progress: Progre
             with contextlib.closing(UpdateTeam(spare_threads(device))) as team:
                 return _Below(
                     tiers=(host, disk),
-                    read=_left_beside(compute, pinned.read),
-                    write=_left_beside(compute, pinned.write),
-                    update=_left_beside(compute, lane_update(dtype, team)),
+                    read=contention(compute, pinned.read, num_rounds=1),
+                    write=contention(compute, pinned.write, num_rounds=1),
+                    update=contention(compute, lane_update(dtype, team), num_rounds=1),
                 )
         progress("measuring the runtime itself", 0.25)
         overheads = measure_overheads(directory)
         progress("measuring what lanes and compute leave each other", 0.3)
         link = replace(link, latency_s=overheads.transfer_s)
+        compute = small_compute(device)
         return _Below(
             tiers=(replace(disk, link=link),),
             overheads=overheads,
-            read=contention(reads.read),
-            write=contention(writes.write),
-            update=contention(update_step(dtype, device=devices.HOST)),
+            read=contention(compute, reads.read),
+            write=contention(compute, writes.write),
+            update=contention(compute, update_step(dtype, device=device)),
         )
 
 
@@ -216,7 +218,7 @@ class SpillFile:
             self._store.read(at, self._target(at))
 
     def _target(self, at: int) -> torch.Tensor:
-        """Where the buffer that stands at `at` is read to."""
+        """Where the buffer at `at` is read to."""
         if devices.on_host(self._device):
             # The system's own pages: the C library may have some that were touched before.
             return torch.frombuffer(mmap.mmap(-1, _BUFFER_BYTES), dtype=torch.uint8)
@@ -250,19 +252,12 @@ def _disk_link(reads: SpillFile, writes: SpillFile) -> Link:
         read_beside, write_beside = rates_together(reads.read, writes.write)
         kept.append((read_beside / read_rates[-1] + write_beside / write_rates[-1]) / 2)
     page = torch.empty(4096, dtype=torch.uint8)
-    latencies = [_seconds(lambda: reads.read_little(page)) for _ in range(50)]
     return Link(
         read_bytes_per_s=reads.num_bytes * statistics.median(read_rates),
         write_bytes_per_s=writes.num_bytes * statistics.median(write_rates),
-        latency_s=statistics.median(latencies),
+        latency_s=median_seconds(lambda: reads.read_little(page), num_runs=50),
         duplex=kept_fraction(kept, at_least=0.5),
     )
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 # --- pinned host memory of a machine with an accelerator ------------------------------------------
@@ -307,7 +302,8 @@ class PinnedLink:
     def measured(self) -> Link:
         """The link that the copies make, from medians of a few each."""
         read_s, write_s, both_s, little_s = (
-            self._seconds(copy) for copy in (self.read, self.write, self.both, self.read_little)
+            median_seconds(copy, num_runs=5)
+            for copy in (self.read, self.write, self.both, self.read_little)
         )
         return Link(
             read_bytes_per_s=self._num_bytes / read_s,
@@ -324,25 +320,3 @@ class PinnedLink:
     def _start_write(self) -> None:
         with self._down:
             self._down_host.copy_(self._down_device, non_blocking=True)
-
-    def _seconds(self, copy: Callable[[], None]) -> float:
-        copy()
-        copy()  # two to warm up
-        return statistics.median(_seconds(copy) for _ in range(5))
-
-
-def _left_beside(compute: Callable[[], None], lane: Callable[[], None]) -> Contention:
-    """What compute on an accelerator and a lane in a thread of the host leave each other.
-
-    One window of each alone and one of both: half a second. Copies and the host's updates run on
-    other hardware than compute, so that little is taken, but they share its memory and the link.
-    """
-    compute()
-    in_worker(lane)
-    compute_alone = runs_per_second(compute)
-    lane_alone = in_worker(lambda: runs_per_second(lane))
-    compute_beside, lane_beside = rates_together(compute, lane)
-    return Contention(
-        compute=four_digits(kept_fraction([compute_beside / compute_alone])),
-        lane=four_digits(kept_fraction([lane_beside / lane_alone])),
-    )

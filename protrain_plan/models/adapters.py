@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from protrain_plan.errors import ProtrainError
+from protrain_plan.errors import ProtrainError, cut
 
 ALL_LINEAR = "all-linear"
 _KIND = "lora"
+_MAX_DIGITS = 6  # of ranks
 _EXAMPLE = "r=16, or r=16,alpha=32,targets=q_proj+v_proj"
 
 
@@ -75,15 +76,17 @@ def _lora(entries: list[str], text: str, *, key: str) -> Lora:
 
 
 def _count(name: str, text: str, key: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ProtrainError(f"expected {name} to be a whole number above 0, got {text!r}", key=key)
+    if not text.isdecimal() or len(text) > _MAX_DIGITS or int(text) < 1:
+        raise ProtrainError(
+            f"expected {name} to be a whole number above 0, got {cut(text)!r}", key=key
+        )
     return int(text)
 
 
 def adapted(model: nn.Module, adapter: str, *, source: str) -> nn.Module:
     """The model with its adapter, as `peft` wraps it; the model itself where there is none.
 
-    Adapters have the dtype and the device of the layers that they stand beside. ProtrainError
+    Adapters have the dtype and the device of the layers that they are added to. ProtrainError
     where peft is missing, or the model has no such layers.
     """
     lora = read_adapter(adapter)

@@ -1,10 +1,15 @@
-"""What every kind of model source needs to build: dtypes, and random states that are given back."""
+"""What every kind of model source needs to build a model.
 
+Seeds and deterministic kernels, models without memory for their parameters, limits on their sizes,
+and how the dtype and the precision of a workload become dtypes of parameters and of computation.
+"""
+
+import functools
 import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, assert_never
 
 import torch
 from torch import nn
@@ -15,9 +20,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.records.profile import DType
+from protrain_plan.records.profile import DType, Precision
 from protrain_plan.units import format_bytes
-from protrain_runtime import devices
+from protrain_runtime.devices import device as devices
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     "float32": torch.float32,
@@ -81,19 +86,11 @@ def without_parameters() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def no_larger_than(most_bytes: int, *, source: str) -> Iterator[None]:
+def no_larger_than(most_bytes: int, *, source: str) -> AbstractContextManager[None]:
     """ProtrainError, naming the source, once modules that are built inside have more parameters."""
-    known = WeakTensorKeyDictionary()
-    total = 0
 
-    def counted(_: nn.Module, __: str, parameter: Any) -> None:
-        nonlocal total
-        if parameter is None or is_lazy(parameter) or parameter in known:
-            return
-        known[parameter] = None
-        total += parameter.numel() * parameter.itemsize
-        if total > most_bytes:
+    def refuse(_: int, __: int, num_bytes: int) -> None:
+        if num_bytes > most_bytes:
             raise ProtrainError(
                 "the factory cannot be run without memory for its model, and the model takes more"
                 f" than the {format_bytes(most_bytes)} that may be taken to see a batch",
@@ -101,6 +98,46 @@ def no_larger_than(most_bytes: int, *, source: str) -> Iterator[None]:
                 fix="let the factory build the model of plain modules (nn.Linear, ...), which are"
                 " built without memory, or make its batches without looking at parameters",
             )
+
+    return _counting(refuse)
+
+
+MAX_TENSORS = 100_000
+"""Parameters of a model that a configuration describes, each of which is a tensor."""
+MAX_PARAMETERS = 10**13
+"""The same in numbers: twenty times the largest published model."""
+
+
+def of_a_size(*, source: str) -> AbstractContextManager[None]:
+    """ProtrainError once what is built inside has more parameters than any model."""
+
+    def refuse(num_tensors: int, num_elements: int, _: int) -> None:
+        if num_tensors > MAX_TENSORS or num_elements > MAX_PARAMETERS:
+            what = f"{MAX_TENSORS} tensors" if num_tensors > MAX_TENSORS else f"{MAX_PARAMETERS}"
+            raise ProtrainError(
+                f"the configuration is of a model with more than {what} of parameters",
+                source=source,
+                fix="look at its numbers of layers and experts, and at its widths",
+            )
+
+    return _counting(refuse)
+
+
+@contextmanager
+def _counting(told: Callable[[int, int, int], None]) -> Iterator[None]:
+    """`told` hears how many tensors, elements and bytes the parameters built inside have so far."""
+    known = WeakTensorKeyDictionary()
+    tensors = elements = num_bytes = 0
+
+    def counted(_: nn.Module, __: str, parameter: Any) -> None:
+        nonlocal tensors, elements, num_bytes
+        if parameter is None or is_lazy(parameter) or parameter in known:
+            return
+        known[parameter] = None
+        tensors += 1
+        elements += parameter.numel()
+        num_bytes += parameter.numel() * parameter.itemsize
+        told(tensors, elements, num_bytes)
 
     with _each_parameter(counted):
         yield
@@ -159,13 +196,73 @@ def moved(
     if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
         model._apply(converted)
         return model
-    made: dict[torch.Tensor, torch.Tensor] = {}  # a tied parameter stays one
+    remake_tensors(model, lambda tensor: converted(tensor.detach()))
+    return model
+
+
+def remake_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put `make(tensor)` into the place of every parameter and buffer, in the model's order.
+
+    A tensor that is there twice (a tied parameter) stays one. Parameters stay parameters.
+    """
+    made: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
-        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        for name, tensor in own:
-            if tensor not in made:
-                found = converted(tensor.detach())
-                is_parameter = isinstance(tensor, nn.Parameter)
-                made[tensor] = nn.Parameter(found, tensor.requires_grad) if is_parameter else found
-            setattr(module, name, made[tensor])
+        places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for place in places:
+            for name, tensor in place.items():
+                if tensor is None:
+                    continue
+                if tensor not in made:
+                    found = make(tensor)
+                    if isinstance(tensor, nn.Parameter) and found is not tensor:
+                        found = nn.Parameter(found, tensor.requires_grad)
+                    made[tensor] = found
+                place[name] = made[tensor]
+
+
+def parameter_dtype(dtype: DType, precision: Precision) -> torch.dtype:
+    """What the model's parameters are stored in; ProtrainError where the two do not go together."""
+    match precision:
+        case "pure":
+            return TORCH_DTYPES[dtype]
+        case "autocast":
+            stored, reason = torch.float32, "float32 parameters are cast to a narrower one"
+        case "master":
+            stored = TORCH_DTYPES[dtype]
+            reason = "float32 copies stand for parameters of a narrower one"
+        case _:
+            assert_never(precision)
+    if dtype == "float32":
+        raise ProtrainError(
+            f"{precision} needs the dtype bfloat16 or float16, got float32: {reason}",
+            key="precision",
+            fix="--dtype bfloat16, or --precision pure",
+        )
+    return stored
+
+
+def stepped_dtype(dtype: DType, precision: Precision) -> DType:
+    """What the optimizer steps on."""
+    return dtype if precision == "pure" else "float32"
+
+
+def computing_in(model: nn.Module, dtype: DType, precision: Precision) -> nn.Module:
+    """The model, with its forward under autocast where the precision says so.
+
+    Autocast belongs to the model, so that whoever calls it computes the same. Its cache of cast
+    weights is off: it would keep a copy of every parameter until the forward ends, also of those
+    that have left the device, and a recomputed block would not get it back.
+    """
+    if precision != "autocast":
+        return model
+    forward, narrow = model.forward, TORCH_DTYPES[dtype]
+
+    @functools.wraps(forward)
+    def under_autocast(*args: object, **kwargs: object) -> object:
+        # Asked when it runs: a model may be built without memory for its parameters.
+        device_type = next(p.device.type for p in model.parameters() if not p.is_meta)
+        with torch.autocast(device_type, dtype=narrow, cache_enabled=False):
+            return forward(*args, **kwargs)
+
+    model.forward = under_autocast
     return model

@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.records.profile import Precision
+from protrain_runtime.states.master_weights import with_master_weights
 
 OptimizerFactory = Callable[[ParamsT], Optimizer]
 
@@ -69,10 +71,14 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 DEFAULT_OPTIMIZER = "adamw"
 
 
-def optimizer_factory(name: str) -> OptimizerFactory:
-    """What makes the optimizer of that name; ProtrainError, with those known, for another name."""
+def optimizer_factory(name: str, precision: Precision = "pure") -> OptimizerFactory:
+    """What makes the optimizer of that name, on master weights where the precision says so.
+
+    ProtrainError, with those known, for another name.
+    """
     try:
-        return OPTIMIZERS[name]
+        plain = OPTIMIZERS[name]
+        return with_master_weights(plain) if precision == "master" else plain
     except KeyError:
         near = difflib.get_close_matches(name, OPTIMIZERS, n=1)
         raise ProtrainError(

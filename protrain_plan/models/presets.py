@@ -1,9 +1,14 @@
-"""The shipped catalogue: published model configurations as data. No torch, no network."""
+"""Configurations as data: those of files, and shipped ones as published. No torch, no network."""
 
 import json
+import os
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.records.files import read_text
 
 JsonObject = dict[str, object]
 
@@ -65,6 +70,43 @@ def preset_config(name: str) -> JsonObject:
     config = json.loads(_folder().joinpath(f"{name}.json").read_text(encoding="utf-8"))
     assert isinstance(config, dict)
     return config
+
+
+def read_config(model: str) -> JsonObject | None:
+    """The configuration of a preset, or of a config.json (or the folder with it), without notes.
+
+    None where the MODEL argument names neither: a factory. ProtrainError for a file without one.
+    """
+    if model in preset_names():
+        return _without_notes(preset_config(model))
+    path = Path(model)
+    if os.path.isdir(path):  # noqa: PTH112  (a name that no file can have is none)
+        path = path / "config.json"
+    if os.path.isfile(path):  # noqa: PTH113
+        return parse_config(read_text(path), where=str(path))
+    return None
+
+
+def parse_config(text: str, *, where: str) -> JsonObject:
+    """The configuration that a text holds, without notes; ProtrainError where it holds none."""
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ProtrainError(
+            f"not JSON: {error.msg} at line {error.lineno}", source=where
+        ) from error
+    except (RecursionError, ValueError):  # an integer of thousands of digits
+        problem = "not JSON that can be read: nested too deeply, or a number is too long"
+        raise ProtrainError(problem, source=where) from None
+    if not isinstance(config, dict):
+        raise ProtrainError(f"expected a JSON object, got {type(config).__name__}", source=where)
+    return _without_notes(config)
+
+
+def _without_notes(config: JsonObject) -> JsonObject:
+    """What says how the model is built: no notes, nothing about weights or versions."""
+    dropped = ("transformers_version", "torch_dtype", "dtype")
+    return {k: v for k, v in config.items() if not k.startswith("_") and k not in dropped}
 
 
 def _folder() -> Traversable:

@@ -1,16 +1,413 @@
 """`load_source`: a MODEL argument becomes something that builds the model and its batches.
 
-Building is deterministic in the seed and leaves the global random states as they were.
+Either a Hugging Face configuration (`ConfigSource`), which is given random weights and fed with
+bytes of text, or the user's own code (`FactorySource`). Building is deterministic in the seed and
+leaves the global random states as they were.
 """
 
+import copy
 import difflib
+import importlib
+import importlib.util
 import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.models.factory import FactorySource
-from protrain_plan.models.hugging_face import ConfigSource
-from protrain_plan.models.presets import JsonObject, preset_config, preset_names
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+
+from protrain_plan.errors import ProtrainError, cut
+from protrain_plan.models.adapters import adapted
+from protrain_plan.models.batches import Batch, Request, batch_to, byte_tokens, inputs_of
+from protrain_plan.models.building import (
+    computing_in,
+    moved,
+    no_larger_than,
+    of_a_size,
+    parameter_dtype,
+    seeded,
+    without_parameters,
+)
+from protrain_plan.models.presets import JsonObject, parse_config, preset_names, read_config
+from protrain_plan.records.profile import DType, Precision
+from protrain_runtime.devices.memory_meter import return_freed_memory
+from protrain_runtime.devices.preflight import free_host_bytes
+
+_MAX_REASON = 500
+"""Characters of what transformers says that a message repeats."""
+
+MAX_NUMBER = 2**31
+"""The largest number of a configuration: tokens, positions, widths."""
+MAX_LAYERS = 480
+"""Of an encoder and of a decoder: together no more units than a record may have."""
+_COUNTS: tuple[tuple[int, re.Pattern[str]], ...] = (
+    (MAX_LAYERS, re.compile(r"(^|_)(n_?)?(layers?|depths?|blocks|stages)$")),
+    (16_384, re.compile(r"(^|_)(experts?|heads?|groups?)$")),
+)
+"""The most of what is built one by one, by how keys that count it end."""
+_MAX_DEPTH = 20
+
+
+def refuse_numbers(config: JsonObject, *, source: str) -> None:
+    """ProtrainError for a number that no model has: what is made of it could fill the memory."""
+    waiting: list[tuple[str, object, int]] = [("", config, 0)]
+    while waiting:
+        key, value, depth = waiting.pop()
+        last = key.rpartition(".")[2].partition("[")[0]
+        if depth > _MAX_DEPTH:
+            raise ProtrainError(f"nested more than {_MAX_DEPTH} deep", source=source)
+        if isinstance(value, dict):
+            prefix = f"{key}." if key else ""
+            waiting += ((f"{prefix}{cut(name)}", each, depth + 1) for name, each in value.items())
+        elif isinstance(value, list):
+            waiting += ((f"{key}[{n}]", each, depth + 1) for n, each in enumerate(value))
+        elif isinstance(value, int):
+            most = min([MAX_NUMBER, *(most for most, words in _COUNTS if words.search(last))])
+            if abs(value) > most:
+                shown = value if abs(value) < 2**63 else "more than 2**63"
+                raise ProtrainError(
+                    f"expected a number of at most {most}, got {shown}", source=source, key=key
+                )
+
+
+@dataclass(frozen=True)
+class ConfigSource:
+    """A Hugging Face configuration, given random weights."""
+
+    name: str  # the MODEL argument
+    config: JsonObject
+
+    @property
+    def model_config(self) -> str:
+        """For `Workload.model_config`: compact JSON that `load_source` reads again."""
+        return json.dumps(self.config, sort_keys=True, separators=(",", ":"))
+
+    def build(
+        self,
+        *,
+        dtype: DType = "float32",
+        precision: Precision = "pure",
+        adapter: str = "",
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> nn.Module:
+        """The model on `device` in train mode, without a key-value cache, attention by sdpa.
+
+        The weights are drawn on the CPU, so that they are the same for every device; on `meta`
+        none are drawn. ProtrainError where transformers is missing or refuses the configuration,
+        dtype and precision do not go together, or the adapter does not fit.
+        """
+        stored = parameter_dtype(dtype, precision)
+        config, model_class = self._config_and_class()
+        attention = "sdpa" if model_class._supports_sdpa else "eager"
+        on_meta = torch.device(device).type == "meta"
+        with seeded(seed), torch.device("meta" if on_meta else "cpu"):
+            try:
+                with of_a_size(source=self.name):
+                    model: nn.Module = model_class._from_config(
+                        config, attn_implementation=attention, dtype=stored
+                    )
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                raise  # of fake tensors: the configuration is not at fault
+            except ProtrainError:
+                raise
+            except Exception as error:  # a modelling file may fail in any way
+                raise self._refused(error) from error
+            model = adapted(model, adapter, source=self.name)
+        if torch.device(device).type not in ("cpu", "meta"):
+            model.to(device)
+        return computing_in(model, dtype, precision).train()
+
+    def batches(
+        self,
+        *,
+        batch_size: int,
+        seq_len: int,
+        dtype: DType = "float32",
+        precision: Precision = "pure",
+        device: torch.device | str = "cpu",
+        text: Path | None = None,
+        seed: int = 0,
+    ) -> Iterator[Batch]:
+        """Endless batches of what the architecture takes: see `inputs`.
+
+        For a language model {"input_ids", "labels"}, both int64 [batch_size, seq_len]. Features
+        that are no tokens are in the dtype of the parameters. ProtrainError where no batches are
+        known for the architecture, it has fewer than 256 tokens, or fewer positions than
+        `seq_len`.
+        """
+        stored = parameter_dtype(dtype, precision)
+        config, model_class = self._config_and_class()
+        request = Request(
+            source=self.name,
+            config=config,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            text=byte_tokens(text),
+            seed=seed,
+        )
+        with self._explained():
+            made = inputs_of(model_class.__name__, request)
+
+        def moved_batches() -> Iterator[Batch]:
+            while True:
+                with self._explained():
+                    inputs = next(made)
+                yield batch_to(inputs, device, stored)
+
+        return moved_batches()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """ProtrainError for what a number of the configuration leads to, such as a size of 0."""
+        try:
+            yield
+        except (AttributeError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
+            raise self._refused(error) from error
+
+    def _config_and_class(self) -> tuple[Any, Any]:
+        """Both of transformers; ProtrainError where it is missing, or refuses the configuration."""
+        try:
+            transformers = importlib.import_module("transformers")
+        except ImportError as error:
+            raise ProtrainError(
+                "a Hugging Face configuration needs the package transformers",
+                source=self.name,
+                fix="pip install transformers, or use package.module:factory",
+            ) from error
+        config = self._transformers_config(transformers)
+        return config, self._model_class(transformers, config)
+
+    def _transformers_config(self, transformers: ModuleType) -> Any:
+        refuse_numbers(self.config, source=self.name)
+        # A copy: transformers writes into nested mappings, such as those of rotary embeddings.
+        values = copy.deepcopy(self.config)
+        values = {k: v for k, v in values.items() if k not in ("model_type", "use_cache")}
+        model_type = self.config.get("model_type")
+        if not isinstance(model_type, str):
+            raise ProtrainError(
+                "the configuration does not say which architecture it is of",
+                source=self.name,
+                key="model_type",
+                fix='a config.json as published with a model, such as {"model_type": "llama", ...}',
+            )
+        try:
+            config = transformers.AutoConfig.for_model(model_type, **values, use_cache=False)
+            config.get_text_config().use_cache = False  # with a tower for images, too
+        except Exception as error:  # its validators raise classes of their own
+            if model_type not in transformers.CONFIG_MAPPING:
+                near = difflib.get_close_matches(model_type, transformers.CONFIG_MAPPING, n=1)
+                raise ProtrainError(
+                    f"transformers {transformers.__version__} has no architecture"
+                    f" {cut(model_type)!r}",
+                    source=self.name,
+                    key="model_type",
+                    fix=f"did you mean {near[0]!r}?" if near else None,
+                ) from error
+            raise self._refused(error) from error
+        return config
+
+    def _model_class(self, transformers: ModuleType, config: Any) -> Any:
+        from transformers.models.auto import modeling_auto as known
+
+        encodes = getattr(config, "is_encoder_decoder", False)
+        architectures = config.architectures
+        if architectures and not (
+            isinstance(architectures, list) and all(isinstance(one, str) for one in architectures)
+        ):
+            raise ProtrainError(
+                "expected a list of names of classes", source=self.name, key="architectures"
+            )
+        named = architectures or [
+            names[config.model_type]
+            for names in (
+                known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if encodes else {},
+                known.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES if encodes else {},
+                known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+                known.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+                known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+                known.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+                known.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+            )
+            if config.model_type in names
+        ]
+        found = None
+        if named:
+            with suppress(Exception):  # a class whose own packages are missing
+                found = getattr(transformers, named[0], None)
+        if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+            raise ProtrainError(
+                f"transformers {transformers.__version__} has no model class "
+                f"{cut(named[0]) if named else 'with a loss'!r} for {config.model_type!r}",
+                source=self.name,
+                key="architectures",
+            )
+        return found
+
+    def _refused(self, error: Exception) -> ProtrainError:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if len(reason) > _MAX_REASON:
+            reason = f"{reason[:_MAX_REASON]}..."
+        return ProtrainError(f"transformers refuses the configuration: {reason}", source=self.name)
+
+
+_SHARE_OF_FREE_MEMORY = 0.5
+"""For a model that is built to see its batches alone; as much may go into the batches."""
+
+
+class FactorySource:
+    """`package.module:factory`: the user's function returns (module, iterable of batches).
+
+    The working directory is searched for the package first. `path/to/file.py:factory` runs a file,
+    such as a training script. The batches are the user's: batch
+    size, sequence length and text of `batches` do not change them.
+    """
+
+    model_config = ""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._factory = _imported(name)
+        self._data: tuple[int, Iterable[object]] | None = None  # of the last build: seed, batches
+
+    def build(
+        self,
+        *,
+        dtype: DType = "float32",
+        precision: Precision = "pure",
+        adapter: str = "",
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> nn.Module:
+        """The factory's model in train mode, with its adapter.
+
+        Floating-point parameters and buffers are in the dtype that `precision` gives them.
+        ProtrainError where dtype and precision do not go together, or the adapter does not fit.
+        """
+        stored = parameter_dtype(dtype, precision)
+        model, data = self._made(seed)
+        self._data = (seed, data)
+        with seeded(seed):
+            model = adapted(moved(model, dtype=stored), adapter, source=self.name)
+        return computing_in(moved(model, device=device), dtype, precision).train()
+
+    def batches(
+        self,
+        *,
+        batch_size: int = 0,  # noqa: ARG002 (the signature of every source)
+        seq_len: int = 0,  # noqa: ARG002
+        dtype: DType = "float32",
+        precision: Precision = "pure",
+        device: torch.device | str = "cpu",
+        text: Path | None = None,  # noqa: ARG002
+        seed: int = 0,
+    ) -> Iterator[Batch]:
+        """The factory's batches on `device`; again from the start where they can be.
+
+        Floating-point tensors are in the dtype of the parameters. Before `build`, the factory is
+        run without memory for its model's parameters, if it can be. ProtrainError where it cannot
+        and the model would take half of the host's free memory.
+        """
+        stored = parameter_dtype(dtype, precision)
+        if self._data is None or self._data[0] != seed:
+            self._data = (seed, self._batches_alone(seed))
+        return (batch_to(batch, device, stored) for batch in _again_and_again(self._data[1]))
+
+    def _batches_alone(self, seed: int) -> Iterable[object]:
+        return_freed_memory()  # else the allocator keeps the room of parameters that are gone
+        try:
+            with without_parameters():
+                return self._made(seed)[1]
+        except ProtrainError:
+            raise
+        except Exception:  # noqa: BLE001 (the user's code, which may look at what is not there)
+            with no_larger_than(int(_SHARE_OF_FREE_MEMORY * free_host_bytes()), source=self.name):
+                return self._made(seed)[1]
+
+    def _made(self, seed: int) -> tuple[nn.Module, Iterable[object]]:
+        with seeded(seed):
+            made = self._factory()
+        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+            raise ProtrainError(
+                f"the factory returned {type(made).__name__}, not (nn.Module, batches)",
+                source=self.name,
+            )
+        model, data = made
+        if not isinstance(data, Iterable):
+            raise ProtrainError(
+                f"the factory's batches are {type(data).__name__}, which cannot be iterated",
+                source=self.name,
+            )
+        return model, data
+
+
+def _imported(name: str) -> Callable[[], object]:
+    module_name, _, attribute = name.rpartition(":")
+    is_file = module_name.endswith(".py")
+    try:
+        if is_file:
+            module = _run_file(Path(module_name))
+        else:
+            _search_first(Path.cwd())
+            module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ProtrainError(
+            f"cannot import {module_name!r}: {error}",
+            source=name,
+            fix=None
+            if is_file
+            else "package.module:factory, with the package installed or in the working directory,"
+            " or path/to/file.py:factory",
+        ) from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        near = difflib.get_close_matches(attribute, dir(module), n=1)
+        raise ProtrainError(
+            f"{module_name} has no function {attribute!r}",
+            source=name,
+            fix=f"did you mean {near[0]}?" if near else None,
+        )
+    return factory  # type: ignore[no-any-return]
+
+
+def _run_file(path: Path) -> ModuleType:
+    """The module that a file makes, which finds its neighbours as a script does."""
+    if not path.is_file():
+        raise ImportError("there is no such file")
+    _search_first(path.resolve().parent)
+    # A name of its own: a script may be called like an installed package.
+    spec = importlib.util.spec_from_file_location(f"factory in {path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its classes are looked up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _search_first(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _again_and_again(data: Iterable[object]) -> Iterator[object]:
+    empty = True
+    for batch in data:
+        empty = False
+        yield batch
+    while not empty and iter(data) is not data:  # a list or a loader, not a used-up iterator
+        yield from data
+
 
 ModelSource = ConfigSource | FactorySource
 
@@ -24,16 +421,10 @@ def load_source(model: str, *, model_config: str = "") -> ModelSource:
     where the file is not.
     ProtrainError, with the nearest preset names, where there is no such model.
     """
-    if model_config:
-        return ConfigSource(model, _parsed(model_config, where=model))
-    if model in preset_names():
-        return ConfigSource(model, _without_notes(preset_config(model)))
-    path = Path(model)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.is_file():
-        return ConfigSource(model, _parsed(_text(path), where=str(path)))
-    if ":" in model and path.suffix != ".json":
+    config = parse_config(model_config, where=model) if model_config else read_config(model)
+    if config is not None:
+        return ConfigSource(model, config)
+    if ":" in model and Path(model).suffix != ".json":
         return FactorySource(model)
     near = difflib.get_close_matches(model.lower(), preset_names(), n=3, cutoff=0.5)
     known = f"did you mean {' or '.join(near)}?" if near else "protrain models lists the presets"
@@ -41,28 +432,3 @@ def load_source(model: str, *, model_config: str = "") -> ModelSource:
         f"no such model: {model!r} is not a preset, a config.json or package.module:factory",
         fix=known,
     )
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProtrainError(f"cannot read the configuration: {error}", source=str(path)) from error
-
-
-def _parsed(text: str, *, where: str) -> JsonObject:
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ProtrainError(
-            f"not JSON: {error.msg} at line {error.lineno}", source=where
-        ) from error
-    if not isinstance(config, dict):
-        raise ProtrainError(f"expected a JSON object, got {type(config).__name__}", source=where)
-    return _without_notes(config)
-
-
-def _without_notes(config: JsonObject) -> JsonObject:
-    """What says how the model is built: no notes, nothing about weights or versions."""
-    dropped = ("transformers_version", "torch_dtype", "dtype")
-    return {k: v for k, v in config.items() if not k.startswith("_") and k not in dropped}

@@ -6,7 +6,8 @@ through has been read and not tried:
 
 - Dropout keeps a mask of one byte per element there, and one in the values' dtype here.
 - Attention with a mask, or in float32, saves sums padded to 32 rows, which is not counted.
-- The matrix library keeps workspaces in the allocator: counted in `fixed_bytes` (`_library_bytes`).
+- The matrix library keeps workspaces in the allocator: counted in `fixed_bytes`
+  (`DeviceType.library_bytes`).
 - The allocator's segments are larger than what it gives out of them: nothing is held back for that.
 
 Of other accelerators nothing was read: their models are to be profiled where they run. So are those
@@ -14,7 +15,6 @@ of processors that are no x86 ones, unless they are at hand.
 """
 
 from collections.abc import Mapping, Sequence, Set
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Required, TypedDict, Unpack
@@ -22,27 +22,27 @@ from typing import Required, TypedDict, Unpack
 import torch
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.models.building import TORCH_DTYPES
+from protrain_plan.hardware.probe import Progress
+from protrain_plan.hardware.roofline import OperatorLog
+from protrain_plan.hardware.workspaces import (
+    DEVICE_TYPES,
+    allocator_of,
+    device_type,
+    is_this_machine,
+)
+from protrain_plan.models.building import TORCH_DTYPES, parameter_dtype, stepped_dtype
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
-from protrain_plan.models.precision import parameter_dtype, stepped_dtype
 from protrain_plan.models.sources import ModelSource
-from protrain_plan.profiling.accounting import dissect, weight
-from protrain_plan.profiling.discovery import discover, fullest
-from protrain_plan.profiling.elision import elided, equal_blocks, filled
-from protrain_plan.profiling.execution import repeating, undisturbed
-from protrain_plan.profiling.faking import fake_batch, fake_model, faking, without_values
 from protrain_plan.profiling.measured import (
-    Progress,
     other_dtypes,
     refuse_sparse,
     workspace_fraction,
 )
-from protrain_plan.profiling.repeating import run_once
-from protrain_plan.profiling.roofline import OperatorLog
-from protrain_plan.profiling.standing import Loaded
-from protrain_plan.profiling.tracking import NUMBER_BYTES, FakeMeter
-from protrain_plan.profiling.workspaces import allocator_of, is_this_machine
-from protrain_plan.records.hardware import Device, DeviceKind, Hardware, Rates, is_accelerator
+from protrain_plan.profiling.memory.block_classes import filled
+from protrain_plan.profiling.memory.fake_meter import NUMBER_BYTES, FakeMeter
+from protrain_plan.profiling.memory.unit_bytes import Loaded, analyze_units, measure_bytes
+from protrain_plan.profiling.unit_by_unit import batches_of, faked
+from protrain_plan.records.hardware import DeviceKind, Hardware, Rates
 from protrain_plan.records.profile import (
     SPARSE,
     DType,
@@ -54,24 +54,8 @@ from protrain_plan.records.profile import (
     Workload,
 )
 from protrain_plan.units import four_digits
-from protrain_runtime.checkpointing import switch_off_checkpointing
-from protrain_runtime.fingerprint import model_fingerprint
-from protrain_runtime.inputs import with_batch_sizes
-from protrain_runtime.model_changes import model_tensors
-from protrain_runtime.parameters import refuse_parameters
-from protrain_runtime.pieces import elementwise_states
-
-_HANDLES = 2
-"""Of the matrix library: each thread has one, the one of forward and that of autograd."""
-
-_WORKSPACE_BYTES = 32 * 2**20
-"""Of a handle on a stream: 32 MiB from Hopper on, 8 MiB before; cuBLASLt shares it
-(aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize and
-unified_cublas_and_lt_workspaces; CUBLAS_WORKSPACE_CONFIG changes it)."""
-
-_AMD_WORKSPACE_BYTES = (128 + 76) * 2**20
-"""hipBLAS's and hipBLASLt's on MI300 (the same file)."""
-
+from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors, with_batch_sizes
+from protrain_runtime.states.update_rules import UpdateRule
 
 _OTHER_PROCESSORS = ("aarch64", "arm64", "ppc64le", "s390x", "riscv64", "loongarch64")
 """Names that `processor_name` gives to those that are no x86 ones."""
@@ -105,7 +89,7 @@ def estimates(
 ) -> list[Profile]:
     """A profile per machine; those that allocate alike share one run of the model's code."""
     for machine in machines:
-        _refuse_unknown(machine)
+        refuse_unknown(machine)
         _rates(machine)
     groups: dict[tuple[DeviceKind, int, bool], list[Hardware]] = {}
     for machine in machines:
@@ -120,8 +104,9 @@ def estimates(
     return [found[id(machine)] for machine in machines]
 
 
-def _refuse_unknown(machine: Hardware) -> None:
-    if machine.device.kind not in ("cpu", "cuda"):
+def refuse_unknown(machine: Hardware) -> None:
+    """ProtrainError where no model's bytes can be estimated for a machine from here."""
+    if machine.device.kind not in DEVICE_TYPES:
         raise ProtrainError(
             f"what operators take on devices of type '{machine.device.kind}' is not known, so that"
             " no bytes can be estimated",
@@ -138,14 +123,6 @@ def _refuse_unknown(machine: Hardware) -> None:
             key="device.name",
             fix="profile on the machine itself",
         )
-
-
-def _library_bytes(device: Device) -> int:
-    """What the device's matrix library keeps in the allocator, at most."""
-    if not is_accelerator(device.kind):
-        return 0
-    each = _AMD_WORKSPACE_BYTES if device.name.startswith("AMD") else _WORKSPACE_BYTES
-    return _HANDLES * each
 
 
 def _rates(machine: Hardware) -> Rates:
@@ -188,59 +165,39 @@ def _estimates(
     )
     progress("reading a batch", 0.0)
     loaded = Loaded() if kind == "cpu" else None
-    batches = source.batches(
-        batch_size=batch_size,
-        seq_len=seq_len,
-        dtype=dtype,
-        precision=precision,
-        text=text,
-        seed=seed,
-    )
-    given = next(iter(batches))
+    # Held while bytes are counted: what it keeps of a batch is memory in a run, too.
+    batches = batches_of(source, workload, text=text)
+    given = next(batches)
     data_bytes = 0 if loaded is None else loaded.num_bytes(given)
-    with faking(kind) as mode, without_values(source.name):
-        progress("building the model", 0.05)
-        model = fake_model(source, dtype=dtype, precision=precision, adapter=adapter, seed=seed)
-        refuse_parameters(model, source=source.name)
-        switch_off_checkpointing(model)
-        batch = fake_batch(mode, given)
-        workload = with_batch_sizes(workload, model, batch)
-        with undisturbed(model), ExitStack() as stack:
-            progress("finding units", 0.2)
-            start, execution = fullest(model, batch)
-            stack.enter_context(repeating(model, start))
-            found = discover(model, batch, execution)
-            once = run_once(model, [unit.module for unit in found], batch)
-            elision = equal_blocks(model, found, batch, alone=once)
-            with elided(found, elision):
-                progress("finding what is saved", 0.4)
-                anatomy = dissect(
-                    model,
-                    batch,
-                    found,
-                    device=kind,
-                    optimizer=optimizer,
-                    precision=precision,
-                    once=once,
-                )
-                progress("counting bytes and operations", 0.6)
-                steps: list[OperatorLog] = []
+    with faked(source, workload, given, progress=progress) as fake:
+        model = fake.model
+        workload = with_batch_sizes(workload, model, fake.batch)
+        progress("finding what is saved", 0.4)
+        structure = analyze_units(
+            model,
+            fake.batch,
+            fake.found,
+            device=kind,
+            optimizer=optimizer,
+            precision=precision,
+            once=fake.once,
+        )
+        progress("counting bytes and operations", 0.6)
+        steps: list[OperatorLog] = []
 
-                def meter() -> FakeMeter:
-                    steps.append(OperatorLog())
-                    return FakeMeter(allocator, steps[-1])
+        def meter() -> FakeMeter:
+            steps.append(OperatorLog())
+            return FakeMeter(allocator, steps[-1])
 
-                counted = weight(
-                    model, batch, anatomy, meter, optimizer=optimizer, precision=precision
-                )
-                units = counted.units
-                sparse = frozenset(unit.name for unit in units if unit.stays == SPARSE)
-                logs = dict(zip(anatomy.saved, steps, strict=False))  # mixtures come after
-                if allocator.python_scalars:
-                    units = [_with_numbers(unit) for unit in units]
-            timed = [filled(_timed(units, logs, _rates(m)), elision) for m in machines]
-        fingerprint, tensors = model_fingerprint(model), model_tensors(model)
-        beside = other_dtypes(model, workload)
+        counted = measure_bytes(model, fake.batch, structure, meter)
+    units = counted.units
+    sparse = frozenset(unit.name for unit in units if unit.stays == SPARSE)
+    logs = dict(zip(structure.saved, steps, strict=False))  # mixtures come after
+    if allocator.python_scalars:
+        units = [_with_numbers(unit) for unit in units]
+    timed = [filled(_timed(units, logs, _rates(m)), fake.block_classes) for m in machines]
+    fingerprint, tensors = model_fingerprint(model), model_tensors(model)
+    beside = other_dtypes(model, workload)
     refuse_sparse(sparse, optimizer, workload)
     costs = [
         _optimizer(optimizer, workload, _rates(machine), beside=beside, sparse=bool(sparse))
@@ -254,10 +211,11 @@ def _estimates(
             method="estimated",
             model_fingerprint=fingerprint,
             optimizer=cost,
-            base_bytes=anatomy.base_bytes + counted.left_bytes + data_bytes,
+            base_bytes=structure.base_bytes + counted.left_bytes + data_bytes,
             units=tuple(its_units),
             tensors=tensors,
-            fixed_bytes=anatomy.fixed_bytes + _library_bytes(machine.device),
+            fixed_bytes=structure.fixed_bytes
+            + device_type(kind).library_bytes(machine.device.name),
         )
         for machine, cost, its_units in zip(machines, costs, timed, strict=True)
     ]
@@ -304,9 +262,9 @@ def _optimizer(
     """The device's step moves bytes and computes next to nothing."""
     stepped = stepped_dtype(workload.dtype, workload.precision)
     stored = parameter_dtype(workload.dtype, workload.precision)
-    states = elementwise_states(optimizer_factory(name), TORCH_DTYPES[stepped]).values()
+    rule = UpdateRule.of(optimizer_factory(name), TORCH_DTYPES[stepped])
     moved = 2 * TORCH_DTYPES[stepped].itemsize + stored.itemsize  # read, written; the gradient
-    moved += 2 * sum(state.itemsize for state in states)
+    moved += 2 * rule.element_bytes
     if stored != TORCH_DTYPES[stepped]:
         moved += stored.itemsize  # the parameters that the model computes with
     return OptimizerCost(

@@ -1,44 +1,58 @@
 """`measure`: a profile of a model on the device that it runs on."""
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.hardware.interference import update_speeds
-from protrain_plan.hardware.overheads import measure_overheads
-from protrain_plan.hardware.probe import probe
+from protrain_plan.hardware.probe import Progress, probe
+from protrain_plan.hardware.speeds import measure_overheads, update_speeds
 from protrain_plan.models.batches import Batch
+from protrain_plan.models.building import parameter_dtype
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
-from protrain_plan.models.precision import parameter_dtype
 from protrain_plan.models.sources import ModelSource
-from protrain_plan.profiling import passes, whereabouts
-from protrain_plan.profiling.accounting import HELD_VIEWS, dissect, weight
-from protrain_plan.profiling.discovery import FoundUnit, discover, fullest
-from protrain_plan.profiling.elision import Elision, elided, equal_blocks, filled, with_inputs
-from protrain_plan.profiling.execution import (
+from protrain_plan.profiling.memory import passes
+from protrain_plan.profiling.memory.block_classes import (
+    BlockClasses,
+    equal_blocks,
+    filled,
+    stubs_in_place,
+    with_inputs,
+)
+from protrain_plan.profiling.memory.unit_bytes import (
+    HELD_VIEWS,
+    analyze_units,
+    measure_bytes,
+    other_bytes,
+)
+from protrain_plan.profiling.rehearsal import Rehearsal, Reserve, rehearse
+from protrain_plan.profiling.structure import whereabouts
+from protrain_plan.profiling.structure.discovery import (
+    FoundUnit,
     Start,
+    discover,
+    fullest,
     plain_attributes,
-    repeating,
+    starting_from,
     undisturbed,
 )
-from protrain_plan.profiling.rehearsal import Rehearsal, rehearse
-from protrain_plan.profiling.repeating import run_once
-from protrain_plan.profiling.reserving import Libraries, Reserve
-from protrain_plan.profiling.standing import other_bytes
+from protrain_plan.profiling.structure.rerun import run_once
 from protrain_plan.profiling.unit_by_unit import (
     SHARE_OF_FREE_MEMORY,
     Sketch,
+    batches_of,
     build_sparsely,
+    built,
     free_bytes,
     sketched,
 )
+from protrain_plan.program.compiling import program_of
+from protrain_plan.records.forms import FORMS
 from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.profile import (
     DType,
@@ -50,21 +64,14 @@ from protrain_plan.records.profile import (
     Unit,
     Workload,
 )
-from protrain_plan.simulation.sizes import compile_units
 from protrain_plan.simulation.timeline import simulated_seconds
 from protrain_plan.units import four_digits
-from protrain_runtime import devices
-from protrain_runtime.checkpointing import switch_off_checkpointing
-from protrain_runtime.compiled import refuse_compiled_around
-from protrain_runtime.fingerprint import model_fingerprint
-from protrain_runtime.inputs import with_batch_sizes
-from protrain_runtime.masters import with_master_weights
-from protrain_runtime.measure import MemoryMeter, device_of, storage_bytes
-from protrain_runtime.model_changes import model_tensors
-from protrain_runtime.parameters import refuse_parameters
-
-Progress = Callable[[str, float], None]
-"""Told what is being done, and the fraction that is done."""
+from protrain_runtime.activations.compiled import refuse_compiled_around
+from protrain_runtime.activations.recompute import switch_off_checkpointing
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.memory_meter import MemoryMeter, device_of, storage_bytes
+from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors, with_batch_sizes
+from protrain_runtime.states.layout import refuse_parameters
 
 
 def measure(
@@ -115,20 +122,10 @@ def measure(
     progress("building the model", 0.02)
     if sketch is not None:
         model, found, batches = build_sparsely(source, workload, sketch, device=where, text=text)
-        running = Running(found, sketch.elision, sketch.seed)
+        running = Running(found, sketch.block_classes, sketch.seed)
     else:
-        model = source.build(
-            dtype=dtype, precision=precision, adapter=adapter, device=where, seed=seed
-        )
-        batches = source.batches(
-            batch_size=batch_size,
-            seq_len=seq_len,
-            dtype=dtype,
-            precision=precision,
-            device=where,
-            text=text,
-            seed=seed,
-        )
+        model = built(source, workload, device=where)
+        batches = batches_of(source, workload, text=text, device=where)
         running = None
     return measure_model(
         model,
@@ -162,7 +159,7 @@ class Running:
     """The units of a model, which of them run, and the seed with which all of them do."""
 
     found: tuple[FoundUnit, ...]
-    elision: Elision
+    block_classes: BlockClasses
     seed: int = 0
 
 
@@ -188,27 +185,26 @@ def measure_model(
     """
     refuse_parameters(model, source=workload.model)
     device = device_of(model)
-    reserve = Reserve(device)
     others = other_bytes(model)
     with ExitStack() as stack:
         stack.enter_context(_gradients_aside(model))
         stack.enter_context(undisturbed(model))
         stack.callback(switch_off_checkpointing(model))
         batch = next(batches)
-        libraries = Libraries(device)
+        reserve = Reserve(device)
         workload = with_batch_sizes(workload, model, batch)
         progress("finding units", 0.05)
         whole = running is None
         if running is None:
             start, execution = fullest(model, batch)
             found = discover(model, batch, execution)
-            running = Running(found, Elision.of_nothing(len(found)))
+            running = Running(found, BlockClasses.of_nothing(len(found)))
         else:
             start = Start(running.seed, plain_attributes(model))
-        stack.enter_context(repeating(model, start))
-        found, elision = running.found, running.elision
+        stack.enter_context(starting_from(model, start))
+        found, block_classes = running.found, running.block_classes
         refuse_compiled_around(model, (unit.module for unit in found))
-        stack.enter_context(elided(found, elision))
+        stack.enter_context(stubs_in_place(found, block_classes))
         stack.enter_context(whereabouts.naming([unit.name for unit in found]))
         watch = passes.SlotWatch(lambda *_: None)
         modules = [unit.module for unit in found]
@@ -220,9 +216,9 @@ def measure_model(
         progress("finding what is saved", 0.1)
         once = run_once(model, [unit.module for unit in found], batch)
         # Bytes of equal blocks are counted once; seconds are those of the whole model.
-        counted = equal_blocks(model, found, batch, alone=once) if whole else elision
-        with elided(found, counted) if whole else nullcontext():
-            anatomy = dissect(
+        counted = equal_blocks(model, found, batch, alone=once) if whole else block_classes
+        with stubs_in_place(found, counted) if whole else nullcontext():
+            structure = analyze_units(
                 model,
                 batch,
                 found,
@@ -235,40 +231,33 @@ def measure_model(
         rehearsal = rehearse(
             model,
             batch,
-            with_inputs(anatomy.plans, counted),
+            with_inputs(structure.plans, counted),
             workload,
             spill_directory,
             reserve,
             optimizer=optimizer,
-            absent=elision.elided,
-            staying=anatomy.stays.keys() | anatomy.owners(sparse),
-            swapped_bytes=sum(saved.swappable_bytes for saved in anatomy.saved["keep"]),
+            absent=block_classes.stubbed,
+            staying=structure.stays.keys() | structure.owners(sparse),
+            swapped_bytes=sum(saved.swappable_bytes for saved in structure.saved["keep"]),
             timed=whole and num_steps != 1,
         )
         held = dict.fromkeys(rehearsal.held_views, HELD_VIEWS)
-        anatomy = replace(anatomy, stays={**held, **anatomy.stays})
-        fixed_bytes = anatomy.fixed_bytes + libraries.kept_bytes()
+        structure = replace(structure, stays={**held, **structure.stays})
+        fixed_bytes = structure.fixed_bytes + reserve.library_bytes()
         progress("counting bytes", 0.2)
-        with elided(found, counted) if whole else nullcontext():
-            counting = weight(
-                model,
-                batch,
-                anatomy,
-                reserve.meter,
-                optimizer=optimizer,
-                precision=workload.precision,
-            )
+        with stubs_in_place(found, counted) if whole else nullcontext():
+            counting = measure_bytes(model, batch, structure, reserve.meter)
         units = filled(counting.units, counted)
         measured = {cost.form for unit in units for cost in unit.forms}
-        forms = [form for form in passes.FORMS if form in measured]
+        forms = [form for form in FORMS if form in measured]
         seconds = passes.slot_seconds(
             model,
-            anatomy.modules,
+            structure.modules,
             batches,
             forms,
             num_steps=num_steps,
             tick=lambda done: progress("timing steps", 0.25 + 0.45 * done),
-            kept=anatomy.kept,
+            kept=structure.kept,
         )
     if machine is None:
         progress("probing the machine", 0.7)
@@ -289,8 +278,8 @@ def measure_model(
         method="measured",
         model_fingerprint=model_fingerprint(model),
         optimizer=cost,
-        base_bytes=anatomy.base_bytes + others + counting.left_bytes,
-        units=tuple(filled(_timed(units, seconds, elision), elision)),
+        base_bytes=structure.base_bytes + others + counting.left_bytes,
+        units=tuple(filled(_timed(units, seconds, block_classes), block_classes)),
         tensors=model_tensors(model),
         fixed_bytes=fixed_bytes,
     )
@@ -357,7 +346,7 @@ def workspace_fraction(
     """
     stored = parameter_dtype(dtype, precision)
     dtypes = sorted({stored, *beside}, key=str)
-    make = _maker(optimizer, precision)
+    make = optimizer_factory(optimizer, precision)
     cases = [(each, False) for each in dtypes] + [(stored, True)] * sparse
     most = 0.0
     for each, is_sparse in cases:
@@ -392,7 +381,7 @@ def refuse_sparse(names: Set[str], optimizer: str, workload: Workload) -> None:
     stored = parameter_dtype(workload.dtype, workload.precision)
     parameter = nn.Parameter(torch.zeros(2, 2, dtype=stored))
     parameter.grad = _gradient_of(parameter, sparse=True)
-    stepper = _maker(optimizer, workload.precision)([parameter])
+    stepper = optimizer_factory(optimizer, workload.precision)([parameter])
     try:
         stepper.step()
     except RuntimeError as error:
@@ -405,13 +394,6 @@ def refuse_sparse(names: Set[str], optimizer: str, workload: Workload) -> None:
         ) from error
 
 
-def _maker(
-    optimizer: str, precision: Precision
-) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
-    factory = optimizer_factory(optimizer)
-    return with_master_weights(factory) if precision == "master" else factory
-
-
 def _gradient_of(parameter: nn.Parameter, *, sparse: bool) -> torch.Tensor:
     """Zeros; sparse ones name every row, the last one first, and are not coalesced."""
     zeros = torch.zeros_like(parameter)
@@ -422,7 +404,7 @@ def _gradient_of(parameter: nn.Parameter, *, sparse: bool) -> torch.Tensor:
 
 
 def _timed(
-    units: Sequence[Unit], seconds: dict[Form, list[list[float]]], elision: Elision
+    units: Sequence[Unit], seconds: dict[Form, list[list[float]]], block_classes: BlockClasses
 ) -> list[Unit]:
     """The units that run with the medians of their slots' seconds.
 
@@ -431,7 +413,7 @@ def _timed(
     count = len(units)
     classes: dict[object, list[int]] = {}
     for index, unit in enumerate(units):
-        if elision.representatives[index] == index:
+        if block_classes.representatives[index] == index:
             saved = tuple(form.swappable_bytes for form in unit.forms)
             alike = (unit.num_parameters, unit.parameter_bytes, saved)
             classes.setdefault(alike if unit.kind == "block" else index, []).append(index)
@@ -461,8 +443,7 @@ def _repetitions(
     planned = 0.0
     if rehearsal.step_seconds is not None:
         plan = rehearsal.plan
-        program = compile_units(plan.units, profile, piece_bytes=plan.piece_bytes)
-        simulated, _ = simulated_seconds(program, plan.units, profile)
+        simulated, _ = simulated_seconds(program_of(plan, profile))
         planned = four_digits(rehearsal.step_seconds / simulated)
     return Repetitions(
         num_steps=len(ratios),

@@ -4,8 +4,11 @@ Lanes, their files, the optimizer and the engine take memory of their own, and k
 where they first run. The rehearsal offloads and swaps everything, for two steps with a learning
 rate of zero, so that no parameter changes. An accelerator keeps the states of its smallest unit,
 so that its optimizer runs, too. States that cannot leave the device stay there.
+
+`Reserve` sees what an accelerator's allocator does besides the tensors of steps.
 """
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -17,42 +20,118 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.hardware.speeds import plan_to_measure
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.optimizers import (
     DEFAULT_OPTIMIZER,
     OptimizerFactory,
     optimizer_factory,
 )
-from protrain_plan.profiling import whereabouts
-from protrain_plan.profiling.reserving import Reserve
+from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.unit_by_unit import SHARE_OF_FREE_MEMORY, free_bytes
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
-    Budgets,
     Keep,
     Offload,
     Persistent,
     Plan,
-    Prediction,
     Schedule,
     Swap,
-    TierBytes,
     UnitPlan,
 )
 from protrain_plan.records.profile import Workload
-from protrain_runtime import devices
-from protrain_runtime.engine import Observer
-from protrain_runtime.exhaustion import out_of_memory
-from protrain_runtime.fingerprint import model_fingerprint
-from protrain_runtime.layout import unit_parameters
-from protrain_runtime.measure import device_of
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.device import out_of_memory
+from protrain_runtime.devices.memory_meter import MemoryMeter, device_of, reachable_bytes
+from protrain_runtime.diagnostics.recording import measure_step
+from protrain_runtime.engine.engine import Observer
+from protrain_runtime.model.prepared import engine_of, restore_as_is
 from protrain_runtime.preparation import prepare
-from protrain_runtime.prepared import engine_of, restore_as_is
-from protrain_runtime.recording import measure_step
+from protrain_runtime.states.layout import unit_parameters
+
+SMALL_BYTES, LARGE_BYTES = 512, 2**20 + 512
+"""Tensors of the sizes that CUDA's allocator takes from segments of their own (2 MiB for those of
+up to 1 MiB, 20 MiB for others; c10/cuda/CUDACachingAllocator.cpp, kSmallSize)."""
+
+_MOST_TENSORS = 2**16
+
+
+class Reserve:
+    """What the allocator holds beyond what it has given out, at most, as far as steps show it.
+
+    It takes memory from the device in segments and cuts blocks from them; every limit is on the
+    segments. How much of them stays unused in a step was seen in those that were watched. Another
+    plan's step may begin one more segment of each kind that they had, and hardly use it. Before
+    each step all that nobody has is given back, so that a step has its own. On a CPU all of it is
+    0.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Before the first step: what Python can reach now is no library's."""
+        self._device = device
+        self._before_bytes = 0
+        if not devices.on_host(device):
+            gc.collect()  # what nobody names any more would be missing later
+            self._before_bytes = reachable_bytes(device)
+        self._seen: list[tuple[int, int]] = []  # reserved, and given out, at most
+        self._meters: list[MemoryMeter] = []
+
+    @property
+    def most_bytes(self) -> int:
+        """What plans are to hold back."""
+        if devices.on_host(self._device):
+            return 0
+        seen = [*self._seen, *(meter.reserved_and_allocated for meter in self._meters)]
+        kinds = {self._segment_bytes(SMALL_BYTES), self._segment_bytes(LARGE_BYTES)}
+        largest = max(reserved for reserved, _ in seen)
+        return max(reserved - allocated for reserved, allocated in seen) + sum(
+            segment for segment in kinds if segment <= largest
+        )
+
+    def library_bytes(self) -> int:
+        """What libraries keep for themselves, now that no step runs and no gradient is there.
+
+        A matrix library has a workspace for each thread and stream that it ran in: forward's, and
+        autograd's. What the first steps of a model leave on its own tensors counts, too. On a CPU
+        such memory is part of the context.
+        """
+        if devices.on_host(self._device):
+            return 0
+        gc.collect()
+        return max(0, devices.allocated_bytes(self._device) - self._before_bytes)
+
+    def _segment_bytes(self, num_bytes: int) -> int:
+        """What the allocator takes from the device for one more tensor of this size."""
+        devices.free_cached(self._device)
+        before = devices.reserved_bytes(self._device)
+        held: list[torch.Tensor] = []  # what fits into what there is
+        while devices.reserved_bytes(self._device) == before and len(held) < _MOST_TENSORS:
+            held.append(torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
+        return devices.reserved_bytes(self._device) - before
+
+    def meter(self) -> MemoryMeter:
+        """A meter of a step that is seen, too."""
+        devices.free_cached(self._device)
+        self._meters.append(MemoryMeter(self._device))
+        return self._meters[-1]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """See the step inside."""
+        if devices.on_host(self._device):
+            yield
+            return
+        gc.collect()
+        devices.free_cached(self._device)
+        devices.reset_peaks(self._device)
+        yield
+        reserved = devices.peak_reserved_bytes(self._device)
+        self._seen.append((reserved, devices.peak_allocated_bytes(self._device)))
+
 
 ALLOWANCE_BYTES = 2 * 2**20
 """What a run's context may exceed the rehearsal's by: the Python heap is not the same twice. Runs
-of one plan exceeded it by up to 0.4 MiB (tests/test_peaks.py compares them)."""
+of one plan exceeded it by up to 0.4 MiB (tests/runtime/test_peaks.py compares them)."""
 
 ABSENT_UNIT_BYTES = 2**20
 """Added for a unit that does not run: its hooks, moves and counted operators. A layer of SmolLM2
@@ -105,17 +184,16 @@ def rehearse(
         sum(p.numel() for _, p in parameters if p.requires_grad and not p.is_meta)
         for parameters in unit_parameters(model, shape)
     ]
-    if devices.on_host(device):
-        made = _offload_all(model, units, workload, absent, staying, tier="disk")
-    else:
-        made = _offload_all(
-            model,
-            units,
-            workload,
-            (*absent, _smallest(sizes)),
-            staying,
-            tier=_tier(_STATE_BYTES * sum(sizes) + swapped_bytes),
-        )
+    left_alone: Sequence[int] = absent
+    tier: TierName = "disk"
+    if not devices.on_host(device):
+        # The unit with the fewest parameters to update, of those that have any.
+        smallest = min((size, index) for index, size in enumerate(sizes) if size)[1]
+        left_alone = (*absent, smallest)
+        # Host memory is pinned: it is taken only where there is room.
+        most_bytes = SHARE_OF_FREE_MEMORY * free_bytes(devices.HOST)
+        tier = "host" if _STATE_BYTES * sum(sizes) + swapped_bytes <= most_bytes else "disk"
+    made = _offload_all(model, units, workload, left_alone, staying, tier=tier)
     model, stepper = prepare(
         model,
         made,
@@ -202,16 +280,6 @@ def _idle(factory: OptimizerFactory) -> OptimizerFactory:
     return make
 
 
-def _smallest(sizes: Sequence[int]) -> int:
-    """The unit with the fewest parameters to update, of those that have any."""
-    return min((size, index) for index, size in enumerate(sizes) if size)[1]
-
-
-def _tier(num_bytes: int) -> TierName:
-    """Where the rehearsal keeps so many bytes: in host memory, pinned, where there is room."""
-    return "host" if num_bytes <= SHARE_OF_FREE_MEMORY * free_bytes(devices.HOST) else "disk"
-
-
 def _offload_all(
     model: nn.Module,
     units: Sequence[UnitPlan],
@@ -225,27 +293,16 @@ def _offload_all(
 
     And but for the states of the `staying` ones.
     """
-    nothing = TierBytes(device=0, context=0, host=0, disk=0)
     schedule = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=0)
-    return Plan(
-        workload=workload,
-        hardware="",
-        optimizer="adamw",
-        profile_fingerprint="",
-        model_fingerprint=model_fingerprint(model),
-        exact=True,
-        budgets=Budgets(device=0, host=0, disk=0),
-        prediction=Prediction(step_seconds=1, lower_bound_seconds=1, peak_bytes=nothing),
-        piece_bytes=2**20,
-        units=tuple(
-            unit
-            if index in left_alone
-            else replace(
-                unit,
-                activations=Swap(tier=tier) if unit.kind == "block" else Keep(),
-                states=Persistent() if index in staying else Offload(tier=tier),
-                schedule=schedule,
-            )
-            for index, unit in enumerate(units)
-        ),
+    moved = (
+        unit
+        if index in left_alone
+        else replace(
+            unit,
+            activations=Swap(tier=tier) if unit.kind == "block" else Keep(),
+            states=Persistent() if index in staying else Offload(tier=tier),
+            schedule=schedule,
+        )
+        for index, unit in enumerate(units)
     )
+    return plan_to_measure(model, moved, workload, optimizer="adamw")

@@ -8,16 +8,18 @@ describes how the files look.
 from pathlib import Path
 
 from protrain_plan.errors import RecordError
+from protrain_plan.records.decisions import activations_text, register_form, states_text
 from protrain_plan.records.files import read_text, replace_text
-from protrain_plan.records.fingerprint import fingerprint
+from protrain_plan.records.forms import ActivationForm
 from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import Plan
 from protrain_plan.records.profile import Profile
 from protrain_plan.records.reader import loads
-from protrain_plan.records.schema import Record, activations_text, states_text
-from protrain_plan.records.writer import dumps
+from protrain_plan.records.schema import Record
+from protrain_plan.records.writer import dumps, fingerprint
 
 __all__ = [
+    "ActivationForm",
     "Hardware",
     "Plan",
     "Profile",
@@ -33,6 +35,7 @@ __all__ = [
     "read_hardware",
     "read_plan",
     "read_profile",
+    "register_form",
     "states_text",
     "write_hardware",
     "write_plan",

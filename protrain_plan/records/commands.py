@@ -1,6 +1,7 @@
 """The command that profiles a workload anew: what messages say to do."""
 
 import shlex
+from collections.abc import Sequence
 
 from protrain_plan.records.profile import Workload
 
@@ -12,7 +13,7 @@ def profile_command(
 
     How it was measured (steps, unit by unit) and on which text is not in a record.
     """
-    words = ["protrain", "profile", workload.model]
+    words: list[str] = []
     if on is not None:
         words += ["--on", on]
     else:
@@ -25,7 +26,14 @@ def profile_command(
     words += _unless("", "--lora", ",".join(workload.adapter.split()[1:]))
     words += _unless("adamw", "--optimizer", optimizer)
     words += _unless("0", "--seed", str(workload.seed))
-    return shlex.join([*words, "-o", output])
+    return command("profile", workload.model, [*words, "-o", output])
+
+
+def command(name: str, argument: str, options: Sequence[str]) -> str:
+    """A command of ours for a shell, in which no name is read as anything else."""
+    if argument.startswith("-"):
+        return shlex.join(["protrain", name, *options, "--", argument])
+    return shlex.join(["protrain", name, argument, *options])
 
 
 def _unless(default: str, option: str, value: str) -> list[str]:

@@ -2,27 +2,64 @@
 
 [Note: leftovers] A new file is written under the name `.NAME.PID.tmp` beside the old one and then
 takes its place in one step. A writer that is killed in between leaves that temporary file; the
-next writer of NAME removes it if no process with that id is alive.
+next writer of NAME removes it if no process with that id is alive, and if it is a file of the same
+user. Something else of that name is left alone: the new file then has a random part in its name.
 """
 
+import errno
 import os
 import re
+import shlex
+import stat
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from protrain_plan.errors import RecordError
+from protrain_plan.units import format_bytes
+
+MAX_FILE_BYTES = 4 * 2**20
+"""Of a file with a record: a hundred times the largest that is known, and seconds to read."""
 
 _lock = threading.Lock()  # threads of one process would share a temporary name
 
 
-def read_text(path: str | Path) -> str:
-    """The UTF-8 text in the file; RecordError where there is none."""
+def read_text(path: str | Path, *, most_bytes: int = MAX_FILE_BYTES) -> str:
+    """The UTF-8 text in the file; RecordError where there is none, or more than `most_bytes`."""
     try:
-        return Path(path).read_bytes().decode()
+        return read_bytes(path, most_bytes=most_bytes).decode()
     except UnicodeDecodeError as error:
         problem = f"not UTF-8 text: the byte 0x{error.object[error.start]:02x} at {error.start}"
         raise RecordError(problem, source=str(path)) from None
+
+
+def read_bytes(path: str | Path, *, most_bytes: int) -> bytes:
+    """What the file holds; RecordError where it cannot be read, or holds more than `most_bytes`.
+
+    No more than that is read, whatever the file says of its size: devices never end, and files
+    grow. Pipes of a shell and standard input may be named (/dev/fd/63, /dev/stdin); a named pipe
+    elsewhere is refused, which might wait for its writer for ever.
+    """
+    try:
+        # Opening a pipe would wait for its other end.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb", closefd=True) as file:  # noqa: PTH123  (it is open already)
+            found = os.fstat(descriptor)
+            if stat.S_ISDIR(found.st_mode):
+                raise IsADirectoryError
+            if stat.S_ISFIFO(found.st_mode) and not _of_a_shell(path):
+                raise RecordError("this is a named pipe, not a file", source=str(path))
+            if stat.S_ISBLK(found.st_mode):
+                raise RecordError("this is a device, not a file", source=str(path))
+            os.set_blocking(descriptor, True)
+            content = b"" if found.st_size > most_bytes else _read(file, most_bytes + 1)
+            if max(found.st_size, len(content)) > most_bytes:
+                raise RecordError(
+                    f"this file is larger than the {format_bytes(most_bytes)} that are read of one",
+                    source=str(path),
+                )
+            return content
     except FileNotFoundError:
         raise RecordError("there is no such file", source=str(path)) from None
     except IsADirectoryError:
@@ -31,53 +68,189 @@ def read_text(path: str | Path) -> str:
         raise RecordError(f"cannot be read: {_reason(error)}", source=str(path)) from None
 
 
+def _read(file: BinaryIO, most_bytes: int) -> bytes:
+    """What there is, up to so many bytes. (One read of them would take the memory for all.)"""
+    pieces: list[bytes] = []
+    while most_bytes > 0 and (piece := file.read(min(_PIECE_BYTES, most_bytes))):
+        pieces.append(piece)
+        most_bytes -= len(piece)
+    return b"".join(pieces)
+
+
+_PIECE_BYTES = 2**16
+
+
+def _of_a_shell(path: str | Path) -> bool:
+    """Whether a pipe's name is that of an open descriptor, which has its writer."""
+    return os.path.realpath(path).startswith(("/dev/", "/proc/"))
+
+
 def replace_text(path: str | Path, text: str) -> None:
     """Write the file anew, at once: at no moment is it missing or incomplete.
 
-    A link is followed, and the permissions of an old file stay. RecordError where the file cannot
-    be written; then, as after an interruption, the old file is untouched.
+    A link is followed; an old file's permissions stay, and its owner where the system lets us.
+    Other hard links keep what the old file held. What is no file of the disk is written into: a
+    device, a pipe, a descriptor that is open here (/dev/stdout, /dev/fd/3).
+
+    RecordError where it cannot be written; then, as after an interruption, an old file is
+    untouched.
     """
-    target = Path(os.path.realpath(path))
-    if target.is_dir():
-        raise RecordError("this is a directory, not a file", source=str(path))
-    if not target.parent.is_dir():
-        fix = f"mkdir -p {Path(path).parent}"
-        raise RecordError("the directory of this file does not exist", source=str(path), fix=fix)
-    temporary = target.parent / f".{target.name}.{os.getpid()}.tmp"
     try:
+        content = text.encode()
+        if _written_into(path, content):
+            return
+        target = Path(os.path.realpath(path))
+        if target.is_dir():
+            raise RecordError("this is a directory, not a file", source=str(path))
+        if not target.parent.is_dir():
+            fix = f"mkdir -p {shlex.quote(str(Path(path).parent))}"
+            problem = "the directory of this file does not exist"
+            raise RecordError(problem, source=str(path), fix=fix)
         with _lock:
-            _sweep(target)
-            _write_and_replace(temporary, target, text.encode())
-    except OSError as error:
-        raise RecordError(f"cannot be written: {_reason(error)}", source=str(path)) from None
+            _replace(target, content)
+    except UnicodeEncodeError as error:
+        problem = f"is no text: {error.object[error.start]!a} at {error.start}"
+        raise RecordError(problem, source=str(path)) from None
+    except (OSError, ValueError) as error:
+        # Its cause says whether it was a pipe that nobody reads any more.
+        raise RecordError(f"cannot be written: {_reason(error)}", source=str(path)) from error
 
 
-def _write_and_replace(temporary: Path, target: Path, content: bytes) -> None:
+def descriptor_of(path: str | Path) -> int | None:
+    """The open descriptor of this process that a path names, as /dev/stdout does; None of others.
+
+    To open such a path would open the file behind it anew: at its start, and not where the shell
+    has redirected the descriptor to.
+    """
+    own = (f"/proc/{os.getpid()}/fd", "/dev/fd")
+    name = Path(path)
+    with suppress(OSError, ValueError):  # no such name: writing it will say why
+        for _ in range(_MOST_LINKS):
+            name = Path(os.path.realpath(name.parent), name.name)
+            if str(name) == "/dev/stdout":
+                return STANDARD_OUTPUT
+            if str(name.parent) in own:
+                return int(name.name) if re.fullmatch("[0-9]{1,9}", name.name) else None
+            name = name.parent / name.readlink()  # OSError where it is no link
+    return None
+
+
+def keep_standard_output() -> None:
+    """From now on, standard output is for the file alone that is written to /dev/stdout.
+
+    What else is printed, by whatever code, goes to standard error.
+    """
+    _kept[STANDARD_OUTPUT] = os.dup(STANDARD_OUTPUT)
+    os.dup2(_STANDARD_ERROR, STANDARD_OUTPUT)
+
+
+STANDARD_OUTPUT, _STANDARD_ERROR = 1, 2
+_kept: dict[int, int] = {}  # where a descriptor is now
+_MOST_LINKS = 40  # as the system follows
+
+
+def is_special(path: str | Path) -> bool:
+    """Whether something is there that is neither a file of the disk nor a directory."""
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            with suppress(FileNotFoundError):  # no old file whose permissions would stay
-                temporary.chmod(target.stat().st_mode & 0o777)
-            os.fsync(file.fileno())  # before the name: a crash must not leave a name without bytes
-        temporary.replace(target)
-    except BaseException:  # an interruption too
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+        mode = Path(path).stat().st_mode
+    except (OSError, ValueError):
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
-def _sweep(target: Path) -> None:
+def _written_into(path: str | Path, content: bytes) -> bool:
+    """Write into what must not be replaced; whether this is such."""
+    descriptor = descriptor_of(path)
+    if descriptor is not None:
+        opened = os.dup(_kept.get(descriptor, descriptor))
+    elif is_special(path):
+        opened = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    else:
+        return False
+    with os.fdopen(opened, "wb") as file:
+        if descriptor is None and stat.S_ISREG(os.fstat(opened).st_mode):
+            return False  # it has become a file meanwhile, which is replaced
+        file.write(content)
+    return True
+
+
+def _replace(target: Path, content: bytes) -> None:
+    """Write a file beside `target` and let it take its place. See [Note: leftovers]."""
+    # All names are looked up in this directory, whatever its own name leads to meanwhile.
+    directory = os.open(target.parent, _DIRECTORY)
+    try:
+        _sweep(target, directory)
+        old = _regular(target.name, directory)
+        temporary, descriptor = _created(target.name, directory, mode=0o600 if old else 0o666)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                if old is not None:
+                    _let_belong(descriptor, old)
+                os.fsync(descriptor)  # before the name: a crash must not leave a name without bytes
+            _regular(target.name, directory)
+            os.replace(temporary, target.name, src_dir_fd=directory, dst_dir_fd=directory)
+        except BaseException:  # an interruption too
+            with suppress(OSError):
+                os.unlink(temporary, dir_fd=directory)
+            raise
+    finally:
+        os.close(directory)
+
+
+_DIRECTORY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def _regular(name: str, directory: int) -> os.stat_result | None:
+    """The file of that name, None where there is none; OSError for what must not be replaced."""
+    try:
+        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(found.st_mode):  # it has taken the name meanwhile; or links in a circle
+        raise OSError(errno.EEXIST, "this is no regular file")
+    return found
+
+
+def _created(name: str, directory: int, *, mode: int) -> tuple[str, int]:
+    """A new file, which nobody else has made: its name, and it open for writing."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    temporary = f".{name}.{os.getpid()}.tmp"
+    while True:
+        try:
+            return temporary, os.open(temporary, flags, mode, dir_fd=directory)
+        except FileExistsError:  # no leftover, which would be swept: made to be in the way
+            temporary = f".{name}.{os.getpid()}.{os.urandom(4).hex()}.tmp"
+
+
+def _let_belong(descriptor: int, old: os.stat_result) -> None:
+    """Give a new file the owner, as far as the system lets us, and the permissions of the old."""
+    for owner in (old.st_uid, -1):
+        new = os.fstat(descriptor)
+        if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
+            with suppress(PermissionError):
+                os.fchown(descriptor, owner, old.st_gid)
+    os.fchmod(descriptor, old.st_mode & 0o777)  # last: a new owner takes permissions away
+
+
+def _sweep(target: Path, directory: int) -> None:
     """Remove what killed writers of `target` have left. See [Note: leftovers]."""
-    name = re.compile(rf"\.{re.escape(target.name)}\.([0-9]{{1,9}})\.tmp")
-    for leftover in target.parent.iterdir():
-        match = name.fullmatch(leftover.name)
-        if match is not None and not _is_alive(int(match[1])):
+    name = re.compile(rf"\.{re.escape(target.name)}\.([0-9]{{1,9}})(\.[0-9a-f]{{8}})?\.tmp")
+    with suppress(OSError):  # a directory in which one may write, and not look
+        for leftover in target.parent.iterdir():
+            match = name.fullmatch(leftover.name)
+            if match is None or _is_writing(int(match[1])):
+                continue
             with suppress(OSError):  # someone else's file, or someone else has swept it
-                leftover.unlink()
+                found = os.stat(leftover.name, dir_fd=directory, follow_symlinks=False)
+                if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                    os.unlink(leftover.name, dir_fd=directory)
 
 
-def _is_alive(pid: int) -> bool:
+def _is_writing(pid: int) -> bool:
+    if pid == os.getpid():
+        return False  # the lock is held: a process before had our number
     try:
         os.kill(pid, 0)  # signal 0 only asks
     except ProcessLookupError:

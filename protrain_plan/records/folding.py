@@ -1,6 +1,6 @@
 """Runs of equal units as one entry: `model.layers.0-11` names twelve of them.
 
-What counts up is the last integer of the name, wherever it stands: `encoder.3.block` to
+What counts up is the last integer of the name, wherever it is: `encoder.3.block` to
 `encoder.5.block` is `encoder.3-5.block`. A name and a run are written under different keys (`name`
 and `names`), so that a module that is itself called `layers.0-3` is not mistaken for a run.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 _LAST_INTEGER = re.compile(r"((?:.*[^0-9])?)(0|[1-9][0-9]{0,8})([^0-9]*)", re.DOTALL)
 _RUN = re.compile(r"((?:.*[^0-9])?)(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})([^0-9]*)", re.DOTALL)
 
-MAX_RUN = 100_000
+MAX_RUN = 1_000
 """The longest run that is unfolded: a slip of the pen should not fill the memory."""
 
 
@@ -37,14 +37,22 @@ def fold(first: str, last: str) -> str:
 
 
 def unfold(text: str) -> list[str] | None:
-    """The names in the run, or None where the text is no run of two or more that counts up."""
+    """The names in the run, or None where the text is no run of two or more that counts up.
+
+    Also where it is longer than `MAX_RUN`; see `run_length`.
+    """
+    if not 1 < run_length(text) <= MAX_RUN:
+        return None
     match = _RUN.fullmatch(text)
-    if match is None:
-        return None
+    assert match is not None
     before, first, last, after = match.groups()
-    if not 1 < int(last) - int(first) + 1 <= MAX_RUN:
-        return None
     return [f"{before}{number}{after}" for number in range(int(first), int(last) + 1)]
+
+
+def run_length(text: str) -> int:
+    """How many units a run names; 0 or less where the text is no run that counts up."""
+    match = _RUN.fullmatch(text)
+    return 0 if match is None else int(match[3]) - int(match[2]) + 1
 
 
 def _successor(name: str) -> str | None:

@@ -11,7 +11,7 @@ Shared = Literal["of the node", "of each device"]
 
 
 def is_accelerator(kind: DeviceKind) -> bool:
-    """Whether devices of this type have memory of their own, and work beside the host.
+    """Whether devices of this type have memory of their own, and work while the host does.
 
     A CPU machine computes in host memory: what is below the device there is disk alone.
     """
@@ -123,8 +123,8 @@ class Interconnect:
     """
 
     devices_per_node: int
-    within: Collectives  # among the devices of a node
-    across: Collectives | None = None  # among those of several nodes; absent: there is one node
+    intra_node: Collectives  # among the devices of a node
+    inter_node: Collectives | None = None  # among those of several nodes; absent: there is one
     contention: Contention = Contention(compute=1.0, lane=1.0)
     link_share: float = 1.0
     library_bytes: int = 0

@@ -3,27 +3,31 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from protrain_plan.records.forms import FORMS
 from protrain_plan.records.hardware import TierName
-from protrain_plan.records.profile import RecomputedForm, UnitKind, Workload
+from protrain_plan.records.profile import Form, UnitKind, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """Everything that autograd saves stays on the device."""
+    """What autograd saves stays on the device, in a form that nothing is recomputed from."""
+
+    form: Form = "keep"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:
     """What `form` keeps stays, by default the unit's input; the rest is computed once more."""
 
-    form: RecomputedForm = "full"
+    form: Form = "full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swap:
-    """What autograd saves goes to `tier` after forward and returns for backward."""
+    """What `form` keeps, by default all, goes to `tier` after forward and returns for backward."""
 
     tier: TierName
+    form: Form = "keep"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +35,18 @@ class SwapInput:
     """What `form` keeps, by default the unit's input, goes to `tier`; the rest is recomputed."""
 
     tier: TierName
-    form: RecomputedForm = "full"
+    form: Form = "full"
 
 
 Activations = Keep | Recompute | Swap | SwapInput
+
+
+def activations_in(form: Form, tier: TierName | None = None) -> Activations:
+    """The decision to keep a unit's activations in `form`: on the device, or on `tier`."""
+    if FORMS[form].recomputes:
+        return Recompute(form=form) if tier is None else SwapInput(tier=tier, form=form)
+    return Keep(form=form) if tier is None else Swap(tier=tier, form=form)
+
 
 StateTier = Literal["device", "host", "disk"]
 """Where a rank's share of a chunk lives. On several devices it can be the device itself."""
@@ -52,21 +64,18 @@ class Persistent:
 class Offload:
     """O: states live on `tier`; parameters are fetched for forward and again for backward.
 
+    With `keep_gathered` they are fetched once and held until backward, as FSDP2 holds them with
+    `reshard_after_forward=False`.
+
     On several devices each one has its share there, and all-gathers what was fetched. Shares on
     `device` only have to be gathered; see `Plan.num_devices`.
     """
 
     tier: StateTier
+    keep_gathered: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Buffer:
-    """B: states live on `tier`; parameters are fetched once and held until backward."""
-
-    tier: StateTier
-
-
-Placement = Persistent | Offload | Buffer
+Placement = Persistent | Offload
 
 Updates = Literal["in backward", "after backward"]
 """When the optimizer works on offloaded chunks; clipping by a global norm needs all gradients."""
@@ -191,6 +200,12 @@ class Plan:
     num_replicas: int = 1  # of the sharded states; divides num_devices
     num_nodes: int = 1  # that the devices are in, as many in each
     tensors: tuple[str, ...] = ()
+
+    @property
+    def inexact_forms(self) -> tuple[Form, ...]:
+        """The activation options in use that change what training computes."""
+        used = {unit.activations.form for unit in self.units}
+        return tuple(name for name, form in FORMS.items() if name in used and not form.exact)
 
     @property
     def gap(self) -> float:

@@ -10,16 +10,8 @@ from typing import Literal
 
 from protrain_plan.records.hardware import DeviceKind, Hardware
 
-RecomputedForm = Literal["lite", "mlp", "attn", "full"]
-Form = Literal["keep", "lite", "mlp", "attn", "full"]
-"""What is kept of a unit's activations; the rest is recomputed in backward.
-
-keep   all that autograd saves
-lite   all but what is cheap to compute again: norms, activation functions, element-wise operators
-mlp    what lite keeps, without the MLP
-attn   the input, q, k, v and the attention's output
-full   the unit's input alone
-"""
+Form = str
+"""In what form a unit's activations wait for backward: the name of an entry of `forms.FORMS`."""
 
 SPARSE = "sparse gradients"
 """Why a unit's states stay (`Unit.stays`) whose gradients grow with what a batch reads."""

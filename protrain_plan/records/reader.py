@@ -1,32 +1,39 @@
 """YAML text -> record, by the dataclasses' own annotations. The first error ends the reading."""
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, fields
+from contextlib import suppress
+from dataclasses import MISSING, fields, replace
 from functools import cache, partial
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records.folding import unfold
+from protrain_plan.errors import ProtrainError, cut
+from protrain_plan.records.decisions import ACTIVATIONS, FORM_WORDS, OLD_PHRASES, STATES
+from protrain_plan.records.folding import MAX_RUN, run_length, unfold
+from protrain_plan.records.forms import FORMS
 from protrain_plan.records.hardware import Hardware, Tier
 from protrain_plan.records.plan import Activations, Placement, Plan, Schedule, UnitPlan
-from protrain_plan.records.profile import FormCost, Profile, Unit
+from protrain_plan.records.profile import FormCost, Profile, Unit, Workload
 from protrain_plan.records.schema import (
-    ACTIVATIONS,
-    FORM_WORDS,
     KINDS,
-    LIMITS,
-    NOT_NEGATIVE,
+    MAX_CHARACTERS,
+    MAX_ENTRIES,
+    MAX_LIST,
+    MAX_UNFOLDED,
+    MAX_UNITS,
+    OF_LINES,
+    OLD_KEYS,
     PATTERNS,
-    STATES,
     STEP_END,
     VERSION,
     Limits,
     Record,
     is_size,
+    limits_of,
 )
-from protrain_plan.records.tree import Value, did_you_mean, listed, root
+from protrain_plan.records.tree import MAX_TEXT, Value, did_you_mean, listed, root
 from protrain_plan.units import parse_bytes
 
 R = TypeVar("R", bound=Record)
@@ -36,9 +43,10 @@ Reader = Callable[[Value], Any]
 
 def loads(kind: type[R], text: str, source: str | None = None) -> R:
     """The record that `text` holds; RecordError, naming `source`, where it holds something else."""
-    value = root(text, source)
-    _check_header(value, KINDS[kind])
-    return _read_record(kind, value, {"protrain": Value.text, "version": Value.integer})
+    value = headed(root(text, source), KINDS[kind])
+    record = _read_record(kind, value, {"protrain": Value.text, "version": Value.integer})
+    _CHECKS[kind](record, value)
+    return record
 
 
 def kind_of(text: str, source: str | None = None) -> str | None:
@@ -47,23 +55,32 @@ def kind_of(text: str, source: str | None = None) -> str | None:
     return None if kind is None else kind.text()
 
 
-def _check_header(value: Value, kind: str) -> None:
-    """First of all: is this the right kind of file, in a version that is known here?"""
+def version_of(text: str) -> int:
+    """The version that the text of a record says it is of."""
+    return root(text, None).any_mapping()["version"].integer()
+
+
+def headed(value: Value, kind: str) -> Value:
+    """The same as a file of this kind; RecordError where its header says otherwise.
+
+    It is `old` if its version is an earlier one.
+    """
     values = value.any_mapping()
     if "protrain" not in values:
         raise value.error("missing key 'protrain'", f"start the file with protrain: {kind}")
     if (found := values["protrain"].text()) != kind:
         fix = did_you_mean(found, [kind])
-        what = kind if kind == "hardware" else f"a {kind}"
-        raise values["protrain"].error(f"expected {what}, got {found!r}", fix)
+        what = f"a {kind}" if kind in ("plan", "profile") else kind
+        raise values["protrain"].error(f"expected {what}, got {cut(found)!r}", fix)
     if "version" not in values:
         raise value.error("missing key 'version'", f"write version: {VERSION}")
     version = values["version"].integer()
     if version > VERSION:
-        problem = f"version {version} is newer than this program, which reads version {VERSION}"
+        problem = f"version {version} is newer than this program, which reads up to {VERSION}"
         raise values["version"].error(problem, "update protrain-plan")
-    if version < VERSION:
+    if version < 1:
         raise values["version"].error(f"expected version {VERSION}, got {version}")
+    return replace(value, old=version < VERSION)
 
 
 @cache
@@ -74,33 +91,38 @@ def _readers(owner: Any) -> Mapping[str, Reader]:
 
 
 def _reader(owner: Any, name: str, hint: Any) -> Reader:
-    limits = LIMITS.get((owner, name), NOT_NEGATIVE)
     if (owner, name) in _LISTS:
         return _LISTS[owner, name]
+    if (owner, name) == (Workload, "model_config"):
+        return _configuration
     if (owner, name) in PATTERNS:
         return partial(_formed, *PATTERNS[owner, name])
     if hint == Activations:
         plain = [text for text in ACTIVATIONS if not text.endswith(FORM_WORDS)]
         return _choice(ACTIVATIONS, shown=plain)
+    if (owner, name) == (FormCost, "form"):
+        return lambda value: _choice({form: form for form in FORMS})(value)
     if hint == Placement:
-        return _choice(STATES)
+        return _choice(STATES, renamed=OLD_PHRASES)
     if get_origin(hint) is Literal:
         return _choice({word: word for word in get_args(hint)})
     if get_origin(hint) is tuple:
         item = _reader(owner, name, get_args(hint)[0])
-        return lambda value: tuple(item(entry) for entry in value.sequence())
+        most = MAX_ENTRIES.get((owner, name), MAX_LIST)
+        return lambda value: tuple(item(entry) for entry in value.sequence(most))
     if hint == float | None:
-        return _drain
+        return partial(_drain, limits=limits_of(owner, name))
     if NoneType in get_args(hint):  # a record that is absent where there is none
         return partial(_read_record, get_args(hint)[0])
     if hint is int:
-        return lambda value: (
-            _size(value, limits) if is_size(owner, name) else _integer(value, limits)
-        )
+        whole: Callable[..., int] = _size if is_size(owner, name) else _integer
+        return partial(whole, limits=limits_of(owner, name))
     if hint is float:
-        return lambda value: _number(value, limits)
-    scalars: dict[Any, Reader] = {str: Value.text, bool: Value.boolean}
-    return scalars.get(hint) or partial(_read_record, hint)
+        return partial(_number, limits=limits_of(owner, name))
+    if hint is str:
+        most = MAX_CHARACTERS.get((owner, name), MAX_TEXT)
+        return partial(Value.text, most=most, lines=(owner, name) in OF_LINES)
+    return Value.boolean if hint is bool else partial(_read_record, hint)
 
 
 def _with_default(owner: Any) -> tuple[str, ...]:
@@ -111,26 +133,37 @@ def _read_record(
     owner: Callable[..., T], value: Value, header: Mapping[str, Reader] | None = None
 ) -> T:
     """The record at `value`, which may have the keys in `header` too."""
-    found = _read_fields(value, {**(header or {}), **_readers(owner)}, _with_default(owner))
+    readers, renamed = {**(header or {}), **_readers(owner)}, OLD_KEYS.get(owner, {})
+    found = _read_fields(value, readers, _with_default(owner), renamed)
     return owner(**{name: field for name, field in found.items() if name not in (header or {})})
 
 
 def _read_fields(
-    value: Value, readers: Mapping[str, Reader], optional: tuple[str, ...]
+    value: Value,
+    readers: Mapping[str, Reader],
+    optional: tuple[str, ...],
+    renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    values = value.mapping(readers, optional)
+    values = value.mapping(readers, optional, renamed)
     return {name: readers[name](values[name]) for name in readers if name in values}
 
 
-def _choice(choices: Mapping[str, Any], shown: Iterable[str] | None = None) -> Reader:
+def _choice(
+    choices: Mapping[str, Any],
+    shown: Iterable[str] | None = None,
+    renamed: Mapping[str, str] = MappingProxyType({}),
+) -> Reader:
     expected = listed(choices if shown is None else shown, "or")
 
     def read(value: Value) -> Any:
         if not value.is_text():
             raise value.expected(expected)
         word = value.text()
+        if value.old:
+            word = renamed.get(word, word)
         if word not in choices:
-            raise value.error(f"expected {expected}, got {word!r}", did_you_mean(word, choices))
+            fix = f"write {renamed[word]!r}" if word in renamed else did_you_mean(word, choices)
+            raise value.error(f"expected {expected}, got {cut(word)!r}", fix)
         return choices[word]
 
     return read
@@ -140,8 +173,17 @@ def _formed(pattern: str, expected: str, value: Value) -> str:
     if not value.is_text():
         raise value.expected(expected)
     if not re.fullmatch(pattern, text := value.text()):
-        raise value.error(f"expected {expected}, got {text!r}")
+        raise value.error(f"expected {expected}, got {cut(text)!r}")
     return text
+
+
+def _configuration(value: Value) -> str:
+    """A JSON object as text, or nothing."""
+    text = value.text(MAX_CHARACTERS[Workload, "model_config"])
+    with suppress(ValueError, RecursionError):  # also an integer of thousands of digits
+        if not text or isinstance(json.loads(text), dict):
+            return text
+    raise value.error(f"expected a JSON object, or nothing, got {cut(text)!r}")
 
 
 def _size(value: Value, limits: Limits) -> int:
@@ -171,34 +213,30 @@ def _number(value: Value, limits: Limits) -> float:
     return number
 
 
-def _drain(value: Value) -> float | None:
+def _drain(value: Value, limits: Limits) -> float | None:
     if value.is_text():
-        if value.text() != STEP_END:
-            raise value.error(f"expected a number or {STEP_END}, got {value.text()!r}")
+        if (text := value.text()) != STEP_END:
+            raise value.error(f"expected a number or {STEP_END}, got {cut(text)!r}")
         return None
-    return _number(value, NOT_NEGATIVE)
+    return _number(value, limits)
 
 
-def _tiers(value: Value) -> tuple[Tier, ...]:
-    tiers: dict[str, Tier] = {}
+def _each_once(owner: Callable[..., T], key: str, what: str, value: Value) -> tuple[T, ...]:
+    """Records of which no two have the same `key`."""
+    found: dict[str, T] = {}
     for entry in value.sequence():
-        tier = _read_record(Tier, entry)
-        if tier.name in tiers:
-            raise entry.error(f"the tier {tier.name!r} stands here twice")
-        tiers[tier.name] = tier
-    return tuple(tiers.values())
+        record = _read_record(owner, entry)
+        name = getattr(record, key)
+        if name in found:
+            raise entry.error(f"the {what} {name!r} stands here twice")
+        found[name] = record
+    return tuple(found.values())
 
 
 def _forms(value: Value) -> tuple[FormCost, ...]:
-    forms: dict[str, FormCost] = {}
-    for entry in value.sequence():
-        cost = _read_record(FormCost, entry)
-        if cost.form in forms:
-            raise entry.error(f"the form {cost.form!r} stands here twice")
-        forms[cost.form] = cost
-    if not forms:
-        raise value.error("expected at least one form, got none")
-    return tuple(forms.values())
+    if forms := _each_once(FormCost, "form", "form", value):
+        return forms
+    raise value.error("expected at least one form, got none")
 
 
 def _plan_units(value: Value) -> tuple[UnitPlan, ...]:
@@ -210,11 +248,12 @@ def _plan_units(value: Value) -> tuple[UnitPlan, ...]:
         units += (UnitPlan(name=name, schedule=slots, **found) for name in names)
         if "also_used_by" in found:
             shared.append((entry.any_mapping()["also_used_by"], len(units) - 1))
+    places = {unit.name: index for index, unit in enumerate(units)}
     for where, own in shared:
-        later = [unit.name for unit in units[own + 1 :]]
         for user in where.sequence():
-            if user.text() not in later:
-                problem = f"expected the name of a later unit, got {user.text()!r}"
+            if places.get(user.text(), 0) <= own:
+                problem = f"expected the name of a later unit, got {cut(user.text())!r}"
+                later = [unit.name for unit in units[own + 1 :]]
                 raise user.error(problem, did_you_mean(user.text(), later))
     return tuple(units)
 
@@ -223,6 +262,7 @@ def _profile_units(value: Value) -> tuple[Unit, ...]:
     units: list[Unit] = []
     explicit: list[tuple[Value, int]] = []  # where used_by is written, and the unit's index
     for entry, names, found in _entries(value, Unit):
+        _check_bytes(entry, found)
         used_by = found.pop("used_by", None)
         for name in names:
             own = len(units)
@@ -234,6 +274,31 @@ def _profile_units(value: Value) -> tuple[Unit, ...]:
     return tuple(units)
 
 
+def _check_bytes(entry: Value, found: Mapping[str, Any]) -> None:
+    """Trainable parameters have bytes, and so have their gradients; pieces are all of them."""
+    values = entry.any_mapping()
+    for name in ("parameter_bytes", "gradient_bytes"):
+        if found["num_parameters"] and not found[name]:
+            raise values[name].error("expected bytes of the parameters, got 0")
+    parts: list[tuple[Value, str, tuple[int, ...], int]] = [
+        (entry, f"{what}_pieces", found.get(f"{what}_pieces", ()), found[f"{what}_bytes"])
+        for what in ("parameter", "gradient")
+    ]
+    forms = values["forms"].sequence()
+    parts += [
+        (form, "swap_pieces", cost.swap_pieces, cost.swappable_bytes)
+        for form, cost in zip(forms, found["forms"], strict=True)
+    ]
+    for holder, name, pieces, whole in parts:
+        if pieces and sum(pieces) != whole:
+            problem = f"expected pieces of {whole} bytes together, got {sum(pieces)}"
+            raise holder.any_mapping()[name].error(problem)
+    (_, _, parameters, _), (_, _, gradients, _), *_ = parts
+    if len(parameters) != len(gradients):
+        problem = "expected as many parameter_pieces as gradient_pieces"
+        raise entry.error(f"{problem}, got {len(parameters)} and {len(gradients)}")
+
+
 def _check_used_by(where: Value, own: int, used_by: tuple[int, ...], num_units: int) -> None:
     for i, user in enumerate(used_by):
         if user >= num_units:
@@ -242,17 +307,18 @@ def _check_used_by(where: Value, own: int, used_by: tuple[int, ...], num_units: 
     if used_by and used_by[0] != own:
         raise where.error(f"expected the unit's own index {own} first, got {used_by[0]}")
     if list(used_by) != sorted(set(used_by)):
-        raise where.error(f"expected ascending indices, got {list(used_by)}")
+        raise where.error(f"expected ascending indices, got {cut(str(list(used_by)))}")
 
 
 def _entries(
     value: Value, owner: Any, extra: Mapping[str, Reader] = MappingProxyType({})
 ) -> Iterator[tuple[Value, list[str], dict[str, Any]]]:
     """Each entry of a list of units, the names of the units it speaks of, and its other fields."""
-    readers = {"name": Value.text, "names": _run, **_readers(owner), **extra}
-    readers.pop("schedule", None)  # its fields stand in the unit itself
+    readers: dict[str, Reader] = {"names": _run, **_readers(owner), **extra}
+    readers.pop("schedule", None)  # its fields are keys of the unit itself
     optional = ("name", "names", "used_by", *extra, *_with_default(owner))
     seen: set[str] = set()
+    unfolded = 0
     for entry in value.sequence():
         found = _read_fields(entry, readers, optional)
         one, several = found.pop("name", None), found.pop("names", None)
@@ -261,9 +327,19 @@ def _entries(
                 "missing key 'name'" if one is None else "expected 'name' or 'names', got both"
             )
         names = [one] if several is None else several
+        unfolded += len(names) * entry.num_nodes
+        for most, count, what in (
+            (MAX_UNITS, len(seen) + len(names), "units"),
+            (MAX_UNFOLDED, unfolded, "keys and values"),
+        ):
+            if count > most:
+                raise value.error(
+                    f"expected at most {most} {what}, runs unfolded, got {count} up to"
+                    f" {cut(names[-1])!r}"
+                )
         for name in names:
             if name in seen:
-                raise entry.error(f"the unit {name!r} stands here twice")
+                raise entry.error(f"the unit {cut(name)!r} stands here twice")
             seen.add(name)
         yield entry, names, found
     if not seen:
@@ -273,14 +349,34 @@ def _entries(
 def _run(value: Value) -> list[str]:
     text = value.text()
     names = unfold(text)
+    if (length := run_length(text)) > MAX_RUN:
+        raise value.error(f"expected a run of at most {MAX_RUN} units, got {length}")
     if names is None:
-        problem = f"expected a run of units such as layers.0-11, got {text!r}"
+        problem = f"expected a run of units such as layers.0-11, got {cut(text)!r}"
         raise value.error(problem, "write a single unit as name: ...")
     return names
 
 
+def _check_plan(plan: Plan, value: Value) -> None:
+    """Devices are in nodes of equal size, and their replicas too; exact plans use exact forms."""
+    for key, parts in (("num_nodes", plan.num_nodes), ("num_replicas", plan.num_replicas)):
+        if plan.num_devices % parts:
+            problem = f"{plan.num_devices} devices are no equal parts of {parts}"
+            raise value.any_mapping()[key].error(problem)
+    if plan.exact and (forms := plan.inexact_forms):
+        problem = f"expected false: {forms[0]!r} changes what training computes"
+        raise value.any_mapping()["exact"].error(problem)
+
+
+_CHECKS: dict[type, Callable[[Any, Value], None]] = {
+    Hardware: lambda *_: None,
+    Profile: lambda *_: None,
+    Plan: _check_plan,
+}
+"""What fields say together, and none says alone."""
+
 _LISTS: dict[tuple[type, str], Reader] = {
-    (Hardware, "tiers"): _tiers,
+    (Hardware, "tiers"): partial(_each_once, Tier, "name", "tier"),
     (Unit, "forms"): _forms,
     (Profile, "units"): _profile_units,
     (Plan, "units"): _plan_units,

@@ -1,61 +1,51 @@
 """How records look as YAML: what the reader and the writer have to agree on.
 
-A file starts with `protrain: KIND` and `version: 1`, then has the fields of the record under
+A file starts with `protrain: KIND` and `version: 2`, then has the fields of the record under
 their own names, in their own order. What differs from the dataclasses:
 
 - A field that has a default is absent where it has that value.
 - A size (see `is_size`) is an integer or a text such as `1.5GiB`.
-- A decision is a phrase (see `activations_text`, `states_text`).
-- The fields of a unit's `Schedule` stand in the unit itself; a drain that ends with the step is
+- A decision is a phrase (see `decisions`).
+- The fields of a unit's `Schedule` are keys of the unit itself; a drain that ends with the step is
   `end`.
 - Consecutive units that differ in nothing but the last integer of their names are one entry, with
   `names: model.layers.0-11` instead of `name: model.layers.0`.
 - A unit whose parameters are used by itself alone has no `used_by`.
+
+Files of version 1 are read too. They spell the keys of `OLD_KEYS` and the phrases of
+`decisions.OLD_PHRASES` otherwise, and differ in nothing else.
 """
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import assert_never, get_args
 
 from protrain_plan.records.hardware import (
-    Collectives,
     Contention,
     Device,
     Hardware,
     Interconnect,
     Link,
     Rates,
-    TierName,
 )
-from protrain_plan.records.plan import (
-    Activations,
-    Budgets,
-    Buffer,
-    Keep,
-    Offload,
-    Persistent,
-    Placement,
-    Plan,
-    Prediction,
-    Recompute,
-    StateTier,
-    Swap,
-    SwapInput,
-    TierBytes,
-)
+from protrain_plan.records.plan import Budgets, Plan, Prediction, TierBytes, UnitPlan
 from protrain_plan.records.profile import (
     FormCost,
     OptimizerCost,
     Profile,
-    RecomputedForm,
     Repetitions,
     Unit,
     Workload,
 )
+from protrain_plan.units import MAX_BYTES, exact_bytes
 
-VERSION = 1
+VERSION = 2
 
-DEVICE_KIND = r"[a-z][a-z0-9_]*"
+OLD_KEYS: Mapping[object, Mapping[str, str]] = {
+    Interconnect: {"within": "intra_node", "across": "inter_node"},
+}
+"""Keys as version 1 spelled them, and what they are called now."""
+
+DEVICE_KIND = r"[a-z][a-z0-9_]{0,99}"
 """What a type of device is called: PyTorch's own names, and those that backends register."""
 
 PATTERNS: dict[tuple[type, str], tuple[str, str]] = {
@@ -71,62 +61,6 @@ STEP_END = "end"
 """A drain of `None`: until the step's end."""
 
 
-def activations_text(activations: Activations) -> str:
-    """The decision as a phrase: `keep`, `swap-input to disk`, ..."""
-    match activations:
-        case Keep():
-            return "keep"
-        case Recompute(form="full"):
-            return "recompute"
-        case Recompute(form=form):
-            return f"recompute {form}"
-        case Swap(tier=tier):
-            return f"swap to {tier}"
-        case SwapInput(tier=tier, form="full"):
-            return f"swap-input to {tier}"
-        case SwapInput(tier=tier, form=form):
-            return f"swap to {tier} and recompute {form}"
-        case _:
-            assert_never(activations)
-
-
-def states_text(states: Placement) -> str:
-    """The placement as a phrase: `persistent`, `offload to disk`, `shard`, ..."""
-    match states:
-        case Persistent():
-            return "persistent"
-        case Offload(tier="device"):
-            return "shard"
-        case Buffer(tier="device"):
-            return "buffer from shards"
-        case Offload(tier=tier):
-            return f"offload to {tier}"
-        case Buffer(tier=tier):
-            return f"buffer from {tier}"
-        case _:
-            assert_never(states)
-
-
-_TIERS: tuple[TierName, ...] = get_args(TierName)
-_STATE_TIERS: tuple[StateTier, ...] = (*_TIERS, "device")
-_FORMS: tuple[RecomputedForm, ...] = ("full", "lite", "mlp", "attn")
-FORM_WORDS = _FORMS[1:]
-"""How the phrases of decisions end that name a form of recomputation."""
-_ACTIVATIONS: tuple[Activations, ...] = (
-    Keep(),
-    *(Recompute(form=form) for form in _FORMS),
-    *(Swap(tier=tier) for tier in _TIERS),
-    *(SwapInput(tier=tier, form=form) for form in _FORMS for tier in _TIERS),
-)
-_STATES: tuple[Placement, ...] = (
-    Persistent(),
-    *(Offload(tier=tier) for tier in _STATE_TIERS),
-    *(Buffer(tier=tier) for tier in _STATE_TIERS),
-)
-ACTIVATIONS: dict[str, Activations] = {activations_text(a): a for a in _ACTIVATIONS}
-STATES: dict[str, Placement] = {states_text(s): s for s in _STATES}
-
-
 def is_size(owner: type, name: str) -> bool:
     """Whether the integer field `name` of `owner` counts bytes."""
     is_pieces = owner in (Unit, FormCost) and name.endswith("_pieces")
@@ -135,62 +69,123 @@ def is_size(owner: type, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The numbers that a field can take."""
+    """The numbers that a field can take: those from `low` to `high`, and 0 with `or_zero`."""
 
     low: float = 0
-    high: float | None = None
-    low_allowed: bool = True
+    high: float
+    or_zero: bool = False
 
     def __contains__(self, number: float) -> bool:
-        above = number >= self.low if self.low_allowed else number > self.low
-        return above and (self.high is None or number <= self.high)
+        return self.low <= number <= self.high or (self.or_zero and number == 0)
 
     def __str__(self) -> str:
-        if self.high is None:
-            return f"of at least {self.low:g}" if self.low_allowed else f"above {self.low:g}"
-        if self.low_allowed:
-            return f"from {self.low:g} to {self.high:g}"
-        return f"above {self.low:g} and up to {self.high:g}"
+        zero = ", or 0" if self.or_zero else ""
+        return f"from {_words(self.low)} to {_words(self.high)}{zero}"
 
 
-NOT_NEGATIVE = Limits()
-_POSITIVE = Limits(low_allowed=False)
-_COUNT = Limits(low=1)
-_ANY = Limits(low=-math.inf)  # relative to a level, which a slot may leave far below
-_SHARE = Limits(high=1, low_allowed=False)
+_LARGEST = exact_bytes(MAX_BYTES)
+
+
+def _words(end: float) -> str:
+    if abs(end) == MAX_BYTES:
+        return f"-{_LARGEST}" if end < 0 else _LARGEST
+    return str(end) if isinstance(end, int) else f"{end:g}"
+
+
+MAX_UNITS = 1_000
+"""Units of a model, runs unfolded: as many as a command looks at in seconds."""
+MAX_UNFOLDED = 500_000
+"""Keys and values of all units, those of a run counted for each of its units."""
+MAX_LIST = 1_000
+"""Entries of a list of which nothing else is said."""
+MAX_COUNT = 100_000
+"""Devices, threads: what there can be of things."""
+MAX_SECONDS = 1e9
+
+SIZES = Limits(high=MAX_BYTES)
+_SIGNED_SIZES = Limits(low=-MAX_BYTES, high=MAX_BYTES)  # relative to a level: may be far below it
+_COUNTS = Limits(low=1, high=MAX_COUNT)
+_MANY = Limits(low=1, high=10**9)
+_SECONDS = Limits(low=1e-12, high=1e6, or_zero=True)
+STEPS = Limits(low=1e-12, high=MAX_SECONDS)
+_SPEEDS = Limits(low=1.0, high=1e21)
+_SHARES = Limits(low=1e-6, high=1.0)
+_HALVES = Limits(low=0.5, high=1.0)
+_FACTORS = Limits(low=1e-12, high=1e6, or_zero=True)
+_SLOTS = Limits(low=1e-6, high=2.0 * MAX_UNITS, or_zero=True)
 
 LIMITS: dict[tuple[type, str], Limits] = {
-    (Link, "read_bytes_per_s"): _POSITIVE,
-    (Link, "write_bytes_per_s"): _POSITIVE,
-    (Link, "duplex"): Limits(low=0.5, high=1),
-    (Device, "num_threads"): _COUNT,
-    (Contention, "compute"): _SHARE,
-    (Contention, "lane"): _SHARE,
-    (Rates, "float32_flops_per_s"): _POSITIVE,
-    (Rates, "bfloat16_flops_per_s"): _POSITIVE,
-    (Rates, "compute_efficiency"): _SHARE,
-    (Rates, "memory_bytes_per_s"): _POSITIVE,
-    (Rates, "memory_efficiency"): _SHARE,
-    (Rates, "host_parameters_per_s"): _POSITIVE,
-    (Collectives, "gather_bytes_per_s"): _POSITIVE,
-    (Collectives, "reduce_bytes_per_s"): _POSITIVE,
-    (Interconnect, "devices_per_node"): _COUNT,
-    (Interconnect, "link_share"): Limits(low=0.5, high=1),
-    (FormCost, "kept_bytes"): _ANY,
-    (FormCost, "backward_peak_bytes"): _ANY,
-    (Workload, "batch_size"): _COUNT,
-    (Workload, "seq_len"): _COUNT,
-    (OptimizerCost, "host_parameters_per_s"): _POSITIVE,
-    (OptimizerCost, "device_parameters_per_s"): _POSITIVE,
-    (Repetitions, "num_steps"): _COUNT,
-    (Repetitions, "low"): _SHARE,
-    (Repetitions, "high"): Limits(low=1),
-    (Prediction, "step_seconds"): _POSITIVE,
-    (Prediction, "lower_bound_seconds"): _POSITIVE,
-    (Plan, "piece_bytes"): _COUNT,
-    (Plan, "micro_batches"): _COUNT,
-    (Plan, "num_devices"): _COUNT,
-    (Plan, "num_replicas"): _COUNT,
-    (Plan, "num_nodes"): _COUNT,
+    (Link, "duplex"): _HALVES,
+    (Device, "num_threads"): _COUNTS,
+    (Contention, "compute"): _SHARES,
+    (Contention, "lane"): _SHARES,
+    (Rates, "compute_efficiency"): _SHARES,
+    (Rates, "memory_efficiency"): _SHARES,
+    (Rates, "error_low"): _FACTORS,
+    (Rates, "error_high"): _FACTORS,
+    (Interconnect, "devices_per_node"): _COUNTS,
+    (Interconnect, "link_share"): _HALVES,
+    (FormCost, "kept_bytes"): _SIGNED_SIZES,
+    (FormCost, "backward_peak_bytes"): _SIGNED_SIZES,
+    (Workload, "batch_size"): _MANY,
+    (Workload, "seq_len"): _MANY,
+    (Workload, "seed"): Limits(high=2**63 - 1),
+    (Unit, "num_parameters"): Limits(high=10**15),
+    (Unit, "used_by"): Limits(high=MAX_UNITS - 1),
+    (Unit, "own_inputs"): Limits(high=MAX_LIST),
+    (UnitPlan, "own_inputs"): Limits(high=MAX_LIST),
+    (OptimizerCost, "workspace_fraction"): _FACTORS,
+    (Repetitions, "num_steps"): _MANY,
+    (Repetitions, "low"): _SHARES,
+    (Repetitions, "high"): Limits(low=1.0, high=1e6),
+    (Repetitions, "planned"): _FACTORS,
+    (Prediction, "step_seconds"): STEPS,
+    (Prediction, "lower_bound_seconds"): STEPS,
+    (Prediction, "error_low"): _FACTORS,
+    (Prediction, "error_high"): _FACTORS,
+    (Plan, "piece_bytes"): Limits(low=1, high=MAX_BYTES),
+    (Plan, "micro_batches"): Limits(low=1, high=10**6),
+    (Plan, "num_devices"): _COUNTS,
+    (Plan, "num_replicas"): _COUNTS,
+    (Plan, "num_nodes"): _COUNTS,
 }
-"""Where a field takes less than all numbers that are not negative."""
+"""What a field takes that its name does not say."""
+
+
+def limits_of(owner: type, name: str) -> Limits:
+    """The numbers that a field takes. With these, no sum, product or quotient overflows."""
+    if (found := LIMITS.get((owner, name))) is not None:
+        return found
+    if is_size(owner, name):
+        return SIZES
+    if name.endswith("_per_s"):
+        return _SPEEDS
+    if name.endswith("_s"):
+        return _SECONDS
+    if name.endswith(("_lead", "_drain")):
+        return _SLOTS
+    raise AssertionError(f"{owner.__name__}.{name} has no limits")
+
+
+MAX_ENTRIES: dict[tuple[type, str], int] = {
+    (Profile, "tensors"): 100_000,
+    (Plan, "tensors"): 100_000,
+    (Unit, "parameters"): 100_000,
+    (UnitPlan, "parameters"): 100_000,
+    (Unit, "used_by"): MAX_UNITS,
+    (UnitPlan, "also_used_by"): MAX_UNITS,
+}
+"""The longest lists of those that may have more than `MAX_LIST` entries."""
+
+MAX_CHARACTERS: dict[tuple[type, str], int] = {
+    (Workload, "model_config"): 1_000_000,
+    (Hardware, "sources"): 10_000,
+    (Profile, "tensors"): 10_000,
+    (Plan, "tensors"): 10_000,
+    (Unit, "stays"): 10_000,
+    (Unit, "runs_once"): 10_000,
+}
+"""The longest texts of those that may have more than `tree.MAX_TEXT` characters."""
+
+OF_LINES = ((Hardware, "sources"), (Unit, "stays"), (Unit, "runs_once"))
+"""Texts that may have several lines."""

@@ -1,4 +1,4 @@
-"""Text -> YAML nodes, read strictly: nothing is guessed, and every value knows where it stands.
+"""Text -> YAML nodes, read strictly: nothing is guessed, and each value knows its line and key.
 
 PyYAML follows YAML 1.1, where `12:30` is an integer, `no` is false, `1e9` is a text and the second
 of two equal keys wins. Here nodes are never turned into Python objects by what they look like:
@@ -8,18 +8,29 @@ the reader asks each one for what the record needs, and what it finds instead is
 import difflib
 import math
 import re
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+import unicodedata
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from decimal import Decimal
+from functools import lru_cache
+from types import MappingProxyType
 
 import yaml
 from yaml.composer import ComposerError
 
-from protrain_plan.errors import RecordError
+from protrain_plan.errors import MAX_SHOWN, RecordError, cut
 
 _MAP, _SEQ, _STR, _INT, _FLOAT, _BOOL, _NULL = (
     f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null")
 )
+
+
+MAX_NODES = 100_000
+"""Keys, values, lists and mappings in a file: what seconds are enough to read."""
+MAX_DEPTH = 20
+"""Lists and mappings in one another; those of a record are seven at most."""
+MAX_TEXT = 1_000
+"""Characters of a text, of which nothing else is said, and of a key."""
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -31,14 +42,28 @@ class _StrictLoader(yaml.SafeLoader):
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML fills it through the class)
 
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.num_nodes = self.depth = 0
+
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
         assert isinstance(event.start_mark, yaml.Mark)
+        self.num_nodes += 1
+        for problem, is_so in (
+            (f"nested more than {MAX_DEPTH} deep", self.depth > MAX_DEPTH),
+            (f"more than {MAX_NODES} keys and values", self.num_nodes > MAX_NODES),
+        ):
+            if is_so:
+                raise ComposerError(problem=problem, problem_mark=event.start_mark)
         if isinstance(event, yaml.AliasEvent):
             raise ComposerError(problem="aliases are not allowed", problem_mark=event.start_mark)
         if getattr(event, "tag", None) is not None:
             raise ComposerError(problem="tags are not allowed", problem_mark=event.start_mark)
-        return super().compose_node(parent, index)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 for _tag, _pattern, _first in (
@@ -65,18 +90,22 @@ _DESCRIPTIONS = {
     _SEQ: "a list",
     _MAP: "a mapping",
 }
-_MAX_SHOWN = 60
+_MAX_CHOICES = 1_000
 _DECIMAL = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)")
 _MAX_INTEGER = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A YAML node, with the file and the key path (such as `units[3].name`) where it stands."""
+    """A YAML node, with the file and the key path (such as `units[3].name`) that it has there.
+
+    `old` is said of what a file of an earlier version holds, whose spellings are read too.
+    """
 
     node: yaml.Node
     source: str | None
     key: str | None
+    old: bool = False
 
     def error(self, problem: str, fix: str | None = None) -> RecordError:
         """An error about this value."""
@@ -89,19 +118,31 @@ class Value:
 
     def _described(self) -> str:
         value = self.node.value
-        if isinstance(value, str) and len(value) > _MAX_SHOWN:
-            value = value[: _MAX_SHOWN - 3] + "..."
-        return _DESCRIPTIONS.get(self.node.tag, "{}").format(value)
+        return _DESCRIPTIONS.get(self.node.tag, "{}").format(
+            cut(value) if isinstance(value, str) else value
+        )
 
-    def mapping(self, known: Collection[str], optional: Collection[str] = ()) -> "dict[str, Value]":
-        """The values of a mapping by key: all the `known` keys, only those, each once."""
+    def mapping(
+        self,
+        known: Collection[str],
+        optional: Collection[str] = (),
+        renamed: Mapping[str, str] = MappingProxyType({}),
+    ) -> "dict[str, Value]":
+        """The values of a mapping by key: all the `known` keys, only those, each once.
+
+        Keys that are `renamed` have their old names in files of an earlier version alone.
+        """
         values = self.any_mapping()
+        for old, new in renamed.items():
+            if self.old and old in values and new not in values:
+                values[new] = values.pop(old)
         for key, value in values.items():
             if key not in known:
-                unknown = Value(node=value.node, source=self.source, key=self.key)
+                unknown = replace(self, node=value.node)
+                fix = f"its name is {renamed[key]} now" if key in renamed else None
                 raise unknown.error(
-                    f"unknown key {key!r}",
-                    did_you_mean(key, known) or f"the keys are {listed(known, 'and')}",
+                    f"unknown key {cut(key)!r}",
+                    fix or did_you_mean(key, known) or f"the keys are {listed(known, 'and')}",
                 )
         for key in known:
             if key not in values and key not in optional:
@@ -114,24 +155,35 @@ class Value:
             raise self.expected("a mapping")
         values: dict[str, Value] = {}
         for key_node, node in self.node.value:
-            where = Value(node=key_node, source=self.source, key=self.key)
+            where = replace(self, node=key_node)
             if not isinstance(key_node, yaml.ScalarNode):
                 raise where.expected("a text as the key")
             key = key_node.value
+            if unseen(key):
+                raise where.error(refused_character(key))
+            if len(key) > MAX_TEXT:
+                raise where.error(f"expected a key of at most {MAX_TEXT} characters")
             if key in values:
-                raise where.error(f"the key {key!r} stands here twice", "remove one of them")
+                raise where.error(f"the key {cut(key)!r} stands here twice", "remove one of them")
             path = key if self.key is None else f"{self.key}.{key}"
-            values[key] = Value(node=node, source=self.source, key=path)
+            values[key] = replace(self, node=node, key=path)
         return values
 
-    def sequence(self) -> "list[Value]":
-        """The items of a list."""
+    def sequence(self, most: int = MAX_NODES) -> "list[Value]":
+        """The items of a list, at most so many."""
         if not isinstance(self.node, yaml.SequenceNode):
             raise self.expected("a list")
+        if (count := len(self.node.value)) > most:
+            raise self.error(f"expected a list of at most {most}, got {count}")
         return [
-            Value(node=node, source=self.source, key=f"{self.key}[{i}]")
+            replace(self, node=node, key=f"{self.key}[{i}]")
             for i, node in enumerate(self.node.value)
         ]
+
+    @property
+    def num_nodes(self) -> int:
+        """The keys and values in here, itself included."""
+        return sum(1 for _ in _nodes(self.node))
 
     def is_text(self) -> bool:
         """Whether this is a text."""
@@ -141,12 +193,21 @@ class Value:
         """Whether this looks like an integer of YAML 1.1, in any base."""
         return self.node.tag == _INT
 
-    def text(self) -> str:
-        """The text."""
+    def text(self, most: int = MAX_TEXT, *, lines: bool = False) -> str:
+        """The text, of at most so many characters; with `lines`, it may have several."""
         if self.node.tag == _STR:
-            return str(self.node.value)
+            text = str(self.node.value)
+            if not lines and unseen(text):
+                raise self.error(refused_character(text))
+            if len(text) > most:
+                raise self.error(
+                    f"expected a text of at most {most} characters, got {len(text)} of them"
+                )
+            return text
         scalar = isinstance(self.node, yaml.ScalarNode) and self.node.tag != _NULL
-        raise self.expected("a text", f"put it in quotes: '{self.node.value}'" if scalar else None)
+        raise self.expected(
+            "a text", f"put it in quotes: '{cut(self.node.value)}'" if scalar else None
+        )
 
     def boolean(self) -> bool:
         """True or false, in these two words."""
@@ -189,9 +250,12 @@ class Value:
 
 
 def root(text: str, source: str | None) -> Value:
-    """The value that a whole file holds; RecordError where the text is not YAML, or empty."""
+    """The value that a whole file holds; RecordError where the text is not YAML, or empty.
+
+    No text in it, keys included, has a character that would not be seen (see `unseen`).
+    """
     try:
-        node = yaml.compose(text, Loader=_StrictLoader)
+        node = _composed(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = None if mark is None else mark.line + 1
@@ -201,11 +265,89 @@ def root(text: str, source: str | None) -> Value:
         problem = f"not readable as YAML: the character #x{error.character:04x} is not allowed"
         line = text.count("\n", 0, error.position) + 1
         raise RecordError(problem, source=source, line=line) from None
-    except RecursionError:
-        raise RecordError("not readable as YAML: nested too deeply", source=source) from None
+    except (ValueError, OverflowError):  # PyYAML's own: "\UFFFFFFFF", a version of 5,000 digits
+        problem = "not readable as YAML: a number in it is too large"
+        raise RecordError(problem, source=source) from None
     if node is None:
         raise RecordError("the file is empty", source=source)
-    return Value(node=node, source=source, key=None)
+    value = Value(node=node, source=source, key=None)
+    for inner in _nodes(node):
+        if isinstance(inner, yaml.ScalarNode) and unseen(inner.value, but="\t\n"):
+            raise _first_unseen(value)
+    return value
+
+
+@lru_cache(maxsize=2)  # a plan and its profile are asked for lines again and again
+def _composed(text: str) -> yaml.Node | None:
+    return yaml.compose(text, Loader=_StrictLoader)
+
+
+def _nodes(node: yaml.Node) -> Iterator[yaml.Node]:
+    """The node and all in it, keys included."""
+    waiting = [node]
+    while waiting:
+        found = waiting.pop()
+        yield found
+        if isinstance(found, yaml.SequenceNode):
+            waiting += found.value
+        elif isinstance(found, yaml.MappingNode):
+            for pair in found.value:
+                waiting += pair
+
+
+def _first_unseen(value: Value) -> RecordError:
+    """The error of the first text in here that has a character which would not be seen."""
+    if isinstance(value.node, yaml.ScalarNode):
+        return value.error(refused_character(value.node.value, but="\t\n"))
+    entries: list[Value] = []
+    if isinstance(value.node, yaml.MappingNode):
+        for key, node in value.node.value:
+            name = cut(str(key.value)) if isinstance(key, yaml.ScalarNode) else "?"
+            path = name if value.key is None else f"{value.key}.{name}"
+            entries += (replace(value, node=key), replace(value, node=node, key=path))
+    else:
+        entries = value.sequence()
+    return next(
+        _first_unseen(entry)
+        for entry in entries
+        if any(
+            isinstance(node, yaml.ScalarNode) and unseen(node.value, but="\t\n")
+            for node in _nodes(entry.node)
+        )
+    )
+
+
+def unseen(text: str, *, but: str = "") -> str | None:
+    """The first character that people would not see, or that moves what they see, if there is one.
+
+    Control characters, surrogates, marks of direction, joiners and others of no width, separators
+    of lines and paragraphs, and what Unicode says is no character. `but` are exceptions.
+    """
+    if text.isprintable():  # nearly always, and quick
+        return None
+    for character in text:
+        number = ord(character)
+        if character not in but and (
+            unicodedata.category(character) in _UNSEEN
+            or number & 0xFFFE == 0xFFFE
+            or 0xFDD0 <= number <= 0xFDEF
+        ):
+            return character
+    return None
+
+
+_BREAKS = "\t\n"
+"""Characters that a text of several lines may have."""
+_UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def refused_character(text: str, *, but: str = "") -> str:
+    """What is wrong with a text that has a character which would not be seen, in words."""
+    character = unseen(text, but=but)
+    assert character is not None
+    at = text.index(character)
+    shown = cut(text[max(0, at - MAX_SHOWN // 2) :])
+    return f"the character U+{ord(character):04X} is not allowed, in {shown!r}"
 
 
 def number_text(number: float) -> str:
@@ -230,10 +372,12 @@ def listed(words: Iterable[str], last: str) -> str:
 def did_you_mean(word: str, choices: Iterable[str]) -> str | None:
     """A fix that names the choice closest to `word`, by the whole or by its first word."""
     whole = {choice: choice for choice in choices}
+    if len(word) > MAX_SHOWN or len(whole) > _MAX_CHOICES:  # takes long, and says little
+        return None
     first = {choice.split()[0]: choice for choice in reversed(list(whole)) if choice.split()}
     for candidates in (whole, first):
         if close := difflib.get_close_matches(word, candidates, n=1):
-            return f"did you mean {candidates[close[0]]!r}?"
+            return f"did you mean {cut(candidates[close[0]])!r}?"
     return None
 
 

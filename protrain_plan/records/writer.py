@@ -1,23 +1,17 @@
 """Record -> YAML text: the same record always gives the same bytes, and every byte has a reason."""
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, get_type_hints
 
+from protrain_plan.records.decisions import FIRST_PHRASES, WORDINGS
 from protrain_plan.records.folding import fold, runs
 from protrain_plan.records.hardware import Collectives, Contention, Hardware, Link, Rates
 from protrain_plan.records.plan import Budgets, Plan, Schedule, TierBytes, UnitPlan
 from protrain_plan.records.profile import FormCost, Profile, Repetitions, Unit
-from protrain_plan.records.schema import (
-    KINDS,
-    STEP_END,
-    VERSION,
-    Record,
-    activations_text,
-    is_size,
-    states_text,
-)
+from protrain_plan.records.schema import KINDS, OLD_KEYS, STEP_END, VERSION, Record, is_size
 from protrain_plan.records.tree import number_text
 from protrain_plan.units import exact_bytes
 
@@ -38,7 +32,7 @@ _COMMENTS: dict[type[Record], str] = {
 #   names        a run of equal units (layers.0-2: layers.0, layers.1, layers.2)
 #   activations  keep | recompute | swap to TIER | swap-input to TIER (and recompute)
 #                recompute lite|mlp|attn, swap to TIER and recompute lite|mlp|attn: in part
-#   states       persistent | offload to TIER (fetched twice) | buffer from TIER (fetched once)
+#   states       persistent | offload to TIER | shard (fetched twice; ... and keep gathered: once)
 #   ..._lead     a fetch may start this many slots before the one it serves; absent: 0
 #   ..._drain    bytes have left the device this many slots later; absent: by the step's end
 #                (1.3: two slots for 30 % of the bytes, one slot for the others)
@@ -62,13 +56,39 @@ _ON_ONE_LINE = (
 
 def dumps(record: Record) -> str:
     """The record as YAML text, with a header that explains it."""
-    return _COMMENTS[type(record)] + canonical(record)
+    return _COMMENTS[type(record)] + _text(record, VERSION, _mapping(record))
 
 
 def canonical(record: Record) -> str:
-    """The record as YAML text without comments: what its fingerprint is taken of."""
-    header = {"protrain": KINDS[type(record)], "version": str(VERSION)}
-    return "".join(f"{line}\n" for line in _block(header | _mapping(record)))
+    """The record as version 1 wrote it, without comments: what its fingerprint is taken of.
+
+    So a record has one fingerprint, whichever version its file is of.
+    """
+    return _text(record, 1, _in_old_words(_mapping(record)))
+
+
+def _text(record: Record, version: int, mapping: Mapping[str, Any]) -> str:
+    header = {"protrain": KINDS[type(record)], "version": str(version)}
+    return "".join(f"{line}\n" for line in _block({**header, **mapping}))
+
+
+_OLD_KEYS = {new: old for renamed in OLD_KEYS.values() for old, new in renamed.items()}
+
+
+def _in_old_words(value: Any) -> Any:
+    match value:
+        case dict():
+            return type(value)(
+                (
+                    _OLD_KEYS.get(key, key),
+                    FIRST_PHRASES.get(one, one) if key == "states" else _in_old_words(one),
+                )
+                for key, one in value.items()
+            )
+        case list():
+            return type(value)(map(_in_old_words, value))
+        case _:
+            return value
 
 
 def _mapping(record: Any, skip: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -77,7 +97,7 @@ def _mapping(record: Any, skip: tuple[str, ...] = ()) -> dict[str, Any]:
     for f in fields(record):
         value = getattr(record, f.name)
         if isinstance(value, Schedule):
-            mapping |= _mapping(value)  # its fields stand in the unit itself
+            mapping |= _mapping(value)  # its fields are keys of the unit itself
         elif f.name not in skip and value != f.default:
             mapping[f.name] = _field(record, f.name, value)
     return mapping
@@ -103,10 +123,8 @@ def _field(owner: Any, name: str, value: Any) -> Any:
             return number_text(value)
         case str():
             return _quoted(value)
-        case _ if isinstance(owner, UnitPlan) and name == "activations":
-            return activations_text(value)
-        case _ if isinstance(owner, UnitPlan) and name == "states":
-            return states_text(value)
+        case _ if isinstance(owner, UnitPlan) and name in ("activations", "states"):
+            return WORDINGS[value].phrase
         case tuple() if isinstance(owner, Profile | Plan) and name == "units":
             return _units(value)
         case tuple() if (type(owner), name) in _LISTS_OF_LINES:
@@ -187,3 +205,9 @@ def _escaped(character: str) -> str:
     if character in '"\\':
         return "\\" + character
     return character if character.isprintable() else f"\\U{ord(character):08X}"
+
+
+def fingerprint(record: Record) -> str:
+    """`sha256:` and 16 digits; equal for equal records, whatever the comments of their files."""
+    digest = hashlib.sha256(canonical(record).encode()).hexdigest()
+    return f"sha256:{digest[:16]}"

@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from protrain_plan.program.compiling import program_of
+from protrain_plan.program.program import slot_words
 from protrain_plan.records.plan import Plan, TierBytes
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.memory import device_bytes
-from protrain_plan.simulation.sizes import compile_units
 from protrain_plan.units import format_bytes
 
 
@@ -25,27 +26,14 @@ class Excess:
 
 
 def slot_name(plan: Plan, slot: int) -> str:
-    """A slot in words: `backward of layers.3`."""
-    count = len(plan.units)
-    if slot == 2 * count:
-        return "the update on the device"
-    where, unit = ("forward", slot) if slot < count else ("backward", 2 * count - 1 - slot)
-    return f"{where} of {plan.units[unit].name}"
+    """A slot in words: `backward of layers.3`, or `the update on the device`."""
+    the = "the " if slot == 2 * len(plan.units) else ""
+    return the + slot_words(plan.units, slot)
 
 
 def promised_bytes(plan: Plan, profile: Profile) -> tuple[int, ...]:
     """The most that the device's tensors take in every slot, and in the update after them."""
-    program = compile_units(
-        plan.units,
-        profile,
-        piece_bytes=plan.piece_bytes,
-        updates=plan.updates,
-        micro_batches=plan.micro_batches,
-        num_devices=plan.num_devices,
-        num_replicas=plan.num_replicas,
-        num_nodes=plan.num_nodes,
-    )
-    return tuple(slot.total for slot in device_bytes(program, plan.units, profile))
+    return tuple(slot.total for slot in device_bytes(program_of(plan, profile)))
 
 
 def exceeded(

@@ -1,15 +1,13 @@
 """What a step spends its time and its memory on: a record for programs, sentences for people."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import assert_never
 
-from protrain_plan.program import Move, MoveKind, Program
-from protrain_plan.records.plan import TierBytes, UnitPlan
-from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import SlotBytes, device_bytes
-from protrain_plan.simulation.sizes import moved_bytes
-from protrain_plan.simulation.tiers import tier_bytes
+from protrain_plan.program.implications import BoundProgram
+from protrain_plan.program.program import Move, MoveKind, slot_words
+from protrain_plan.records.plan import TierBytes
+from protrain_plan.simulation.memory import SlotBytes, device_bytes, peak_bytes
 from protrain_plan.simulation.timeline import Stall, Timeline, simulate
 from protrain_plan.units import format_bytes, format_seconds
 
@@ -68,20 +66,19 @@ class StepReport:
     tier_peaks: TierBytes
 
 
-def report(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> StepReport:
+def report(program: BoundProgram) -> StepReport:
     """Simulate the programme once and tell what happened."""
-    timeline = simulate(program, plans, profile)
-    slots = _slots(program, timeline, device_bytes(program, plans, profile), profile)
+    timeline, device = simulate(program), device_bytes(program)
+    slots = tuple(
+        SlotReport(name=slot_words(program.units, index), start_s=start, end_s=end, device=held)
+        for index, ((start, end), held) in enumerate(zip(timeline.compute, device, strict=True))
+    )
     peak = max(range(len(slots)), key=lambda index: slots[index].device.total)
     moves = {program.move_name(number): move for number, move in enumerate(program.moves)}
-    below = {
-        tier.name: tier_bytes(tier.name, plans, profile, program.settings)
-        for tier in profile.hardware.tiers
-    }
     return StepReport(
         step_seconds=timeline.step_seconds,
         stall_seconds=timeline.stall_s,
-        lanes=_lanes(program, timeline, plans, profile),
+        lanes=_lanes(program, timeline),
         stall_by_lane=_summed((stall.lane, stall.seconds) for stall in timeline.stalls),
         stall_by_cause=_summed(
             (stall_cause(stall, moves[stall.waited_for]), stall.seconds)
@@ -89,13 +86,7 @@ def report(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> Ste
         ),
         slots=slots,
         peak_slot=PeakSlot(index=peak, name=slots[peak].name),
-        tier_peaks=TierBytes(
-            device=slots[peak].device.total,
-            context=profile.hardware.device.context_bytes,
-            allocator=profile.hardware.device.allocator_bytes,
-            host=below.get("host", 0),
-            disk=below.get("disk", 0),
-        ),
+        tier_peaks=peak_bytes(program, device),
     )
 
 
@@ -134,27 +125,11 @@ def _waits_in_words(report: StepReport) -> str:
     return f"compute waits {format_seconds(report.stall_seconds)} of {step}: {causes}"
 
 
-def _slots(
-    program: Program, timeline: Timeline, device: Sequence[SlotBytes], profile: Profile
-) -> tuple[SlotReport, ...]:
-    names = [
-        f"{'forward' if slot.forward else 'backward'} of {profile.units[slot.unit].name}"
-        for slot in program.slots
-    ]
-    names.append("update on the device")
-    return tuple(
-        SlotReport(name=name, start_s=start, end_s=end, device=held)
-        for name, (start, end), held in zip(names, timeline.compute, device, strict=True)
-    )
-
-
-def _lanes(
-    program: Program, timeline: Timeline, plans: Sequence[UnitPlan], profile: Profile
-) -> tuple[LaneReport, ...]:
+def _lanes(program: BoundProgram, timeline: Timeline) -> tuple[LaneReport, ...]:
     moved: dict[str, int] = {COMPUTE: 0}
     for move in sorted(program.moves, key=lambda move: str(move.lane)):
         lane = str(move.lane)
-        moved[lane] = moved.get(lane, 0) + moved_bytes(move, plans, profile)
+        moved[lane] = moved.get(lane, 0) + move.bytes
     lanes: list[LaneReport] = []
     for lane, size in moved.items():
         spans = [span for span in timeline.spans if span.lane == lane]
@@ -192,7 +167,7 @@ def stall_cause(stall: Stall, move: Move) -> str:
 def carried(kind: MoveKind) -> str:
     """What a move of this kind moves or works on."""
     match kind:
-        case "gather" | "all-gather":
+        case "fetch" | "all-gather":
             return "parameters"
         case "swap in" | "swap out":
             return "activations"

@@ -10,14 +10,13 @@ events all rates are constant, so the result is exact for this model.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, assert_never
+from typing import Literal, NamedTuple
 
-from protrain_plan.program import Lane, Move, Program, Settings, shard_of
+from protrain_plan.program.group import collective_seconds
+from protrain_plan.program.implications import BoundProgram, update_seconds
+from protrain_plan.program.program import Lane, Move, Settings
 from protrain_plan.records.hardware import Contention, TierName
-from protrain_plan.records.plan import Persistent, UnitPlan
-from protrain_plan.records.profile import OptimizerCost, Profile
-from protrain_plan.simulation.ranks import collective_seconds
-from protrain_plan.simulation.sizes import activation_bytes, chunk_size, moved_bytes
+from protrain_plan.records.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,82 +66,48 @@ class Timeline:
     compute: tuple[tuple[float, float], ...]
 
 
-def move_seconds(
-    move: Move, plans: Sequence[UnitPlan], profile: Profile, settings: Settings
-) -> float:
+def move_seconds(move: Move, profile: Profile, settings: Settings) -> float:
     """How long a move takes when nothing interferes: latency + bytes / bandwidth.
 
     The optimizer's step on a piece: piece_s + parameters / speed.
     """
     if move.kind in ("all-gather", "reduce-scatter", "all-reduce"):
-        size = moved_bytes(move, plans, profile)
-        return collective_seconds(move.kind, size, profile.hardware, settings)
+        return collective_seconds(move.kind, move.bytes, profile.hardware, settings)
     assert move.lane.tier is not None, "collectives alone have no tier"
     if move.lane.direction == "update":
         return update_seconds(profile.optimizer, move.stop - move.start)
     link = profile.hardware.tier(move.lane.tier).link
-    size = moved_bytes(move, plans, profile)
-    match move.lane.direction:
-        case "fetch" | "read":
-            return link.latency_s + size / link.read_bytes_per_s
-        case "spill" | "write":
-            return link.latency_s + size / link.write_bytes_per_s
-        case "collect":
-            raise AssertionError("has no tier")
-        case _:
-            assert_never(move.lane.direction)
+    inwards = move.lane.direction in ("fetch", "read")
+    return link.latency_s + move.bytes / (
+        link.read_bytes_per_s if inwards else link.write_bytes_per_s
+    )
 
 
-def update_seconds(optimizer: OptimizerCost, num_parameters: int, *, num_pieces: int = 1) -> float:
-    """Seconds of the optimizer's steps on the host, when nothing interferes."""
-    alone = num_parameters / optimizer.host_parameters_per_s
-    return num_pieces * optimizer.host_piece_s + alone
-
-
-def slot_seconds(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> list[float]:
+def slot_seconds(program: BoundProgram) -> list[float]:
     """Compute seconds of every slot, recomputation included."""
-    costs = [
-        activation_bytes(plan.activations, unit).cost
-        for plan, unit in zip(plans, profile.units, strict=True)
-    ]
+    costs = [option.cost for option in program.activations]
     return [
         costs[slot.unit].forward_s if slot.forward else costs[slot.unit].backward_s
         for slot in program.slots
     ]
 
 
-def moves_handled(program: Program) -> list[int]:
-    """How many moves the computing thread submits and ends around each slot and the update.
-
-    Counted where a move is submitted: its end is seen at a later boundary.
-    """
-    around = [len(slot.submit) + len(slot.finish) for slot in program.slots]
-    return [*around, len(program.last)]
-
-
-def device_update_seconds(plans: Sequence[UnitPlan], profile: Profile, settings: Settings) -> float:
+def device_update_seconds(program: BoundProgram) -> float:
     """Seconds of the optimizer's step on the persistent chunks, and on shards on the device."""
-    parameters = 0
-    for plan, unit in zip(plans, profile.units, strict=True):
-        if isinstance(plan.states, Persistent):
-            parameters += unit.num_parameters
-        elif plan.states.tier == "device":
-            parameters += shard_of(chunk_size(unit), settings).num_parameters
-    return parameters / profile.optimizer.device_parameters_per_s
+    parameters = sum(state.num_stepped for state in program.states)
+    return parameters / program.profile.optimizer.device_parameters_per_s
 
 
-def simulate(program: Program, plans: Sequence[UnitPlan], profile: Profile) -> Timeline:
+def simulate(program: BoundProgram) -> Timeline:
     """Run the programme once."""
-    run = _Simulation(program, plans, profile)
+    run = _Simulation(program)
     run.run()
     return Timeline(run.spans(), run.now, run.stall, run.stalls(), tuple(run.computed))
 
 
-def simulated_seconds(
-    program: Program, plans: Sequence[UnitPlan], profile: Profile
-) -> tuple[float, float]:
+def simulated_seconds(program: BoundProgram) -> tuple[float, float]:
     """`step_seconds` and `stall_s` of the same run, without its spans."""
-    run = _Simulation(program, plans, profile)
+    run = _Simulation(program)
     run.run()
     return run.now, run.stall
 
@@ -180,18 +145,21 @@ class _Simulation:
     that ends says which lanes it lets go on.
     """
 
-    def __init__(self, program: Program, plans: Sequence[UnitPlan], profile: Profile) -> None:
-        self.program, self.profile = program, profile
+    def __init__(self, program: BoundProgram) -> None:
+        self.program, self.profile = program, program.profile
         self.now = self.stall = 0.0
         moves = program.moves
-        self.work = [move_seconds(move, plans, profile, program.settings) for move in moves]
-        work = [
-            *slot_seconds(program, plans, profile),
-            device_update_seconds(plans, profile, program.settings) if program.updating else 0.0,
+        self.work = [move_seconds(move, program.profile, program.settings) for move in moves]
+        update_s = device_update_seconds(program) if program.updating else 0.0
+        # The computing thread submits moves and ends them, counted where a move is submitted: its
+        # end is seen at a later boundary.
+        handled = [len(slot.submit) + len(slot.finish) for slot in program.slots]
+        handled.append(len(program.last))
+        move_s = program.profile.hardware.move_s
+        self.compute_work = [
+            seconds + count * move_s
+            for seconds, count in zip([*slot_seconds(program), update_s], handled, strict=True)
         ]
-        move_s = profile.hardware.move_s
-        handled = zip(work, moves_handled(program), strict=True)
-        self.compute_work = [seconds + count * move_s for seconds, count in handled]
         self.lanes = sorted({move.lane for move in moves}, key=str)
         numbers = {lane: number for number, lane in enumerate(self.lanes)}
         self.lane_of = [numbers[move.lane] for move in moves]

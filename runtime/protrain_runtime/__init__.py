@@ -8,15 +8,15 @@ Everything else of a training loop stays as it is, and computes what plain PyTor
 """
 
 from protrain_plan.errors import OutOfMemoryError
-from protrain_runtime.averaging import MovingAverage
-from protrain_runtime.full_parameters import full_parameters
-from protrain_runtime.masters import with_master_weights
-from protrain_runtime.overruns import explain_memory
+from protrain_runtime.checkpoint.loading import load
+from protrain_runtime.checkpoint.saving import save
+from protrain_runtime.devices.memory_meter import return_freed_memory
+from protrain_runtime.diagnostics.out_of_memory import explain_memory
+from protrain_runtime.diagnostics.recording import record
+from protrain_runtime.model.between_steps import MovingAverage, full_parameters
+from protrain_runtime.model.prepared import restore
 from protrain_runtime.preparation import prepare
-from protrain_runtime.prepared import restore
-from protrain_runtime.recording import record
-from protrain_runtime.resuming import load
-from protrain_runtime.saving import save
+from protrain_runtime.states.master_weights import with_master_weights
 
 __all__ = [
     "MovingAverage",
@@ -27,6 +27,7 @@ __all__ = [
     "prepare",
     "record",
     "restore",
+    "return_freed_memory",
     "save",
     "with_master_weights",
 ]

@@ -1,77 +1,85 @@
 """`prepare`: make a model follow a plan, in place, and give it back."""
 
+import hashlib
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from protrain_plan.compiling import compile_plan
+from protrain_plan import __version__
 from protrain_plan.errors import ProtrainError
-from protrain_plan.program import Settings, gradient_home
+from protrain_plan.program.compiling import compile_plan
+from protrain_plan.program.program import Settings, gradient_home
 from protrain_plan.records import fingerprint, read_plan
 from protrain_plan.records.plan import (
     Persistent,
     Plan,
-    Recompute,
     Swap,
     SwapInput,
 )
-from protrain_plan.records.profile import RecomputedForm
-from protrain_runtime import devices
-from protrain_runtime.activations import recomputed
-from protrain_runtime.boundaries import Boundaries
-from protrain_runtime.checking import Check
-from protrain_runtime.checkpointing import switch_off_checkpointing
-from protrain_runtime.chunks import (
-    OptimizerFactory,
-    offload,
-)
-from protrain_runtime.compiled import (
-    code_of,
+from protrain_runtime.activations.compiled import (
     refuse_compiled_around,
     refuse_wrapped,
     refuse_wrapping,
-    replace_code,
 )
-from protrain_runtime.copying import let_copy, look_at
-from protrain_runtime.engine import Engine
-from protrain_runtime.fingerprint import model_fingerprint
-from protrain_runtime.inputs import refuse_larger_batches
-from protrain_runtime.lanes import WAIT_LIMIT_S, Backend, WorkLane, quick_turns
-from protrain_runtime.layout import make_chunks
-from protrain_runtime.masters import with_master_weights
-from protrain_runtime.matching import (
+from protrain_runtime.activations.forms import wrap_forward
+from protrain_runtime.activations.recompute import switch_off_checkpointing
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.lanes import WAIT_LIMIT_S, Backend, WorkLane, only_here, quick_turns
+from protrain_runtime.devices.memory_meter import addresses, device_of
+from protrain_runtime.devices.preflight import (
+    check_room,
+    for_each,
+    free_host_bytes,
+    room_here,
+    warn_of_slow_disk,
+)
+from protrain_runtime.devices.stores import Stores
+from protrain_runtime.devices.turns import watch_zero_grad
+from protrain_runtime.diagnostics.checking import Check as PlainCopy
+from protrain_runtime.diagnostics.matching import (
     check_devices,
     check_groups,
     check_kernels,
     check_model,
     check_pieces,
     keeps_everything,
-    states_of,
+    model_fingerprint,
+    refuse_larger_batches,
+    rule_of,
 )
-from protrain_runtime.measure import addresses, device_of
-from protrain_runtime.moves import Moves
-from protrain_runtime.optimizer import ParameterGroups, PlannedOptimizer, make_inner
-from protrain_runtime.preflight import check_room, for_each, room_here, warn_of_slow_disk
-from protrain_runtime.prepared import ATTRIBUTE, Prepared, parameter_values, undo_all
-from protrain_runtime.ranks import Ranks
-from protrain_runtime.sharding import offload_shard
-from protrain_runtime.state_dicts import (
+from protrain_runtime.diagnostics.recording import Watch
+from protrain_runtime.engine.boundaries import Boundaries
+from protrain_runtime.engine.engine import Engine
+from protrain_runtime.engine.moves import Moves
+from protrain_runtime.model.copies import (
+    Look,
     Undo,
     add_state_dict_hooks,
     bring_back,
+    let_copy,
+    look_at,
 )
-from protrain_runtime.stores import Stores
-from protrain_runtime.unchanged_model import UnchangedModel, refuse_conversions
-from protrain_runtime.update_team import UpdateTeam, spare_threads
-from protrain_runtime.watching import Watch
+from protrain_runtime.model.optimizer import ParameterGroups, PlannedOptimizer, make_inner
+from protrain_runtime.model.prepared import ATTRIBUTE, Prepared, parameter_values, undo_all
+from protrain_runtime.ranks.group import Ranks, ranks_of
+from protrain_runtime.states.chunks import Chunk, offload, read_parameter
+from protrain_runtime.states.layout import make_chunks
+from protrain_runtime.states.master_weights import with_master_weights
+from protrain_runtime.states.unchanged_model import UnchangedModel, refuse_conversions
+from protrain_runtime.states.update_rules import OptimizerFactory
+from protrain_runtime.states.updates import UpdateTeam, spare_threads
+
+Check = Literal["bitwise", "spills"]
+"""What a prepared model compares while it trains."""
 
 
 def prepare(
@@ -81,7 +89,7 @@ def prepare(
     optimizer: OptimizerFactory,
     param_groups: ParameterGroups | None = None,
     spill_directory: Path | str | None = None,
-    check: Literal["bitwise"] | None = None,
+    check: Check | None = None,
     wait_limit_s: float = WAIT_LIMIT_S,
     lane_delay: Callable[[], float] | None = None,
     process_group: ProcessGroup | None = None,
@@ -94,8 +102,10 @@ def prepare(
     them), by default one of all trainable parameters. `spill_directory` is where a disk tier keeps
     its unnamed file, by default the system's directory for temporary files. `check="bitwise"`
     trains a plain copy beside the first three steps and stops on a bit that differs (`checking`);
-    it needs the memory of plain training. `wait_limit_s` is how long one wait
-    for a transfer or an update may take before it is an error that names it.
+    it needs the memory of plain training. `check="spills"` compares what comes back from host
+    memory and disk with what went there, and stops before bytes are used that differ (see
+    `block_sums`); every step pays for that. `wait_limit_s` is how long one wait for a transfer or
+    an update may take before it is an error that names it.
     `lane_delay` returns seconds by which tests hold every transfer back. `watch` compares the bytes
     of the second step with those predicted, and warns of more; by default on accelerators, where it
     costs nothing (see `watching`).
@@ -112,17 +122,65 @@ def prepare(
     Raises ProtrainError, and leaves the model as it was, if the plan was made for another model or
     cannot be carried out here or by this version.
     """
+    undo: Undo = []
+    own: Undo = []  # after it, where this fails
+    ranks = ranks_of(process_group, limit_s=wait_limit_s)
+    try:
+        with ranks.telling("prepare()") if ranks is not None else nullcontext():
+            prepared = _prepare(
+                model,
+                plan,
+                optimizer,
+                param_groups,
+                directory=Path(spill_directory if spill_directory is not None else gettempdir()),
+                check=check,
+                limit_s=wait_limit_s,
+                delay=lane_delay,
+                group=process_group,
+                watch=watch,
+                ranks=ranks,
+                undo=undo,
+                own=own,
+            )
+    except BaseException:
+        undo_all([*own, *undo])
+        if ranks is not None:
+            ranks.close()
+        raise
+    return model, prepared.optimizer
+
+
+def _prepare(
+    model: nn.Module,
+    plan: Plan | Path | str,
+    optimizer: OptimizerFactory,
+    param_groups: ParameterGroups | None,
+    *,
+    directory: Path,
+    check: Check | None,
+    limit_s: float,
+    delay: Callable[[], float] | None,
+    group: ProcessGroup | None,
+    watch: bool | None,
+    ranks: Ranks | None,
+    undo: Undo,
+    own: Undo,
+) -> Prepared:
+    """`prepare`; what it has done to the model when it raises, `undo` and `own` take back."""
     if ATTRIBUTE in model.__dict__:
         raise ProtrainError("the model follows a plan already", fix="call restore(model) first")
+    if check is not None and check not in get_args(Check):
+        raise ProtrainError(
+            f"there is no check {check!r}", key="check", fix='"bitwise", "spills" or None'
+        )
     if not isinstance(plan, Plan):
         plan = read_plan(Path(plan))
     refuse_wrapped(model)
     modules = check_model(model, plan)
     check_kernels(plan)
-    check_devices(model, plan, process_group, check)
+    check_devices(model, plan, group, copies=check == "bitwise")
     if not keeps_everything(plan):
         refuse_compiled_around(model, modules)
-    directory = Path(spill_directory if spill_directory is not None else gettempdir())
     device = device_of(model)
     devices.require(device)
     room = room_here(device, directory)
@@ -135,60 +193,114 @@ def prepare(
     names = {parameter: name for name, parameter in model.named_parameters()}
     facade = PlannedOptimizer(inner, names)
     before = look_at(model)
-    undo: Undo = [switch_off_checkpointing(model)]
-    prepared = Prepared(None, (), facade, undo, plan)
+    undo.append(switch_off_checkpointing(model, stacklevel=4))
+    prepared = Prepared(None, (), facade, undo, plan, ranks=ranks)
     if keeps_everything(plan):  # plain PyTorch itself: nothing to check either
-        model.__dict__[ATTRIBUTE] = prepared
-        undo.append(let_copy(before))
-        return model, facade
+        _carry(model, prepared, before, own)
+        return prepared
     checking = None
-    try:
-        if check == "bitwise":
-            checking = Check(
-                model,
-                partial(_plain_optimizer, optimizer, facade, names),
-                partial(parameter_values, model),
-            )
-        backend = Backend(device, delay=lane_delay, limit_s=wait_limit_s)
-        ranks = None
-        if plan.num_devices > 1:
-            ranks = _meet(model, plan, process_group, device, wait_limit_s)
-            prepared.ranks = ranks
-            undo.append(ranks.close)
-        _attach(model, modules, prepared, optimizer, directory, backend, ranks)
-    except BaseException:
-        undo_all(undo)
-        raise
+    if check == "bitwise":
+        checking = PlainCopy(
+            model,
+            partial(_plain_optimizer, optimizer, facade, names),
+            partial(parameter_values, model),
+        )
+    backend = Backend(device, delay=delay, limit_s=limit_s)
+    if ranks is not None:
+        facts = _facts(model, plan, inner, names, device, limit_s)
+        ranks.connect(facts, num_replicas=plan.num_replicas, device=device)
+        undo.append(ranks.close)
+    stores = Stores(backend, directory, checked=check == "spills")
+    undo.append(stores.close)
+    _attach(model, modules, prepared, optimizer, stores, backend, ranks, own)
     warn_of_slow_disk(plan, directory)
-    model.__dict__[ATTRIBUTE] = prepared
-    undo.append(let_copy(before))
+    _carry(model, prepared, before, own)
     if checking is not None:
         checking.start(facade)
         undo.append(checking.stop)
     elif plan.prediction.peak_bytes.device and (not backend.on_host if watch is None else watch):
         assert prepared.engine is not None
         undo.append(Watch(model, plan, prepared.engine, facade).stop)
-    return model, facade
+    return prepared
 
 
-def _meet(
-    model: nn.Module, plan: Plan, group: ProcessGroup | None, device: torch.device, limit_s: float
-) -> Ranks:
-    """Find the other ranks, and start from the parameters and buffers of rank 0."""
+def _facts(
+    model: nn.Module,
+    plan: Plan,
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[nn.Parameter, str],
+    device: torch.device,
+    limit_s: float,
+) -> dict[str, str]:
+    """What all ranks are to have alike, in words."""
     facts = {
+        "version of PyTorch": str(torch.__version__),
+        "version of protrain": __version__,
         "plan": fingerprint(plan),
         "model": model_fingerprint(model),
+        "type of device": device.type,
+        "optimizer": type(optimizer).__name__,
+        "number of parameter groups": str(len(optimizer.param_groups)),
         "limit of waits": f"{limit_s:g} s",
     }
-    ranks = Ranks(
-        group, num_replicas=plan.num_replicas, device=device, facts=facts, limit_s=limit_s
-    )
-    try:
-        ranks.broadcast([*model.parameters(), *model.buffers()])
-    except BaseException:
-        ranks.close()
-        raise
-    return ranks
+    for number, group in enumerate(optimizer.param_groups, start=1):
+        held = repr([names.get(parameter) for parameter in group["params"]])
+        facts[f"parameter group {number}"] = (
+            f"{len(group['params'])} parameters ({hashlib.sha256(held.encode()).hexdigest()[:12]})"
+        )
+        for key in sorted(group.keys() - {"params"}):
+            facts[f"{key} in parameter group {number}"] = _in_words(group[key])
+    return facts
+
+
+def _in_words(option: object) -> str:
+    """An option's value, the same words for the same value in every process."""
+    if isinstance(option, torch.Tensor):
+        return str(option.tolist())
+    if isinstance(option, tuple | list):
+        return f"({', '.join(map(_in_words, option))})"
+    plain = option is None or isinstance(option, bool | int | float | str)
+    return repr(option) if plain else type(option).__name__
+
+
+_SHARED_BYTES = 2**26
+"""Sent at once of the first rank's values."""
+
+
+def _share(ranks: Ranks, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """Let every rank have rank 0's values; returns what brings its own back.
+
+    These are kept in host memory where they differ and there is room: of models that all ranks have
+    loaded from one checkpoint nothing is.
+    """
+    room = free_host_bytes() // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    kept: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+    for tensor in tensors:
+        own = tensor.detach()
+        dense = own.contiguous()
+        flat = dense.view(-1).view(torch.uint8)
+        for start in range(0, flat.numel(), _SHARED_BYTES):
+            here = flat[start : start + _SHARED_BYTES]
+            sent = here if ranks.rank == 0 else torch.empty_like(here)
+            ranks.broadcast([sent])
+            if ranks.rank == 0 or torch.equal(here, sent):
+                continue
+            room -= here.numel()
+            if room >= 0:
+                kept.append((tensor, start, here.to("cpu", copy=True)))
+            here.copy_(sent)
+        if dense is not own:
+            own.copy_(dense)
+
+    def bring_back_own() -> None:
+        for tensor, start, before in kept:
+            own = tensor.detach()
+            dense = own.contiguous()
+            dense.view(-1).view(torch.uint8)[start : start + before.numel()].copy_(before)
+            if dense is not own:
+                own.copy_(dense)
+
+    return bring_back_own
 
 
 def _plain_optimizer(
@@ -207,57 +319,63 @@ def _plain_optimizer(
     )
 
 
+def _carry(model: nn.Module, prepared: Prepared, before: Look, own: Undo) -> None:
+    """Let the model have what was attached, and copies of it be as they were `before`."""
+    model.__dict__[ATTRIBUTE] = prepared
+    own.append(lambda: model.__dict__.pop(ATTRIBUTE, None))
+    prepared.undo.append(let_copy(before))
+
+
 def _attach(
     model: nn.Module,
     modules: Sequence[nn.Module | None],
     prepared: Prepared,
     factory: OptimizerFactory,
-    directory: Path,
+    stores: Stores,
     backend: Backend,
     ranks: Ranks | None,
+    own: Undo,
 ) -> None:
     plan, undo = prepared.plan, prepared.undo
     if not backend.on_host:
         undo.append(quick_turns())
-    settings = Settings(
-        device=backend.device.type,
-        piece_bytes=plan.piece_bytes,
-        updates=plan.updates,
-        micro_batches=plan.micro_batches,
-        num_devices=plan.num_devices,
-        num_replicas=plan.num_replicas,
-    )
+    settings = Settings.of(plan, backend.device.type)
     alignment = devices.alignment(backend.device)
     chunks = make_chunks(model, plan.units, ranks, alignment=alignment)
     check_pieces(plan, chunks, factory)
     check_groups(plan, chunks, prepared.optimizer)
-    stores = Stores(backend, directory)
-    undo.append(stores.close)
+    for unit in plan.units:  # what cannot be opened is told before anything changes
+        if not isinstance(unit.states, Persistent):
+            stores.get(unit.states.tier)
+        if isinstance(unit.activations, Swap | SwapInput):
+            stores.get(unit.activations.tier)
     dtypes = {part.dtype for chunk in chunks for part in chunk.slices if part.trainable}
-    states = {dtype: states_of(factory, dtype, prepared.optimizer) for dtype in dtypes}
+    rules = {dtype: rule_of(factory, dtype, prepared.optimizer) for dtype in dtypes}
+    if ranks is not None:
+        ranks.meet("prepare()")
+        own.append(_share(ranks, [*model.parameters(), *model.buffers()]))
+        undo.append(lambda: _bring_back_together(ranks, chunks))
     for chunk, unit in zip(chunks, plan.units, strict=True):
         if isinstance(unit.states, Persistent) or not chunk.slices:
             continue
-        undo.append(lambda chunk=chunk: bring_back(chunk))  # type: ignore[misc]
         store = stores.get(unit.states.tier)
-        if chunk.sharding is None:
-            offload(chunk, store, states)
-        else:
-            offload_shard(chunk, store, states)
+        offload(chunk, store, rules)
         home = gradient_home(unit.states, settings)
         if home in ("host", "disk"):
-            own = chunk.own
-            own.gradient_store = stores.get(home)
-            own.gradient_offset = own.gradient_store.reserve(own.gradient_bytes)
+            mine = chunk.own
+            mine.gradient_store = stores.get(home)
+            mine.gradient_offset = mine.gradient_store.reserve(mine.gradient_bytes)
+        if ranks is None:
+            undo.append(lambda chunk=chunk: bring_back(chunk))  # type: ignore[misc]
+        else:  # what leaves can be gathered: all ranks have written their part
+            ranks.meet("prepare()")
         chunk.unbind(chunk.every_group)
     swap_stores = {
         unit.activations.tier: stores.get(unit.activations.tier)
         for unit in plan.units
         if isinstance(unit.activations, Swap | SwapInput)
     }
-    per_parameter = {
-        dtype: sum(state.itemsize for state in layout.values()) for dtype, layout in states.items()
-    }
+    per_parameter = {dtype: rule.element_bytes for dtype, rule in rules.items()}
     sizes = [chunk.size(per_parameter) for chunk in chunks]
     program = compile_plan(plan.units, sizes, settings)
     accumulating = compile_plan(plan.units, sizes, settings, updating=False)
@@ -274,6 +392,8 @@ def _attach(
         ranks=ranks,
         team=team,
     )
+    describe = weakref.WeakMethod(moves.describe)  # the model's last resort holds the stores
+    stores.describe = lambda *where: there(*where) if (there := describe()) else "the model's"
     # Addresses that stay what they are. Those of offloaded parameters do not: what stands in for
     # them is freed by the first gather, and an activation may come to lie there; nor those of
     # buffers, which a forward may replace: that modules hold them keeps them where they are.
@@ -288,22 +408,26 @@ def _attach(
         backend=backend,
         shared=shared,
         ranks=ranks,
+        checked=stores.checked,
         shared_buffers=tuple(model.buffers()) if ranks is not None else (),
     )
     # A model that is dropped without `restore` frees its threads and files all the same.
-    last_resort = weakref.finalize(model, _shut, tuple(engine.lanes.values()), stores, ranks)
+    shut = partial(_shut, tuple(engine.lanes.values()), stores, ranks)
+    last_resort = weakref.finalize(model, only_here(shut))
     undo.append(last_resort.detach)
     undo.append(engine.close)
     for unit, module in zip(plan.units, modules, strict=True):
-        if isinstance(unit.activations, Recompute | SwapInput):
-            assert module is not None, "only blocks are recomputed"
+        if unit.activations.form != "keep":
+            assert module is not None, "only blocks have other forms"
             undo.append(wrap_forward(module, unit.activations.form))
-    boundaries = Boundaries(model, modules, engine, names=[unit.name for unit in plan.units])
+    names = [unit.name for unit in plan.units]
+    boundaries = Boundaries(model, modules, engine, names=names, turns=engine.turns)
     engine.boundaries = weakref.ref(boundaries)
     prepared.unchanged = UnchangedModel(model, chunks)
     engine.unchanged = weakref.ref(prepared.unchanged)
     undo.append(refuse_conversions(model))
     undo.append(refuse_wrapping(model))
+    undo.append(watch_zero_grad(model, engine.turns))
     undo.append(boundaries.remove)
     undo.append(refuse_larger_batches(model, plan.workload))
     add_state_dict_hooks(model, chunks, engine, undo)
@@ -312,14 +436,21 @@ def _attach(
     prepared.optimizer.attach(chunks, engine)
 
 
+def _bring_back_together(ranks: Ranks, chunks: Sequence[Chunk]) -> None:
+    """`bring_back` of all chunks that are away on any rank: a gather is for all of them."""
+    away = [chunk.unit for chunk in chunks if chunk.hollow]
+    everywhere = {unit for units in ranks.all_objects(away, "restore()") for unit in units}
+    for chunk in (chunk for chunk in reversed(chunks) if chunk.unit in everywhere):
+        if chunk.hollow:
+            bring_back(chunk)
+        else:
+            for part in chunk.slices:
+                read_parameter(chunk, part)
+
+
 def _shut(lanes: Sequence[WorkLane], stores: Stores, ranks: Ranks | None) -> None:
     for lane in lanes:
         lane.close()
     stores.close()
     if ranks is not None:
         ranks.close()
-
-
-def wrap_forward(module: nn.Module, form: RecomputedForm) -> Callable[[], None]:
-    """Recompute the module's forward in backward, but for what `form` keeps; returns the undo."""
-    return replace_code(module, recomputed(code_of(module), form, module=module))

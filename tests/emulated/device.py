@@ -14,7 +14,7 @@ from torch.utils.backend_registration import (
     rename_privateuse1_backend,
 )
 
-from protrain_runtime import devices
+from protrain_runtime.devices import device as devices
 from tests.emulated import building
 
 TYPE = "emulated"

@@ -18,9 +18,15 @@ from torch import nn
 
 from protrain_plan.records.plan import Plan
 from protrain_plan.records.profile import DType
-from protrain_runtime.integrations.adopting import follow, loaded
-from protrain_runtime.integrations.settings import Framework, Settings, check_settings
-from protrain_runtime.optimizer import PlannedOptimizer
+from protrain_runtime.integrations.adopting import (
+    Framework,
+    LoopSettings,
+    check_loop,
+    follow,
+    loaded,
+)
+from protrain_runtime.model.optimizer import PlannedOptimizer
+from protrain_runtime.preparation import Check
 
 ACCELERATE = Framework(
     name="Accelerate",
@@ -40,28 +46,30 @@ def use_plan(
     plan: Plan | Path | str,
     *,
     spill_directory: Path | str | None = None,
+    check: Check | None = None,
 ) -> PlannedOptimizer:
     """Make `model` follow `plan`, in place; returns the optimizer that takes `optimizer`'s place.
 
     Model and optimizer are as they were made, before `accelerator.prepare`; schedulers that were
     made for `optimizer` stay right. `accelerator.accumulate`, `clip_grad_norm_` (under a plan with
-    `--clip`), `save_state` and `load_state` are used as ever.
+    `--clip`), `save_state` and `load_state` are used as ever. `spill_directory` and `check` are
+    `prepare`'s.
     Raises ProtrainError where the accelerator does not train as planned, and where `prepare` does.
     """
     record, source = loaded(plan)
-    settings = Settings(
+    settings = LoopSettings(
         micro_batches=accelerator.gradient_accumulation_steps,
         clips=False,  # whether the loop clips shows when it does
         autocast=autocast_of(accelerator),
         compiles=compiles(accelerator),
         num_ranks=accelerator.num_processes,
     )
-    check_settings(record, settings, ACCELERATE, source=source)
+    check_loop(record, settings, ACCELERATE, source=source)
     keep_no_casts(accelerator)
     if record.num_devices > 1:
         wrap_nothing(accelerator)
     model.to(accelerator.device)
-    return follow(model, record, optimizer, spill_directory=spill_directory)
+    return follow(model, record, optimizer, spill_directory=spill_directory, check=check)
 
 
 def autocast_of(accelerator: Accelerator) -> DType | None:

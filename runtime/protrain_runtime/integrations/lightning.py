@@ -17,8 +17,14 @@ from torch import nn
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.plan import Plan
 from protrain_plan.records.profile import DType
-from protrain_runtime.integrations.adopting import follow, loaded
-from protrain_runtime.integrations.settings import Framework, Settings, check_settings
+from protrain_runtime.integrations.adopting import (
+    Framework,
+    LoopSettings,
+    check_loop,
+    follow,
+    loaded,
+)
+from protrain_runtime.preparation import Check
 
 LIGHTNING = Framework(
     name="Lightning",
@@ -47,7 +53,8 @@ class UsePlan(Callback):
 
     Accumulation, clipping by norm (under a plan with `--clip`), validation, schedulers and
     checkpoints are Lightning's own. `fit` raises ProtrainError where the trainer does not train as
-    planned, the module has several optimizers, or `prepare` refuses the plan.
+    planned, the module has several optimizers, or `prepare` refuses the plan. `spill_directory` and
+    `check` are `prepare`'s.
     """
 
     def __init__(
@@ -56,9 +63,10 @@ class UsePlan(Callback):
         *,
         attribute: str = "model",
         spill_directory: Path | str | None = None,
+        check: Check | None = None,
     ) -> None:
         self._plan, self._source = loaded(plan)
-        self._attribute, self._spill_directory = attribute, spill_directory
+        self._attribute, self._spill_directory, self._check = attribute, spill_directory, check
         self._num_updates = 0  # when gradients were last dropped
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -79,14 +87,14 @@ class UsePlan(Callback):
                 source=self._source,
                 fix="Trainer(strategy=protrain_runtime.integrations.lightning.PlannedRanks())",
             )
-        settings = Settings(
+        settings = LoopSettings(
             micro_batches=trainer.accumulate_grad_batches,
             clips=clips,
             autocast=_AUTOCAST.get(trainer.precision),
             compiles=hasattr(self._network(pl_module), "_orig_mod"),
             num_ranks=trainer.world_size,
         )
-        check_settings(self._plan, settings, LIGHTNING, source=self._source)
+        check_loop(self._plan, settings, LIGHTNING, source=self._source)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the plan: the network is on its device, and the optimizer has made no step."""
@@ -103,6 +111,7 @@ class UsePlan(Callback):
                 self._plan,
                 trainer.optimizers[0],
                 spill_directory=self._spill_directory,
+                check=self._check,
             )
         ]
 

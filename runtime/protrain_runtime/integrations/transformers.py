@@ -25,8 +25,14 @@ from protrain_runtime.integrations.accelerate import (
     keep_no_casts,
     wrap_nothing,
 )
-from protrain_runtime.integrations.adopting import follow, loaded
-from protrain_runtime.integrations.settings import Framework, Settings, check_settings
+from protrain_runtime.integrations.adopting import (
+    Framework,
+    LoopSettings,
+    check_loop,
+    follow,
+    loaded,
+)
+from protrain_runtime.preparation import Check
 
 TRAINER = Framework(
     name="the Trainer",
@@ -36,14 +42,19 @@ TRAINER = Framework(
 
 
 def use_plan(
-    trainer: Trainer, plan: Plan | Path | str, *, spill_directory: Path | str | None = None
+    trainer: Trainer,
+    plan: Plan | Path | str,
+    *,
+    spill_directory: Path | str | None = None,
+    check: Check | None = None,
 ) -> None:
     """Let `trainer` train under `plan`, from its next `train()` on.
 
     The trainer's own optimizer (`optim`, `learning_rate`, ... or `optimizers=`), scheduler,
     accumulation, clipping, evaluation and checkpoints are used as they are. It takes the norm of
     the gradients in every step, so the plan has to be made with `--clip`. Activation checkpointing
-    is switched off, with a warning: the plan decides.
+    is switched off, with a warning: the plan decides. `spill_directory` and `check` are those of
+    `prepare`.
     Raises ProtrainError where the trainer does not train as planned. `train()` raises it where the
     model or the optimizer cannot follow the plan.
     """
@@ -57,14 +68,14 @@ def use_plan(
                 source=source,
                 fix=f"{name}=False",
             )
-    settings = Settings(
+    settings = LoopSettings(
         micro_batches=args.gradient_accumulation_steps,
         clips=True,  # it logs the norm of the gradients, even where it does not clip
         autocast=autocast_of(accelerator),
         compiles=compiles(accelerator),
         num_ranks=accelerator.num_processes * max(1, args.n_gpu),
     )
-    check_settings(record, settings, TRAINER, source=source)
+    check_loop(record, settings, TRAINER, source=source)
     _switch_off_checkpointing(args)
     create, following = trainer.create_optimizer, None
 
@@ -77,7 +88,11 @@ def use_plan(
                 wrap_nothing(trainer.accelerator)
                 _save_together(trainer)
             trainer.optimizer = follow(
-                trainer.model, record, trainer.optimizer, spill_directory=spill_directory
+                trainer.model,
+                record,
+                trainer.optimizer,
+                spill_directory=spill_directory,
+                check=check,
             )
             following = trainer.model
         optimizer: torch.optim.Optimizer = trainer.optimizer

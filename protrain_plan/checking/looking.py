@@ -1,0 +1,708 @@
+"""Looking at models whose code nobody has read: each in a process of its own, with limits.
+
+    check ---- which model ----> server (PyTorch is imported, no model's code runs)
+      |                            | forks
+      +---- records, as text ----> the model's process
+
+Importing PyTorch takes longer than most models do, so that one process does it for all of them. A
+model's process has nothing of the others', no terminal, no output, no tokens in its environment, a
+limit on its memory and one on its time. What comes back is data, which is read as strictly as any
+file. The model's code says what the model is: it can lie about that, and about nothing else.
+
+This is no sandbox: a model's code can do what the user can, to files and to other processes. All
+records were read before it runs.
+
+[Note: what is left] Processes that a model's process leaves behind become children of this one, as
+far as the system has that (Linux), wherever in the tree they were. They end with their model.
+"""
+
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import re
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import IO, Any, Self
+
+from protrain_plan.checking.reestimating import (
+    Broken,
+    Estimate,
+    Rebuilt,
+    Today,
+    Unavailable,
+    changed_keys,
+    config_of,
+    missing,
+    not_estimated,
+    said,
+    unknown,
+)
+from protrain_plan.errors import ProtrainError, RecordError
+from protrain_plan.models.model_code import culprit_in, culprit_of, end_with
+from protrain_plan.profiling.estimate_cache import EstimateCache, Question, processes_at_once
+from protrain_plan.records import dumps_hardware, dumps_profile, loads_hardware, loads_profile
+from protrain_plan.records.hardware import Hardware
+from protrain_plan.records.profile import Profile
+from protrain_plan.units import format_bytes
+
+_POLL_S = 0.25
+_GRACE_S = 10.0
+"""For what takes no time, unless somebody prevents it."""
+_START_S = 600.0
+"""For importing PyTorch, from a slow disk."""
+_MAX_ANSWER = 4 * 2**20
+_MAX_REASON = 1000
+_MAX_PROCESSES = 512
+
+_SECRETS = re.compile(
+    r"^(GITHUB|ACTIONS|RUNNER|SSH|GIT)_|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|_KEY", re.IGNORECASE
+)
+"""Names in a job's environment that a model needs not: what it may do with them, and the files by
+which one step tells the next what to do."""
+
+_SERVER = """
+import json, sys
+sys.path[:] = json.loads(sys.argv.pop(1))
+from protrain_plan.checking.looking import serve
+serve(int(sys.argv[1]), int(sys.argv[2]))
+"""
+
+_NEEDED = ("protrain_plan.profiling.estimated", "protrain_plan.models.sources")
+_OF_CONFIGURATIONS = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
+_OF_ADAPTERS = ("peft",)
+
+Message = dict[str, Any]
+Progress = Callable[[str, float], None]
+
+
+class Looking:
+    """A `Look` from here at processes of their own: a context, in which models are looked at.
+
+    Each may take so many seconds, and so many bytes of memory. What was answered before is taken
+    from the cache, as long as no code has run that is not the installed libraries'.
+    """
+
+    def __init__(self, *, seconds: float, memory: int, cache: EstimateCache) -> None:
+        self._seconds, self._memory, self._cache = seconds, memory, cache
+        self._fingerprints: dict[Question, str | Broken] = {}
+        self._estimates: dict[tuple[Question, Hardware], Estimate] = {}
+
+    def __enter__(self) -> Self:
+        self._adopted = _adopt_orphans(True)
+        self._bench = _Bench(self._seconds, self._memory, spared=_descendants())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self._bench.end()
+        finally:
+            self._bench.stop()
+            _adopt_orphans(self._adopted)
+
+    def __call__(self, profile: Profile) -> Today | Broken | Unavailable:
+        if (reason := missing(profile.workload)) is not None:
+            return Unavailable(reason=reason)
+        try:
+            question = _question(profile)
+        except ProtrainError as error:
+            return Broken(reason=_shown(said(error)))
+        if question is None:
+            self._cache.close()
+            model = self._bench.begin(profile)
+            if isinstance(model, Broken):
+                return model
+            return Today(
+                model_fingerprint=model.fingerprint,
+                changed_keys=model.changed_keys,
+                estimate=lambda hardware: model.estimate(profile, hardware),
+            )
+        fingerprint = self._fingerprint(question, profile, self._bench)
+        if isinstance(fingerprint, Broken):
+            return fingerprint
+        return Today(
+            model_fingerprint=fingerprint,
+            changed_keys=changed_keys(profile.workload.model_config, question.config),
+            estimate=lambda hardware: self._estimate(question, profile, hardware, self._bench),
+        )
+
+    def prepare(self, profiles: Iterable[Profile], progress: Progress) -> None:
+        """Look at models whose code is the libraries' alone, several at once, and before others'.
+
+        Each question is asked once. What is found waits for the calls.
+        """
+        asked: dict[Question, list[Profile]] = {}
+        for profile in profiles:
+            with suppress(ProtrainError):  # told when it is looked at
+                if missing(profile.workload) is None and (question := _question(profile)):
+                    asked.setdefault(question, []).append(profile)
+        if not asked:
+            return
+        # Their code starts no processes that outlive it: those of a server's are its model's.
+        benches = [
+            _Bench(self._seconds, self._memory) for _ in range(processes_at_once(len(asked)))
+        ]
+        free = SimpleQueue[_Bench]()
+        for bench in benches:
+            free.put(bench)
+
+        def look(question: Question) -> None:
+            bench = free.get()
+            try:
+                for profile in asked[question]:
+                    self._foresee(question, profile, bench)
+            finally:
+                bench.end()
+                free.put(bench)
+
+        with ThreadPoolExecutor(len(benches)) as pool:
+            try:
+                for number, _ in enumerate(pool.map(look, asked)):
+                    progress("looking at models", number / len(asked))
+            finally:  # where this was interrupted, threads wait for what does not come any more
+                pool.shutdown(wait=False, cancel_futures=True)
+                for bench in benches:
+                    bench.stop()
+
+    def _foresee(self, question: Question, profile: Profile, bench: "_Bench") -> None:
+        """Ask what the rules are going to: the fingerprint, and the estimate if they need one."""
+        fingerprint = self._fingerprint(question, profile, bench)
+        if isinstance(fingerprint, str) and (
+            profile.method == "estimated"
+            or fingerprint != profile.model_fingerprint
+            or changed_keys(profile.workload.model_config, question.config)
+        ):
+            self._estimate(question, profile, profile.hardware, bench)
+
+    def _fingerprint(self, question: Question, profile: Profile, bench: "_Bench") -> str | Broken:
+        found = self._fingerprints.get(question) or self._cache.fingerprint(question)
+        if found is None:
+            model = bench.begin(profile, question)
+            found = model if isinstance(model, Broken) else model.fingerprint
+            if isinstance(found, str):
+                self._cache.keep_fingerprint(question, found)
+        self._fingerprints[question] = found
+        return found
+
+    def _estimate(
+        self, question: Question, profile: Profile, hardware: Hardware, bench: "_Bench"
+    ) -> Estimate:
+        found = self._estimates.get((question, hardware)) or self._cache.profile(question, hardware)
+        if found is None:
+            model = bench.begin(profile, question)
+            found = model if isinstance(model, Broken) else model.estimate(profile, hardware)
+            if isinstance(found, Profile):
+                self._cache.keep_profile(question, found)
+        self._estimates[question, hardware] = found
+        return found
+
+
+def _question(profile: Profile) -> Question | None:
+    """What a check asks of a model whose code is the libraries' alone; None of others."""
+    config = config_of(profile.workload)
+    return Question.of(profile.workload, profile.optimizer.name, config)
+
+
+class _Bench:
+    """The server for models and the one that it has: for one thread.
+
+    With `spared`, all processes below this one but those are the model's, wherever in the tree;
+    without, those below the server are.
+    """
+
+    def __init__(
+        self, seconds: float, memory: int, *, spared: Collection[int] | None = None
+    ) -> None:
+        self._seconds, self._memory, self._spared = seconds, memory, spared
+        self._server: _Server | None = None
+        self._model: _Model | None = None
+        self._question: Question | None = None
+
+    def begin(self, profile: Profile, question: Question | None = None) -> "_Model | Broken":
+        """The model of a profile, built in a process of its own; what was there before ends.
+
+        A model that was begun for the same question goes on.
+        """
+        if question is not None and question == self._question and self._model is not None:
+            return self._model
+        self.end()
+        if self._server is None or not self._server.is_alive():
+            self._server = _Server()
+        begun = self._server.begin(_modules(profile), self._seconds, self._memory)
+        if isinstance(begun, Broken):
+            return begun
+        self._model, self._question, server = begun, question, self._server.pid
+        begun.below = os.getpid() if self._spared is not None else server
+        begun.spared = frozenset((*(self._spared or ()), server))
+        built = begun.build(profile, None if question is None else question.config)
+        if isinstance(built, Broken):
+            self._question = None
+        return built
+
+    def end(self) -> None:
+        """End the last model's process, and all that it left behind. See [Note: what is left]."""
+        if self._model is not None:
+            model, self._model = self._model, None
+            model.end()
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.stop()
+
+
+_MEND = "mend the model, or its configuration"
+_NO_ANSWER = Broken(reason="its code answers in place of protrain")
+
+
+def _fix(reason: str, memory: int) -> str:
+    if "MemoryError" in reason or "allocate memory" in reason:
+        return f"--model-memory, if it needs more than {format_bytes(memory)}"
+    return _MEND
+
+
+def _shown(text: str) -> str:
+    """A text of the model's as a part of one line of ours."""
+    one_line = " ".join(text.split())
+    printable = "".join(c if c.isprintable() else "?" for c in one_line)
+    return printable if len(printable) <= _MAX_REASON else f"{printable[:_MAX_REASON]}..."
+
+
+def _modules(profile: Profile) -> list[str]:
+    """What to import before the model's code: nothing of it, and the same for many models."""
+    workload = profile.workload
+    configured = _OF_CONFIGURATIONS if workload.model_config else ()
+    return [*_NEEDED, *configured, *(_OF_ADAPTERS if workload.adapter else ())]
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+class _Line:
+    """A socket through which JSON objects go, one a line."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self._received = b""
+
+    def send(self, message: Message, *, seconds: float | None = None) -> None:
+        """OSError where the other side is gone, or does not read for so long."""
+        self.end.settimeout(seconds)
+        self.end.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, seconds: float | None = None) -> Message | None:
+        """The next message, None where there is none within the time.
+
+        EOFError where there will be none, ValueError where something else comes than messages.
+        """
+        while b"\n" not in self._received:
+            if len(self._received) > _MAX_ANSWER:
+                raise ValueError
+            if not select.select([self.end], [], [], seconds)[0]:
+                return None
+            try:
+                more = self.end.recv(2**16)
+            except ConnectionError:
+                more = b""
+            if not more:
+                raise EOFError
+            self._received += more
+        line, _, self._received = self._received.partition(b"\n")
+        try:
+            message = json.loads(line)
+        except RecursionError:
+            raise ValueError from None
+        if not isinstance(message, dict):
+            raise ValueError
+        return message
+
+
+# --- the server, from here ------------------------------------------------------------------------
+
+
+class _Server:
+    """The process that forks those of the models."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            path = json.dumps([folder for folder in sys.path if folder])
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _SERVER, path, str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={
+                    name: value for name, value in os.environ.items() if not _SECRETS.search(name)
+                },
+                start_new_session=True,  # no terminal, and no Ctrl-C but through its parent
+            )
+        self.line = _Line(ours)
+        self.pid = self._process.pid
+        self.ended: int | None = None  # how the model's process did
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def begin(self, modules: list[str], seconds: float, memory: int) -> "_Model | Broken":
+        """A process for a model; Broken where what it needs cannot be imported."""
+        ours, theirs = socket.socketpair()
+        dump = tempfile.TemporaryFile()  # noqa: SIM115  (the model's, as long as it lives)
+        request = {"modules": modules, "seconds": seconds, "memory": memory}
+        try:
+            with theirs:
+                content = json.dumps(request).encode()
+                socket.send_fds(self.line.end, [content], [theirs.fileno(), dump.fileno()])
+            self.ended = None
+            answer = self.line.receive(_START_S) or {"failed": "nothing happens"}
+        except (OSError, EOFError, ValueError):
+            answer = {"failed": "the process for models cannot start"}
+        match answer:
+            case {"pid": int(pid)}:
+                return _Model(self, pid, _Line(ours), dump, seconds=seconds, memory=memory)
+            case _:
+                ours.close()
+                dump.close()
+                self.stop()
+                fix = "protrain profile tells more"
+                return Broken(reason=_shown(str(answer.get("failed"))), fix=fix)
+
+    def unknown(self, hardware: Hardware) -> bool:
+        """Whether nothing can be estimated for the machine from here: not for the model to say."""
+        try:
+            self.line.send({"hardware": dumps_hardware(hardware)}, seconds=_GRACE_S)
+            while (told := self.line.receive(_GRACE_S)) is not None:
+                if "unknown" in told:
+                    return bool(told["unknown"])
+                self.ended = told.get("ended")
+        except (OSError, EOFError, ValueError):
+            pass
+        return False
+
+    def hear(self, seconds: float) -> bool:
+        """Wait for the end of the model's process, and tell whether it is there."""
+        with suppress(OSError, EOFError, ValueError):
+            while self.ended is None and (told := self.line.receive(seconds)) is not None:
+                self.ended = told.get("ended")
+        return self.ended is not None or not self.is_alive()
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self.line.end.close()
+
+
+class _Model:
+    """A model's process, from here."""
+
+    def __init__(
+        self,
+        server: _Server,
+        pid: int,
+        line: _Line,
+        dump: IO[bytes],
+        *,
+        seconds: float,
+        memory: int,
+    ) -> None:
+        self.server, self.memory = server, memory
+        self.below, self.spared = os.getpid(), frozenset[int]()
+        self._pid, self._line, self._dump = pid, line, dump
+        self._given = self._left = seconds
+        self._broken: Broken | None = None
+
+    def build(self, profile: Profile, config: str | None) -> "_Model | Broken":
+        """Let the model be built, of the configuration if one is given: this, or why it is not."""
+        answer = self._ask({"profile": dumps_profile(profile), "argv": sys.argv, "config": config})
+        match answer:
+            case Broken():
+                return answer
+            case {"fingerprint": str(fingerprint), "changed": list(changed)}:
+                self.fingerprint = _shown(fingerprint)
+                self.changed_keys = tuple(_shown(str(key)) for key in changed)
+                return self
+            case {"failed": str(reason)}:
+                return Broken(reason=_shown(reason), fix=_fix(reason, self.memory))
+            case _:
+                return _NO_ANSWER
+
+    def estimate(self, profile: Profile, hardware: Hardware) -> Estimate:
+        """What the model says that it costs on a machine."""
+        answer = self._ask({"hardware": dumps_hardware(hardware)})
+        match answer:
+            case Broken():
+                return answer
+            case {"profile": str(text)}:
+                try:
+                    found = loads_profile(text)
+                except RecordError as error:
+                    return Broken(reason=f"its estimate is no profile: {_shown(said(error))}")
+                return replace(found, hardware=hardware, method="estimated")
+            case {"failed": str(reason), "refused": bool(refused)}:
+                found_none = not_estimated(
+                    _shown(reason), profile, refused=refused, unknown=self.server.unknown(hardware)
+                )
+                if isinstance(found_none, Broken):
+                    return replace(found_none, fix=_fix(reason, self.memory))
+                return found_none
+            case _:
+                return _NO_ANSWER
+
+    def _ask(self, message: Message) -> Message | Broken:
+        """The answer; Broken, from then on, where the process does not live to give one."""
+        if self._broken is None:
+            began = time.monotonic()
+            try:
+                answer = self._answer(message, until=began + self._left)
+            except (OSError, ValueError):
+                answer = _NO_ANSWER
+            self._left -= time.monotonic() - began
+            if not isinstance(answer, Broken):
+                return answer
+            self._broken = answer
+            self.end()
+        return self._broken
+
+    def _answer(self, message: Message, *, until: float) -> Message | Broken:
+        with suppress(ConnectionError):  # it may have died: that is told below
+            self._line.send(message, seconds=max(_POLL_S, until - time.monotonic()))
+        while True:
+            try:
+                answer = self._line.receive(_POLL_S)
+            except EOFError:
+                return self._death()
+            if answer is not None:
+                return answer
+            if self.server.hear(0):
+                # What it said before is still on the line; others may hold the line open.
+                with suppress(EOFError):
+                    answer = self._line.receive(0)
+                return self._death() if answer is None else answer
+            if time.monotonic() > until:
+                return self._overtime()
+            processes = self._processes()
+            if len(processes) > _MAX_PROCESSES:
+                return Broken(reason=f"its code started more than {_MAX_PROCESSES} processes")
+            if _memory_of(processes) > self.memory:
+                size = format_bytes(self.memory)
+                fix = f"--model-memory, if it needs more than {size}"
+                return Broken(reason=f"its code took more than {size} of memory", fix=fix)
+
+    def _death(self) -> Broken:
+        self.server.hear(_GRACE_S)
+        code = self.server.ended
+        if code is None:
+            return Broken(reason="its code ended the process that started it")
+        if code >= 0:
+            return Broken(reason=f"its code ended the process with exit code {code}")
+        if -code in (signal.SIGXCPU, signal.SIGALRM):
+            return self._overtime()
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        return Broken(reason=f"its process died: {name}{self._place()}")
+
+    def _overtime(self) -> Broken:
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGABRT)  # tells where it is, if it can
+        self.server.hear(1.0)
+        seconds = f"{self._given:g} s"
+        fix = f"--time-limit, if it needs more than {seconds}"
+        return Broken(reason=f"it was not done after {seconds}{self._place()}", fix=fix)
+
+    def _place(self) -> str:
+        self._dump.seek(0)
+        file, line = culprit_in(self._dump.read(2**16).decode(errors="replace"))
+        return "" if file is None else f" (at {_shown(file)}:{line})"
+
+    def _processes(self) -> list[int]:
+        return [pid for pid in _descendants(self.below) if pid not in self.spared]
+
+    def end(self) -> None:
+        """End the process and what it started; ProtrainError where that does not end."""
+        self._line.end.close()
+        with suppress(OSError):
+            os.killpg(self._pid, signal.SIGKILL)
+        deadline = time.monotonic() + _GRACE_S
+        while (left := self._processes()) and time.monotonic() < deadline:
+            for pid in left:
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            for pid in left:
+                with suppress(OSError):
+                    os.waitpid(pid, os.WNOHANG)  # where it is our child by now
+            time.sleep(0.01)
+        if not self.server.hear(_GRACE_S) or left:
+            self.server.stop()
+            fix = "--records-only looks at no model"
+            raise ProtrainError("processes of a model's code do not end", fix=fix)
+
+
+# --- processes, as the system tells them ----------------------------------------------------------
+
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # prctl(2)
+
+
+def _adopt_orphans(adopt: bool) -> bool:
+    """Whether processes below this one become its children when their parents end, before."""
+    if not sys.platform.startswith("linux"):
+        return False
+    libc, before = ctypes.CDLL(None), ctypes.c_int()
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
+    return bool(before.value)
+
+
+def _descendants(root: int | None = None) -> list[int]:
+    """All living processes below this one, or another; none where the system has no /proc."""
+    below: dict[int, list[int]] = {}
+    with suppress(OSError):
+        for folder in Path("/proc").iterdir():
+            with suppress(OSError, ValueError, IndexError):
+                pid = int(folder.name)
+                # Bytes: a process may give itself a name that is no text.
+                told = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+                if told[0] not in (b"Z", b"X"):
+                    below.setdefault(int(told[1]), []).append(pid)
+    found, waiting = list[int](), [root or os.getpid()]
+    while waiting:
+        children = below.get(waiting.pop(), [])
+        found += children
+        waiting += children
+    return found
+
+
+def _memory_of(processes: list[int]) -> int:
+    """The bytes that the processes hold, what they share counted once."""
+    alone = len(processes) == 1  # then the sum need not be exact, and costs less to ask for
+    keys, file = (("RssAnon:", "RssShmem:"), "status") if alone else (("Pss:",), "smaps_rollup")
+    total = 0
+    for pid in processes:
+        with suppress(OSError):
+            for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
+                if line.startswith(keys):
+                    total += 1024 * int(line.split()[1])
+    return total
+
+
+# --- the server, and a model's process ------------------------------------------------------------
+
+
+def serve(end: int, parent: int) -> None:
+    """Fork a process for each model that is asked for, and tell how it ends."""
+    end_with(parent)
+    control, model = socket.socket(fileno=end), 0
+    line = _Line(control)
+    while True:
+        if model:
+            ended, status = os.waitpid(model, os.WNOHANG)
+            if ended:
+                model = 0
+                line.send({"ended": os.waitstatus_to_exitcode(status)})
+        if not select.select([control], [], [], 0.02 if model else None)[0]:
+            continue
+        content, descriptors, _, _ = socket.recv_fds(control, 2**16, 2)
+        if not content:
+            os._exit(0)
+        request = json.loads(content)
+        if "hardware" in request:
+            line.send({"unknown": unknown(loads_hardware(request["hardware"])) is not None})
+            continue
+        theirs, dump = descriptors
+        if (problem := _import(request["modules"])) is None:
+            model = _fork(control, theirs, dump, request["seconds"], request["memory"])
+        line.send({"pid": model} if problem is None else {"failed": problem})
+        os.close(theirs)
+        os.close(dump)
+
+
+def _import(modules: list[str]) -> str | None:
+    """Import what all models need, and what many do; why that cannot be done."""
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001  (a broken installation may raise anything)
+            if name in _NEEDED:
+                return said(error)
+    return None
+
+
+def _fork(control: socket.socket, end: int, dump: int, seconds: float, memory: int) -> int:
+    server = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        control.close()
+        os.setsid()  # a signal to its group is one to itself
+        end_with(server)
+        _limit(seconds, memory)
+        faulthandler.enable(dump, all_threads=False)
+        _answer(_Line(socket.socket(fileno=end)))
+    except BaseException:  # noqa: BLE001  (nothing goes on after it)
+        os._exit(1)
+    os._exit(0)
+
+
+def _limit(seconds: float, memory: int) -> None:
+    """Let the system refuse what is above the limits, in every process that comes of this one."""
+    processors = os.cpu_count() or 1
+    for limit, most in (
+        (resource.RLIMIT_DATA, memory),
+        (resource.RLIMIT_FSIZE, memory),
+        (resource.RLIMIT_CPU, int(seconds * processors) + 1),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(limit)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        with suppress(ValueError, OSError):  # a system may not have this one
+            resource.setrlimit(limit, (most, most))
+    with suppress(OSError):  # where memory runs out all the same, this process is the first to go
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _answer(line: _Line) -> None:
+    """Build the model, then estimate it for machines until nobody asks any more."""
+    asked = line.receive()
+    assert asked is not None
+    sys.argv[:] = asked["argv"]
+    profile = loads_profile(asked["profile"])
+    try:
+        model = Rebuilt(profile, asked["config"])
+    except BaseException as error:  # noqa: BLE001  (whatever the model's code raises)
+        line.send({"failed": _raised(error)})
+        return
+    line.send({"fingerprint": model.fingerprint, "changed": list(model.changed_keys)})
+    while (asked := line.receive()) is not None:
+        try:
+            found = dumps_profile(model.estimate(loads_hardware(asked["hardware"])))
+        except BaseException as error:  # noqa: BLE001
+            line.send({"failed": _raised(error), "refused": isinstance(error, ProtrainError)})
+        else:
+            line.send({"profile": found})
+
+
+def _raised(error: BaseException) -> str:
+    """What the model's code raised, and where, in at most as many words as are shown."""
+    file, number = (None, None) if isinstance(error, ProtrainError) else culprit_of(error)
+    place = "" if file is None else f" (at {file}:{number})"
+    if isinstance(error, SystemExit):
+        return f"its code ended the program: sys.exit({error.code!r:.{_MAX_REASON}}){place}"
+    return f"{said(error):.{_MAX_REASON}}{place}"

@@ -1,0 +1,374 @@
+"""Plans with their profiles, found in files.
+
+A plan names its profile by fingerprint; the profile lies in the plan's folder, under any name.
+
+[Note: what is a record] A YAML file in a folder is a record if the key `protrain` stands at its
+top, as the one reader of records sees it. A file that has this key for a more lenient reader (in
+another encoding, with a tag or an alias, in a second document, in capitals), or that speaks of
+protrain and is no YAML at all, was meant as one: it fails. Every other file is somebody else's.
+
+[Note: links] A folder's files are those that lie in it, and those in the working directory that it
+links to. What a link leads to elsewhere is not what is reviewed with the folder: it fails.
+"""
+
+import os
+import re
+import stat
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from protrain_plan.checking.budgets import read_budgets
+from protrain_plan.errors import ProtrainError, RecordError
+from protrain_plan.planning.model.pins import read_pins
+from protrain_plan.records import fingerprint, loads_hardware, loads_plan, loads_profile
+from protrain_plan.records.files import read_text
+from protrain_plan.records.plan import Plan
+from protrain_plan.records.profile import Profile
+from protrain_plan.records.reader import kind_of
+from protrain_plan.records.tree import Value, did_you_mean, listed, root
+from protrain_plan.units import format_bytes
+
+_SUFFIXES = (".yaml", ".yml")
+_READERS: dict[str, Callable[[str, str], object]] = {
+    "plan": loads_plan,
+    "profile": loads_profile,
+    "hardware": loads_hardware,
+    "budgets": lambda _, path: read_budgets(Path(path)),
+    "pins": lambda _, path: read_pins(path),
+}
+_KEY = "protrain"
+_MAX_BYTES = 64 * 2**20
+"""Of a file in which that word is looked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """A plan's file and the profiles beside it, read as far as they can be.
+
+    Of another record that cannot be read there is the error alone.
+    """
+
+    path: Path
+    text: str
+    plan: Plan | RecordError
+    profiles: tuple[tuple[Path, Profile | RecordError], ...]
+    is_plan: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A plan and the profile that it was made from."""
+
+    path: Path
+    plan: Plan
+    profile_path: Path
+    profile: Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """What was found: plans, and records that cannot be read, each once and in order."""
+
+    files: tuple[Files, ...]
+    num_seen: int  # files that were looked at
+    num_records: int  # among them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """A file as it was found: of another kind than a plan or a profile, `record` is None."""
+
+    kind: str | None  # None: no record, or one that does not say which
+    text: str = ""
+    record: Plan | Profile | RecordError | None = None
+
+    @property
+    def is_record(self) -> bool:
+        return self.kind is not None or self.record is not None
+
+
+def find_plans(paths: Sequence[Path]) -> list[Path]:
+    """The plans, and the records that cannot be read, that `search` finds."""
+    return [files.path for files in search(paths).files]
+
+
+def search(paths: Sequence[Path]) -> Search:
+    """Read the files, which are plans, and all records in the folders at any depth.
+
+    ProtrainError where a path is missing, or a folder has no plan.
+    See [Note: what is a record] and [Note: links].
+    """
+    for path in paths:
+        if not os.path.lexists(path):
+            raise ProtrainError("there is no such file or folder", source=str(path))
+    folders = {path for path in paths if os.path.isdir(path)}  # noqa: PTH112  (it never raises)
+    within = tuple(Path(os.path.realpath(folder)) for folder in (*folders, Path()))
+    seen: dict[Path, _Seen] = {}
+    found: dict[Path, Files] = {}
+    for path in paths:
+        if path not in folders:
+            found[path] = _named(path, seen)
+            continue
+        entries = sorted(_entries(path, within), key=lambda entry: entry[0])
+        for file, problem in entries:
+            seen[file] = _look_at(file, within) if problem is None else _failed(problem, file)
+        plans = [file for file, _ in entries if _is_checked(seen[file])]
+        if not plans:
+            fix = "write one with protrain plan -o, or name another folder"
+            raise ProtrainError("there is no plan in this folder", source=str(path), fix=fix)
+        found |= {file: _found(file, seen) for file in plans if file not in found}
+    records = [path for path, one in seen.items() if one.is_record]
+    return Search(
+        files=tuple(found.values()),
+        num_seen=len({*seen, *found}),
+        num_records=len({*records, *found}),
+    )
+
+
+def read_files(path: Path) -> Files:
+    """The plan and what lies beside it; RecordError where the plan's file is no text."""
+    text = read_text(path)
+    return Files(path=path, text=text, plan=_plan(text, path), profiles=_profiles_beside(path, {}))
+
+
+def opened(files: Files) -> Case | None:
+    """The plan with its profile, None where one of them is missing."""
+    if isinstance(files.plan, RecordError):
+        return None
+    for path, profile in files.profiles:
+        if isinstance(profile, Profile) and fingerprint(profile) == files.plan.profile_fingerprint:
+            return Case(path=files.path, plan=files.plan, profile_path=path, profile=profile)
+    return None
+
+
+def line_of(text: str, key: str | None) -> int:
+    """The line of a key such as `prediction.peak_bytes`, or of the last part of it there is."""
+    line = 1
+    try:
+        value: Value = root(text, None)
+        for part in key.split(".") if key else ():
+            value = value.any_mapping()[part]
+            line = value.node.start_mark.line + 1
+    except (RecordError, KeyError):
+        pass
+    return line
+
+
+def _named(path: Path, seen: dict[Path, _Seen]) -> Files:
+    """A file that is a plan because it was named."""
+    try:
+        text = read_text(path)
+    except RecordError as error:
+        return Files(path=path, text="", plan=error, profiles=())
+    profiles = _profiles_beside(path, seen)
+    return Files(path=path, text=text, plan=_plan(text, path), profiles=profiles)
+
+
+def _found(path: Path, seen: dict[Path, _Seen]) -> Files:
+    """A plan, or another record that cannot be read, of those that were found in a folder."""
+    one, is_plan = seen[path], seen[path].kind == "plan"
+    assert isinstance(one.record, Plan | RecordError)
+    profiles = _profiles_beside(path, seen) if is_plan else ()
+    return Files(path=path, text=one.text, plan=one.record, profiles=profiles, is_plan=is_plan)
+
+
+def _is_checked(seen: _Seen) -> bool:
+    return isinstance(seen.record, Plan | RecordError)
+
+
+def _plan(text: str, path: Path) -> Plan | RecordError:
+    try:
+        return loads_plan(text, str(path))
+    except RecordError as error:
+        return error
+
+
+def _profiles_beside(
+    path: Path, seen: dict[Path, _Seen]
+) -> tuple[tuple[Path, Profile | RecordError], ...]:
+    """The profiles in a plan's folder, and the records there that may have been one."""
+    try:
+        files = sorted(path.parent.iterdir())
+    except OSError:
+        files = []
+    found: list[tuple[Path, Profile | RecordError]] = []
+    for file in files:
+        if file == path or not file.name.lower().endswith(_SUFFIXES) or os.path.isdir(file):  # noqa: PTH112
+            continue
+        if file not in seen:
+            seen[file] = _look_at(file, ())
+        record = seen[file].record
+        if isinstance(record, Profile | RecordError) and seen[file].kind in ("profile", None):
+            found.append((file, record))
+    return tuple(found)
+
+
+# --- the files of a folder ------------------------------------------------------------------------
+
+
+def _entries(folder: Path, within: Sequence[Path]) -> Iterator[tuple[Path, str | None]]:
+    """The YAML files at any depth, and whatever else is in a file's or a folder's place, with why.
+
+    A folder is entered once, and by its own name rather than by a link's.
+    """
+    waiting, links, entered = [folder], list[Path](), set[str]()
+    while waiting or links:
+        above = waiting.pop() if waiting else links.pop(0)
+        real = os.path.realpath(above)
+        if real in entered:
+            continue
+        entered.add(real)
+        if not _lies_in(real, within):
+            yield above, f"this link leads out of the folder, to {real}"
+            continue
+        try:
+            with os.scandir(above) as listing:
+                entries = sorted(listing, key=lambda entry: entry.name)
+        except OSError as error:
+            yield above, f"this folder cannot be looked into: {error.strerror}"
+            continue
+        for entry in entries:
+            path, is_yaml = above / entry.name, entry.name.lower().endswith(_SUFFIXES)
+            if not os.path.isdir(entry):  # noqa: PTH112
+                if is_yaml:
+                    yield path, None
+            elif entry.name != ".git":  # nothing in there is part of a commit
+                if is_yaml:
+                    yield path, "this is a directory, not a file"
+                (links if entry.is_symlink() else waiting).append(path)
+
+
+def _lies_in(path: str, folders: Sequence[Path]) -> bool:
+    return any(Path(path).is_relative_to(folder) for folder in folders)
+
+
+def _look_at(path: Path, within: Sequence[Path]) -> _Seen:
+    """What the file is; what it links to lies in one of the folders, if any are given."""
+    try:
+        content = _content(path)
+        if not _speaks_of_us(content):
+            return _Seen(kind=None)
+        found = _read(path)
+    except RecordError as error:
+        return _Seen(kind=None, record=error)
+    real = os.path.realpath(path)
+    if found.is_record and within and not _lies_in(real, within):
+        return _failed(f"this link leads out of the folder, to {real}", path)
+    return found
+
+
+def _failed(problem: str, path: Path) -> _Seen:
+    fix = "put the file itself there, or take this away"
+    return _Seen(kind=None, record=RecordError(problem, source=str(path), fix=fix))
+
+
+def _content(path: Path) -> bytes:
+    """All bytes of a regular file, without waiting for anybody; RecordError for anything else."""
+    try:
+        # A pipe would wait for its other end.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:  # noqa: PTH123  (it is open already)
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise RecordError("this is a pipe or a device, not a file", source=str(path))
+            content = b"" if status.st_size > _MAX_BYTES else file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise RecordError(f"cannot be read: {error.strerror}", source=str(path)) from None
+    if max(status.st_size, len(content)) > _MAX_BYTES:
+        problem = f"this file is larger than the {format_bytes(_MAX_BYTES)} that are looked through"
+        raise RecordError(problem, source=str(path))
+    return content
+
+
+def _read(path: Path) -> _Seen:
+    """The record in a file that speaks of us, or what is wrong with it; None where it is none."""
+    text = read_text(path)
+    if not _has_key(text):
+        return _Seen(kind=None)
+    try:
+        kind = _kind(text, str(path))
+    except RecordError as error:
+        return _Seen(kind=None, text=text, record=error)
+    try:
+        record = _READERS[kind](text, str(path))
+    except RecordError as error:
+        return _Seen(kind=kind, text=text, record=error)
+    ours = record if isinstance(record, Plan | Profile) else None
+    return _Seen(kind=kind, text=text, record=ours)
+
+
+def _kind(text: str, source: str) -> str:
+    """What the text says that it holds, strictly; RecordError where that is nothing known."""
+    kind = kind_of(text, source)
+    if kind is None:
+        problem, fix = f"missing key {_KEY!r}, which is not written so", f"write it as {_KEY}: plan"
+        raise RecordError(problem, source=source, fix=fix)
+    if kind not in _READERS:
+        raise RecordError(
+            f"expected {listed(_READERS, 'or')}, got {kind!r}",
+            source=source,
+            line=line_of(text, _KEY),
+            key=_KEY,
+            fix=did_you_mean(kind, _READERS),
+        )
+    return kind
+
+
+# --- what looks like a record ---------------------------------------------------------------------
+
+_ESCAPE = re.compile(
+    r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|(?:\r\n|[\r\n\x85\u2028\u2029])[ \t]*)",
+    re.IGNORECASE,
+)
+
+
+def _speaks_of_us(content: bytes) -> bool:
+    """Whether the word stands in the file, in any encoding and however it is escaped."""
+    try:
+        text = content.replace(b"\0", b"").decode()  # without, ASCII is what UTF-16 and -32 are
+    except UnicodeDecodeError:
+        text = content.replace(b"\0", b"").decode("latin-1")
+    return _KEY in _plain(text) or ("\\" in text and _KEY in _plain(_ESCAPE.sub(_unescaped, text)))
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    digits = escape[1] or escape[2] or escape[3]
+    number = int(digits, 16) if digits else 0x110000
+    return chr(number) if number < 0x110000 else ""
+
+
+def _plain(text: str) -> str:
+    """The text as it looks: without capitals, letters' variants and what is not seen."""
+    if text.isascii():
+        return text.lower()
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    return "".join(c for c in folded if unicodedata.category(c) != "Cf")
+
+
+def _has_key(text: str) -> bool:
+    """Whether a lenient reader sees the key in a document, or cannot read the text at all."""
+    try:
+        return any(_is_ours(node) for node in yaml.compose_all(text, Loader=yaml.SafeLoader))
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return True
+
+
+def _is_ours(node: yaml.Node | None, *, above: frozenset[int] = frozenset()) -> bool:
+    """Whether a mapping, or one in a list, has the key, by itself or by a merge (`<<`)."""
+    if node is None or id(node) in above:
+        return False
+    above |= {id(node)}
+    if isinstance(node, yaml.SequenceNode):
+        return any(_is_ours(item, above=above) for item in node.value)
+    if not isinstance(node, yaml.MappingNode):
+        return False
+    return any(
+        _plain(key.value).strip() == _KEY
+        or (key.tag == "tag:yaml.org,2002:merge" and _is_ours(value, above=above))
+        for key, value in node.value
+        if isinstance(key, yaml.ScalarNode)
+    )

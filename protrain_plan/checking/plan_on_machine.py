@@ -1,0 +1,224 @@
+"""The machines that a plan is checked on, what it may take of each, and what it takes there now."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import floor
+from pathlib import Path
+
+from protrain_plan.checking.budgets import MachineBudget
+from protrain_plan.checking.diffing import UnitGrowth, growth
+from protrain_plan.checking.plan_files import Case
+from protrain_plan.checking.predicting import Predicted, misfit, on_machine, predicted
+from protrain_plan.checking.reestimating import Broken, Today, Unavailable
+from protrain_plan.errors import ProtrainError
+from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.program.group import Group, not_joined, profile_of_rank
+from protrain_plan.records.hardware import Hardware, TierName
+from protrain_plan.records.plan import Budgets
+from protrain_plan.records.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """Bytes of a tier that may be taken, and whose number it is."""
+
+    bytes: int
+    source: str  # "the plan's budget", "budgets.yaml", "the machine's memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A machine with its limits; `own` where the plan was made for it."""
+
+    hardware: Hardware
+    own: bool
+    device: Limit
+    host: Limit
+    disk: Limit
+    budget: MachineBudget | None
+
+    @property
+    def budgets(self) -> Budgets:
+        """The limits, as the planner takes them."""
+        return Budgets(device=self.device.bytes, host=self.host.bytes, disk=self.disk.bytes)
+
+
+def by_machine(budgets: Mapping[str, MachineBudget]) -> dict[str, MachineBudget]:
+    """Budgets by the names that machines have themselves, which their files may not be called.
+
+    RecordError where a file with hardware cannot be read.
+    """
+    return {_own_name(written): budget for written, budget in budgets.items()}
+
+
+def _own_name(written: str) -> str:
+    return load_hardware(written).name if Path(written).suffix in (".yaml", ".yml") else written
+
+
+class Machines:
+    """The machines on which plans have to fit because their budgets say so, read once."""
+
+    def __init__(self, budgets: Mapping[str, MachineBudget], plans: Sequence[Path]) -> None:
+        self.budgets = budgets  # `by_machine`
+        self._read = {
+            budget.machine: _read(budget.machine)
+            for budget in budgets.values()
+            if any(budget.names(plan) for plan in plans)
+        }
+
+    def machine(self, budget: MachineBudget) -> Hardware:
+        """The machine of a budget that names a plan; ProtrainError where it is not known."""
+        found = self._read[budget.machine]
+        if isinstance(found, ProtrainError):
+            raise found
+        return found
+
+
+def _read(machine: str) -> Hardware | ProtrainError:
+    try:
+        return load_hardware(machine)
+    except ProtrainError as error:
+        return error
+
+
+def targets(case: Case, machines: Machines, on: Sequence[Hardware] = ()) -> list[Target]:
+    """The plan's own machine, and those whose budgets name it; or, instead, those in `on`.
+
+    ProtrainError where a machine that has to fit the plan is not known.
+    """
+    budgets = machines.budgets
+    own = case.profile.hardware
+    if on:
+        there = [own if machine.name == own.name else machine for machine in on]
+    else:
+        named = [
+            machines.machine(budget)
+            for name, budget in budgets.items()
+            if name != own.name and budget.names(case.path)
+        ]
+        there = [own, *named]
+    return [_target(case, machine, budgets.get(machine.name)) for machine in there]
+
+
+def _target(case: Case, machine: Hardware, budget: MachineBudget | None) -> Target:
+    """One device's limits. What a budget says is a node's, as is what a machine's devices share."""
+    own = machine.name == case.profile.hardware.name
+    planned, group = case.plan.budgets, Group.of(case.plan)
+    has = machine
+    if not_joined(case.plan, machine) is None:
+        has = profile_of_rank(on_machine(case.profile, machine), group).hardware
+    capacity = {tier.name: tier.capacity_bytes for tier in has.tiers}
+
+    def limit(asked: int | None, in_plan: int, there: int) -> Limit:
+        headroom = budget.headroom if budget else 0.0
+        size, source = there, "the machine's memory" + " for each device" * (group.in_node > 1)
+        if own:
+            size, source = in_plan, "the plan's budget"
+        if asked is not None and budget is not None and asked <= there:
+            size, source = asked, Path(budget.source).name
+        if headroom:
+            source += f", {100 * headroom:g}% of it free"
+        return Limit(bytes=floor(size * (1 - headroom)), source=source)
+
+    def below(tier: TierName, asked: int | None, in_plan: int) -> Limit:
+        part = None if asked is None else asked // group.in_node
+        return limit(part, in_plan, capacity.get(tier, 0))
+
+    return Target(
+        hardware=machine,
+        own=own,
+        device=limit(
+            budget.device if budget else None, planned.device, machine.device.memory_bytes
+        ),
+        host=below("host", budget.host if budget else None, planned.host),
+        disk=below("disk", budget.disk if budget else None, planned.disk),
+        budget=budget,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A plan's case, and its model as the source is today."""
+
+    case: Case
+    today: Today | Broken | Unavailable
+
+    @property
+    def changed(self) -> bool:
+        """Whether today's model is another one than was profiled."""
+        return isinstance(self.today, Today) and (
+            bool(self.today.changed_keys)
+            or self.today.model_fingerprint != self.case.profile.model_fingerprint
+        )
+
+    @cached_property
+    def profile(self) -> Profile:
+        """What the model costs on the plan's own machine.
+
+        A model that is as it was profiled costs what was profiled. One that changed costs what an
+        estimate says, and so does one whose profile was an estimate itself. On a CPU that was made
+        where kernels could be measured, or with bounds: an estimate made here may have other peaks,
+        and those of the profile hold for as long as the rest is the same.
+        """
+        recorded = self.case.profile
+        if isinstance(self.today, Today) and (self.changed or recorded.method == "estimated"):
+            found = self.today.profile(recorded.hardware)
+            if isinstance(found, Profile) and not (
+                recorded.workload.device == "cpu"
+                and not self.changed
+                and not growth(recorded, found)
+            ):
+                return found
+        return recorded
+
+    @property
+    def growth(self) -> tuple[UnitGrowth, ...]:
+        """What changed, unit by unit, since the profile was made; empty where nobody can tell."""
+        return growth(self.case.profile, self.profile)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOnMachine:
+    """A plan with its model on one machine."""
+
+    model: Model
+    target: Target
+
+    @property
+    def case(self) -> Case:
+        return self.model.case
+
+    @cached_property
+    def profile(self) -> Profile:
+        """What the model costs on this machine: bytes for sure, seconds where it is the plan's."""
+        return on_machine(self.model.profile, self.target.hardware)
+
+    @cached_property
+    def misfit(self) -> str | None:
+        """Why the plan decides about another model than this one; None where it does not."""
+        return misfit(self.case.plan, self.profile)
+
+    @cached_property
+    def predicted(self) -> Predicted:
+        """What the plan takes here; only where there is no `misfit`."""
+        return predicted(self.case.plan, self.profile)
+
+    @cached_property
+    def seconds(self) -> float | Broken | Unavailable:
+        """The predicted step, with compute estimated for this machine where it is not the plan's.
+
+        Estimated seconds stand for themselves alone: a measured profile's have to be measured.
+        """
+        if self.target.own:
+            if self.profile.method != self.case.profile.method:
+                return Unavailable(reason="the model changed since its seconds were measured")
+            return self.predicted.step_seconds
+        if not isinstance(self.model.today, Today):
+            return Unavailable(reason=f"no estimate for this machine: {self.model.today.reason}")
+        if self.target.hardware.rates is None:
+            return Unavailable(reason="no estimate for this machine: its rates are not known")
+        found = self.model.today.profile(self.target.hardware)
+        if not isinstance(found, Profile):
+            return found
+        return predicted(self.case.plan, found).step_seconds

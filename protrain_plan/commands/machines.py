@@ -1,0 +1,120 @@
+"""`protrain models` and `protrain hardware`: the catalogues, and the probe of a machine."""
+
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from protrain_plan.commands.options import JsonOption, SpillOption, found_device
+
+HELP = "The machines that estimates are for: those of the catalogue, and this one, measured."
+EXAMPLES = (
+    "Examples: protrain hardware list | protrain hardware show rtx-4090"
+    " | protrain hardware probe -o my-machine.yaml"
+)
+
+
+def models(as_json: JsonOption = False) -> None:
+    """List the published models that `protrain profile` knows by name (no weights).
+
+    Example: protrain models
+    """
+    from protrain_plan.commands.output import show
+    from protrain_plan.models.presets import presets
+    from protrain_plan.presentation.profiles import presets_text
+
+    listed = presets()
+    show(as_json, {"models": [asdict(preset) for preset in listed]}, lambda: presets_text(listed))
+
+
+def list_machines(as_json: JsonOption = False) -> None:
+    """List the machines of the catalogue.
+
+    Example: protrain hardware list --json
+    """
+    from protrain_plan.commands.output import show
+    from protrain_plan.hardware.catalogue import hardware_names, load_hardware
+    from protrain_plan.presentation.profiles import machines_text
+
+    machines = [load_hardware(name) for name in hardware_names()]
+    show(
+        as_json,
+        {"machines": [asdict(machine) for machine in machines]},
+        lambda: machines_text(machines),
+    )
+
+
+def show_machine(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A name of the catalogue, or a YAML file of hardware or of a profile.",
+            show_default=False,
+        ),
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a machine offers, and where the numbers are from.
+
+    Examples: protrain hardware show h100-sxm | ... show my-machine.yaml --json
+    """
+    from protrain_plan.commands.output import show
+    from protrain_plan.hardware.catalogue import load_hardware
+    from protrain_plan.presentation.profiles import machine_text
+
+    machine = load_hardware(name)
+    show(as_json, asdict(machine), lambda: machine_text(machine))
+
+
+def probe(
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The hardware to write; - is standard output.")
+    ] = Path("hardware.yaml"),
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, cuda:1, xpu, ...: a device of this machine.")
+    ] = "cpu",
+    name: Annotated[
+        str | None, typer.Option(help="Its name; default: such as cpu-2, after the threads.")
+    ] = None,
+    spill_directory: SpillOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure this machine, about ten seconds, and write it as hardware.
+
+    Under torchrun, what joins the ranks too; rank 0 writes.
+
+    Examples: protrain hardware probe -o my-machine.yaml --name my-machine
+    | torchrun --nproc-per-node 4 --no-python protrain hardware probe --device cuda
+    """
+    from protrain_plan.commands.output import destination, progress, show
+    from protrain_plan.presentation.profiles import machine_text
+    from protrain_plan.records import write_hardware
+    from protrain_plan.records.hardware import is_accelerator
+
+    target = destination(output)  # before torch loads
+    from protrain_plan.hardware.interconnect import Rank, probe_with_ranks
+    from protrain_plan.hardware.probe import probe as measured
+    from protrain_runtime.devices.memory_meter import return_freed_memory
+
+    where = found_device(device)
+    if not is_accelerator(where.type):
+        return_freed_memory()
+    rank, directory = Rank.launched(), spill_directory or Path(tempfile.gettempdir())
+    with progress(quiet=as_json or (rank is not None and rank.number > 0)) as report:
+        machine = (
+            measured(where, spill_directory=directory, name=name, progress=report)
+            if rank is None
+            else probe_with_ranks(
+                where, rank, spill_directory=directory, name=name, progress=report
+            )
+        )
+    if machine is None:
+        return
+    write_hardware(machine, target)
+    show(
+        as_json,
+        asdict(machine),
+        lambda: machine_text(machine, written=output),
+    )

@@ -1,0 +1,246 @@
+"""`protrain show`, `simulate`, `report`, `diff` and `export`: what a plan says."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
+
+import typer
+
+from protrain_plan.commands.options import JsonOption, ProfileOption, choice
+from protrain_plan.errors import RecordError
+
+if TYPE_CHECKING:
+    from protrain_plan.presentation.report.page import FrontPoint
+    from protrain_plan.presentation.report.step import Step
+    from protrain_plan.records import Plan
+
+DiffFormat = Literal["text", "json", "markdown"]
+PlanArgument = Annotated[Path, typer.Argument(help="A plan.", show_default=False)]
+
+
+def show(plan: PlanArgument, profile: ProfileOption = None, as_json: JsonOption = False) -> None:
+    """Show a plan in one screen: decisions, memory over the step, lanes and waits.
+
+    Example: protrain show plans/smollm2-135m-cpu-1100MiB/plan.yaml
+    """
+    from protrain_plan.commands import output
+    from protrain_plan.presentation.report.page import step_data
+    from protrain_plan.presentation.report.screen import Screen
+    from protrain_plan.presentation.report.step import read_step
+
+    step = read_step(plan, profile)
+    output.show(as_json, step_data(step), lambda: Screen(step=step))
+
+
+def simulate(
+    plan: PlanArgument,
+    profile: ProfileOption = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write the step as a trace that Perfetto (ui.perfetto.dev) opens."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate a plan's step: what each lane does, what compute waits for, what stands where.
+
+    Example: protrain simulate plan.yaml --trace trace.json
+    """
+    from protrain_plan.commands import output
+    from protrain_plan.presentation.report.screen import summary_json, summary_text
+    from protrain_plan.presentation.report.step import read_step
+    from protrain_plan.presentation.report.trace import trace_text
+    from protrain_plan.presentation.terminal import wrote
+    from protrain_plan.records.files import replace_text
+
+    target = None if trace is None else output.destination(trace, option="--trace")
+    step = read_step(plan, profile)
+    if target is not None:
+        replace_text(target, trace_text(step))
+    output.show(as_json, summary_json(step), lambda: summary_text(step))
+    if trace is not None and not as_json:
+        output.print_rendered(wrote(trace), wrap=False)
+
+
+def report(
+    plan: PlanArgument,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The page to write; - is standard output.")
+    ] = Path("report.html"),
+    profile: ProfileOption = None,
+    recording: Annotated[
+        Path | None, typer.Option(help="A recorded step of the plan, to lay over the simulated.")
+    ] = None,
+    pareto: Annotated[
+        bool,
+        typer.Option("--pareto", help="With the front of memory against time: plans for each."),
+    ] = False,
+    points: Annotated[int, typer.Option(min=2, help="Budgets that --pareto plans for.")] = 8,
+) -> None:
+    """Write a plan's step as a page for a browser: one file, which needs no network.
+
+    Examples: protrain report plan.yaml -o report.html
+    | protrain report plan.yaml --pareto --recording recording.json
+    """
+    from protrain_plan.commands.output import destination, print_rendered
+    from protrain_plan.presentation.report.page import page_text
+    from protrain_plan.presentation.report.step import read_step
+    from protrain_plan.presentation.terminal import wrote
+    from protrain_plan.program.recording import check_recording, read_recording
+    from protrain_plan.records.files import replace_text
+
+    target = destination(output)
+    step = read_step(plan, profile)
+    recorded = None
+    if recording is not None:
+        recorded = read_recording(recording)
+        check_recording(recorded, step.plan, step.program, str(recording))
+    front = _front(step, points) if pareto else ()
+    replace_text(target, page_text(step, recording=recorded, front=front))
+    print_rendered(wrote(output), wrap=False)
+
+
+def _front(step: "Step", points: int) -> "tuple[FrontPoint, ...]":
+    """The front up to all of the device, with the plan's other budgets."""
+    from protrain_plan.commands import output
+    from protrain_plan.planning.questions.objectives import Objective, Question, ask
+    from protrain_plan.planning.search.local_search import Effort
+    from protrain_plan.presentation.plans import search_text
+    from protrain_plan.presentation.report.page import FrontPoint
+    from protrain_plan.program.group import Group
+
+    plan, device = step.plan, step.profile.hardware.device
+    budgets = replace(plan.budgets, device=max(plan.budgets.device, device.memory_bytes))
+    question = Question(
+        profile=step.profile,
+        budgets=budgets,
+        piece_bytes=plan.piece_bytes,
+        updates=plan.updates,
+        micro_batches=plan.micro_batches,
+        group=Group.of(plan),
+    )
+    with output.progress(quiet=False) as tell, output.interruptible() as interrupted:
+        answer = ask(
+            question,
+            Objective(pareto_points=points),
+            effort=Effort(stopped=interrupted.is_set),
+            progress=lambda *found: tell(search_text(*found), 0.5),
+        )
+    return tuple(
+        FrontPoint(point.device_bytes, point.solved.plan.prediction.step_seconds, point.solved.gap)
+        for point in answer.front
+    )
+
+
+def diff(
+    old: PlanArgument,
+    new: Annotated[Path, typer.Argument(help="The plan that replaces it.", show_default=False)],
+    output_format: Annotated[
+        str, typer.Option("--format", help="text, json or markdown (for a pull request).")
+    ] = "text",
+    title: Annotated[
+        str | None, typer.Option(help="What the Markdown is about; default: the new plan's file.")
+    ] = None,
+    if_plans: Annotated[
+        bool,
+        typer.Option("--if-plans", help="Say nothing of files neither of which is a plan."),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a new plan decides otherwise, and what that does to memory and time.
+
+    Examples: protrain diff old.yaml plan.yaml
+    | protrain diff <(git show main:plans/a/plan.yaml) plans/a/plan.yaml --format markdown
+    """
+    from protrain_plan.checking.diffing import plan_diff
+    from protrain_plan.commands.output import print_json, print_rendered, print_text
+    from protrain_plan.presentation.checks.diffs import (
+        diff_data,
+        diff_markdown,
+        diff_text,
+        error_markdown,
+    )
+
+    form: DiffFormat = choice(
+        "--format", "json" if as_json else output_format, get_args(DiffFormat)
+    )
+    texts = [_read(path) for path in (old, new)]  # once: a shell's <(...) cannot be read again
+    if if_plans and not any(_is_plan(text) for text in texts):
+        return
+    about = title or str(new)
+    try:
+        found = plan_diff(*map(_plan, texts, (old, new)))
+    except RecordError as error:
+        if form != "markdown":
+            raise
+        print_text(error_markdown(error, title=about))  # for whoever reads the pull request
+        raise typer.Exit(error.exit_code) from None
+    match form:
+        case "text":
+            print_rendered(diff_text(found))
+        case "json":
+            print_json(diff_data(found))
+        case "markdown":
+            print_text(diff_markdown(found, title=about))
+
+
+def _read(path: Path) -> str | RecordError:
+    from protrain_plan.records.files import read_text
+
+    try:
+        return read_text(path)
+    except RecordError as error:
+        return error
+
+
+def _is_plan(text: str | RecordError) -> bool:
+    """Whether the text says that it is a plan, as the reader of plans sees it."""
+    from protrain_plan.records.reader import kind_of
+
+    try:
+        return isinstance(text, str) and kind_of(text) == "plan"
+    except RecordError:
+        return False
+
+
+def _plan(text: str | RecordError, path: Path) -> "Plan":
+    from protrain_plan.records import loads_plan
+
+    if isinstance(text, RecordError):
+        raise text
+    return loads_plan(text, str(path))
+
+
+def export(
+    plan: PlanArgument,
+    to: Annotated[str, typer.Option(help="deepspeed, fsdp2 (Accelerate), torchtune or trl.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="The file to write; - is standard output; default: as the tool calls it.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write another tool's nearest configuration, and list what it cannot express.
+
+    Example: protrain export plan.yaml --to deepspeed -o ds_config.json
+    """
+    from rich.console import Group
+
+    from protrain_plan.commands.output import destination, print_json, print_rendered
+    from protrain_plan.presentation.exporting import EXPORTERS
+    from protrain_plan.presentation.exporting import export as exported
+    from protrain_plan.presentation.terminal import Text, wrote
+    from protrain_plan.records import read_plan
+    from protrain_plan.records.files import replace_text
+
+    found = exported(read_plan(plan), choice("--to", to, tuple(EXPORTERS)))
+    path = output or Path(found.file_name)
+    replace_text(destination(path), found.text)
+    if as_json:
+        print_json({"file": str(path), "cannot_express": list(found.losses)})
+        return
+    head = [Text("what it cannot express:")] if found.losses else []
+    print_rendered(Group(wrote(path), *head, *(Text(f"- {loss}") for loss in found.losses)))

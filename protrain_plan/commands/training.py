@@ -1,0 +1,353 @@
+"""`train`: run a profiled model on real text, plainly or under a plan, and measure the run.
+
+The optimizer is the one whose states the profile counted.
+"""
+
+import hashlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.models.batches import Batch, byte_tokens, call_model, loss_of
+from protrain_plan.models.building import kernels
+from protrain_plan.models.optimizers import optimizer_factory
+from protrain_plan.models.sources import load_source
+from protrain_plan.program.recording import Recording
+from protrain_plan.records.hardware import is_accelerator
+from protrain_plan.records.plan import Plan, TierBytes
+from protrain_plan.records.profile import Profile
+from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.checkpoint.folders import check_writable
+from protrain_runtime.checkpoint.loading import load, read_extra
+from protrain_runtime.checkpoint.saving import save
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.device import explained_exhaustion
+from protrain_runtime.devices.memory_meter import device_of, storage_bytes
+from protrain_runtime.devices.stores import memory_of
+from protrain_runtime.diagnostics.out_of_memory import explain_memory
+from protrain_runtime.diagnostics.recording import Recorder, measure_step, record
+from protrain_runtime.engine.engine import Observer
+from protrain_runtime.model.prepared import below_device, parameter_values
+from protrain_runtime.preparation import Check, prepare
+from protrain_runtime.ranks.group import check_ranks
+from protrain_runtime.states.master_weights import with_master_weights
+
+CLIP_NORM = 1.0
+"""What gradients are clipped to, as one norm, under plans that leave room for it."""
+
+OnStep = Callable[[int, float], None]
+"""Told of every step: its number and its loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoints:
+    """Where a run resumes from, and where it saves: every so many steps, and after the last one."""
+
+    resume: Path | None = None
+    directory: Path | None = None
+    every: int | None = None
+
+    def due(self, step: int, num_steps: int) -> bool:
+        """Whether to save when `step` steps of `num_steps` are done."""
+        if self.directory is None:
+            return False
+        return step == num_steps or (self.every is not None and step % self.every == 0)
+
+
+NO_CHECKPOINTS = Checkpoints()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run's results. Peaks are None where the run was too short to measure them.
+
+    `first_step` is the number of steps that were done when it resumed. `measured_peak_bytes.device`
+    counts tensors, in the last step; `.context` is the most that the process held besides them
+    (CPU), at the starts of slots in that step; `slot_bytes` are the device's peaks in every slot of
+    a planned run's last step, and in the update after them.
+    """
+
+    first_step: int
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]  # of every step that was not measured for memory
+    parameters_sha256: str
+    measured_peak_bytes: TierBytes | None
+    slot_bytes: tuple[int, ...]
+    recording: Recording | None = None  # of the last step that was timed, where it was asked for
+
+    @property
+    def step_seconds(self) -> float:
+        """The median of the steps after the first."""
+        return statistics.median(self.seconds[1:] or self.seconds)
+
+
+def train(
+    plan: Plan,
+    *,
+    num_steps: int,
+    plain: bool,
+    text: Path | None,
+    spill_directory: Path | None,
+    check: Check | None = None,
+    recorded: bool = False,
+    on_step: OnStep = lambda *_: None,
+    checkpoints: Checkpoints = NO_CHECKPOINTS,
+    rank: int = 0,
+    profile: Callable[[], Profile | None] = lambda: None,
+    device: torch.device | str | None = None,
+    measured: bool = True,
+) -> Run:
+    """Build the plan's model and train it until `num_steps` are done; `plain`: ordinary PyTorch.
+
+    A run that resumes computes what it would have computed without a break.
+    A step has the plan's micro-batches, its loss is their mean; where the plan updates after
+    backward, gradients are clipped to CLIP_NORM. `check` is `prepare`'s. `profile` finds the plan's
+    profile, to say what was planned where memory runs out.
+    With `recorded` the run has a recording, of two steps: when things ran is that of the last step
+    but one, bytes are those of the last. Of several devices this is rank `rank`, with the batches
+    of its turn; `plain` is then DistributedDataParallel. `device` is one of the plan's type, by
+    default the one that is current. Without `measured` no bytes are counted.
+    ProtrainError where the model cannot be built, the plan is not for it, memory ran out, or a
+    checkpoint cannot be read or written, or is of another run.
+    """
+    workload = plan.workload
+    if plain and rank > 0:
+        checkpoints = replace(checkpoints, directory=None)  # all ranks have what rank 0 saves
+    if checkpoints.directory is not None and rank == 0:  # only one may look at a time
+        check_writable(checkpoints.directory)
+    source = load_source(workload.model, model_config=workload.model_config)
+    factory = optimizer_factory(plan.optimizer)
+    device = devices.found(workload.device if device is None else str(device))
+    if device.type != workload.device:
+        raise ProtrainError(
+            f"the plan is for a device of type '{workload.device}', and '{device}' is none",
+            key="--device",
+            fix="profile and plan for that one",
+        )
+    with (
+        kernels(deterministic=workload.deterministic)
+        if is_accelerator(device.type)
+        else nullcontext(),
+        explained_exhaustion(
+            fix="plan this workload for the memory there is, and run the plan"
+            if plain
+            else "plan with a smaller --device-memory than the limit, and run that plan"
+        ),
+    ):
+        model = source.build(
+            dtype=workload.dtype,
+            precision=workload.precision,
+            adapter=workload.adapter,
+            device=device,
+            seed=workload.seed,
+        )
+        batches = source.batches(
+            batch_size=workload.batch_size,
+            seq_len=workload.seq_len,
+            dtype=workload.dtype,
+            precision=workload.precision,
+            device=device,
+            text=text,
+            seed=workload.seed,
+        )
+        batches = islice(batches, rank, None, plan.num_devices)
+        call: nn.Module = model
+        optimizer: torch.optim.Optimizer
+        if plain:
+            masters = workload.precision == "master"
+            make = with_master_weights(factory) if masters else factory
+            optimizer = make(p for p in model.parameters() if p.requires_grad)
+            if plan.num_devices > 1:
+                check_ranks(plan, None)
+                call = DistributedDataParallel(model)
+        else:
+            model, optimizer = prepare(
+                model,
+                plan,
+                optimizer=factory,
+                spill_directory=spill_directory,
+                check=check,
+                watch=False,  # the last step is measured
+            )
+        torch.manual_seed(workload.seed + rank)  # of dropout
+        training = _training(plan, text)
+        trainer = _Trainer(
+            plan,
+            model,
+            call,
+            optimizer,
+            checkpoints,
+            training,
+            recorded=recorded,
+            measured=measured,
+        )
+        with explain_memory(model, profile):
+            return trainer.run(batches, num_steps, on_step)
+
+
+def _training(plan: Plan, text: Path | None) -> dict[str, object]:
+    """What a run computes, however it is planned: what a checkpoint is resumed in."""
+    workload = plan.workload
+    return {
+        "model": workload.model,
+        "model_config": workload.model_config,
+        "adapter": workload.adapter,
+        "dtype": workload.dtype,
+        "precision": workload.precision,
+        "batch_size": workload.batch_size,
+        "seq_len": workload.seq_len,
+        "seed": workload.seed,
+        "optimizer": plan.optimizer,
+        "updates": plan.updates,
+        "micro_batches": plan.micro_batches,
+        **({"num_devices": plan.num_devices} if plan.num_devices > 1 else {}),
+        "text": "" if text is None else hashlib.sha256(byte_tokens(text)).hexdigest(),
+    }
+
+
+class _Trainer:
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        call: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        checkpoints: Checkpoints,
+        training: Mapping[str, object],
+        *,
+        recorded: bool,
+        measured: bool,
+    ) -> None:
+        self._plan, self._model, self._optimizer = plan, model, optimizer
+        self._call = call  # the model, or what runs it on several devices
+        self._checkpoints, self._training = checkpoints, dict(training)
+        self._recorded, self._measured = recorded, measured
+        self._losses: list[float] = []
+        self._seconds: list[float] = []
+        self._peak: TierBytes | None = None
+        self._slots: tuple[int, ...] = ()
+
+    def run(self, batches: Iterator[Batch], num_steps: int, on_step: OnStep) -> Run:
+        first = self._resume(batches, num_steps)
+        recorder: Recorder | None = None
+        last_timed = max(num_steps - 2, first)
+        for step in range(first, num_steps):
+            micro_batches = list(islice(batches, self._plan.micro_batches))
+            if self._measured and first < step == num_steps - 1:
+                # The last one: what a memory meter leaves behind would count in steps after it.
+                self._measured_step(micro_batches)
+            elif self._recorded and step == last_timed:
+                with record(self._model) as recorder:
+                    self._timed_step(micro_batches)
+            else:
+                self._timed_step(micro_batches)
+            on_step(step, self._losses[-1])
+            if self._checkpoints.due(step + 1, num_steps):
+                assert self._checkpoints.directory is not None
+                extra = {"step": step + 1, "training": self._training}
+                save(self._model, self._optimizer, self._checkpoints.directory, extra=extra)
+        return Run(
+            first_step=first,
+            losses=tuple(self._losses),
+            seconds=tuple(self._seconds),
+            parameters_sha256=digest(self._model),
+            measured_peak_bytes=self._peak,
+            slot_bytes=self._slots,
+            recording=recorder.recording(slot_bytes=self._slots) if recorder else None,
+        )
+
+    def _timed_step(self, micro_batches: Sequence[Batch]) -> None:
+        start = time.perf_counter()
+        self._step(micro_batches)
+        self._seconds.append(time.perf_counter() - start)
+
+    def _resume(self, batches: Iterator[Batch], num_steps: int) -> int:
+        """Go to where the checkpoint was written; the number of steps that were done then."""
+        directory = self._checkpoints.resume
+        if directory is None:
+            return 0
+        extra = read_extra(directory)
+        done, training = extra.get("step"), extra.get("training")
+        if not isinstance(done, int) or not isinstance(training, dict):
+            raise ProtrainError(
+                "the checkpoint was not written by protrain run",
+                source=str(directory),
+                fix="load it in the script that wrote it, with protrain_runtime.load",
+            )
+        differing = [key for key, value in self._training.items() if training.get(key) != value]
+        if differing:
+            raise ProtrainError(
+                f"the checkpoint is of other training: {', '.join(differing)} differ",
+                source=str(directory),
+                fix="resume it with a plan for the same training, and the same --text",
+            )
+        if done >= num_steps:
+            raise ProtrainError(
+                f"the checkpoint has {done} steps done: of {num_steps} none are left",
+                source=str(directory),
+                fix="--steps counts from the very first one: name a larger number",
+            )
+        for _ in islice(batches, done * self._plan.micro_batches):
+            pass  # what was trained on
+        load(self._model, self._optimizer, directory)  # random states too: last
+        return done
+
+    def _step(self, micro_batches: Sequence[Batch], observe: Observer | None = None) -> None:
+        total = 0.0
+        for number, batch in enumerate(micro_batches, start=1):
+            ddp = self._call if isinstance(self._call, DistributedDataParallel) else None
+            with ddp.no_sync() if ddp and number < len(micro_batches) else nullcontext():
+                loss = loss_of(call_model(self._call, batch)) / len(micro_batches)
+                loss.backward()
+            total += loss.item()
+        if observe is not None:
+            observe("update")
+        if self._plan.updates == "after backward":
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._losses.append(total)
+
+    def _measured_step(self, micro_batches: Sequence[Batch]) -> None:
+        # A loop loads one batch after the other; here all are there, since a meter does not see
+        # the end of what was there before it.
+        others = storage_bytes(tensors_in(micro_batches[1:]))
+
+        def step(observe: Observer) -> None:
+            self._step(micro_batches, observe)
+            if isinstance(self._call, DistributedDataParallel):
+                # DistributedDataParallel waits for what its collectives give, and gloo's thread
+                # still notes their end then: after the profiler has stopped, in freed memory.
+                torch.distributed.barrier()
+                time.sleep(0.1)
+
+        memory = measure_step(self._model, step, besides_bytes=others)
+        host, disk = below_device(self._model)
+        device = device_of(self._model)
+        reserved = 0 if devices.on_host(device) else devices.peak_reserved_bytes(device)
+        self._slots = memory.slot_bytes
+        self._peak = TierBytes(
+            device=memory.device_bytes,
+            context=memory.context_bytes,
+            allocator=max(0, reserved - memory.device_bytes),
+            host=host,
+            disk=disk,
+        )
+
+
+def digest(model: nn.Module) -> str:
+    """SHA-256 over all parameters' names and bytes, in the model's order."""
+    sha = hashlib.sha256()
+    for name, value in parameter_values(model):
+        sha.update(name.encode())
+        sha.update(memory_of(value.cpu().contiguous().view(-1).view(torch.uint8)))
+    return sha.hexdigest()

@@ -1,0 +1,545 @@
+"""How fast this machine is: its compute, its optimizer, the runtime, lanes next to compute.
+
+On a CPU machine lanes are worker threads on the processors that also compute. Their waiting
+threads must not spin: OMP_WAIT_POLICY=passive, which the command line sets before torch is
+imported, is worth a factor of up to 15 here.
+"""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from protrain_plan.models.building import parameter_dtype
+from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
+from protrain_plan.records.hardware import Contention, Rates
+from protrain_plan.records.plan import (
+    Budgets,
+    Keep,
+    Offload,
+    Persistent,
+    Plan,
+    Prediction,
+    Schedule,
+    Swap,
+    TierBytes,
+    UnitPlan,
+)
+from protrain_plan.records.profile import DType, Precision, Workload
+from protrain_plan.units import four_digits
+from protrain_runtime import prepare, record, restore
+from protrain_runtime.devices.device import current_stream, found, new_stream, on_host, synchronize
+from protrain_runtime.devices.lanes import Backend, take_one_thread
+from protrain_runtime.devices.stores import HostStore
+from protrain_runtime.diagnostics.matching import model_fingerprint
+from protrain_runtime.states.chunks import make_chunk, offload
+from protrain_runtime.states.update_rules import UpdateRule
+from protrain_runtime.states.updates import Piece, UpdateTeam, spare_threads
+
+Result = TypeVar("Result")
+
+_UPDATE_PARAMETERS = 8 * 2**20  # 128 MiB with gradients and AdamW states: past every cache
+_TIMES_BESIDE_ACCELERATOR = 8  # the caches of its machine, and the threads that share this out
+_COPY_BYTES = 2**26  # as the probe copies them, to measure the link
+_ROUNDS = 3
+_WINDOW_S = 0.15
+_TOKENS, _COMPUTE_WIDTH = 256, 768  # a small model's: a few ms on two cores, so windows hold many
+
+
+def update_speeds(
+    dtype: DType,
+    sizes: Sequence[int],
+    *,
+    device: torch.device | str = "cpu",
+    optimizer: str = DEFAULT_OPTIMIZER,
+    precision: Precision = "pure",
+) -> tuple[float, float]:
+    """Parameters per second that one step updates: (in the update lane, on the device).
+
+    The lane's is `host_update_speed`; the device updates tensors of a model's `sizes`, by the
+    calling thread with the threads it has or on the accelerator: many small ones take longer than
+    few large ones. Both with the master weights of the precision, from the median of short steps,
+    first ones excluded.
+    """
+    lane = host_update_speed(dtype, device=device, optimizer=optimizer, precision=precision)
+    # Every n-th of the sizes, of some _UPDATE_PARAMETERS in all; cut where one is larger.
+    every = max(1, round(sum(sizes) / _UPDATE_PARAMETERS))
+    alike = [min(size, _UPDATE_PARAMETERS) for size in sizes[::every]] or [_UPDATE_PARAMETERS]
+    step = update_step(dtype, alike, device=device, optimizer=optimizer, precision=precision)
+    return lane, sum(alike) / median_seconds(step)
+
+
+def host_update_speed(
+    dtype: DType,
+    *,
+    device: torch.device | str = "cpu",
+    optimizer: str = DEFAULT_OPTIMIZER,
+    precision: Precision = "pure",
+) -> float:
+    """Parameters per second that the update lane updates in host memory.
+
+    What runs is the runtime's own: a chunk in host memory, the ranges and the threads that a plan
+    on `device` has, a lane's thread. Beside an accelerator it runs while copies go both ways, which
+    read and write the same memory. The median of short steps, first ones excluded.
+    """
+    here = found(str(device))
+    beside = not on_host(here)
+    num_parameters = _UPDATE_PARAMETERS * (_TIMES_BESIDE_ACCELERATOR if beside else 1)
+    with closing(UpdateTeam(spare_threads(here))) as team:
+        update = lane_update(
+            dtype, team, num_parameters=num_parameters, optimizer=optimizer, precision=precision
+        )
+
+        def seconds() -> float:
+            return in_worker(lambda: median_seconds(update))
+
+        return num_parameters / (while_copying(here, seconds) if beside else seconds())
+
+
+def lane_update(
+    dtype: DType,
+    team: UpdateTeam,
+    *,
+    num_parameters: int = _UPDATE_PARAMETERS,
+    num_tensors: int = 1,
+    optimizer: str = DEFAULT_OPTIMIZER,
+    precision: Precision = "pure",
+) -> Callable[[], None]:
+    """One update of a chunk in host memory of as many parameters, in equal tensors.
+
+    The states, 16 bytes of float32 per parameter with AdamW, are as long as what is returned.
+    """
+    stored = parameter_dtype(dtype, precision)
+    factory = optimizer_factory(optimizer, precision)
+    size = num_parameters // num_tensors
+    values = [torch.full((size,), 0.5, dtype=stored) for _ in range(num_tensors)]
+    named = [(str(number), nn.Parameter(each)) for number, each in enumerate(values)]
+    chunk = make_chunk(0, named, used_by=(0,))
+    store = HostStore(Backend(torch.device("cpu")))
+    offload(chunk, store, {stored: UpdateRule.of(factory, stored)})
+    chunk.unbind(chunk.every_group)
+    gradients = {part.name: torch.full((size,), 1e-3, dtype=stored) for part in chunk.slices}
+    options = dict.fromkeys(
+        gradients, factory([{"params": [nn.Parameter(torch.zeros(1))]}]).defaults
+    )
+
+    def update() -> None:
+        piece = Piece(chunk, 0, chunk.num_trainable)
+        piece.view_store()
+        piece.update(factory, options, gradients, team)
+        piece.write(parameters=False)
+
+    return update
+
+
+def while_copying(device: torch.device, work: Callable[[], Result]) -> Result:
+    """`work()` in a thread, while copies between pinned memory and the device go both ways."""
+    backend = Backend(device)
+    ends = [(backend.empty_host(_COPY_BYTES), backend.empty(_COPY_BYTES)) for _ in range(2)]
+    (up_host, up_device), (down_host, down_device) = ends
+    up, down = new_stream(device), new_stream(device)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        result = pool.submit(work)
+        while not result.done():
+            with up:
+                up_device.copy_(up_host, non_blocking=True)
+            with down:
+                down_host.copy_(down_device, non_blocking=True)
+            up.synchronize()
+            down.synchronize()
+        return result.result()
+
+
+def update_step(
+    dtype: DType,
+    sizes: Sequence[int] = (_UPDATE_PARAMETERS,),
+    *,
+    device: torch.device | str,
+    optimizer: str = DEFAULT_OPTIMIZER,
+    precision: Precision = "pure",
+) -> Callable[[], None]:
+    """One optimizer step on tensors of `sizes`; it returns when the device has ended it."""
+    here = found(str(device))
+    stored = parameter_dtype(dtype, precision)
+    parameters = [
+        nn.Parameter(torch.full((size,), 0.5, dtype=stored, device=here)) for size in sizes
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    stepper = optimizer_factory(optimizer, precision)([{"params": parameters}])
+
+    def step() -> None:
+        stepper.step()
+        synchronize(here)
+
+    return step
+
+
+def contention(
+    compute: Callable[[], None], lane: Callable[[], None], *, num_rounds: int = _ROUNDS
+) -> Contention:
+    """What compute keeps of its speed while `lane` runs over and over, and vice versa.
+
+    Compute is what a model does (`small_compute`), in the calling thread with the threads it has;
+    the lane is a worker thread with one intra-op thread. Medians of short windows, alone and
+    together. Beside an accelerator one round is enough: copies and the host's updates run on other
+    hardware than compute, so that little is taken, but they share its memory and the link.
+    """
+    compute()
+    in_worker(lane)
+    compute_kept, lane_kept = [], []
+    for _ in range(num_rounds):
+        compute_alone = runs_per_second(compute)
+        lane_alone = in_worker(lambda: runs_per_second(lane))
+        compute_beside, lane_beside = rates_together(compute, lane)
+        compute_kept.append(compute_beside / compute_alone)
+        lane_kept.append(lane_beside / lane_alone)
+    return Contention(
+        compute=four_digits(kept_fraction(compute_kept)), lane=four_digits(kept_fraction(lane_kept))
+    )
+
+
+def small_compute(device: torch.device | str) -> Callable[[], None]:
+    """What a model does in some milliseconds; it returns when the device has ended it.
+
+    Matrix products and elementwise operators, with fresh memory for every result.
+    """
+    here = found(str(device))
+
+    def of(scale: int) -> Callable[[], None]:
+        tokens = torch.full((scale * _TOKENS, scale * _COMPUTE_WIDTH), 0.5, device=here)
+        weight = torch.full((scale * _COMPUTE_WIDTH, 4 * scale * _COMPUTE_WIDTH), 0.5, device=here)
+
+        def compute() -> None:
+            hidden = torch.nn.functional.silu(tokens @ weight)
+            torch.add(hidden @ weight.T, tokens)
+            if not on_host(here):
+                current_stream(here).synchronize()
+
+        return compute
+
+    return grown(of, here)[1]
+
+
+_SCALES = (1, 2, 4, 8)
+_LONG_ENOUGH_S = 5e-3
+
+
+def grown(
+    of: Callable[[int], Callable[[], Result]], device: torch.device
+) -> tuple[int, Callable[[], Result]]:
+    """Work that takes some milliseconds on an accelerator, and how often it is that of a CPU.
+
+    `of` makes it of a scale, by which the sides of its matrices grow.
+    """
+    work = of(_SCALES[0])
+    if on_host(device):
+        return _SCALES[0], work
+    for scale in _SCALES:
+        work = of(scale)
+        for _ in range(2):  # the first one loads kernels
+            start = time.perf_counter()
+            work()
+            synchronize(device)
+            seconds = time.perf_counter() - start
+        if seconds >= _LONG_ENOUGH_S:
+            break
+    return scale, work
+
+
+def kept_fraction(ratios: Iterable[float], *, at_least: float = 0.01) -> float:
+    """The median, as a fraction: noise must not make anything faster than alone."""
+    return min(1.0, max(at_least, statistics.median(ratios)))
+
+
+def in_worker(work: Callable[[], Result]) -> Result:
+    """`work()` in a fresh thread with one intra-op thread, as a lane runs."""
+    num_threads = torch.get_num_threads()
+
+    def alone() -> Result:
+        take_one_thread()
+        return work()
+
+    try:
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            return pool.submit(alone).result()
+    finally:
+        # The number holds for the setting thread, and for all threads that come after it.
+        torch.set_num_threads(num_threads)
+
+
+def rates_together(compute: Callable[[], None], lane: Callable[[], None]) -> tuple[float, float]:
+    """Runs per second of `compute` in the calling thread and of `lane` in a worker, at once."""
+    stop = threading.Event()
+    running = threading.Event()
+    num_threads = torch.get_num_threads()
+
+    def until_stopped() -> float:
+        take_one_thread()
+        running.set()
+        return runs_per_second(lane, until=stop)
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        lane_rate = pool.submit(until_stopped)
+        try:
+            running.wait()
+            torch.set_num_threads(num_threads)
+            compute_rate = runs_per_second(compute)
+        finally:
+            stop.set()
+        return compute_rate, lane_rate.result()
+
+
+def runs_per_second(work: Callable[[], None], *, until: threading.Event | None = None) -> float:
+    """Runs per second, over one window or until the event."""
+    start = now = time.perf_counter()
+    count = 0
+    while not count or (now - start < _WINDOW_S if until is None else not until.is_set()):
+        work()
+        count += 1
+        now = time.perf_counter()
+    return count / (now - start)
+
+
+def median_seconds(work: Callable[[], object], *, num_runs: int = 7) -> float:
+    """Of one run, after two that allocate and warm up."""
+    work()
+    work()
+    seconds = []
+    for _ in range(num_runs):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+# --- how fast this machine computes ---------------------------------------------------------------
+
+_CALLS = 1000  # of the small operator in one run: a run is milliseconds
+_PRODUCT_WIDTH, _SUM_BYTES = 1024, 2**26
+"""Of the matrix product, and of each operand of the sum: a run is some ten milliseconds on two
+cores, and the sum is past every cache. On an accelerator both grow until a run takes as long
+(`grown`)."""
+
+
+def measure_rates(device: torch.device | str, *, dtype: DType) -> Rates:
+    """The rates that this process reaches, in the calling thread with the threads it has.
+
+    Peak and reached are the same in a measurement: both efficiencies are 1. `dtype` is that of
+    the host's updates, which are measured as in the update lane. About 2 s.
+    """
+    here = found(str(device))
+    return Rates(
+        float32_flops_per_s=four_digits(_flops_per_s(torch.float32, here)),
+        bfloat16_flops_per_s=four_digits(_flops_per_s(torch.bfloat16, here)),
+        compute_efficiency=1.0,
+        memory_bytes_per_s=four_digits(_memory_bytes_per_s(here)),
+        memory_efficiency=1.0,
+        operator_s=four_digits(_operator_s(here)),
+        host_parameters_per_s=four_digits(host_update_speed(dtype, device=here)),
+    )
+
+
+def _flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
+    def product(scale: int) -> Callable[[], object]:
+        # No constants: multiplying by them draws less power, so that a GPU's clock stays higher.
+        source, width = torch.Generator(device).manual_seed(0), scale * _PRODUCT_WIDTH
+        tokens, weight = (
+            torch.rand(width, width, generator=source, device=device).sub(0.5).to(dtype)
+            for _ in range(2)
+        )
+        return lambda: linear(tokens, weight)
+
+    scale, work = grown(product, device)
+    return 2 * (scale * _PRODUCT_WIDTH) ** 3 * _per_second(work, device)
+
+
+def _memory_bytes_per_s(device: torch.device) -> float:
+    """Two operands are read and one is written: where it is allocated anew, as results are.
+
+    On a CPU the system clears the pages of every result, which takes longer than the sum. On a GPU
+    the allocator keeps them.
+    """
+
+    def addition(scale: int) -> Callable[[], object]:
+        count = scale * _SUM_BYTES // 4
+        left, right = (torch.ones(count, dtype=torch.float32, device=device) for _ in range(2))
+        return lambda: torch.add(left, right)
+
+    scale, work = grown(addition, device)
+    return 3 * scale * _SUM_BYTES * _per_second(work, device)
+
+
+def _operator_s(device: torch.device) -> float:
+    """Of products too small to take time: half are written down for backward, half run there."""
+    small = torch.ones(64, device=device)
+
+    def calls() -> None:
+        value = small.clone().requires_grad_()
+        for _ in range(_CALLS // 2):
+            value = torch.mul(value, small)
+        value.sum().backward()
+
+    return 1 / (_CALLS * _per_second(calls, device))
+
+
+def _per_second(work: Callable[[], object], device: torch.device) -> float:
+    """Runs per second, the median of a few windows after one run that warms up."""
+
+    def run() -> None:
+        work()
+        synchronize(device)
+
+    run()
+    return statistics.median(runs_per_second(run) for _ in range(_ROUNDS))
+
+
+# --- what the runtime costs by itself -------------------------------------------------------------
+
+_LAYERS = 6
+_LAYER_WIDTH = 64  # 16 KiB of weights, and of what a layer saves: the least that is swapped
+_STEPS = 25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overheads:
+    """Medians over steps, of a move each.
+
+    move_s      of the processor, in the thread that computes: submitting a move and ending it,
+                with the share of a slot's hooks
+    transfer_s  in a lane, of a transfer of few bytes
+    piece_s     in the update lane, of a piece of few parameters
+    """
+
+    move_s: float
+    transfer_s: float
+    piece_s: float
+
+
+class _Layers(nn.Module):
+    """Linear layers one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(_LAYER_WIDTH, _LAYER_WIDTH) for _ in range(_LAYERS))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            tokens = layer(tokens)
+        return tokens.sum()
+
+
+def measure_overheads(spill_directory: Path, *, optimizer: str = DEFAULT_OPTIMIZER) -> Overheads:
+    """Of this machine's processor, with everything that a plan can move going to disk.
+
+    Seconds of the processor and not of the clock where it computes: what a step waits for, the
+    timeline knows. About 1 s; the random state is left alone.
+    """
+    with torch.random.fork_rng(devices=[]):
+        plain, planned = _Layers(), _Layers()
+    factory = optimizer_factory(optimizer)
+    tokens = torch.ones(_LAYER_WIDTH, _LAYER_WIDTH)
+    plain_cpu = _cpu_seconds(_training(plain, factory(plain.parameters()), tokens))
+    model, stepper = prepare(
+        planned, _plan(planned), optimizer=factory, spill_directory=spill_directory
+    )
+    try:
+        step = _training(model, stepper, tokens)
+        planned_cpu = _cpu_seconds(step)
+        transfers: list[float] = []
+        updates: list[float] = []
+        with record(model) as recorder:
+            for _ in range(_STEPS):
+                step()
+                moves = [e for e in recorder.recording().events if e.lane != "compute"]
+                for found, wanted in ((transfers, False), (updates, True)):
+                    seconds = [
+                        move.end_s - move.start_s
+                        for move in moves
+                        if move.name.startswith("update") is wanted
+                    ]
+                    found.append(statistics.mean(seconds))
+    finally:
+        restore(model)
+    return Overheads(
+        move_s=max(0.0, planned_cpu - plain_cpu) / len(moves),
+        transfer_s=statistics.median(transfers),
+        piece_s=statistics.median(updates),
+    )
+
+
+def _training(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor
+) -> Callable[[], None]:
+    def step() -> None:
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _cpu_seconds(step: Callable[[], None]) -> float:
+    """Of the calling thread in one step, the median after some that warm up."""
+    seconds: list[float] = []
+    for _ in range(3 + _STEPS):
+        start = time.thread_time()
+        step()
+        seconds.append(time.thread_time() - start)
+    return statistics.median(seconds[3:])
+
+
+def plan_to_measure(
+    model: nn.Module, units: Iterable[UnitPlan], workload: Workload, *, optimizer: str = ""
+) -> Plan:
+    """A plan of these units that nobody has planned: it is run to see what that takes."""
+    nothing = TierBytes(device=0, context=0, host=0, disk=0)
+    return Plan(
+        workload=workload,
+        hardware="",
+        optimizer=optimizer,
+        profile_fingerprint="",
+        model_fingerprint=model_fingerprint(model),
+        exact=True,
+        budgets=Budgets(device=0, host=0, disk=0),
+        prediction=Prediction(step_seconds=1, lower_bound_seconds=1, peak_bytes=nothing),
+        piece_bytes=2**20,
+        units=tuple(units),
+    )
+
+
+def _plan(model: nn.Module) -> Plan:
+    """Every layer's states are offloaded to disk, and what it saves is swapped there."""
+    schedule = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
+    first, last = (
+        UnitPlan(name=name, kind="part", activations=Keep(), states=Persistent())
+        for name in ("(input)", "(output)")
+    )
+    layers = tuple(
+        UnitPlan(
+            name=f"layers.{number}",
+            activations=Swap(tier="disk"),
+            states=Offload(tier="disk"),
+            schedule=schedule,
+        )
+        for number in range(_LAYERS)
+    )
+    workload = Workload(
+        model="the probe's layers",
+        model_config="",
+        batch_size=_LAYER_WIDTH,
+        seq_len=1,
+        dtype="float32",
+        device="cpu",
+        seed=0,
+    )
+    return plan_to_measure(model, (first, *layers, last), workload)

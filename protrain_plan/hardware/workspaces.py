@@ -1,0 +1,624 @@
+"""What operators hold in memory only while they run, by type of device: one table, `DEVICE_TYPES`.
+
+Fake tensors cannot show it. For CPUs the entries are of three kinds:
+
+- PyTorch's own kernels allocate alike on all processors (2.13; each entry is compared to the byte
+  in tests/profiling/test_tracking.py).
+- 16-bit products and convolutions: PyTorch and oneDNN choose kernels by the processor's
+  instructions, and each has scratch memory of its own. A bound is the most of those that may be
+  chosen, from SSE4.1 to AVX-512 (tests/support/random_calls.py compares them at every level). With
+  AMX the sources alone were read (oneDNN 3.12).
+- Where the processor is at hand (`is_this_machine`), operators are called, and no entry is needed.
+
+CUDA's entries were read in PyTorch's sources, and not compared with a device. They are upper bounds
+where a size depends on the launch. Convolutions are not bounded: cuDNN chooses its workspace by
+trying.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from protrain_plan.hardware.probe import processor_name
+from protrain_plan.program.program import BLOCK_BYTES, block_bytes, in_blocks
+from protrain_plan.records.hardware import Device, DeviceKind, is_accelerator
+from protrain_runtime.activations.trees import tensors_in
+
+aten = torch.ops.aten
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorCall:
+    """One operator as it was called, and what it returned."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[Tensor, ...]
+    num_threads: int
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return tensors_in((self.args, self.kwargs))
+
+    @property
+    def given(self) -> Tensor:
+        """The first argument."""
+        tensor: Tensor = self.args[0]
+        return tensor
+
+    @property
+    def given_bytes(self) -> int:
+        return self.given.numel() * self.given.itemsize
+
+    def argument(self, position: int, name: str, default: Any) -> Any:
+        """An argument that may be given by position or by name."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+
+Workspace = Callable[[OperatorCall], int]
+"""Bytes beyond inputs and outputs at an operator's highest point."""
+
+
+def contiguous(*tensors: Tensor) -> int:
+    """What copies of those take that do not lie in a row."""
+    return sum(t.numel() * t.itemsize for t in tensors if not t.is_contiguous())
+
+
+_KERNEL_BYTES = 2**15
+"""Per thread, for what is small and fixed: paddings, pointers, lines of sums."""
+
+# --- products -------------------------------------------------------------------------------------
+
+_UNIT = 64
+"""Blocks are padded to so many elements at most: a cache line of them, or four of AMX's tiles."""
+
+_BLOCK_BYTES = 2 * 256 * (1024 + 32) + 2 * 64 * 1024 + 4 * 256 * 16 * 128
+"""Per thread, of a product: blocks of both operands and of float32 sums. oneDNN cuts at most 256
+rows, 1024 elements of the inner dimension and 16 times 64 columns, padded
+(`compute_blocking_heuristic_avx512` and `init_aux_values` in brgemm_matmul_utils.cpp). With AMX it
+cuts what fits in the second-level cache, 2 MiB."""
+
+_SPLIT_INNER = 2048
+"""From here on threads may share the inner dimension, each with sums of the whole result, where
+the left operand is transposed and there are more threads than blocks of columns (the same)."""
+
+
+def packed_bytes(rows: int, inner: int, columns: int) -> int:
+    """What one thread takes for a product of 16 bits: operands and float32 result, or blocks."""
+    rows, inner, columns = _padded(rows), _padded(inner), _padded(columns)
+    whole = 2 * (rows * inner + inner * columns) + 4 * rows * columns
+    return min(whole, _BLOCK_BYTES) + _KERNEL_BYTES
+
+
+def half_product(call: OperatorCall) -> int:
+    """Every thread packs for itself, or a float32 result is there as a whole.
+
+    The latter without instructions for 16 bits. Operands of float32 are read as they lie.
+    """
+    operands = [t for t in call.inputs if t.dim() > 1 and t.dtype in HALF]
+    if not operands:
+        return 0
+    left, right = operands[-2:]
+    rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+    each = packed_bytes(rows, inner, columns)
+    transposed = left.dim() == 2 and left.stride(-1) != 1
+    if transposed and inner >= _SPLIT_INNER and call.num_threads * _UNIT > columns:
+        each += 4 * _padded(rows) * _padded(columns)
+    return max(
+        call.num_threads * each,
+        4 * call.outputs[0].numel() + call.num_threads * _KERNEL_BYTES,
+    )
+
+
+def _padded(size: int) -> int:
+    return -(-size // _UNIT) * _UNIT
+
+
+# --- convolutions ---------------------------------------------------------------------------------
+
+_CHANNELS = 16
+"""oneDNN lays channels out in blocks of so many with AVX-512; of 8 with AVX2."""
+_PACKED = 64
+"""Kernels may read weights with one side in four such blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Elements:
+    """How many elements a convolution's operands have, in whole blocks of channels in every group.
+
+    `packed_weight` has larger blocks, as products read it; its gradient has none. `patches` are
+    those of one image and one group, as a matrix that is multiplied by the weights.
+    """
+
+    given: int
+    weight: int
+    packed_weight: int
+    result: int
+    patches: int
+    num_matrices: int  # of patches: one for each image and group
+
+    @staticmethod
+    def of(
+        given: Tensor, weight: Tensor, result: Tensor, groups: int, *, transposed: bool
+    ) -> "_Elements":
+        inside, outside = given.shape[1] // groups, result.shape[1] // groups
+        kernel = math.prod(weight.shape[2:])
+        channels, places = (outside, given) if transposed else (inside, result)
+        return _Elements(
+            given=given.numel() // inside * _blocked(inside),
+            weight=groups * kernel * _blocked(inside) * _blocked(outside),
+            packed_weight=groups
+            * kernel
+            * max(
+                _blocked(inside) * _blocked(outside, _PACKED),
+                _blocked(inside, _PACKED) * _blocked(outside),
+            ),
+            result=result.numel() // outside * _blocked(outside),
+            patches=kernel * channels * math.prod(places.shape[2:]),
+            num_matrices=given.shape[0] * groups,
+        )
+
+
+def _blocked(channels: int, block: int = _CHANNELS) -> int:
+    return -(-channels // block) * block
+
+
+def convolution(call: OperatorCall) -> int:
+    """The larger of two kinds of kernels.
+
+    oneDNN's lay operands and result out anew, with float32 sums for 16 bits, or make one matrix of
+    patches per thread (gemm_convolution_utils.cpp, im2col_sz). PyTorch's own, which it takes for
+    single images, transposed ones, and 16 bits without AVX-512, makes those of all images
+    (ConvolutionMM2d.cpp, finput).
+
+    In backward the kinds are the same: gradients are laid out as their tensors are, operands of 16
+    bits twice. Every thread has float32 sums of the weight's gradient (gemm_convolution_utils.cpp,
+    key_conv_wei_reduction), which are added up to another one.
+    """
+    backward = call.func is aten.convolution_backward.default
+    given, weight = call.args[1:3] if backward else call.args[:2]
+    transposed, groups = (call.args[place + backward] for place in (6, 8))
+    result = call.args[0] if backward else call.outputs[0]
+    own = _Elements.of(given, weight, result, groups, transposed=transposed)
+    item, half = int(given.itemsize), int(given.dtype in HALF)
+    plain = own.num_matrices * own.patches + own.given + own.weight + own.result
+    library = call.num_threads * (4 * own.patches + _KERNEL_BYTES)
+    if backward:
+        plain *= 2
+        library += item * ((1 + half) * 2 * (own.given + own.result) + own.packed_weight)
+        blocks = 4 * (1 + half + call.num_threads) + half * item
+        matrices = 4 * item * (half + call.num_threads)  # booked as so many floats as it has bytes
+        library += max(blocks, matrices) * own.weight
+    else:
+        plain += own.result
+        library += item * (own.given + own.packed_weight + own.result)
+        library += 4 * half * (own.result + own.weight)
+    # Whether any x86 processor leaves it to oneDNN (Convolution.cpp, use_mkldnn).
+    images = given.dim() == 4 and given.shape[0] > 1
+    if images and given.dtype == torch.float32 and not transposed:
+        return library
+    return max(library, item * plain)
+
+
+# --- element-wise operators -----------------------------------------------------------------------
+
+
+def _elementwise(call: OperatorCall) -> int:
+    """Operands of another dtype are cast as a whole; a number becomes a tensor, and is cast."""
+    tensors = [tensor for tensor in call.inputs if tensor.dim() > 0]
+    if not tensors:
+        return 0
+    common = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    cast = [tensor for tensor in tensors if tensor.dtype != common]
+    if call.func._schema.is_mutable and call.outputs[0].dtype != common:
+        cast.append(call.outputs[0])
+    size = sum(tensor.numel() for tensor in cast) * common.itemsize
+    number = call.args[1] if len(call.args) > 1 else None
+    if isinstance(number, int | float):  # of eight bytes, and once more in the common dtype
+        own = torch.float64 if isinstance(number, float) else torch.int64
+        size += own.itemsize + (0 if common == own else common.itemsize)
+    return size
+
+
+def _condition(call: OperatorCall) -> int:
+    """`where`: the two values are cast to their common dtype; a number becomes one element."""
+    values = [value for value in call.args[1:3] if isinstance(value, Tensor)]
+    common = call.outputs[0].dtype
+    casts = sum(value.numel() * common.itemsize for value in values if value.dtype != common)
+    return casts + (2 - len(values)) * common.itemsize
+
+
+def _mean(call: OperatorCall) -> int:
+    """The sum is divided by a number; 16-bit values are summed up in float32, cast as a whole."""
+    given, mean = call.args[0], call.outputs[0]
+    if given.dtype in HALF:
+        return int(4 * (given.numel() + mean.numel()) + 8)
+    return int(8 + mean.dtype.itemsize)
+
+
+def _cast_sum(call: OperatorCall) -> int:
+    """A sum in another dtype casts its input first."""
+    given, total = call.given, call.outputs[0]
+    return given.numel() * total.itemsize if total.dtype != given.dtype else 0
+
+
+# --- operators with temporaries of their own ------------------------------------------------------
+
+_TRANSPOSED_BLOCK = 60  # ATen/native/Copy.cpp: matrices are transposed in square blocks
+
+
+def _transposed_copy(call: OperatorCall) -> int:
+    """A transposed matrix is copied through a block."""
+    target, source = call.outputs[0], call.args[1] if len(call.args) > 1 else call.args[0]
+    if call.func is not aten.copy_.default:
+        source = call.args[0]
+    if not isinstance(source, Tensor) or source.dtype != target.dtype or source.dim() != 2:
+        return 0
+    rows = source.shape[0]
+    transposed = source.stride() == (1, rows) and target.is_contiguous()
+    if not transposed or source.numel() < _TRANSPOSED_BLOCK**2:
+        return 0
+    return _TRANSPOSED_BLOCK**2 * source.itemsize
+
+
+def _safe_softmax(call: OperatorCall) -> int:
+    """Where all is masked: a mask of the values, one of the rows, a zero; or a contiguous input."""
+    given, result = call.given, call.outputs[0]
+    rows = result.numel() // max(1, result.shape[call.args[1]])
+    copied = given.dtype != result.dtype or not given.is_contiguous()
+    copy = given.numel() * result.itemsize if copied else 0
+    return int(max(result.numel() + rows + result.itemsize, copy))
+
+
+def _masked_index(call: OperatorCall) -> int:
+    """A mask becomes the places where it is true: a whole number per dimension."""
+    masks = [t for t in call.args[1] if t is not None and t.dtype == torch.bool]
+    if len(masks) != 1:
+        return 0
+    (mask,) = masks
+    chosen = call.outputs[0].numel() * mask.numel() // max(1, call.given.numel())
+    return 8 * int(chosen) * int(mask.dim())
+
+
+def _fourier(call: OperatorCall) -> int:
+    """MKL transforms the last dimensions; others are brought there by a copy of the input.
+
+    Back to real numbers, all dimensions but one are transformed into another copy.
+    """
+    given, dims = call.given, call.args[1]
+    if len(dims) > 1 and call.func is aten._fft_c2r.default:
+        return 2 * call.given_bytes
+    last = list(range(given.dim() - len(dims), given.dim()))
+    is_last = sorted(dim % given.dim() for dim in dims) == last
+    return 0 if is_last and given.is_contiguous() else call.given_bytes
+
+
+def _attention_blocks(query: Tensor, key: Tensor) -> tuple[int, int, int]:
+    """How CPU flash attention cuts: rows of q and of k at a time, and the head's width."""
+    length = int(query.shape[2])
+    rows = 256 if length >= 768 else 64 if length >= 192 else 32
+    return min(rows, length), min(512, int(key.shape[2])), int(query.shape[3])
+
+
+def _packed_attention(call: OperatorCall) -> int:
+    """Keys and values as AMX's tiles want them, in pairs of rows; a block of keys per thread.
+
+    As FlashAttentionKernel.cpp has them where it packs (`need_pack`): an Intel Xeon with AMX took
+    so much to the byte. It leaves short sequences as they are, and those of few rows per thread.
+    """
+    query, key = call.args[:2]
+    rows, columns, width = _attention_blocks(query, key)
+    length = int(key.shape[2])
+    keys = key.numel() // width * (width + width % 2)
+    values = key.numel() // length * (length + length % 2)
+    block = columns * width + rows * (columns % 2)
+    padded_query = rows * (width + 1) if width % 2 else 0
+    return int(2 * (keys + values + call.num_threads * (block + padded_query)))
+
+
+def _attention(call: OperatorCall) -> int:
+    """Per thread a block of scores, its maxima and sums, a block of output; scores in 16 bits.
+
+    A bound in 16 bits, which a processor may pack or not; exact in float32.
+    """
+    query, key = call.args[:2]
+    rows, columns, width = _attention_blocks(query, key)
+    size = call.num_threads * 4 * (rows * columns + 2 * rows + rows * width)
+    if query.dtype in HALF:
+        size += call.num_threads * 2 * rows * columns + _packed_attention(call)
+    return size
+
+
+def _attention_backward(call: OperatorCall) -> int:
+    """Per thread two blocks of scores and a row of sums; the gradient with heads innermost.
+
+    In 16 bits the blocks are there once more, and packed for one of five products: a bound.
+    """
+    gradient, query, key = call.args[:3]
+    rows, columns, width = _attention_blocks(query, key)
+    size = call.num_threads * 4 * 2 * rows * columns + 4 * rows
+    if not gradient.transpose(1, 2).is_contiguous():
+        size += gradient.numel() * gradient.itemsize
+    if query.dtype in HALF:
+        size += call.num_threads * 2 * 2 * rows * columns
+        size += call.num_threads * max(
+            packed_bytes(rows, width, columns),
+            packed_bytes(columns, rows, width),
+            packed_bytes(rows, columns, width),
+        )
+    return size
+
+
+_BINARY = [
+    getattr(aten, f"{name}{suffix}")
+    for name in ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "floor_divide")
+    for suffix in ("", "_")
+]
+_ELEMENTWISE = [
+    getattr(packet, overload)
+    for packet in (*_BINARY, aten.rsub, aten.remainder, aten.maximum, aten.minimum)
+    for overload in packet.overloads()
+    if overload in ("Tensor", "Scalar", "default")
+]
+_PRODUCTS = (
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten._grouped_mm.default,
+)
+
+_FOURIER = (aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default)
+
+CPU_WORKSPACES: dict[Any, Workspace] = {
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    aten.where.self: _condition,
+    aten.where.ScalarOther: _condition,
+    aten.where.ScalarSelf: _condition,
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.sum.dim_IntList: _cast_sum,
+    aten.sum.default: _cast_sum,
+    aten.cumsum.default: _cast_sum,
+    aten.clone.default: _transposed_copy,
+    aten.copy_.default: _transposed_copy,
+    aten._to_copy.default: _transposed_copy,
+    aten._safe_softmax.default: _safe_softmax,
+    # Every thread sums up the gradients of weight and bias.
+    aten.native_layer_norm_backward.default: lambda call: (
+        2 * call.num_threads * math.prod(call.args[2]) * call.args[1].itemsize
+    ),
+    # Indices of several dimensions are flattened: a copy where they are a part of others.
+    aten.embedding.default: lambda call: contiguous(call.args[1]),
+    aten.embedding_dense_backward.default: lambda call: contiguous(*call.args[:2]),
+    aten.index.Tensor: _masked_index,
+    # The mask as whole numbers, and their running sum.
+    aten.masked_select.default: lambda call: 16 * call.given.numel(),
+    aten.masked_scatter_backward.default: lambda call: 16 * call.given.numel(),
+    # A bound: four values per channel. In backward, the normalised values.
+    aten.native_batch_norm.default: lambda call: 4 * call.given.shape[1] * call.given.itemsize,
+    aten.native_batch_norm_backward.default: lambda call: call.given_bytes,
+    # 16-bit sums go through float32.
+    aten.index_add.default: lambda call: 4 * call.given.numel() * (call.given.dtype in HALF),
+    aten.scatter_add.default: lambda call: 4 * call.given.numel() * (call.given.dtype in HALF),
+    # Indices of one row.
+    aten.sort.default: lambda call: (
+        8 * call.given.shape[call.argument(1, "dim", -1)] if call.given.dim() else 0
+    ),
+    # Edges, and counts per thread.
+    # The edges of the bins, and counts of each thread.
+    aten.histc.default: lambda call: (
+        ((1 + call.num_threads) * call.argument(1, "bins", 100) + 1) * call.given.itemsize
+    ),
+    # The mask is drawn in the values' dtype; it is cast to the gradient's, times a number.
+    aten.native_dropout.default: lambda call: call.given_bytes,
+    aten.native_dropout_backward.default: lambda call: call.given_bytes + 8 + call.given.itemsize,
+    **dict.fromkeys(_PRODUCTS, half_product),
+    **dict.fromkeys(_FOURIER, _fourier),
+    aten.convolution.default: convolution,
+    aten.convolution_backward.default: convolution,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+}
+
+
+aten = torch.ops.aten
+
+_SCRATCH_BYTES = 2**20
+"""A bound on what CUDA's reductions and scans take for partial results."""
+
+
+def _cuda_attention_backward(call: OperatorCall) -> int:
+    """The gradient of q in float32, sums of rows, and gradients of k and v before heads are summed.
+
+    Lengths are rounded up to 128, widths to 32 (flash_attn/flash_api.cpp, mha_bwd).
+    """
+    _, query, key = call.args[:3]
+    batch, heads, length, width = query.shape
+    rounded = -(-length // 128) * 128
+    wide = -(-width // 32) * 32
+    size = 4 * batch * heads * rounded * (wide + 1)
+    if key.shape[1] != heads:
+        size += 2 * batch * heads * key.shape[2] * width * key.itemsize
+    return int(size)
+
+
+def _cuda_embedding_backward(call: OperatorCall) -> int:
+    """Sorted indices with the sort's own memory, and float32 sums of partial segments.
+
+    Segments have ten rows (ATen/native/cuda/EmbeddingBackwardKernel.cu, NROWS_PER_THREAD).
+    """
+    gradient, indices, num_weights = call.args[:3]
+    count = indices.numel()
+    segments = -(-count // 10) + min(count, num_weights)
+    return int(8 * 8 * count + 4 * segments * gradient.shape[-1] + _SCRATCH_BYTES)
+
+
+def _cuda_sort(call: OperatorCall) -> int:
+    """Keys and values twice."""
+    return 4 * 8 * call.given.numel() + _SCRATCH_BYTES
+
+
+CUDA_WORKSPACES: dict[Any, Workspace] = {
+    **dict.fromkeys(
+        (
+            aten.sum.default,
+            aten.sum.dim_IntList,
+            aten.mean.default,
+            aten.mean.dim,
+            aten.cumsum.default,
+            aten.linalg_vector_norm.default,
+            aten.nll_loss_forward.default,
+            aten.histc.default,
+            aten._grouped_mm.default,
+        ),
+        lambda _: _SCRATCH_BYTES,
+    ),
+    # Seed and offset of the dropout, which the kernel returns besides, in a block each.
+    aten._scaled_dot_product_flash_attention_for_cpu.default: lambda _: 2 * BLOCK_BYTES,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _cuda_attention_backward,
+    aten.embedding_dense_backward.default: _cuda_embedding_backward,
+    # Gradients of weight and bias in 64 parts, in float32.
+    aten.native_layer_norm_backward.default: lambda call: 2 * 64 * 4 * math.prod(call.args[2]),
+    aten.sort.default: _cuda_sort,
+    aten.index_put.default: _cuda_sort,
+    aten.index_put_.default: _cuda_sort,
+    aten._index_put_impl_.default: _cuda_sort,
+    # A bound: operands that the library cannot read as they lie are copied.
+    aten.bmm.default: lambda call: contiguous(*call.inputs),
+}
+
+
+def _cuda_attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Which attention keeps its scores on CUDA: read in PyTorch's sources, not tried on a device.
+
+    The fused kernels there draw dropout themselves; on a CPU dropout means that scores are kept.
+    In float32 none of them shares keys and values among heads (ATen/native/transformers/cuda/
+    sdp_utils.cpp), so that grouped heads mean it there.
+    """
+    if kwargs.get("enable_gqa") and args[0].dtype == torch.float32:
+        with sdpa_kernel(SDPBackend.MATH):
+            return scaled_dot_product_attention(*args, **kwargs)
+    return scaled_dot_product_attention(*args, **{**kwargs, "dropout_p": 0.0})
+
+
+_HANDLES = 2
+"""Of the matrix library: each thread has one, the one of forward and that of autograd."""
+
+_LIBRARY_BYTES = 32 * 2**20
+"""Of a handle on a stream: 32 MiB from Hopper on, 8 MiB before; cuBLASLt shares it
+(aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize and
+unified_cublas_and_lt_workspaces; CUBLAS_WORKSPACE_CONFIG changes it)."""
+
+_AMD_LIBRARY_BYTES = (128 + 76) * 2**20
+"""hipBLAS's and hipBLASLt's on MI300 (the same file)."""
+
+
+def _cuda_library_bytes(name: str) -> int:
+    return _HANDLES * (_AMD_LIBRARY_BYTES if name.startswith("AMD") else _LIBRARY_BYTES)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceType:
+    """What an estimate has to know of a type of devices.
+
+    workspaces      what operators take besides operands and results while they run, at most
+    python_scalars  a Python number that meets a tensor becomes a tensor in the device's memory,
+                    which autograd keeps if a gradient needs it (a CPU's memory is the host's)
+    cares_for_threads  kernels take scratch memory for each of the host's threads
+    attention       replaces `scaled_dot_product_attention`, where the kernels there keep other
+                    tensors than a CPU's
+    library_bytes   what matrix libraries keep in the allocator at most, by the device's name
+    """
+
+    workspaces: Mapping[Any, Workspace]
+    python_scalars: bool = False
+    cares_for_threads: bool = False
+    attention: Callable[..., Tensor] | None = None
+    library_bytes: Callable[[str], int] = lambda _: 0
+
+
+_CUDA = DeviceType(
+    workspaces=CUDA_WORKSPACES, attention=_cuda_attention, library_bytes=_cuda_library_bytes
+)
+DEVICE_TYPES: dict[DeviceKind, DeviceType] = {
+    "cpu": DeviceType(workspaces=CPU_WORKSPACES, python_scalars=True, cares_for_threads=True),
+    "cuda": _CUDA,
+}
+"""By the name of the type; models can be estimated for these. ROCm's devices are called cuda."""
+
+
+def device_type(kind: DeviceKind) -> DeviceType:
+    """The entry of a type of devices; of an accelerator without one, CUDA's.
+
+    That is good enough to sketch a model which will be measured. Estimates are refused.
+    """
+    return DEVICE_TYPES.get(kind, _CUDA)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocator:
+    """How a device's allocator counts: blocks of `block_bytes`, workspaces by operator.
+
+    `is_here`: operators can be called on the device itself, so that workspaces can be measured.
+    For `python_scalars` see `DeviceType`.
+    """
+
+    workspaces: Mapping[Any, Workspace]
+    block_bytes: int
+    python_scalars: bool
+    num_threads: int
+    is_here: bool = False
+
+    def rounded(self, num_bytes: int) -> int:
+        """What a storage of `num_bytes` takes."""
+        return in_blocks(num_bytes, self.block_bytes)
+
+    def workspace(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
+        """What `func` takes besides its inputs and outputs while it runs, at most."""
+        formula = self.workspaces.get(func)
+        if formula is None:
+            return 0
+        call = OperatorCall(
+            func=func,
+            args=args,
+            kwargs=kwargs,
+            outputs=tuple(tensors_in(result)),
+            num_threads=self.num_threads,
+        )
+        return self.rounded(formula(call))
+
+
+def is_this_machine(device: Device) -> bool:
+    """Whether this is the processor at hand, with the threads that PyTorch has here.
+
+    A processor is known by its name alone, as the system tells it.
+    """
+    here = (processor_name(), torch.get_num_threads())
+    return not is_accelerator(device.kind) and (device.name, device.num_threads) == here
+
+
+def allocator_of(device: Device) -> Allocator:
+    """How the allocator of `device` counts."""
+    kind = device_type(device.kind)
+    return Allocator(
+        workspaces=kind.workspaces,
+        block_bytes=block_bytes(device.kind),
+        python_scalars=kind.python_scalars,
+        num_threads=device.num_threads if kind.cares_for_threads else 1,
+        is_here=is_this_machine(device),
+    )

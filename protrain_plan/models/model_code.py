@@ -1,0 +1,125 @@
+"""The process in which a model's code runs: what that code did to it, as one message with a line.
+
+And that it ends with the process that it works for.
+"""
+
+import ctypes
+import os
+import re
+import signal
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from textwrap import indent
+from traceback import walk_tb
+
+from protrain_plan.errors import ProtrainError
+
+Line = tuple[str, int]
+"""A file, as Python names it, and a line of it."""
+
+
+@contextmanager
+def explained(place: Callable[[], object]) -> Iterator[None]:
+    """ProtrainError for what the model's code raises inside, with its line and the place then.
+
+    What our own code raises is our mistake, and stays what it is.
+    """
+    try:
+        yield
+    except ProtrainError:
+        raise
+    except (Exception, SystemExit) as error:
+        lines = _lines_of(error)
+        if _is_ours(lines[0][0]) and not isinstance(error, RuntimeError):
+            raise
+        source, number = culprit(lines)
+        message = f"{_what(error)},{place()}".rstrip(",")
+        raise ProtrainError(
+            indent(message, "    ").strip(),
+            source=source,
+            line=number,
+            fix="mend what raised it; --in-process measures where a debugger can stop",
+        ) from error
+
+
+def _what(error: BaseException) -> str:
+    said = str(error).strip()
+    if isinstance(error, SystemExit):
+        return f"the model's code ended the program: sys.exit({said})"
+    return f"the model's code raised {type(error).__name__}" + (f": {said}" if said else "")
+
+
+def culprit_of(error: BaseException) -> tuple[str | None, int | None]:
+    """The `culprit` that raised an error."""
+    return culprit(_lines_of(error))
+
+
+def culprit_in(dump: str) -> tuple[str | None, int | None]:
+    """The `culprit` in a stack that Python wrote after a signal."""
+    lines = re.findall(r'^  File "(.+)", line ([0-9]{1,9}) in ', dump, re.MULTILINE)
+    return culprit((file, int(line)) for file, line in lines)
+
+
+def _lines_of(error: BaseException) -> list[Line]:
+    """Where an error was raised, innermost first."""
+    found = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    return found[::-1]
+
+
+def culprit(lines: Iterable[Line]) -> tuple[str | None, int | None]:
+    """Of lines, innermost first, the first in a file of the user's, else in a library with models.
+
+    (None, None) where all are PyTorch's, Python's or ours.
+    """
+    file, number = min(lines, key=_distance, default=("", 0))
+    if _distance((file, number)) == _ENGINE:
+        return None, None
+    return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file, number
+
+
+def _folders(*found: str | None) -> tuple[str, ...]:
+    return tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in found if folder)
+
+
+def _package(name: str) -> str | None:
+    """Where a package is, without importing it."""
+    spec = find_spec(name)
+    return str(Path(spec.origin).parent) if spec and spec.origin else None
+
+
+_OURS = _folders(_package("protrain_plan"), _package("protrain_runtime"))
+_TORCH = _folders(_package("torch"))
+_INSTALLED = _folders(sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+_PYTHON = _folders(sysconfig.get_path("stdlib"))
+_ENGINE = 2
+
+
+def _is_ours(file: str) -> bool:
+    return os.path.realpath(file).startswith(_OURS)
+
+
+def _distance(line: Line) -> int:
+    """How far a file is from the user's: 1 for an installed library, `_ENGINE` for what runs it."""
+    path = os.path.realpath(line[0])
+    if path.startswith((*_OURS, *_TORCH)) or not Path(path).is_file():
+        return _ENGINE
+    if path.startswith(_INSTALLED):  # it may lie in Python's own folder
+        return 1
+    return _ENGINE if path.startswith(_PYTHON) else 0
+
+
+INTERRUPTED = 130
+"""The exit code of a process that was."""
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def end_with(parent: int) -> None:
+    """Let the system end this process where its parent is killed; elsewhere the pipe's end does."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise SystemExit(INTERRUPTED)

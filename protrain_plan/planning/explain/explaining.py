@@ -1,0 +1,414 @@
+"""Why each group of units got its decision, and what limits the step. Solved, not guessed.
+
+reasons   one unit of a group takes another decision, everything else stays as planned: the
+          simulator says what that costs, or the memory count by how much it exceeds a budget
+limits    the fluid model's dual values: what a little more of a resource is worth
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.planning.explain.limiting import (
+    GIB,
+    LaneLimit,
+    Limit,
+    MemoryLimit,
+    Tier,
+    limits_of,
+)
+from protrain_plan.planning.model.problem import Choice, Problem, misfit
+from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
+from protrain_plan.program.implications import ActivationOption, StateOption
+from protrain_plan.program.program import slot_words
+from protrain_plan.records.decisions import WORDINGS
+from protrain_plan.records.folding import fold, runs
+from protrain_plan.records.plan import Keep, Persistent, Plan
+from protrain_plan.records.profile import Profile
+from protrain_plan.records.tree import listed
+from protrain_plan.simulation.memory import evaluation_bytes
+from protrain_plan.units import format_bytes, format_seconds
+
+MAX_GROUPS = 12
+"""Groups that are explained, the largest first."""
+
+MAX_RUNS = 4
+"""Runs of units that a text enumerates."""
+
+SIMULATED_UNITS = 12_000
+"""Simulated schedules times units after which an alternative gets the plan's rule alone: two
+seconds or so."""
+
+TIE = 2e-4
+"""The fraction of the step that does not count: the planner gives away ten times as much to make
+schedules simple."""
+
+Kind = Literal["activations", "states"]
+
+
+class Shortfall(NamedTuple):
+    """By how much a budget is exceeded; on the device, in which slot most of all."""
+
+    bytes: int
+    tier: Tier
+    slot: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Another decision for one unit of a group, all others as planned.
+
+    Either it fits, and the step takes `extra_seconds` more (less, if negative: the plan is not
+    perfect), each with its best schedule. Or it exceeds the budget of `tier` by `shortfall_bytes`;
+    on the device most of all in `slot`. `in_all` says so of the decision in all units of the group,
+    where it fits in one.
+    """
+
+    kind: Kind
+    decision: str  # "swap to host"
+    extra_seconds: float | None = None
+    shortfall_bytes: int | None = None
+    tier: Tier | None = None
+    slot: str = ""
+    in_all: Shortfall | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupReason:
+    """Units that cost the same and do the same, and why; `alternatives` as the profile has them."""
+
+    units: str  # "layers.0-11"
+    num_units: int
+    activations: str
+    states: str
+    reason: str
+    alternatives: tuple[Alternative, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """The limits of a plan, by the relaxed model, and the reasons for its decisions.
+
+    Lanes come first, then the device's slots, each with what limits most at the head, then what
+    more of each tier is worth to a new plan. `evaluation_bytes` are what the device holds at most,
+    besides its context, while the model is evaluated between a forward and its backward.
+    `num_unexplained` counts the groups left out.
+    """
+
+    limits: tuple[Limit, ...]
+    groups: tuple[GroupReason, ...]
+    device_budget: int
+    evaluation_bytes: int
+    num_unexplained: int = 0
+
+
+def explain(profile: Profile, plan: Plan) -> Explanation:
+    """Why `plan`, made for `profile`, is as it is.
+
+    ProtrainError where the profile does not have the plan's units and decisions, or gives them
+    more bytes than the plan's budgets.
+    """
+    if (found := misfit(plan, profile)) is not None:
+        raise ProtrainError(found.problem, fix="plan again")
+    problem = Problem.of_plan(plan, profile)
+    choice = problem.choice_of(plan.units)
+    explainer = _Explainer(problem, choice, gap=plan.gap)
+    groups = sorted(_groups(problem, choice), key=lambda units: (-len(units), units[0]))
+    return Explanation(
+        limits=tuple(limits_of(problem, choice)),
+        groups=tuple(explainer.reason(units) for units in groups[:MAX_GROUPS]),
+        device_budget=plan.budgets.device,
+        evaluation_bytes=evaluation_bytes(problem.program(plan.units)),
+        num_unexplained=max(0, len(groups) - MAX_GROUPS),
+    )
+
+
+def _groups(problem: Problem, choice: Choice) -> Iterator[list[int]]:
+    """Blocks of one class with the same decisions; a part is a group of its own."""
+    for members in problem.classes:
+        groups: dict[object, list[int]] = {}
+        for unit in members:
+            is_block = problem.profile.units[unit].kind == "block"
+            groups.setdefault(choice[unit] if is_block else unit, []).append(unit)
+        yield from groups.values()
+
+
+def in_words(explanation: Explanation) -> list[str]:
+    """Two or three sentences on the limits, then the reason of each group."""
+    lanes = [limit for limit in explanation.limits if isinstance(limit, LaneLimit)]
+    memory = [limit for limit in explanation.limits if isinstance(limit, MemoryLimit)]
+    words: list[str] = []
+    if shares := [limit for limit in lanes if limit.share >= 0.005]:
+        parts = [f"{lane_words(limit.resource)} {100 * limit.share:.0f} %" for limit in shares]
+        words.append(f"What makes up the step, about: {', '.join(parts)}.")
+    amount = amount_of(explanation.device_budget)
+    if memory:
+        slots = [limit for limit in memory if limit.where]
+        saved = sum(limit.seconds_per_gib for limit in slots) * amount / GIB
+        more = f"{format_bytes(amount)} more on the device"
+        sentence = f"With these decisions {more} would save "
+        if slots:
+            most = max(slots, key=lambda limit: limit.seconds_per_gib)
+            share = most.seconds_per_gib / sum(limit.seconds_per_gib for limit in slots)
+            part = f"{100 * share:.0f} % of it " if len(slots) > 1 else ""
+            sentence += f"{at_most(saved)}, {part}in the {most.where}."
+        else:
+            sentence += "nothing."
+        words.append(sentence)
+        worth = [
+            f"{at_most(limit.seconds_per_gib * amount / GIB)} on the {limit.resource}"
+            for limit in memory
+            if not limit.where
+        ]
+        words.append(
+            f"With a new plan {format_bytes(amount)} more would save {listed(worth, 'and')}."
+        )
+    words += [group.reason for group in explanation.groups]
+    if explanation.num_unexplained:
+        smaller = "group is" if explanation.num_unexplained == 1 else "groups are"
+        words.append(f"{explanation.num_unexplained} smaller {smaller} not explained.")
+    words.append(
+        "Evaluated between a forward and its backward, the model takes up to"
+        f" {format_bytes(explanation.evaluation_bytes)} of tensors on the device."
+    )
+    return words
+
+
+class _Burden(NamedTuple):
+    """What a decision has a unit do, in seconds; memory apart, the plain decision does least."""
+
+    compute_s: float
+    transfer_s: float
+    update_s: float
+
+    def is_less_than(self, other: "_Burden") -> bool:
+        return self != other and all(one <= two for one, two in zip(self, other, strict=True))
+
+
+class _Compared(NamedTuple):
+    """An alternative, how to say it, and what it has the unit do."""
+
+    alternative: Alternative
+    doing: str
+    burden: _Burden
+
+
+class _Explainer:
+    """Compares a plan's choice with those that differ from it in one decision.
+
+    ProtrainError where the plan's own choice exceeds its budgets. What is slower by less than a tie
+    is no slower; what is faster by less than the plan's gap may be left to the planner.
+    """
+
+    def __init__(self, problem: Problem, choice: Choice, *, gap: float) -> None:
+        self.problem, self.choice = problem, choice
+        self._evaluator = Evaluator(problem)
+        base = self._evaluator.best_schedule(choice)
+        if base is None:
+            raise ProtrainError("the plan exceeds its budgets with this profile", fix="plan again")
+        self.base: Evaluation = base
+        self._tie_s, self._gap_s = TIE * base.seconds, max(gap, TIE) * base.seconds
+
+    def reason(self, units: Sequence[int]) -> GroupReason:
+        """What the group does and why: its middle unit is tried with every other decision."""
+        names = [self.problem.profile.units[index].name for index in units]
+        options, (activation, state) = self.problem.options[units[0]], self.choice[units[0]]
+        chosen, placed = options.activations[activation], options.states[state]
+        activations = self._others(units, "activations", options.activations, activation)
+        states = self._others(units, "states", options.states, state)
+        many, subject = len(units) > 1, units_text(names)
+        told, again = WORDINGS[chosen.decision], WORDINGS[placed.decision]
+        if chosen.decision == Keep() and placed.decision == Persistent():
+            does = "keep their" if many else "keeps its"
+            why = self._plain([*activations, *states], many=many)
+            reason = f"{subject} {does} activations and states on the device: {why}."
+        else:
+            why = self._why(self._burden(chosen), activations, many=many)
+            reason = f"{subject} {told.does(many=many)}: {why}."
+            if states:  # else there is nothing to place, or nowhere else to
+                why = self._why(self._burden(placed), states, many=many)
+                reason += f" {'They' if many else 'It'} {again.does(many=many)}: {why}."
+        return GroupReason(
+            units=subject,
+            num_units=len(units),
+            activations=told.phrase,
+            states=again.phrase,
+            reason=reason,
+            alternatives=tuple(one.alternative for one in (*activations, *states)),
+        )
+
+    def _others(
+        self,
+        units: Sequence[int],
+        kind: Kind,
+        options: Sequence[ActivationOption | StateOption],
+        chosen: int,
+    ) -> list[_Compared]:
+        """The group's middle unit with every other decision of one kind."""
+        return [
+            _Compared(
+                self._alternative(units, kind, number, WORDINGS[option.decision].phrase),
+                WORDINGS[option.decision].doing(many=len(units) > 1),
+                self._burden(option),
+            )
+            for number, option in enumerate(options)
+            if number != chosen
+        ]
+
+    def _burden(self, option: ActivationOption | StateOption) -> _Burden:
+        """The device's own update is left out: moving states elsewhere is no means to save it."""
+        seconds = self.problem.lane_seconds
+        if isinstance(option, ActivationOption):
+            moved = seconds.moved_activations(option)
+            return _Burden(option.forward_s + option.backward_s, sum(moved.values()), 0.0)
+        return _Burden(0.0, sum(seconds.moved_states(option).values()), option.update_s)
+
+    def _alternative(
+        self, units: Sequence[int], kind: Kind, number: int, decision: str
+    ) -> Alternative:
+        changed = self._changed(units[len(units) // 2 :][:1], kind, number)
+        if short := _shortfall(self.problem, changed):
+            return Alternative(
+                kind=kind,
+                decision=decision,
+                shortfall_bytes=short.bytes,
+                tier=short.tier,
+                slot=short.slot,
+            )
+        if self._evaluator.num_simulations * self.problem.count < SIMULATED_UNITS:
+            evaluation = self._evaluator.best_schedule(changed, rule=self.base.rule)
+        else:
+            evaluation = self._evaluator.evaluate(changed, rules=(self.base.rule,))
+        assert evaluation, "a choice that meets the budgets has a schedule"
+        return Alternative(
+            kind=kind,
+            decision=decision,
+            extra_seconds=evaluation.seconds - self.base.seconds,
+            in_all=_shortfall(self.problem, self._changed(units, kind, number)),
+        )
+
+    def _changed(self, units: Sequence[int], kind: Kind, number: int) -> Choice:
+        """The plan's choice with another decision of one kind for `units`."""
+        choice = list(self.choice)
+        for unit in units:
+            activation, state = choice[unit]
+            choice[unit] = (number, state) if kind == "activations" else (activation, number)
+        return tuple(choice)
+
+    def _plain(self, compared: Sequence[_Compared], *, many: bool) -> str:
+        """Why units do what is least work."""
+        if not compared:
+            return f"nothing else is open to {'them' if many else 'it'}"
+        extra = min(_extra_seconds(one) for one in compared)
+        words = "there is room, and any other choice only adds work"
+        if self._tie_s < extra < float("inf"):
+            words += f", at least {format_seconds(extra)}{' per block' if many else ''}"
+        return words
+
+    def _why(self, burden: _Burden, compared: Sequence[_Compared], *, many: bool) -> str:
+        """What excludes the decisions that are less work, and what the others cost."""
+        less = sorted(
+            (one for one in compared if one.burden.is_less_than(burden)),
+            key=lambda one: one.burden,
+        )
+        others = [one for one in compared if one not in less]
+        if not compared or (not less and all(burden.is_less_than(one.burden) for one in others)):
+            return self._plain(others, many=many)
+        # Of what is less work, the plainest and the nearest; of the rest, the fastest.
+        told = [*less[:1], *less[1:][-1:]]
+        told += sorted(others, key=_extra_seconds)[:1]
+        excluded = [one for one in told if one.alternative.shortfall_bytes is not None]
+        fitting = [one for one in told if one not in excluded]
+        ties = [one for one in fitting if -self._gap_s <= _extra_seconds(one) <= self._tie_s]
+        one_more = " in one more block" if many else ""
+        clauses: list[str] = []
+        before = None
+        for one in excluded:
+            found = one.alternative
+            assert found.shortfall_bytes is not None and found.tier is not None
+            short = Shortfall(found.shortfall_bytes, found.tier, found.slot)
+            if before and before[1:] == short[1:]:
+                clauses.append(f"so would {one.doing}, by {format_bytes(short.bytes)}")
+            else:
+                clauses.append(f"{one.doing}{one_more} would {_exceed(short)}")
+            before = short
+        each = " per block" if many else ""
+        for one in fitting:
+            extra = _extra_seconds(one)
+            if one in ties:
+                continue
+            if extra < 0:  # such a plan is not the planner's
+                clauses.append(f"{one.doing} would be {format_seconds(-extra)} faster{each}")
+            else:
+                fits = " fits, but" if one in less else ""
+                clauses.append(f"{one.doing}{fits} costs {format_seconds(extra)} more{each}")
+        if ties:
+            doing = listed([one.doing for one in ties], "or")
+            clauses.append(f"{doing}{one_more} would be no slower")
+        for one in ties:
+            if one in less and one.alternative.in_all:
+                clauses.append(
+                    f"in all of them, {one.doing} would " + _exceed(one.alternative.in_all)
+                )
+                break
+        return "; ".join(clauses)
+
+
+def _shortfall(problem: Problem, choice: Choice) -> Shortfall | None:
+    """The budget that a choice exceeds; None where it meets all of them."""
+    static = problem.static_bytes(choice)
+    if (peak := max(static)) > problem.device:
+        slot = slot_words(problem.profile.units, static.index(peak))
+        return Shortfall(peak - problem.device, "device", slot)
+    for tier, limit in problem.tiers.items():
+        if (used := problem.tier_use(tier, choice)) > limit:
+            return Shortfall(used - limit, tier)
+    return None
+
+
+def _extra_seconds(found: _Compared) -> float:
+    """Infinite for what does not fit."""
+    extra = found.alternative.extra_seconds
+    return float("inf") if extra is None else extra
+
+
+def _exceed(short: Shortfall) -> str:
+    where = f" in the {short.slot}" if short.slot else ""
+    return f"exceed the {short.tier} budget by {format_bytes(short.bytes)}{where}"
+
+
+def units_text(names: Sequence[str]) -> str:
+    """Names in runs, such as `layers.0-3, layers.7`; the longest where there are many."""
+    found = list(runs(names, [None] * len(names)))
+    shown = sorted(sorted(found, key=len, reverse=True)[:MAX_RUNS], key=lambda run: run.start)
+    texts = [
+        fold(names[run.start], names[run.stop - 1]) if len(run) > 1 else names[run.start]
+        for run in shown
+    ]
+    if rest := len(names) - sum(map(len, shown)):
+        return f"{', '.join(texts)} and {rest} more"
+    return listed(texts, "and")
+
+
+def lane_words(lane: str) -> str:
+    """What a lane does: "transfers from host"."""
+    if lane == "update":
+        return "updates on the host"
+    if lane == "collect":
+        return "collectives"
+    word, _, tier = lane.partition(" ")
+    return f"transfers {'from' if word == 'fetch' else 'to'} {tier}" if tier else word
+
+
+def amount_of(budget: int) -> int:
+    """A round number of bytes, at most a tenth of the budget."""
+    for amount in (2**30, 100 * 2**20, 10 * 2**20):
+        if 10 * amount <= budget:
+            return amount
+    return 2**20
+
+
+def at_most(seconds: float) -> str:
+    """A bound on what is saved: "at most about 13.4 ms"."""
+    return f"at most about {format_seconds(seconds)}" if seconds else "nothing"

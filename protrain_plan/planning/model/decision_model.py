@@ -1,0 +1,273 @@
+"""The linear model of decisions and of the bytes that stand for them, slot by slot.
+
+Bytes are fractions of the device's budget. `planning/fluid.py` adds transfers and time to it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import pulp
+
+from protrain_plan.planning.model.problem import Problem
+from protrain_plan.program.implications import NO_STAGING, ActivationOption, Holding, StateOption
+from protrain_plan.program.program import PIECE_ALIGNMENT, STAGING_PIECES
+from protrain_plan.records import activations_text, states_text
+from protrain_plan.records.files import replace_text
+from protrain_plan.records.hardware import TierName, is_accelerator
+from protrain_plan.records.plan import Offload, Placement
+from protrain_plan.simulation.memory import base_bytes
+
+Terms = list[tuple[pulp.LpVariable, float]]
+
+COUNTED = 3
+"""Equal units from which on their numbers are worth variables of their own."""
+
+
+class Placed(NamedTuple):
+    """The variable that counts the units of a class in a placement; `unit` is the first of them."""
+
+    unit: int
+    option: StateOption
+    number: pulp.LpVariable
+
+
+class DecisionModel:
+    """The decisions of one problem as binaries, and their bytes; `pulp` holds the model."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.end = 2 * problem.count
+        self.byte_unit = float(max(1, problem.device))
+        self.pulp = pulp.LpProblem("protrain_plan", pulp.LpMinimize)
+        self.activations: list[list[pulp.LpVariable]] = []
+        self.states: list[list[pulp.LpVariable]] = []
+        self.uses: list[pulp.LpVariable] = []
+        self.placed: dict[str, Placed] = {}
+        self.tier_rows: dict[TierName, pulp.LpConstraint] = {}
+        self._add_decisions()
+
+    # Names and rows
+
+    def slot_name(self, slot: int) -> str:
+        """f0, f1, ... for forward, b3, b2, ... for backward, end for the device's update."""
+        count = self.problem.count
+        if slot == self.end:
+            return "end"
+        return f"f{slot}" if slot < count else f"b{self.end - 1 - slot}"
+
+    def variable(self, name: str) -> pulp.LpVariable:
+        """A continuous variable >= 0."""
+        return self.pulp.add_variable(name, 0.0)
+
+    def per_slot(self, name: str) -> list[pulp.LpVariable]:
+        """One variable for each slot, the device's update included."""
+        return [self.variable(f"{name}_{self.slot_name(t)}") for t in range(self.end + 1)]
+
+    def row(self, name: str, terms: Terms, sense: int, right: float = 0.0) -> pulp.LpConstraint:
+        """Add `sum of terms (sense) right` under a name."""
+        merged: dict[pulp.LpVariable, float] = defaultdict(float)
+        for variable, factor in terms:
+            merged[variable] += factor
+        row = pulp.LpConstraint(pulp.LpAffineExpression(list(merged.items())), sense, name, right)
+        self.pulp.addConstraint(row)
+        return row
+
+    def _add_decisions(self) -> None:
+        for unit, options in enumerate(self.problem.options):
+            for kind, decisions, into in (
+                (
+                    "act",
+                    [activations_text(o.decision) for o in options.activations],
+                    self.activations,
+                ),
+                ("states", [_state_name(o.decision) for o in options.states], self.states),
+            ):
+                chosen = []
+                for words in decisions:
+                    name = f"{kind}_{unit}_{words.replace(' ', '_').replace('-', '_')}"
+                    chosen.append(self.pulp.add_variable(name, 0, 1, pulp.LpInteger))
+                into.append(chosen)
+                # Every unit takes exactly one option.
+                self.row(f"one_{kind}_{unit}", [(x, 1.0) for x in chosen], pulp.LpConstraintEQ, 1)
+
+    def each_activation(self) -> Iterable[tuple[int, ActivationOption, pulp.LpVariable]]:
+        """(unit, option, its binary)."""
+        for unit, options in enumerate(self.problem.options):
+            for option, x in zip(options.activations, self.activations[unit], strict=True):
+                yield unit, option, x
+
+    def each_state(self) -> Iterable[tuple[int, StateOption, pulp.LpVariable]]:
+        """(unit, option, its binary)."""
+        for unit, options in enumerate(self.problem.options):
+            for option, y in zip(options.states, self.states[unit], strict=True):
+                yield unit, option, y
+
+    def count_units(self) -> None:
+        """Ask for whole numbers of units per option in a class, not for whole decisions.
+
+        For units that cost the same, what matters to the bound is how many take an option; which
+        ones is worth little. So this relaxation is nearly as tight as whole decisions, and has
+        hundreds of times fewer cases: a search over orders of equal units proves nothing.
+        """
+        for variable in self.uses:
+            variable.cat = pulp.LpInteger
+        for number, units in enumerate(self.problem.classes):
+            if len(units) < COUNTED:
+                for unit in units:
+                    options = self.problem.options[unit].states
+                    for option, y in zip(options, self.states[unit], strict=True):
+                        self.placed[y.name] = Placed(unit, option, y)
+                continue
+            for kind, variables in (("act", self.activations), ("states", self.states)):
+                for k, first in enumerate(variables[units[0]]):
+                    words = first.name.split("_", 2)[2]
+                    name = f"count_{number}_{kind}_{words}"
+                    count = self.pulp.add_variable(name, 0, len(units), pulp.LpInteger)
+                    terms: Terms = [(count, 1.0)]
+                    for unit in units:
+                        variables[unit][k].cat = pulp.LpContinuous
+                        terms.append((variables[unit][k], -1.0))
+                    # The number of the class's units that take the option.
+                    self.row(name, terms, pulp.LpConstraintEQ)
+                    if kind == "states":
+                        option = self.problem.options[units[0]].states[k]
+                        self.placed[name] = Placed(units[0], option, count)
+
+    # Memory
+
+    def add_memory(self) -> list[pulp.LpVariable]:
+        """m: bytes per slot that stand for the decisions alone, by their changes from slot to slot.
+
+        Also the budgets of the other tiers, since staging buffers stand in one or the other.
+        """
+        problem, unit = self.problem, self.byte_unit
+        # Staging is made of maxima over chunks; sizes are rounded to whole bytes, so one byte less
+        # than the sum is safe.
+        fraction = problem.profile.optimizer.workspace_fraction
+        used = self._used_states()
+        needs = [(state.staging, y) for state, y in used]
+        pieces = self._maximum("piece", ((need.read_piece / unit, y) for need, y in needs))
+        widths = self._maximum("width", ((need.width / unit, y) for need, y in needs))
+        workspace = self._maximum(
+            "workspace", (((need.workspace * fraction - 1) / unit, y) for need, y in needs)
+        )
+        arriving = self._maximum("arriving", ((need.arriving / unit, y) for need, y in needs))
+        staging: Terms = [
+            (pieces, float(STAGING_PIECES)),
+            (widths, float(STAGING_PIECES * PIECE_ALIGNMENT)),
+            (workspace, 1.0),
+            (arriving, 2.0),
+        ]
+        device_workspace = self._maximum(
+            "device_workspace",
+            (((state.device_workspace - 1) / unit, y) for state, y in used),
+        )
+        change: list[Terms] = [[] for _ in range(self.end + 2)]
+
+        def stand(holdings: Iterable[Holding], binary: pulp.LpVariable) -> None:
+            for held in holdings:
+                change[held.first].append((binary, held.bytes / unit))
+                change[held.last + 1].append((binary, -held.bytes / unit))
+
+        for _, activation, x in self.each_activation():
+            stand(activation.holdings, x)
+        for _, state, y in self.each_state():
+            stand(state.holdings, y)
+        if not is_accelerator(problem.settings.device):
+            change[0] += staging
+        change[self.end].append((device_workspace, 1.0))
+        memory = self.per_slot("m")
+        for t, m in enumerate(memory):
+            # m_t - m_{t-1} = what the decisions begin to need in slot t, less what they stop to.
+            before: Terms = [(memory[t - 1], -1.0)] if t else []
+            base = base_bytes(problem.profile, problem.settings) / unit if t == 0 else 0.0
+            terms = [(m, 1.0), *before, *((x, -size) for x, size in change[t])]
+            self.row(f"static_{self.slot_name(t)}", terms, pulp.LpConstraintEQ, base)
+        self._add_tiers(staging)
+        return memory
+
+    def left_by_last_slot(self) -> Terms:
+        """Bytes that stand in the device's update: no slot is left that could wait for them."""
+        return [
+            (y, leaving.kept / self.byte_unit)
+            for _, state, y in self.each_state()
+            if (leaving := state.leaving) and leaving.slot == self.end - 1
+        ]
+
+    def _used_states(self) -> list[tuple[StateOption, pulp.LpVariable]]:
+        """Every placement with whether some unit of a class takes it: 1 as soon as one does.
+
+        A maximum over chunks that are fractions would be a fraction of what one chunk needs.
+        """
+        used: list[tuple[StateOption, pulp.LpVariable]] = []
+        for number, units in enumerate(self.problem.classes):
+            options = self.problem.options[units[0]].states
+            for k, (option, y) in enumerate(zip(options, self.states[units[0]], strict=True)):
+                if len(units) < COUNTED:
+                    used += [(option, self.states[unit][k]) for unit in units]
+                elif option.staging != NO_STAGING or option.device_workspace:
+                    name = f"used_{number}_{y.name.split('_', 2)[2]}"
+                    some = self.pulp.add_variable(name, 0, 1)
+                    for unit in units:
+                        # Whoever takes an option makes it a used one.
+                        terms = [(some, 1.0), (self.states[unit][k], -1.0)]
+                        self.row(f"{name}_{unit}", terms, pulp.LpConstraintGE)
+                    self.uses.append(some)
+                    used.append((option, some))
+        return used
+
+    def _maximum(
+        self, name: str, sizes: Iterable[tuple[float, pulp.LpVariable]]
+    ) -> pulp.LpVariable:
+        """A variable at least as large as the largest of the sizes used."""
+        largest = self.variable(name)
+        for number, (size, used) in enumerate(sizes):
+            if size > 0:
+                terms = [(largest, 1.0), (used, -size)]
+                self.row(f"{name}_{number}", terms, pulp.LpConstraintGE)
+        return largest
+
+    def _add_tiers(self, staging: Terms) -> None:
+        for tier, limit in self.problem.tiers.items():
+            # States, swapped activations and gradients in passing fit the tier's budget.
+            terms = self.tier_terms(tier)
+            if tier == "host" and is_accelerator(self.problem.settings.device):
+                terms += staging
+            row = self.row(f"budget_{tier}", terms, pulp.LpConstraintLE, limit / self.byte_unit)
+            self.tier_rows[tier] = row
+
+    def tier_terms(self, tier: TierName) -> Terms:
+        """Bytes on a tier below the device, staging apart."""
+        sizes = [(x, o.tier_bytes.get(tier, 0)) for _, o, x in self.each_activation()]
+        sizes += [(y, o.tier_bytes.get(tier, 0)) for _, o, y in self.each_state()]
+        return [(variable, size / self.byte_unit) for variable, size in sizes if size]
+
+    # Reading and writing
+
+    def choice_values(self, values: Mapping[str, float]) -> list[tuple[list[float], list[float]]]:
+        """Per unit the fractions of its activation options and of its state options."""
+        return [
+            ([values[x.name] for x in xs], [values[y.name] for y in ys])
+            for xs, ys in zip(self.activations, self.states, strict=True)
+        ]
+
+    def write_lp(self, path: Path) -> None:
+        """The model in the readable `.lp` format."""
+        with TemporaryDirectory() as folder:
+            file = Path(folder, "model.lp")
+            self.pulp.writeLP(str(file))
+            replace_text(path, file.read_text(encoding="utf-8"))
+
+
+def _state_name(decision: Placement) -> str:
+    """What a placement is called in the model, whose columns the solver's interface sorts by name.
+
+    Among plans that are equally good the solver's choice depends on that order, so that these
+    names are no matter of wording: another name may mean another plan.
+    """
+    if isinstance(decision, Offload) and decision.keep_gathered:
+        return f"gathered from {'shards' if decision.tier == 'device' else decision.tier}"
+    return states_text(decision)

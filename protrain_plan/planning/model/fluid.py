@@ -1,0 +1,563 @@
+"""The fluid inventory model: transfers as liquids, whose optimum no simulated schedule beats.
+
+Slot t runs from the end of compute t-1 to the end of compute t: a stall of s_t seconds, then
+compute for d_t seconds. Slot 2U is the device's update of the persistent chunks, and the wait for
+the last moves after it. Bytes are fractions of the device's budget M, seconds of the model's plain
+compute time. Decisions are binaries (fractions in the relaxation), everything else is continuous:
+
+    s, d            seconds of stall and of compute
+    m               bytes that stand for the decisions alone (leads and drains 0)
+    hs, hc, J       per tier: bytes fetched during stall and compute, and fetched ahead after it
+    os, oc, Q       per tier: swapped activations and gradients that leave, and wait to leave
+    rs, rc, R       optimizer states read from disk, and waiting to be read
+    ws, wc, W       parameters and states written to disk, and waiting to be written
+    us, uc, P       seconds of updates on the host, and waiting to be done
+
+and of several devices
+
+    ns, nc, N       parameters gathered from all ranks during stall and compute, and ahead
+    ks, kc, K       per tier: this rank's shards of them, which take no room of their own
+    xs, xc, X       gradients scattered to the ranks that have them, and waiting to be
+    ys, yc, Y       gradients summed for all ranks, and waiting to be
+
+The model relaxes the programme: moves are divisible and without latency, a lane serves them in any
+order, a swap may return before it left, states waiting in place leave bit by bit. So its optimum
+bounds the seconds of every plan within the budgets (a test holds this).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import pulp
+
+from protrain_plan.planning.model.decision_model import DecisionModel, Terms
+from protrain_plan.planning.model.lane_seconds import Network
+from protrain_plan.planning.model.problem import Problem
+from protrain_plan.program.implications import StateOption
+from protrain_plan.records.hardware import Contention, TierName
+
+LE, EQ, GE = pulp.LpConstraintLE, pulp.LpConstraintEQ, pulp.LpConstraintGE
+
+BOUND_TOLERANCE = 1e-6
+"""What the bound gives away for the solver's feasibility tolerance (1e-7) and rounded pieces."""
+
+
+@dataclass(slots=True)
+class Flow:
+    """One kind of work on a lane: what is done during stalls, during compute, and what waits.
+
+    What comes for a slot waits on the device, `ahead` of it; all else waits to be done.
+    `rate` turns its unit (bytes / M, or seconds) into fractions of the plain compute time.
+    """
+
+    lane: str  # "fetch host", "spill host", "update", "collect"
+    ahead: bool
+    stall: list[pulp.LpVariable]
+    compute: list[pulp.LpVariable]
+    waiting: list[pulp.LpVariable]
+    rate: float
+    amounts: dict[int, Terms] = field(default_factory=lambda: defaultdict(list))
+
+
+class LaneFlows(NamedTuple):
+    """What runs on a lane beside compute, and the link that it shares."""
+
+    name: str
+    link: TierName | Literal["network"] | None  # None: the optimizer on the host
+    duplex: float
+    contention: Contention
+    flows: list[Flow]
+
+
+def work(lane: LaneFlows, slot: int, factor: float) -> Terms:
+    """`factor` times the seconds that a lane works beside a slot's compute."""
+    return [(f.compute[slot], factor * f.rate / lane.contention.lane) for f in lane.flows]
+
+
+def rates_of(running: Sequence[LaneFlows], link_share: float) -> tuple[float, dict[str, float]]:
+    """The rates of compute, and of each lane, while these lanes run."""
+    compute, lanes = 1.0, {}
+    links = [lane.link for lane in running if lane.link is not None]
+    crossed = "network" in links and set(links) != {"network"}
+    for lane in running:
+        compute *= lane.contention.compute
+        shared = lane.link is not None and links.count(lane.link) == 2
+        lanes[lane.name] = lane.contention.lane * (lane.duplex if shared else 1.0)
+        if crossed and lane.link is not None:
+            lanes[lane.name] *= link_share
+    return compute, lanes
+
+
+def crossing(share: float) -> float:
+    """What a second of another lane takes of this one's, if both keep `share` of their speed.
+
+    Exact for shares >= 1/2, optimistic below.
+    """
+    return min(1.0, 1 / share - 1)
+
+
+class Phase:
+    """One forward and backward: transfers and time of a model's decisions."""
+
+    def __init__(
+        self,
+        model: DecisionModel,
+        static: list[pulp.LpVariable],
+        second_unit: float,
+        prefix: str,
+        *,
+        updating: bool,
+    ) -> None:
+        self.model, self.problem, self.end = model, model.problem, model.end
+        self.prefix, self.updating = prefix, updating
+        self.byte_unit, self.second_unit = model.byte_unit, second_unit
+        self.memory_rows: list[pulp.LpConstraint] = []
+        self.stall, self.compute = self.per_slot("s"), self.per_slot("d")
+        self.flows: dict[str, Flow] = {}
+        self.network: Network | None = None
+        if self.problem.settings.num_devices > 1:
+            problem = self.problem
+            self.network = Network.of(problem.profile.hardware, problem.settings)
+        self.held_per_written = 0.0
+        self._add_flows()
+        self._add_lanes()
+        self._add_compute()
+        if updating:
+            self._add_chains()
+        self._add_limits(static)
+
+    def slot_name(self, slot: int) -> str:
+        return self.model.slot_name(slot)
+
+    def variable(self, name: str) -> pulp.LpVariable:
+        return self.model.variable(f"{self.prefix}{name}")
+
+    def per_slot(self, name: str) -> list[pulp.LpVariable]:
+        return self.model.per_slot(f"{self.prefix}{name}")
+
+    def row(self, name: str, terms: Terms, sense: int, right: float = 0.0) -> pulp.LpConstraint:
+        return self.model.row(f"{self.prefix}{name}", terms, sense, right)
+
+    def _add_flow(self, name: str, lane: str, names: str, rate: float, *, ahead: bool) -> None:
+        stall, compute, waiting = map(self.per_slot, names.split())
+        self.flows[name] = Flow(lane, ahead, stall, compute, waiting, rate)
+
+    def on(self, lane: str) -> list[Flow]:
+        """What runs on a lane."""
+        return [flow for flow in self.flows.values() if flow.lane == lane]
+
+    def _add_flows(self) -> None:
+        """What is fetched for slots, and what slots leave to be moved, read, updated, written."""
+        tiers, seconds = self.problem.profile.hardware.tiers, self.second_unit
+        up = {t.name: self.byte_unit / t.link.read_bytes_per_s / seconds for t in tiers}
+        down = {t.name: self.byte_unit / t.link.write_bytes_per_s / seconds for t in tiers}
+        for name in up:
+            fetch, spill = f"fetch {name}", f"spill {name}"
+            self._add_flow(name, fetch, f"hs_{name} hc_{name} J_{name}", up[name], ahead=True)
+            words = f"os_{name} oc_{name} Q_{name}"
+            self._add_flow(f"leave_{name}", spill, words, down[name], ahead=False)
+            if name == "disk" and self.updating:
+                self._add_flow("read", fetch, "rs rc R", up[name], ahead=False)
+                self._add_flow("write", spill, "ws wc W", down[name], ahead=False)
+        if tiers:
+            self._add_flow("up", "update", "us uc P", 1.0, ahead=False)
+        if network := self.network:
+            # The shards that tiers hold, what is gathered from all ranks, and reduced over them.
+            for name in up:
+                words = f"ks_{name} kc_{name} K_{name}"
+                self._add_flow(f"{name}_shards", f"fetch {name}", words, up[name], ahead=True)
+            rate = self.byte_unit * network.gathered / seconds
+            self._add_flow("ranks", "collect", "ns nc N", rate, ahead=True)
+            if self.updating:
+                rate = self.byte_unit * network.scattered / seconds
+                self._add_flow("scatter", "collect", "xs xc X", rate, ahead=False)
+                rate = self.byte_unit * network.summed / seconds
+                self._add_flow("sum", "collect", "ys yc Y", rate, ahead=False)
+        self._add_amounts()
+        for word, flow in self.flows.items():
+            if flow.ahead:
+                self._add_inventory(word, flow)
+        for word, flow in self.flows.items():
+            if not flow.ahead:
+                self._add_backlog(word, flow)
+        # The device's update waits for the sums of gradients.
+        if self.network and self.updating:
+            sums = (self.flows["scatter"], self.flows["sum"])
+            self.row("summed_before_update", [(f.compute[self.end], 1.0) for f in sums], EQ)
+
+    def _add_amounts(self) -> None:
+        """What each decision asks of the flows, in which slots."""
+        # Of several devices, only the last micro-batch reduces gradients; no host adds them.
+        several, updating = self.network is not None, self.updating
+        adding = self.problem.settings.micro_batches > 1 and not several
+
+        def ask(name: str, slot: int, binary: pulp.LpVariable, amount: float) -> None:
+            self.flows[name].amounts[slot].append((binary, amount))
+
+        unit = self.byte_unit
+        for _, activation, x in self.model.each_activation():
+            if activation.swap_in and activation.swap_out:
+                fetch, leaving = activation.swap_in, activation.swap_out
+                ask(fetch.tier, fetch.slot, x, fetch.bytes / unit)
+                ask(f"leave_{leaving.tier}", leaving.slot, x, leaving.bytes / unit)
+        held_per_written: list[float] = []
+        for unit_index, state, y in self.model.each_state():
+            slot, update_s = self.end - 1 - unit_index, state.update_s / self.second_unit
+            for fetch in state.fetches:
+                ask(f"{fetch.tier}{'_shards' * several}", fetch.slot, y, fetch.bytes / unit)
+            for gather in state.gathers:
+                ask("ranks", gather.slot, y, gather.bytes / unit)
+            if state.gradients and (updating or not several):
+                leaving = state.gradients
+                ask(f"leave_{leaving.tier}", leaving.slot, y, leaving.bytes / unit)
+            if state.gradients and adding:
+                ask("up", slot, y, update_s)
+            if not updating:
+                continue
+            if state.scattered:
+                ask("scatter", slot, y, state.scattered.bytes / unit)
+            if state.summed_bytes:
+                ask("sum", slot, y, state.summed_bytes / unit)
+            if state.update_s:
+                ask("up", state.update_slot, y, update_s)
+            if state.write_bytes:
+                ask("read", state.update_slot, y, state.read_bytes / unit)
+                ask("write", state.update_slot, y, state.write_bytes / unit)
+                if state.in_place:
+                    held_per_written.append(state.in_place.held / state.in_place.bytes)
+        self.held_per_written = min(held_per_written, default=0.0)
+
+    def _add_inventory(self, name: str, flow: Flow) -> None:
+        for t in range(self.end + 1):
+            slot = self.slot_name(t)
+            before: Terms = [(flow.waiting[t - 1], 1.0)] if t else []
+            needed = [(binary, -size) for binary, size in flow.amounts[t]]
+            # What the slot reads is there when its compute starts.
+            self.row(f"arrive_{name}_{slot}", [*before, (flow.stall[t], 1.0), *needed], GE)
+            # J_t = J_{t-1} + hs_t + hc_t - needed_t
+            came = [(flow.stall[t], 1.0), (flow.compute[t], 1.0)]
+            terms = [*before, *came, *needed, (flow.waiting[t], -1.0)]
+            self.row(f"ahead_{name}_{slot}", terms, EQ)
+
+    def _add_backlog(self, name: str, flow: Flow) -> None:
+        for t in range(self.end + 1):
+            slot = self.slot_name(t)
+            before: Terms = [(flow.waiting[t - 1], 1.0)] if t else []
+            done = [(flow.stall[t], -1.0), (flow.compute[t], -1.0)]
+            # Only what earlier slots produced can be done by the end of this one.
+            self.row(f"{name}_produced_{slot}", [*before, *done], GE)
+            # waiting_t = waiting_{t-1} - done_t + produced_t
+            terms = [*before, *done, *flow.amounts[t], (flow.waiting[t], -1.0)]
+            self.row(f"{name}_waiting_{slot}", terms, EQ)
+        # The step ends when every move has ended.
+        self.row(f"{name}_all", [(flow.waiting[self.end], 1.0)], EQ)
+
+    def _add_lanes(self) -> None:
+        """During a stall a lane does no more than its time; a link's directions share it.
+
+        With k = 1/duplex - 1, in + k·out <= time and k·in + out <= time: exact for duplex >= 1/2,
+        optimistic below, where k is cut to 1. The same for a link and collectives.
+        """
+        self._add_network_lane()
+        for tier in self.problem.profile.hardware.tiers:
+            k = crossing(tier.link.duplex)
+            fetches, spills = self.on(f"fetch {tier.name}"), self.on(f"spill {tier.name}")
+            for t in range(self.end + 1):
+                for word, first, second in (("in", 1.0, k), ("out", k, 1.0)):
+                    terms = [(f.stall[t], first * f.rate) for f in fetches]
+                    terms += [(f.stall[t], second * f.rate) for f in spills]
+                    terms.append((self.stall[t], -1.0))
+                    self.row(f"lane_{word}_{tier.name}_{self.slot_name(t)}", terms, LE)
+        for updates in self.on("update"):
+            for t in range(self.end + 1):
+                terms = [(updates.stall[t], 1.0), (self.stall[t], -1.0)]
+                self.row(f"lane_update_{self.slot_name(t)}", terms, LE)
+
+    def _add_network_lane(self) -> None:
+        if not self.network:
+            return
+        collectives, k = self.on("collect"), crossing(self._link_share)
+        for t in range(self.end + 1):
+            slot = self.slot_name(t)
+            terms = [(f.stall[t], f.rate) for f in collectives]
+            self.row(f"lane_network_{slot}", [*terms, (self.stall[t], -1.0)], LE)
+            for tier in self.problem.profile.hardware.tiers if k else ():
+                for way, lane in (("in", "fetch"), ("out", "spill")):
+                    flows = self.on(f"{lane} {tier.name}")
+                    for word, one, other in (("", 1.0, k), ("_shared", k, 1.0)):
+                        both = [(f.stall[t], one * f.rate) for f in collectives]
+                        both += [(f.stall[t], other * f.rate) for f in flows]
+                        name = f"lane_network{word}_{way}_{tier.name}_{slot}"
+                        self.row(name, [*both, (self.stall[t], -1.0)], LE)
+
+    @property
+    def _link_share(self) -> float:
+        joined = self.problem.profile.hardware.interconnect
+        return joined.link_share if joined else 1.0
+
+    def _add_compute(self) -> None:
+        """Compute's time is divided among the sets of lanes that slow it down and run beside it.
+
+        While a set S runs, compute progresses at the product of its lanes' contention factors, and
+        a lane at its own factor, times `duplex` where both directions of its link are in S. With
+        r_St seconds of set S in slot t, these rows allow what the simulator's rates allow, and
+        no more:
+
+            d_t = sum over S of r_St,   compute_t <= sum of rate_S · r_St,
+            work of lane l in t <= sum over S with l of rate_Sl · r_St
+
+        Lanes that leave compute alone take up no time of it; their links' rows are those of stalls.
+        """
+        seconds: list[Terms] = [[] for _ in range(self.end + 1)]
+        for unit, activation, x in self.model.each_activation():
+            seconds[unit].append((x, activation.forward_s / self.second_unit))
+            seconds[self.end - 1 - unit].append((x, activation.backward_s / self.second_unit))
+        for _, state, y in self.model.each_state():
+            if state.device_s and self.updating:
+                seconds[self.end].append((y, state.device_s / self.second_unit))
+        all_lanes = self._lanes()
+        lanes = [lane for lane in all_lanes if lane.contention.compute < 1]
+        sets = [
+            tuple(lane for lane in lanes if number >> lanes.index(lane) & 1)
+            for number in range(1 << len(lanes))
+        ]
+        rates = [rates_of(running, self._link_share) for running in sets]
+        for t in range(self.end + 1):
+            slot = self.slot_name(t)
+            spent = [self.variable(f"r{number}_{slot}") for number in range(len(sets))]
+            self.row(f"time_{slot}", [*((r, 1.0) for r in spent), (self.compute[t], -1.0)], EQ)
+            slowed = [(r, -rate) for r, (rate, _) in zip(spent, rates, strict=True)]
+            self.row(f"compute_{slot}", [*seconds[t], *slowed], LE)
+            for lane in lanes:
+                terms = [(flow.compute[t], flow.rate) for flow in lane.flows]
+                terms += [
+                    (r, -by_lane[lane.name])
+                    for r, (_, by_lane) in zip(spent, rates, strict=True)
+                    if lane.name in by_lane
+                ]
+                self.row(f"beside_{lane.name}_{slot}", terms, LE)
+        self._add_links_beside_compute([lane for lane in all_lanes if lane not in lanes], lanes)
+
+    def _add_links_beside_compute(self, quiet: list[LaneFlows], slowing: list[LaneFlows]) -> None:
+        """What `quiet` lanes do during compute, and whichever lane shares a link with them."""
+        across = crossing(self._link_share)
+        for lane in quiet:
+            others = [o for o in (*quiet, *slowing) if o is not lane and o.link == lane.link]
+            k = crossing(lane.duplex)
+            pairs = [(lane, other) for other in others] if others else [(lane, None)]
+            for one, other in pairs:
+                self._add_beside(one.name, one, other, k)
+        for lane in quiet if across else ():
+            for other in (*quiet, *slowing):
+                kinds = {lane.link, other.link} - {None}
+                first = lane.link == "network" or other not in quiet
+                if len(kinds) == 2 and "network" in kinds and first:
+                    self._add_beside(f"{lane.name}_{other.name}", lane, other, across)
+
+    def _add_beside(self, name: str, one: LaneFlows, other: LaneFlows | None, k: float) -> None:
+        """Work during compute takes no longer than compute."""
+        for t in range(self.end + 1):
+            for first, second, word in ((1.0, k, ""), (k, 1.0, "_shared")):
+                terms = work(one, t, first)
+                if other:
+                    terms += work(other, t, second)
+                elif word:
+                    continue
+                row = f"beside_{name}{word}_{self.slot_name(t)}"
+                self.row(row, [*terms, (self.compute[t], -1.0)], LE)
+
+    def _lanes(self) -> list[LaneFlows]:
+        hardware, lanes = self.problem.profile.hardware, []
+        for tier in hardware.tiers:
+            fetches, spills = self.on(f"fetch {tier.name}"), self.on(f"spill {tier.name}")
+            name, duplex = tier.name, tier.link.duplex
+            lanes.append(LaneFlows(f"in_{name}", name, duplex, hardware.read_contention, fetches))
+            lanes.append(LaneFlows(f"out_{name}", name, duplex, hardware.write_contention, spills))
+        if updates := self.on("update"):
+            lanes.append(LaneFlows("update", None, 1.0, hardware.update_contention, updates))
+        if self.network:
+            assert hardware.interconnect, "asked when the problem was made"
+            contention = hardware.interconnect.contention
+            lanes.append(LaneFlows("network", "network", 1.0, contention, self.on("collect")))
+        return lanes
+
+    def _add_chains(self) -> None:
+        """Updates run in the order of backward, and a piece is read, updated, then written."""
+        updates, end = self.flows.get("up"), self.end
+        if not updates:
+            return
+        left, after = self.per_slot("left"), self.per_slot("updates_from")
+        # left_t: seconds from the end of slot t to the end of the step.
+        self.row("left_end", [(left[end], 1.0)], EQ)
+        self.row("updates_from_end", [(after[end], 1.0)], EQ)
+        for t, following in pairwise(range(end + 1)):
+            name = self.slot_name(t)
+            step = [(left[t], 1.0), (left[following], -1.0)]
+            step += [(self.stall[following], -1.0), (self.compute[following], -1.0)]
+            self.row(f"left_{name}", step, EQ)
+            # updates_from_t = updates_from_{t+1} + the updates of slot t
+            terms = [(after[t], 1.0), (after[following], -1.0)]
+            terms += [(y, -size) for y, size in updates.amounts[t]]
+            self.row(f"updates_from_{name}", terms, EQ)
+        for _, state, y in self.model.each_state():
+            if not state.update_s:
+                continue
+            # The update of a slot, and all updates behind it in the lane, wait for its gradients.
+            t, waits = state.update_slot, 0.0
+            if state.gradients and self.problem.settings.updates == "in backward":
+                flow = self.flows[f"leave_{state.gradients.tier}"]
+                waits = state.gradients.bytes / self.byte_unit * flow.rate
+            if state.scattered and self.network and state.scattered.slot == t:
+                # Its pieces leave one after the other, while the next are summed.
+                summed_s = self.network.scattered * state.scattered.bytes
+                waits = max(waits, summed_s / self.second_unit)
+            name = f"tail_{y.name}"
+            self.row(name, [(left[t], 1.0), (after[t], -1.0), (y, -waits)], GE)
+        if not (writes := self.flows.get("write")):
+            return
+        written = {t: dict(terms) for t, terms in writes.amounts.items()}
+        for name, earlier in (("read", self.flows["read"]), ("updated", updates)):
+            ratio = max(
+                (
+                    size / written[t][y]
+                    for t, terms in earlier.amounts.items()
+                    for y, size in terms
+                    if y in written.get(t, {})
+                ),
+                default=0.0,
+            )
+            if earlier is updates and len(self.problem.tiers) > 1:
+                continue  # updates of states in host memory are never written
+            for t in range(end + 1):
+                # What is still to be read or updated is still to be written.
+                terms = [(earlier.waiting[t], 1.0), (writes.waiting[t], -ratio)]
+                self.row(f"{name}_before_written_{self.slot_name(t)}", terms, LE)
+
+    def _add_limits(self, static: list[pulp.LpVariable]) -> None:
+        """In every slot: what the decisions need, what is ahead and what waits fit the budget.
+
+        Compute waits for what drains before it starts (os, ws); what a slot fetches ahead counts
+        in full, since its bytes are reserved from the slot that submits the move.
+        """
+        # A rank's shard is read into its place among the others', which are gathered there.
+        ahead = [f for n, f in self.flows.items() if f.ahead and not n.endswith("_shards")]
+        for t in range(self.end + 1):
+            terms: Terms = [(static[t], 1.0)]
+            terms += [(flow.waiting[t], 1.0) for flow in ahead]
+            flows = [(f, 1.0) for name, f in self.flows.items() if name.startswith("leave_")]
+            if "scatter" in self.flows and t < self.end:  # the device's update waits for sums
+                flows.append((self.flows["scatter"], 1.0))
+            if "write" in self.flows:
+                flows.append((self.flows["write"], self.held_per_written))
+            for flow, held in flows:
+                if t and held:
+                    terms.append((flow.waiting[t - 1], held))
+                if 0 < t < self.end and held:  # nothing waits before the device's update
+                    terms.append((flow.stall[t], -held))
+            self.memory_rows.append(self.row(f"memory_{self.slot_name(t)}", terms, LE, 1.0))
+
+    def seconds(self) -> Terms:
+        """The seconds of the phase."""
+        return [(variable, 1.0) for variable in (*self.stall, *self.compute)]
+
+    def seconds_and_moves(self) -> Terms:
+        """The same, and a little of all that moves."""
+        few = [
+            (variable, 1e-3 * flow.rate)
+            for name, flow in self.flows.items()
+            if name not in ("read", "write")
+            for variable in (*flow.stall, *flow.compute)
+        ]
+        compute = [(variable, 1.0) for variable in self.compute]
+        return [*compute, *((variable, 1.0 + 1e-3) for variable in self.stall), *few]
+
+
+class Fluid(DecisionModel):
+    """Decisions, memory, transfers and time of one problem; minimises the step's seconds.
+
+    With micro-batches there are two phases with the same decisions: the last one, with the update,
+    and those before it.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.second_unit = sum(
+            min(o.forward_s + o.backward_s for o in options.activations)
+            for options in problem.options
+        )
+        static = self.add_memory()
+        before = problem.settings.micro_batches - 1
+        self.phases = [Phase(self, static, self.second_unit, "", updating=True)]
+        if before:
+            self.phases.append(Phase(self, static, self.second_unit, "micro_", updating=False))
+        self.weights = [1.0, float(before)][: len(self.phases)]
+        self.count_units()
+        self.minimise_seconds()
+
+    def minimise_seconds(self) -> None:
+        """The step's seconds alone: what bounds are made of."""
+        self.pulp.setObjective(pulp.LpAffineExpression(self._weighted(Phase.seconds)))
+
+    def prefer_few_moves(self) -> None:
+        """Among equally fast solutions, those that stall and move least; for choices, no bounds."""
+        self.pulp.setObjective(pulp.LpAffineExpression(self._weighted(Phase.seconds_and_moves)))
+
+    def _weighted(self, terms: Callable[[Phase], Terms]) -> Terms:
+        return [
+            (variable, factor * weight)
+            for phase, weight in zip(self.phases, self.weights, strict=True)
+            for variable, factor in terms(phase)
+        ]
+
+    def set_margin(self, margin: float) -> None:
+        """Leave a fraction of the device's budget free, for what the model does not see."""
+        for phase in self.phases:
+            for row in phase.memory_rows:
+                row.changeRHS(1.0 - margin)
+
+    def at_least(self, name: str, amount: Callable[[StateOption], float], least: float) -> None:
+        """Say that every plan within the budgets leaves this much of a kind of work.
+
+        A fact about whole chunks that their fractions do not know: see `planning/counting.py`.
+        """
+        amounts = [(y, amount(option) / least) for _, option, y in self.each_state()]
+        self.row(name, [(y, part) for y, part in amounts if part], GE, 1.0)
+
+    @contextmanager
+    def placing(self, numbers: Mapping[str, int], *, spare_swaps: int) -> Iterator[None]:
+        """Meanwhile, so many units take each placement (see `placed`).
+
+        Tiers also have room for `spare_swaps` units' activations more than the fractions take.
+        """
+        variables = [(self.placed[name].number, fixed) for name, fixed in numbers.items()]
+        limits = [variable.upBound for variable, _ in variables]
+        for variable, fixed in variables:
+            variable.bounds(fixed, fixed)
+        for tier, row in self.tier_rows.items():
+            largest = max(option.tier_bytes.get(tier, 0) for _, option, _ in self.each_activation())
+            limit = self.problem.tiers[tier] - spare_swaps * largest
+            row.changeRHS(max(0, limit) / self.byte_unit)
+        yield
+        for (variable, _), highest in zip(variables, limits, strict=True):
+            variable.bounds(0, highest)
+        for tier, row in self.tier_rows.items():
+            row.changeRHS(self.problem.tiers[tier] / self.byte_unit)
+
+    def minimise_memory(self, limit_s: float) -> None:
+        """Ask for the least budget of the device, in the model's own bytes, within `limit_s`."""
+        budget = self.variable("budget")
+        for phase in self.phases:
+            for row in phase.memory_rows:
+                row.expr.addterm(budget, -1.0)
+                row.changeRHS(0.0)
+        # The step's seconds.
+        self.row("seconds", self._weighted(Phase.seconds), LE, limit_s / self.second_unit)
+        self.pulp.setObjective(pulp.LpAffineExpression([(budget, 1.0)]))
+
+    def lower_bound_seconds(self, objective: float) -> float:
+        """The bound on every plan's seconds that a bound on the objective implies."""
+        return max(0.0, objective * self.second_unit * (1 - BOUND_TOLERANCE))

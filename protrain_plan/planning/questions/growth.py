@@ -1,0 +1,281 @@
+"""A profile of another batch size or sequence length, in proportion; and the largest that fits.
+
+r is the target's tokens over the profile's: bytes of activations, the batch and seconds are r times
+as many. Parameters, gradients and optimizer states stay as they are.
+
+[Note: what grows of a backward peak] A backward slot holds activations and their gradients,
+which grow, and the unit's new gradients, which do not: peak = max over t of a(t) + g(t), with
+0 <= g(t) <= G. Which of the two a profiled peak was made of is unknown: the peak of a long
+sequence comes at the slot's beginning, before there are gradients; that of a short one at its end,
+when activations are gone (SmolLM2-135M, float32, 64, 128 and 256 tokens: 12.2, 10.2 and 7.1 MB).
+For r < 1
+
+    r a + g = r (a + g) + (1 - r) g <= r peak + (1 - r) G.
+
+For r > 1 it is r peak at most, where all of the peak is activations. They hardly exceed A, what the
+unit's forward had at once (each tensor of it has a gradient of its size, and is gone soon after),
+with what a recomputation brings back. With a as large as that allows,
+
+    r a + g <= r a' + (peak - a'),    a' = min(peak, max(A, peak - G)).
+
+The largest that fits is that for which the leanest decisions do. The least peak is a mixed-integer
+programme, a given choice's peak a sum; so that few sizes need the programme, a choice once found is
+carried as far as it fits, and the programme is asked only about what lies beyond.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Literal
+
+from protrain_plan.planning.model.problem import Choice, Problem
+from protrain_plan.planning.search.choices import plain_choices
+from protrain_plan.planning.search.min_memory import min_memory
+from protrain_plan.program.program import BLOCK_BYTES
+from protrain_plan.records.plan import Activations, Placement
+from protrain_plan.records.profile import FormCost, Profile
+from protrain_plan.simulation.memory import base_bytes
+from protrain_plan.units import four_digits
+
+Quantity = Literal["batch-size", "seq-len"]
+
+RANDOM_STATE_BYTES = 5056
+"""What a recomputed unit keeps whatever the batch: `torch.get_rng_state().nbytes`, torch 2.13."""
+
+
+def grown(
+    profile: Profile, *, batch_size: int | None = None, seq_len: int | None = None
+) -> Profile:
+    """The profile in proportion: r is the tokens of a batch over those of the profiled one.
+
+    kept, swappable, forward peak   r times as many bytes
+    backward peak                   see [Note: what grows of a backward peak]
+    base                            r times, and never less: the model's buffers do not shrink
+    seconds                         r times
+
+    Sizes are rounded up to whole `BLOCK_BYTES`, so that a promise errs on the safe side. It is
+    an assumption that seconds are proportional: the time of attention has a part that grows with
+    the square of the sequence, which one profile cannot show, and so have the bytes of an attention
+    that stores its scores. Small batches fill a device less than large ones. Tables of positions
+    depend on the sequence alone: for a smaller batch the unit that makes them comes out too small
+    by some hundred bytes per token.
+    """
+    workload = profile.workload
+    target = replace(
+        workload,
+        batch_size=workload.batch_size if batch_size is None else batch_size,
+        seq_len=workload.seq_len if seq_len is None else seq_len,
+    )
+    if target != workload:
+        target = replace(target, inputs=())  # those were of the profiled size
+    assert target.batch_size >= 1 and target.seq_len >= 1
+    if target == workload:
+        return profile
+    ratio = Fraction(target.batch_size * target.seq_len, workload.batch_size * workload.seq_len)
+    return replace(
+        profile,
+        workload=target,
+        base_bytes=max(profile.base_bytes, _aligned(ratio * profile.base_bytes)),
+        units=tuple(
+            replace(
+                unit,
+                forms=tuple(_form_grown(profile, index, form, ratio) for form in unit.forms),
+            )
+            for index, unit in enumerate(profile.units)
+        ),
+    )
+
+
+def _form_grown(profile: Profile, index: int, form: FormCost, ratio: Fraction) -> FormCost:
+    staying = form.kept_bytes - form.swappable_bytes
+    constant = Fraction(0)  # what a smaller batch has more than its proportion
+    if form.form != "keep" and ratio < 1:
+        constant = (1 - ratio) * min(max(0, staying), RANDOM_STATE_BYTES)
+    return _form(
+        form,
+        staying=ratio * staying + constant,
+        swappable=ratio * form.swappable_bytes,
+        pieces=[ratio * piece for piece in form.swap_pieces],
+        forward_peak=ratio * form.forward_peak_bytes + constant,
+        backward_peak=_backward_peak(profile, index, form, ratio),
+        forward_s=float(ratio) * form.forward_s,
+        backward_s=float(ratio) * form.backward_s,
+    )
+
+
+def _form(
+    form: FormCost,
+    *,
+    staying: Fraction,
+    swappable: Fraction,
+    pieces: Sequence[Fraction],
+    forward_peak: Fraction,
+    backward_peak: Fraction,
+    forward_s: float,
+    backward_s: float,
+) -> FormCost:
+    """The costs in whole blocks; `staying` are the kept bytes that a swap leaves on the device."""
+    swap_pieces = tuple(_aligned(piece) for piece in pieces)
+    moved = sum(swap_pieces) if swap_pieces else _aligned(swappable)
+    # Rounded apart, so that neither what a swap leaves on the device nor what it takes of a tier
+    # comes out too small.
+    kept = _aligned(staying) + moved
+    return replace(
+        form,
+        forward_peak_bytes=max(_aligned(forward_peak), kept),
+        kept_bytes=kept,
+        backward_peak_bytes=_aligned(backward_peak),
+        swappable_bytes=moved,
+        swap_pieces=swap_pieces,
+        forward_s=four_digits(forward_s),
+        backward_s=four_digits(backward_s),
+    )
+
+
+def _backward_peak(profile: Profile, index: int, form: FormCost, ratio: Fraction) -> Fraction:
+    """The most that the peak can be. See [Note: what grows of a backward peak]."""
+    peak, gradients = form.backward_peak_bytes, _new_gradients(profile, index)
+    if ratio <= 1:
+        return ratio * peak + (1 - ratio) * gradients
+    keep = profile.units[index].cost("keep")
+    recomputed = keep.kept_bytes - form.kept_bytes
+    activations = keep.forward_peak_bytes + recomputed
+    growing = min(peak, max(activations, peak - gradients))
+    return ratio * growing + (peak - growing)
+
+
+def _new_gradients(profile: Profile, index: int) -> int:
+    """The most bytes of gradients of parameters that a unit's backward makes.
+
+    Where a later unit has made a tied parameter's gradient already, this one makes another and the
+    sum of both.
+    """
+    return sum(
+        unit.gradient_bytes * (1 if index == max(unit.used_by) else 2)
+        for unit in profile.units
+        if index in unit.used_by
+    )
+
+
+def _aligned(size: Fraction) -> int:
+    """The bytes in whole blocks, rounded up (towards zero where they are below it)."""
+    return math.ceil(size / BLOCK_BYTES) * BLOCK_BYTES
+
+
+STEPS: dict[Quantity, int] = {"batch-size": 1, "seq-len": 64}
+"""Values are multiples of these: sequences, and tokens."""
+
+MOST: dict[Quantity, int] = {"batch-size": 2**20, "seq-len": 2**24}
+"""Where the search ends, whatever fits."""
+
+_Decisions = tuple[tuple[Activations, Placement], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Largest:
+    """The largest value that fits, and the profile for it; no plan fits one step more.
+
+    A `value` of `MOST` may not be the largest one.
+    """
+
+    value: int
+    profile: Profile
+
+
+def largest(
+    profile: Profile, quantity: Quantity, problem_of: Callable[[Profile], Problem]
+) -> Largest | None:
+    """The largest multiple of the quantity's step whose problem has a plan; None where none has.
+
+    The batch is that of one micro-batch. ProtrainError where a pin cannot be met.
+    """
+    step = STEPS[quantity]
+    most = MOST[quantity] // step
+    found: list[_Decisions] = []
+
+    def at(number: int) -> Profile:
+        if quantity == "batch-size":
+            return grown(profile, batch_size=number * step)
+        return grown(profile, seq_len=number * step)
+
+    def problem_at(number: int) -> Problem:
+        return problem_of(at(number))
+
+    def fits_plainly(number: int) -> bool:
+        problem = problem_at(number)
+        if _least_bytes(problem) > problem.device:
+            return False
+        return any(_fits(problem, choice) for choice in plain_choices(problem))
+
+    def fits_as_found(number: int) -> bool:
+        problem = problem_at(number)
+        choices = (_choice(problem, decisions) for decisions in found[-1:])
+        return any(choice is not None and _fits(problem, choice) for choice in choices)
+
+    # `fitting` fits, `beyond` does not; ever larger strides in between, until one is too large.
+    fitting, beyond, stride = _last(fits_plainly, 0, most + 1), most + 1, 1
+    while beyond - fitting > 1:
+        number = min(fitting + stride, beyond - 1)
+        problem = problem_at(number)
+        lean = None if _least_bytes(problem) > problem.device else min_memory(problem)
+        if lean is None or lean.bytes > problem.device:
+            beyond, stride = number, 1
+        else:
+            fitting, stride = number, 2 * stride
+        if lean is not None:
+            chosen = zip(*problem.chosen(lean.choice), strict=True)
+            found.append(tuple((one.decision, other.decision) for one, other in chosen))
+            fitting = _last(fits_as_found, fitting, beyond)
+    if fitting == 0:
+        return None
+    return Largest(value=fitting * step, profile=at(fitting))
+
+
+def _last(fits: Callable[[int], bool], fitting: int, beyond: int) -> int:
+    """The last number from `fitting` on, and before `beyond`, that fits: strides, then halves."""
+    stride = 1
+    while beyond - fitting > 1:
+        number = min(fitting + stride, (fitting + beyond) // 2)
+        if fits(number):
+            fitting, stride = number, 2 * stride
+        else:
+            beyond = number
+    return fitting
+
+
+def _fits(problem: Problem, choice: Choice) -> bool:
+    return max(problem.static_bytes(choice)) <= problem.device and problem.within_tiers(choice)
+
+
+def _least_bytes(problem: Problem) -> int:
+    """No choice's peak is lower: each slot with the least that each unit may hold in it."""
+    end = 2 * problem.count
+    least = [base_bytes(problem.profile, problem.settings)] * (end + 1)
+    for unit in problem.options:
+        activations = [option.holdings for option in unit.activations]
+        states = [option.holdings for option in unit.states]
+        for options in (activations, states):
+            held = [[0] * (end + 1) for _ in options]
+            for row, stays in zip(held, options, strict=True):
+                for stay in stays:
+                    for slot in range(stay.first, stay.last + 1):
+                        row[slot] += stay.bytes
+            for slot, column in enumerate(zip(*held, strict=True)):
+                least[slot] += min(column)
+    return max(least)
+
+
+def _choice(problem: Problem, decisions: _Decisions) -> Choice | None:
+    """The choice of the same decisions in another problem; None where a unit cannot take its own.
+
+    Another size can close an option: what is too small is not swapped.
+    """
+    choice: list[tuple[int, int]] = []
+    for unit, (activations, states) in zip(problem.options, decisions, strict=True):
+        open_activations = [option.decision for option in unit.activations]
+        open_states = [option.decision for option in unit.states]
+        if activations not in open_activations or states not in open_states:
+            return None
+        choice.append((open_activations.index(activations), open_states.index(states)))
+    return tuple(choice)

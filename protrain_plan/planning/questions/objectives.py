@@ -1,0 +1,386 @@
+"""What users ask: the fastest step, the least memory for a speed, the largest batch, a front.
+
+And whether a workload trains on a machine at all, how fast, and what binds (`fit`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from protrain_plan.planning.explain.explaining import lane_words
+from protrain_plan.planning.explain.limiting import LaneLimit, limits_of
+from protrain_plan.planning.model.fluid import Fluid
+from protrain_plan.planning.model.pins import Pin
+from protrain_plan.planning.model.problem import Choice, Problem
+from protrain_plan.planning.model.solver import solve
+from protrain_plan.planning.outcome import Infeasible, Solved
+from protrain_plan.planning.questions.growth import Largest, Quantity, largest
+from protrain_plan.planning.questions.planner import (
+    Progress,
+    Solver,
+    problem_of,
+    solve_any,
+    solve_problem,
+    within,
+)
+from protrain_plan.planning.search.baselines import kept_seconds
+from protrain_plan.planning.search.local_search import Effort
+from protrain_plan.planning.search.min_memory import min_memory
+from protrain_plan.program.group import ALONE, Group
+from protrain_plan.records.plan import Budgets, Updates
+from protrain_plan.records.profile import Form, Profile
+from protrain_plan.simulation.report import StepReport, report
+from protrain_plan.units import format_bytes
+
+FIRST_STEP = 0.002
+"""By how much of the budget the search for the least memory goes up at first."""
+
+BISECTIONS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is to be planned, within which budgets, with which decisions fixed."""
+
+    profile: Profile
+    budgets: Budgets
+    piece_bytes: int | None = None
+    updates: Updates = "in backward"
+    micro_batches: int = 1
+    pins: tuple[Pin, ...] = ()
+    group: Group = ALONE
+    replicas: tuple[int, ...] = ()  # to choose from, fewest first; none: the group's
+    allow: tuple[Form, ...] = ()  # forms of activations that are not exact
+
+    def problem(self) -> Problem:
+        """The planning problem; ProtrainError where a pin cannot be met, or devices not joined."""
+        return self.problems()[0]
+
+    def problems(self) -> tuple[Problem, ...]:
+        """The same for each number of replicas to choose from."""
+        groups = [replace(self.group, num_replicas=number) for number in self.replicas]
+        return tuple(self._problem(self.profile, group) for group in groups or [self.group])
+
+    def largest(self, quantity: Quantity) -> Largest | None:
+        """The largest batch or sequence that fits; None where none does."""
+        return largest(self.profile, quantity, lambda profile: self._problem(profile, self.group))
+
+    def _problem(self, profile: Profile, group: Group) -> Problem:
+        return Problem.of(
+            profile,
+            self.budgets,
+            piece_bytes=self.piece_bytes,
+            updates=self.updates,
+            micro_batches=self.micro_batches,
+            pins=self.pins,
+            group=group,
+            allow=self.allow,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """What is best; at most one of these, and none for the fastest step.
+
+    max_slowdown    least device memory for a step of this many times the fastest
+    maximize        the largest batch or sequence that fits
+    pareto_points   the front of memory against time, over so many budgets
+    """
+
+    max_slowdown: float | None = None
+    maximize: Quantity | None = None
+    pareto_points: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A plan, a front of plans (`solved` is the fastest), or why there is none.
+
+    `profile` is the one that was planned for: with `maximize`, grown to `largest`; of several
+    devices, one's part (see `profile_of_rank`). `kept_seconds` is the step that keeps everything on
+    the device, where it fits.
+    """
+
+    profile: Profile
+    solved: Solved | None = None
+    infeasible: Infeasible | None = None
+    least_memory: "LeastMemory | None" = None
+    largest: Largest | None = None
+    front: "tuple[Point, ...]" = ()
+    seconds_without_pins: float | None = None
+    kept_seconds: float | None = None
+    report: StepReport | None = None  # of the plan, for one micro-batch with its update
+
+
+def ask(
+    question: Question,
+    objective: Objective,
+    *,
+    effort: Effort,
+    solver: Solver = "milp",
+    progress: Progress | None = None,
+) -> Answer:
+    """The answer to a question; ProtrainError where a pin does not fit it."""
+    found_largest = None
+    if objective.maximize:
+        found_largest = question.largest(objective.maximize)
+        if found_largest:
+            question = replace(question, profile=found_largest.profile)
+    problems, budgets = question.problems(), question.budgets
+    answer = Answer(profile=problems[0].profile, largest=found_largest)
+    outcome: Solved | Infeasible
+    if objective.max_slowdown is not None:
+        slowdown = objective.max_slowdown
+        least = least_memory(
+            problems, budgets, max_slowdown=slowdown, effort=effort, progress=progress
+        )
+        if isinstance(least, Infeasible):
+            outcome = least
+        else:
+            outcome, answer = least.solved, replace(answer, least_memory=least)
+    elif objective.pareto_points is not None:
+        points = objective.pareto_points
+        front = pareto(problems, budgets, num_points=points, effort=effort, progress=progress)
+        if isinstance(front, Infeasible):
+            outcome = front
+        else:
+            outcome, answer = front[-1].solved, replace(answer, front=front)
+    else:
+        outcome = solve_any(problems, budgets, effort=effort, solver=solver, progress=progress)
+    if isinstance(outcome, Infeasible):
+        batch, sequence = question.largest("batch-size"), question.largest("seq-len")
+        outcome = replace(
+            outcome,
+            largest_batch_size=batch.value if batch else None,
+            largest_seq_len=sequence.value if sequence else None,
+        )
+        return replace(answer, infeasible=outcome)
+    if question.pins and objective == Objective():
+        free = solve_any(
+            replace(question, pins=()).problems(), budgets, effort=effort, progress=progress
+        )
+        assert isinstance(free, Solved), "a plan with pins fits, so one without them does"
+        answer = replace(answer, seconds_without_pins=free.plan.prediction.step_seconds)
+    problem = problem_of(outcome, problems)
+    return replace(
+        answer,
+        solved=outcome,
+        report=report(problem.program(outcome.plan.units)),
+        kept_seconds=kept_seconds(problem),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastMemory:
+    """The plan of least device memory found among those that take up to `limit_seconds`.
+
+    No plan that fast fits a device budget below `lower_bound_bytes` (the context included).
+    """
+
+    solved: Solved
+    limit_seconds: float
+    fastest_seconds: float
+    lower_bound_bytes: int
+
+
+def least_memory(
+    problems: Sequence[Problem],
+    budgets: Budgets,
+    *,
+    max_slowdown: float,
+    effort: Effort,
+    progress: Progress | None = None,
+) -> LeastMemory | Infeasible:
+    """The least device memory for a step of `max_slowdown` times the fastest within `budgets`.
+
+    The fluid model, asked for the least budget at that speed, gives the bound and the place to
+    start; plans for budgets from there on show how much whole moves need more.
+    """
+    fastest = solve_any(problems, budgets, effort=effort, progress=progress)
+    if isinstance(fastest, Infeasible):
+        return fastest
+    fewest = problems[0]
+    step = fastest.plan.prediction.step_seconds
+    limit_s = step * max_slowdown
+    besides = fewest.profile.hardware.device.besides_bytes
+    least = int(min(_least_bytes(problem, limit_s) for problem in problems))
+    best, best_bytes = fastest, _needed(fastest)
+    hints = [fewest.choice_of(fastest.plan.units)]
+    inner = replace(effort, enough_s=limit_s)
+
+    def planned(device: int) -> bool:
+        nonlocal best, best_bytes
+        smaller = replace(budgets, device=device + besides)
+        found = solve_any(
+            within(problems, device), smaller, effort=inner, progress=progress, hints=hints
+        )
+        if isinstance(found, Solved):
+            hints.append(fewest.choice_of(found.plan.units))
+        if isinstance(found, Infeasible) or found.plan.prediction.step_seconds > limit_s:
+            return False
+        if _needed(found) < best_bytes:
+            best, best_bytes = found, _needed(found)
+        return True
+
+    low = max(least, getattr(min_memory(fewest), "bytes", 0))
+    grow, high = FIRST_STEP, low
+    while high < best_bytes and not planned(high) and not effort.spent():
+        low, high = high, int(high * (1 + grow))
+        grow *= 2
+    for _ in range(BISECTIONS):
+        middle = (low + min(high, best_bytes)) // 2
+        if middle <= low * (1 + FIRST_STEP) or effort.spent():
+            break
+        if planned(middle):
+            high = middle
+        else:
+            low = middle
+    return LeastMemory(
+        solved=best,
+        limit_seconds=limit_s,
+        fastest_seconds=step,
+        lower_bound_bytes=min(least, best_bytes) + besides,
+    )
+
+
+def _needed(solved: Solved) -> int:
+    return solved.plan.prediction.peak_bytes.device
+
+
+def _least_bytes(problem: Problem, limit_s: float) -> float:
+    """A bound on the bytes of the device, context excluded, at a step of `limit_s` or less.
+
+    Infinity where no plan is that fast.
+    """
+    fluid = Fluid(problem)
+    fluid.minimise_memory(limit_s)
+    answer = solve(fluid.pulp, integer=True, max_nodes=50, gap=1e-3)
+    return max(0.0, answer.bound * fluid.byte_unit * (1 - 1e-6))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One point of the Pareto front: its plan needs `device_bytes`, context included."""
+
+    device_bytes: int
+    solved: Solved
+
+
+def pareto(
+    problems: Sequence[Problem],
+    budgets: Budgets,
+    *,
+    num_points: int,
+    effort: Effort,
+    progress: Progress | None = None,
+) -> tuple[Point, ...] | Infeasible:
+    """Plans from the least memory to what `budgets` allow, each faster than those of less.
+
+    Budgets are in equal ratios between the least and the largest that helps; a plan that a
+    smaller one beats is left out.
+    """
+    problem = problems[0]  # with the fewest replicas, which needs least
+    lean = min_memory(problem)
+    if lean is None or lean.bytes > problem.device:
+        found = solve_problem(problem, budgets, effort=effort)
+        assert isinstance(found, Infeasible)
+        return found
+    besides = problem.profile.hardware.device.besides_bytes
+    plain: Choice = tuple((0, 0) for _ in problem.options)
+    largest = max(lean.bytes, min(problem.device, max(problem.static_bytes(plain))))
+    points: list[Point] = []
+    hints: Sequence[Choice] = ()
+    for number in range(num_points):
+        share = number / max(1, num_points - 1)
+        device = round(lean.bytes * (largest / lean.bytes) ** share)
+        if effort.spent() and points:
+            break
+        found = solve_any(
+            within(problems, device),
+            replace(budgets, device=device + besides),
+            effort=effort,
+            progress=progress,
+            hints=hints,
+        )
+        if isinstance(found, Infeasible):
+            continue  # rounding of the least budget
+        hints = (problem.choice_of(found.plan.units),)
+        step = found.plan.prediction.step_seconds
+        if not points or step < points[-1].solved.plan.prediction.step_seconds:
+            points.append(Point(device_bytes=_needed(found) + besides, solved=found))
+    return tuple(points)
+
+
+Verdict = Literal["fits", "fits with a plan", "does not fit"]
+
+NOTEWORTHY = 0.1
+"""A lane that makes up less of the step is not named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """One workload on one machine: a plan, or why there is none.
+
+    `plain_bytes` is what plain PyTorch would need of the device, what is besides tensors included;
+    of several devices, with all states on each. `plain_seconds` is the step that keeps everything
+    on the device, where it fits.
+    `binds` says in words what makes up the step, or what there is too little of.
+    """
+
+    profile: Profile
+    group: Group
+    plain_bytes: int
+    plain_seconds: float | None
+    solved: Solved | None
+    infeasible: Infeasible | None
+    binds: str
+
+    @property
+    def verdict(self) -> Verdict:
+        """`fits`: as plain PyTorch, with nothing planned (a plan may be faster all the same)."""
+        if self.solved is None:
+            return "does not fit"
+        plain = self.plain_bytes <= self.solved.plan.budgets.device
+        return "fits" if plain else "fits with a plan"
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of all devices' micro-batches per second of the predicted step."""
+        if self.solved is None:
+            return None
+        workload, plan = self.profile.workload, self.solved.plan
+        tokens = workload.batch_size * workload.seq_len * plan.micro_batches * plan.num_devices
+        return tokens / plan.prediction.step_seconds
+
+
+def fit(question: Question, *, effort: Effort) -> Fit:
+    """Plan the question's profile, and say what binds."""
+    answer = ask(question, Objective(), effort=effort)
+    problems = question.problems()
+    problem = problem_of(answer.solved, problems) if answer.solved else problems[0]
+    besides = problem.profile.hardware.device.besides_bytes
+    plain = tuple((0, 0) for _ in problem.options)
+    if answer.solved is not None:
+        binds = _lanes(problem, answer.solved)
+    else:
+        short = answer.infeasible
+        assert short is not None
+        binds = f"{format_bytes(short.shortfall_bytes)} of {short.tier} memory, in {short.slot}"
+    return Fit(
+        profile=question.profile,
+        group=Group.of(answer.solved.plan) if answer.solved else question.group,
+        plain_bytes=max(problem.static_bytes(plain)) + besides,
+        plain_seconds=answer.kept_seconds,
+        solved=answer.solved,
+        infeasible=answer.infeasible,
+        binds=binds,
+    )
+
+
+def _lanes(problem: Problem, solved: Solved) -> str:
+    limits = limits_of(problem, problem.choice_of(solved.plan.units))
+    lanes = sorted(
+        (limit for limit in limits if isinstance(limit, LaneLimit)), key=lambda limit: -limit.share
+    )
+    named = [limit for limit in lanes if limit.share >= NOTEWORTHY] or lanes[:1]
+    return ", ".join(f"{lane_words(limit.resource)} {limit.share:.0%}" for limit in named)

@@ -1,0 +1,502 @@
+"""The planner: bound, rounding, evaluation, local search, and a search tree where those fall short.
+
+    bound   = the fluid model's relaxation, the same with what whole chunks leave to slower tiers,
+              and that with whole numbers of units per option
+    choices = plain policies, the paper's four parameters, and roundings of these solutions and of
+              some that leave a margin of memory
+    best    = the fastest of them in the simulator; while it is not close enough to the bound:
+              relaxations with more margins, local search
+
+The model only proposes; every plan is judged by the simulator under the byte limits of its slots.
+Work is limited by counts, never by time, unless the user sets a time limit: the same input gives
+the same plan on every machine.
+
+Of several numbers of replicas, those that may be best are planned, and the others ruled out:
+
+    bounds  = what the lanes take at least with each number; from the first without a plan on,
+              more have none either
+    solved  = the fewest replicas whose bound is the least, or nearly; then whichever may still be
+              faster by more than the gap asked for. A search ends when its bound says: not so
+    proof   = the least of all bounds
+
+All these problems are of the same devices and budgets. The first has the fewest replicas, and needs
+the least memory.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from math import inf, isfinite
+from typing import Literal
+
+from protrain_plan.planning.explain.advice import infeasible
+from protrain_plan.planning.model.counting import WORK, CountModel, least_lane_seconds
+from protrain_plan.planning.model.fluid import Fluid
+from protrain_plan.planning.model.problem import Choice, Problem
+from protrain_plan.planning.model.solver import Solution, solve, solver_name
+from protrain_plan.planning.outcome import Infeasible, Replicas, Solved, Status
+from protrain_plan.planning.search.baselines import BASELINES, Baseline, baseline, leanest_variant
+from protrain_plan.planning.search.choices import moved_down, plain_choices, repaired, roundings
+from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
+from protrain_plan.planning.search.local_search import Effort, improved
+from protrain_plan.planning.search.min_memory import Leanest, min_memory
+from protrain_plan.planning.search.simplify_schedule import TOLERANCE, in_runs, simplified
+from protrain_plan.program.group import ALONE, Group
+from protrain_plan.records.forms import FORMS
+from protrain_plan.records.plan import Budgets, Plan, Prediction
+from protrain_plan.records.profile import Profile
+from protrain_plan.records.writer import fingerprint
+from protrain_plan.simulation.memory import peak_bytes
+
+MARGINS = (0.0, 0.01, 0.02, 0.04, 0.07, 0.12)
+"""Fractions of the budget that the relaxation leaves free for whole moves (docs/decisions.md)."""
+
+SPARE_SWAPS = (0, 2)
+"""Spare swap slots per tier when the relaxation is rounded: units' swapped activations that fit
+besides, so that rounding up moves no chunk, which may be a hundred times as large."""
+
+LARGE = 4000
+"""Variables of a fluid model from which on a search tree takes more than some seconds, up to a
+minute (66 units on a machine with two tiers), for a bound that is at most 0.7 % better."""
+
+BRANCHED_UNITS = 2000
+"""Nodes of a search tree times units: about the same seconds for small and large models."""
+
+SIMULATED_UNITS = 8_000
+"""Plans that the local search may simulate times units: a second or two."""
+
+Solver = Literal["milp"] | Baseline
+SOLVERS: tuple[Solver, ...] = ("milp", *BASELINES)
+
+Progress = Callable[[str, float | None, float | None], None]
+
+
+def plan(
+    profile: Profile,
+    budgets: Budgets,
+    *,
+    piece_bytes: int | None = None,
+    effort: Effort | None = None,
+    solver: Solver = "milp",
+    progress: Progress | None = None,
+    hints: Sequence[Choice] = (),
+    group: Group = ALONE,
+) -> Solved | Infeasible:
+    """The fastest plan found for `profile` within `budgets`, or why there is none.
+
+    `budgets.device` includes the context. See `solve_problem`.
+    """
+    problem = Problem.of(profile, budgets, piece_bytes=piece_bytes, group=group)
+    return solve_problem(
+        problem, budgets, effort=effort, solver=solver, progress=progress, hints=hints
+    )
+
+
+def solve_problem(
+    problem: Problem,
+    budgets: Budgets,
+    *,
+    effort: Effort | None = None,
+    solver: Solver = "milp",
+    progress: Progress | None = None,
+    hints: Sequence[Choice] = (),
+) -> Solved | Infeasible:
+    """The fastest plan found for a problem with these budgets, or why there is none.
+
+    `solver` is `milp` for all the planner has, or a baseline to compare with. `progress` is told a
+    stage, the best step so far and the bound, in seconds. `hints` are choices to begin with.
+    """
+    effort = effort or Effort()
+    started = time.monotonic()
+    lean = min_memory(problem)
+    if lean is None or lean.bytes > problem.device:
+        return infeasible(problem, budgets, lean)
+    planning = _Planning(problem, lean, effort, progress)
+    if solver == "milp":
+        best = planning.solve(hints)
+    elif found := planning.solve_baseline(solver):
+        best = found
+    else:
+        variant = leanest_variant(solver, problem)
+        peak = max(problem.static_bytes(variant))
+        needed = Leanest(choice=variant, bytes=peak, proven_bytes=peak)
+        return infeasible(problem, budgets, needed)
+    bound = min(planning.bound, best.seconds)
+    return _solved(problem, budgets, best, bound, effort, solver, time.monotonic() - started)
+
+
+class _Planning:
+    """The pipeline of one problem that some plan meets."""
+
+    def __init__(
+        self, problem: Problem, lean: Leanest, effort: Effort, progress: Progress | None
+    ) -> None:
+        self.problem, self.lean = problem, lean
+        self.effort, self.progress = effort, progress
+        self.evaluator = Evaluator(problem)
+        self.bound = 0.0
+        first = self.evaluator.evaluate(lean.choice)
+        assert first, "the leanest choice meets the budgets"
+        self.best: Evaluation = first
+
+    def solve(self, hints: Sequence[Choice]) -> Evaluation:
+        """The best plan of all stages."""
+        for choice in (*hints, *plain_choices(self.problem)):
+            self._try(choice)
+        self._tell("plain policies")
+        self._find_bound()
+        stages = (
+            self._place_whole_chunks,
+            self._count,
+            self._round,
+            self._count_with_margin,
+            self._improve,
+        )
+        for stage in stages if self.effort.enough_s is None else stages[:2]:
+            if self._good_enough() or self.effort.spent() or self._hopeless():
+                break
+            stage()
+        if self._beaten() and self.best.seconds >= self.effort.below_s:
+            return self.best
+        self._keep(self.evaluator.best_schedule(self.best.choice, rule=self.best.rule))
+        slowest = self.best.seconds * (1 + TOLERANCE)
+        if self.effort.enough_s is not None:
+            slowest = max(self.best.seconds, min(slowest, self.effort.enough_s))
+        # Whatever a simple policy reaches is reached.
+        for name in BASELINES:
+            if self.effort.spent() or self.effort.enough_s is not None:
+                break
+            found = baseline(name, self.problem, Evaluator(self.problem))
+            self._keep(found)
+            slowest = min(slowest, found.seconds if found else slowest)
+        self._tell("baselines")
+        return self._tidied(max(slowest, self.best.seconds))
+
+    def solve_baseline(self, name: Baseline) -> Evaluation | None:
+        """The best plan of a baseline, None where it has none within the budgets."""
+        self._find_bound()
+        found = baseline(name, self.problem, self.evaluator)
+        if found:
+            self.best = found
+            self._tell(name)
+        return found
+
+    def _find_bound(self) -> None:
+        self.fluid = Fluid(self.problem)
+        answer = solve(self.fluid.pulp, integer=False)
+        if answer.status == "optimal":
+            self.bound = self.fluid.lower_bound_seconds(answer.bound)
+        self._tell("lower bound")
+
+    def _tidied(self, slowest_s: float) -> Evaluation:
+        best = in_runs(self.problem, self.evaluator, self.best, slowest_s=slowest_s)
+        return simplified(self.problem, best, slowest_s=slowest_s)
+
+    def _good_enough(self) -> bool:
+        return self.best.seconds <= max(self._enough(), self.effort.enough_s or 0.0)
+
+    def _enough(self) -> float:
+        return self.bound * (1 + self.effort.gap_target)
+
+    def _hopeless(self) -> bool:
+        """Whether no plan takes what the effort asks for."""
+        slower = self.effort.enough_s is not None and self.bound > self.effort.enough_s
+        return slower or self._beaten()
+
+    def _beaten(self) -> bool:
+        """Whether no plan is faster than what is known already, by more than the gap asked for."""
+        return self._enough() >= self.effort.below_s
+
+    def _tell(self, stage: str) -> None:
+        if self.progress:
+            self.progress(stage, self.best.seconds, self.bound or None)
+
+    def _polish(self, stage: str) -> None:
+        """The best schedule for the best choice, at the end of a stage."""
+        self._keep(self.evaluator.best_schedule(self.best.choice, rule=self.best.rule))
+        self._tell(stage)
+
+    def _keep(self, evaluation: Evaluation | None) -> None:
+        if evaluation and evaluation.seconds < self.best.seconds:
+            self.best = evaluation
+
+    def _try(self, choice: Choice) -> None:
+        self._keep(self.evaluator.evaluate(choice, faster_than_s=self.best.seconds))
+
+    def _try_near(self, values: dict[str, float]) -> None:
+        """Evaluate the roundings of a solution of the fluid model."""
+        for choice in roundings(self.problem, self.fluid.choice_values(values)):
+            for below in moved_down(self.problem, choice):
+                self._try(repaired(self.problem, below, self.lean.choice))
+
+    def _round(self) -> None:
+        self.fluid.prefer_few_moves()
+        large = len(self.fluid.pulp.variables()) > LARGE // 2
+        for margin in MARGINS[::2] if large else MARGINS:
+            if self._good_enough() or self.effort.spent():
+                break
+            self.fluid.set_margin(margin)
+            answer = solve(self.fluid.pulp, integer=False)
+            if answer.values:
+                self._try_near(dict(answer.values))
+        self._polish("roundings")
+
+    def _improve(self) -> None:
+        self.best = improved(
+            self.problem,
+            self.evaluator,
+            self.best,
+            effort=self.effort,
+            max_simulations=SIMULATED_UNITS // self.problem.count,
+            enough_s=max(self._enough(), self.effort.enough_s or 0.0),
+        )
+        self._polish("local search")
+
+    def _place_whole_chunks(self) -> None:
+        """The relaxation that knows what whole chunks leave to slower tiers; its roundings."""
+        model = CountModel(self.problem)
+        for amount in WORK:
+            if least := model.least(amount):
+                self.fluid.at_least(amount.__name__, amount, least)
+        answer = solve(self.fluid.pulp, integer=False)
+        if answer.status == "optimal":
+            self.bound = max(self.bound, self.fluid.lower_bound_seconds(answer.bound))
+            if numbers := model.nearest(answer.values):
+                for spare in SPARE_SWAPS:
+                    with self.fluid.placing(numbers, spare_swaps=spare):
+                        placed = solve(self.fluid.pulp, integer=False)
+                    if placed.values and not self._good_enough():
+                        self._try_near(dict(placed.values))
+        if not self._good_enough():
+            self._polish("whole chunks")
+
+    def _count(self) -> None:
+        """Branch and bound over how many units of a class take which option."""
+        if len(self.fluid.pulp.variables()) > LARGE:
+            return
+        self.fluid.minimise_seconds()
+        self.fluid.set_margin(0.0)
+        answer = self._search_tree()
+        # At the smallest budget, where one plan is left, solvers may find none: infinity then.
+        if isfinite(answer.bound):
+            self.bound = max(self.bound, self.fluid.lower_bound_seconds(answer.bound))
+        self._polish("whole numbers of units")
+
+    def _count_with_margin(self) -> None:
+        """The same with few moves preferred and room for whole ones: for its solution alone."""
+        if len(self.fluid.pulp.variables()) > LARGE // 2:
+            return
+        self.fluid.prefer_few_moves()
+        self.fluid.set_margin(MARGINS[2])
+        self._search_tree()
+        self._polish("whole numbers of units, with room for pieces")
+
+    def _search_tree(self) -> Solution:
+        answer = solve(
+            self.fluid.pulp,
+            integer=True,
+            max_nodes=max(10, BRANCHED_UNITS // self.problem.count),
+            time_limit_s=min(self.effort.left_s(), 1e6),
+            gap=self.effort.gap_target / 4,
+        )
+        if answer.values:
+            self._try_near(dict(answer.values))
+        return answer
+
+
+def status_of(gap: float, effort: Effort) -> Status:
+    """What a plan of this gap is called."""
+    return "optimal" if gap <= effort.gap_target else "feasible"
+
+
+def _solved(
+    problem: Problem,
+    budgets: Budgets,
+    best: Evaluation,
+    bound: float,
+    effort: Effort,
+    solver: Solver,
+    seconds: float,
+) -> Solved:
+    profile, settings = problem.profile, problem.settings
+    peaks = peak_bytes(problem.program(best.plans))
+    assert peaks.device <= problem.device, "the schedule and the peak function disagree"
+    error_low, error_high = profile.error_band
+    prediction = Prediction(
+        step_seconds=best.seconds,
+        lower_bound_seconds=bound,
+        peak_bytes=peaks,
+        error_low=error_low,
+        error_high=error_high,
+    )
+    made = Plan(
+        workload=profile.workload,
+        hardware=profile.hardware.name,
+        optimizer=profile.optimizer.name,
+        profile_fingerprint=fingerprint(problem.made_from),
+        model_fingerprint=profile.model_fingerprint,
+        exact=all(FORMS[unit.activations.form].exact for unit in best.plans),
+        budgets=budgets,
+        prediction=prediction,
+        piece_bytes=settings.piece_bytes,
+        units=best.plans,
+        updates=settings.updates,
+        micro_batches=settings.micro_batches,
+        num_devices=settings.num_devices,
+        num_replicas=settings.num_replicas,
+        num_nodes=settings.num_nodes,
+        tensors=profile.tensors,
+    )
+    gap = made.gap
+    return Solved(
+        plan=made,
+        status=status_of(gap, effort),
+        gap=gap,
+        stall_seconds=best.stall_s,
+        solve_seconds=seconds,
+        solver=solver_name() if solver == "milp" else solver,
+    )
+
+
+def solve_any(
+    problems: Sequence[Problem],
+    budgets: Budgets,
+    *,
+    effort: Effort | None = None,
+    solver: Solver = "milp",
+    progress: Progress | None = None,
+    hints: Sequence[Choice] = (),
+) -> Solved | Infeasible:
+    """The fastest plan found for any of the problems; why the first has none, where none has any.
+
+    The bound is one on the plans of all of them. Arguments as of `solve_problem`.
+    """
+    effort = effort or Effort()
+    if len(problems) == 1:
+        return solve_problem(
+            problems[0], budgets, effort=effort, solver=solver, progress=progress, hints=hints
+        )
+    started = time.monotonic()
+    search = _Search(problems, budgets, effort, solver, progress, hints)
+    for number in search.order():
+        if search.is_ruled_out(number) or search.is_over():
+            continue
+        search.solve(number)
+    if search.best is None:
+        return search.reasons.get(0) or search.solve(0)
+    return search.proven(time.monotonic() - started)
+
+
+def problem_of(solved: Solved, problems: Sequence[Problem]) -> Problem:
+    """The problem that a plan was made for."""
+    number = solved.plan.num_replicas
+    return next(one for one in problems if one.settings.num_replicas == number)
+
+
+def within(problems: Sequence[Problem], device: int) -> tuple[Problem, ...]:
+    """The same with so many bytes for tensors on the device."""
+    return tuple(replace(problem, device=device) for problem in problems)
+
+
+class _Search:
+    """What is known of each problem; problems are told by their places."""
+
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        budgets: Budgets,
+        effort: Effort,
+        solver: Solver,
+        progress: Progress | None,
+        hints: Sequence[Choice],
+    ) -> None:
+        self.problems, self.budgets = problems, budgets
+        self.effort, self.solver, self.progress = effort, solver, progress
+        self.hints = list(hints)
+        self.best: Solved | None = None
+        self.seconds: dict[int, float] = {}  # of the plans found
+        self.reasons: dict[int, Infeasible] = {}  # where none was
+        self.bounds = dict(enumerate(_first_bounds(problems)))  # of all that may have plans
+
+    def order(self) -> list[int]:
+        """The most promising first; those whose bounds hardly differ by their replicas."""
+        near = min(self.bounds.values(), default=0.0) * (1 + self.effort.gap_target)
+        return sorted(self.bounds, key=lambda n: max(near, self.bounds[n]))
+
+    def is_ruled_out(self, number: int) -> bool:
+        """Whether no plan of it is faster than the best one by more than the gap asked for."""
+        return self.bounds[number] * (1 + self.effort.gap_target) >= self._best_s()
+
+    def is_over(self) -> bool:
+        """Whether the best plan is good enough, or the time is up."""
+        return self.best is not None and (
+            self.effort.spent() or self._best_s() <= (self.effort.enough_s or 0.0)
+        )
+
+    def solve(self, number: int) -> Solved | Infeasible:
+        """Plan a problem."""
+        found = solve_problem(
+            self.problems[number],
+            self.budgets,
+            effort=replace(self.effort, below_s=self._best_s()),
+            solver=self.solver,
+            progress=self._progress(self.problems[number].settings.num_replicas),
+            hints=self.hints,
+        )
+        if isinstance(found, Infeasible):
+            self.bounds.pop(number, None)
+            self.reasons[number] = found
+            return found
+        prediction = found.plan.prediction
+        self.bounds[number] = prediction.lower_bound_seconds
+        if not self.is_ruled_out(number):  # otherwise the search was given up
+            self.seconds[number] = prediction.step_seconds
+        if prediction.step_seconds < self._best_s():
+            self.seconds[number] = prediction.step_seconds
+            self.best = found
+            # The options are the same for every number of replicas.
+            self.hints.append(self.problems[number].choice_of(found.plan.units))
+        return found
+
+    def proven(self, seconds: float) -> Solved:
+        """The best plan, with a bound on those of all problems."""
+        assert self.best, "asked when there is a plan"
+        plan = self.best.plan
+        bound = min(self.bounds.values())
+        plan = replace(plan, prediction=replace(plan.prediction, lower_bound_seconds=bound))
+        return replace(
+            self.best,
+            plan=plan,
+            gap=plan.gap,
+            status=status_of(plan.gap, self.effort),
+            solve_seconds=seconds,
+            replicas=tuple(
+                Replicas(
+                    number=problem.settings.num_replicas,
+                    step_seconds=self.seconds.get(number),
+                    lower_bound_seconds=self.bounds.get(number),
+                )
+                for number, problem in enumerate(self.problems)
+            ),
+        )
+
+    def _best_s(self) -> float:
+        return self.best.plan.prediction.step_seconds if self.best else inf
+
+    def _progress(self, num_replicas: int) -> Progress | None:
+        told = self.progress
+        if told is None:
+            return None
+        word = "replica" if num_replicas == 1 else "replicas"
+        return lambda stage, step_s, bound_s: told(
+            f"{num_replicas} {word}: {stage}", step_s, bound_s
+        )
+
+
+def _first_bounds(problems: Sequence[Problem]) -> Iterator[float]:
+    """A bound on each problem's plans, until one has none: more replicas need more memory."""
+    for problem in problems:
+        bound = least_lane_seconds(problem)
+        if bound is None:
+            return
+        yield bound

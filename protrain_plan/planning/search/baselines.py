@@ -1,0 +1,293 @@
+"""Plans that a person would write down, each with its best schedule by the planner's simulator.
+
+[Note: four parameters] is ProTrain's own plan space: four numbers for the whole model,
+(n_persist, n_buffer, n_swap, n_checkpoint), chunks and blocks in execution order (ProTrain,
+arXiv 2406.08334, sections 3 and 4):
+
+- the first n_persist chunks are persistent, the last n_buffer of the others are buffered (used last
+  in forward and first in backward), the rest is offloaded
+- of the first n_swap + n_checkpoint blocks n_swap are swapped, spread evenly between the
+  recomputed ones; later blocks keep everything
+
+The paper enumerates with its closed cost model. Here plans are judged by the simulator, so the
+enumeration is coarse to fine: a grid over n_persist and n_swap with the least n_checkpoint and the
+largest n_buffer that fit, then steps of halving size in all four numbers from the best of these.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, assert_never, get_args
+
+from protrain_plan.planning.model.problem import Choice, Problem
+from protrain_plan.planning.search.choices import uniform
+from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
+from protrain_plan.records.hardware import TierName
+from protrain_plan.records.plan import (
+    Activations,
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    Recompute,
+    StateTier,
+    Swap,
+    SwapInput,
+)
+
+Baseline = Literal["four-parameter", "recompute-all", "offload-all"]
+BASELINES: tuple[Baseline, ...] = get_args(Baseline)
+
+GRID = 8
+"""Intervals of the coarse grid in n_persist and in n_swap."""
+
+STARTS = 2
+"""Points of the coarse grid that are refined."""
+
+MAX_TRIED = 8_000
+"""Plans that the search may judge, times units: about a second for models of all sizes."""
+
+
+def baseline(name: Baseline, problem: Problem, evaluator: Evaluator) -> Evaluation | None:
+    """The best variant of a baseline; None where no variant meets the budgets.
+
+    recompute-all   every block recomputed; states all persistent, or all offloaded
+    offload-all     states offloaded, activations (or the blocks' inputs) swapped
+    four-parameter  see [Note: four parameters]
+
+    States are offloaded to the first tier with room for them; activations swap to the nearest. On
+    several devices, shards stay on these where there is room.
+    """
+    tiers = [tier.name for tier in problem.profile.hardware.tiers]
+    offloads: list[Placement] = [Offload(tier=tier) for tier in homes(problem)]
+    match name:
+        case "recompute-all":
+            persistent = _fastest(problem, evaluator, [[Recompute()]], [Persistent()])
+            offloaded = _fastest(problem, evaluator, [[Recompute()]], offloads)
+            found = [one for one in (persistent, offloaded) if one]
+            return min(found, key=lambda one: one.seconds, default=None)
+        case "offload-all":
+            if not tiers:
+                return None
+            nearest = tiers[0]
+            policies: list[list[Activations]] = [
+                [Swap(tier=nearest), Keep()],
+                [SwapInput(tier=nearest), Keep()],
+            ]
+            return _fastest(problem, evaluator, policies, offloads)
+        case "four-parameter":
+            return four_parameter(problem, evaluator)
+        case _:
+            assert_never(name)
+
+
+def kept_seconds(problem: Problem) -> float | None:
+    """The step that keeps everything on the device; None where it does not fit, or is not open."""
+    choice = uniform(problem, [Keep()], Persistent())
+    activations, states = problem.chosen(choice)
+    kept = all(option.decision == Keep() for option in activations)
+    if not kept or not all(isinstance(option.decision, Persistent) for option in states):
+        return None
+    evaluation = Evaluator(problem).evaluate(choice)
+    return evaluation.seconds if evaluation else None
+
+
+def leanest_variant(name: Baseline, problem: Problem) -> Choice:
+    """The variant of a baseline with the lowest peak on the device."""
+    tiers = [tier.name for tier in problem.profile.hardware.tiers]
+    policies: list[list[Activations]] = [[Recompute()]]
+    if name == "offload-all" and tiers:
+        policies = [[Swap(tier=tiers[0]), Keep()], [SwapInput(tier=tiers[0]), Keep()]]
+    placements: list[Placement] = [Offload(tier=tier) for tier in homes(problem)]
+    placements = placements or [Persistent()]
+    variants = [
+        uniform(problem, policy, placement) for policy in policies for placement in placements
+    ]
+    return min(variants, key=lambda choice: max(problem.static_bytes(choice)))
+
+
+def _fastest(
+    problem: Problem,
+    evaluator: Evaluator,
+    policies: Sequence[Sequence[Activations]],
+    placements: Sequence[Placement],
+) -> Evaluation | None:
+    """The fastest policy under the first placement that any of them fits with."""
+    for placement in placements:
+        found = [
+            evaluator.best_schedule(uniform(problem, policy, placement)) for policy in policies
+        ]
+        fitting = [one for one in found if one]
+        if fitting:
+            return min(fitting, key=lambda one: one.seconds)
+    return None
+
+
+class Numbers(NamedTuple):
+    """The four parameters."""
+
+    persist: int
+    buffer: int
+    swap: int
+    checkpoint: int
+
+
+def four_parameter(problem: Problem, evaluator: Evaluator) -> Evaluation | None:
+    """The best plan of the paper's space with its best schedule; None where none fits.
+
+    States live on one tier, the first with room for them; swapped activations on the nearest. On
+    several devices, the first is the devices themselves, with a shard on each.
+    """
+    tiers = [tier.name for tier in problem.profile.hardware.tiers]
+    for home in homes(problem) if tiers else ():
+        if best := _FourParameterSearch(problem, evaluator, home, tiers[0]).best():
+            return evaluator.best_schedule(best.choice, rule=best.rule)
+    return None
+
+
+def homes(problem: Problem) -> list[StateTier]:
+    """Where states that are not persistent can live, the nearest first."""
+    shards: list[StateTier] = ["device"] if problem.settings.num_devices > 1 else []
+    return [*shards, *(tier.name for tier in problem.profile.hardware.tiers)]
+
+
+class _FourParameterSearch:
+    """The search with states on one tier."""
+
+    def __init__(
+        self, problem: Problem, evaluator: Evaluator, tier: StateTier, swap_tier: TierName
+    ) -> None:
+        self.problem, self.evaluator = problem, evaluator
+        self.offload, self.buffer = Offload(tier=tier), Offload(tier=tier, keep_gathered=True)
+        self.swap = Swap(tier=swap_tier)
+        units = problem.profile.units
+        self.chunks = [index for index, unit in enumerate(units) if unit.used_by]
+        self.blocks = [index for index, unit in enumerate(units) if len(unit.forms) > 1]
+        self.options = [
+            (
+                {option.decision: k for k, option in enumerate(options.activations)},
+                {option.decision: k for k, option in enumerate(options.states)},
+            )
+            for options in problem.options
+        ]
+        self.choices: dict[Numbers, Choice] = {}
+        self.seconds: dict[Numbers, float] = {}
+        self.tried = 0
+        self.limit = MAX_TRIED // problem.count
+        self.fastest: Evaluation | None = None
+
+    def best(self) -> Evaluation | None:
+        """The fastest plan found."""
+        coarse = sorted(self._coarse(), key=lambda n: self.problem.least_seconds(self.choice(n)))
+        for numbers in coarse:
+            if self.tried > self.limit // 2:
+                break
+            self._try(numbers)
+        for start in sorted(self.seconds, key=lambda n: self.seconds[n])[:STARTS]:
+            self._refine(start)
+        return self.fastest
+
+    def choice(self, numbers: Numbers) -> Choice:
+        """The decisions that the four numbers stand for."""
+        if numbers not in self.choices:
+            self.choices[numbers] = self._choice(numbers)
+        return self.choices[numbers]
+
+    def _choice(self, numbers: Numbers) -> Choice:
+        placements: dict[int, Placement] = {}
+        for position, index in enumerate(self.chunks):
+            if position < numbers.persist:
+                placements[index] = Persistent()
+            elif position >= len(self.chunks) - numbers.buffer:
+                placements[index] = self.buffer
+            else:
+                placements[index] = self.offload
+        policies: dict[int, Activations] = {}
+        changed = numbers.swap + numbers.checkpoint
+        for position, index in enumerate(self.blocks[:changed]):
+            # Swaps spread evenly, the first block among them.
+            before = -(-position * numbers.swap // changed)
+            until = -(-(position + 1) * numbers.swap // changed)
+            policies[index] = self.swap if until > before else Recompute()
+        choice = []
+        for index, (activations, states) in enumerate(self.options):
+            policy, placement = policies.get(index), placements.get(index)
+            state = states.get(placement, 0) if placement else 0
+            if placement == self.buffer and self.buffer not in states:
+                # The last chunk stays between its slots in any case.
+                state = states.get(self.offload, 0)
+            choice.append((activations.get(policy, 0) if policy else 0, state))
+        return tuple(choice)
+
+    def _fits(self, numbers: Numbers) -> bool:
+        choice = self.choice(numbers)
+        within = max(self.problem.static_bytes(choice)) <= self.problem.device
+        return within and self.problem.within_tiers(choice)
+
+    def _coarse(self) -> Iterator[Numbers]:
+        """For shares of chunks and blocks: fewest recomputed blocks, then most buffered chunks."""
+        for persist in _shares(len(self.chunks)):
+            for swap in _shares(len(self.blocks)):
+                checkpoints = len(self.blocks) - swap
+                if not self._fits(Numbers(persist, 0, swap, checkpoints)):
+                    continue
+                low, high = 0, checkpoints  # more recomputation holds less: bisect
+                while low < high:
+                    middle = (low + high) // 2
+                    if self._fits(Numbers(persist, 0, swap, middle)):
+                        high = middle
+                    else:
+                        low = middle + 1
+                # Between the fewest and all: memory for activations against memory for states.
+                for checkpoint in {high, (high + checkpoints + 1) // 2, checkpoints}:
+                    yield Numbers(
+                        persist, self._most_buffers(persist, swap, checkpoint), swap, checkpoint
+                    )
+
+    def _most_buffers(self, persist: int, swap: int, checkpoint: int) -> int:
+        low, high = 0, len(self.chunks) - persist
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._fits(Numbers(persist, middle, swap, checkpoint)):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _refine(self, numbers: Numbers) -> None:
+        """Steps of halving size in one number, or from one number to another."""
+        step = max(1, len(self.blocks) // GRID // 2)
+        while step and self.tried <= self.limit:
+            faster = min(self._steps(numbers, step), key=lambda n: self._try(n), default=numbers)
+            if self._try(faster) < self._try(numbers):
+                numbers = faster
+            else:
+                step //= 2
+
+    def _steps(self, numbers: Numbers, step: int) -> Iterator[Numbers]:
+        for add in range(4):
+            for take in range(4):
+                for up, down in ((step, 0), (0, step), (step, step)):
+                    values = list(numbers)
+                    values[add] += up
+                    values[take] -= down
+                    new = Numbers(*values)
+                    if new == numbers or min(new) < 0:
+                        continue
+                    if new.persist + new.buffer > len(self.chunks):
+                        continue
+                    if new.swap + new.checkpoint <= len(self.blocks):
+                        yield new
+
+    def _try(self, numbers: Numbers) -> float:
+        """Seconds of the plan; infinite where it does not fit or cannot be the fastest."""
+        if numbers not in self.seconds:
+            limit = self.fastest.seconds if self.fastest else float("inf")
+            evaluation = self.evaluator.evaluate(self.choice(numbers), faster_than_s=limit)
+            self.seconds[numbers] = evaluation.seconds if evaluation else float("inf")
+            self.tried += evaluation is not None
+            if evaluation and evaluation.seconds < limit:
+                self.fastest = evaluation
+        return self.seconds[numbers]
+
+
+def _shares(count: int) -> list[int]:
+    return sorted({round(count * n / GRID) for n in range(GRID + 1)})

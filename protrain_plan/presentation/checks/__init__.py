@@ -1,0 +1,1 @@
+"""A check's report and a difference of plans in every format. In: verdicts. Out: text, JSON."""

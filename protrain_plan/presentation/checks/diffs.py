@@ -1,0 +1,94 @@
+"""A difference of plans as text, as Markdown for a pull request, and as plain data."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import takewhile
+from typing import Any
+
+from rich.console import Group, RenderableType
+
+from protrain_plan.checking.diffing import PlanDiff, in_words
+from protrain_plan.errors import ProtrainError
+from protrain_plan.escaping import in_code, in_code_block
+from protrain_plan.presentation.terminal import Table, Text
+
+ABSENT = "(not there)"
+_DATA = {"units": (0,), "given": (1, 2)}
+"""Columns that are data, by a table's first head; the others are words and numbers of ours."""
+
+Row = tuple[str, ...]
+
+
+def diff_text(diff: PlanDiff) -> RenderableType:
+    """What `protrain diff` prints."""
+    parts: list[RenderableType] = [Text(in_words(diff))]
+    for head, rows in _tables(diff, prefix=_shared_prefix(diff)):
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in head:
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        parts += ["", table]
+    return Group(*parts)
+
+
+def diff_markdown(diff: PlanDiff, *, title: str) -> str:
+    """What `protrain diff --format markdown` prints: a comment for a pull request.
+
+    What plans say is code in it, which mentions nobody and links to nothing.
+    """
+    lines = [_heading(title), "", in_words(diff)]
+    for head, rows in _tables(diff):
+        data = _DATA.get(head[0], ())
+        lines += ["", _row(head), _row(("---",) * len(head))]
+        lines += [
+            _row([in_code(cell) if column in data else cell for column, cell in enumerate(row)])
+            for row in rows
+        ]
+    return "\n".join(lines)
+
+
+def error_markdown(error: ProtrainError, *, title: str) -> str:
+    """The same where a plan cannot be read."""
+    return f"{_heading(title)}\n\nIt cannot be compared:\n\n{in_code_block(str(error))}"
+
+
+def _heading(title: str) -> str:
+    return f"### Memory plan {in_code(title)}"
+
+
+def diff_data(diff: PlanDiff) -> dict[str, Any]:
+    """What `protrain diff --json` prints."""
+    return asdict(diff) | {"num_changed": diff.num_changed}
+
+
+def _shared_prefix(diff: PlanDiff) -> str:
+    """What all units' names begin with and need not say: `base_model.model.` of adapters' models.
+
+    Two parts of each name stay, as in layers.0, which `protrain plan --pin` takes, too.
+    """
+    heads = [change.units.split(".")[:-2] for change in diff.decisions]
+    columns = zip(*heads, strict=False)  # as far as the shortest goes
+    shared = takewhile(lambda parts: len(set(parts)) == 1, columns)
+    return "".join(f"{part}." for part, *_ in shared)
+
+
+def _tables(diff: PlanDiff, *, prefix: str = "") -> list[tuple[Row, list[Row]]]:
+    amounts: list[Row] = [
+        (a.name, a.text(a.before), a.text(a.after), a.change) for a in diff.amounts
+    ]
+    decisions: list[Row] = [
+        (change.units.removeprefix(prefix), change.before or ABSENT, change.after or ABSENT)
+        for change in diff.decisions
+    ]
+    facts: list[Row] = [(fact.name, fact.before, fact.after) for fact in diff.facts]
+    tables: list[tuple[Row, list[Row]]] = [
+        (("predicted", "before", "after", "change"), amounts),
+        (("units", "before", "after"), decisions),
+        (("given", "before", "after"), facts),
+    ]
+    return [(head, rows) for head, rows in tables if rows]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

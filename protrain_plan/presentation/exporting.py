@@ -1,0 +1,272 @@
+"""The nearest configuration of another tool, and what it cannot say.
+
+Those tools have one switch where a plan has a decision per block. A switch is on as soon as one
+block needs it: no block then holds more of the device than was planned, and some move or compute
+more. Each list of losses says what that is.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import yaml
+
+from protrain_plan.records.plan import (
+    Keep,
+    Offload,
+    Persistent,
+    Plan,
+    Recompute,
+    Swap,
+    SwapInput,
+)
+from protrain_plan.records.tree import listed
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A configuration file and what of the plan is lost in it, a sentence each."""
+
+    file_name: str
+    text: str
+    losses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switches:
+    """A plan's decisions as the few switches that the tools have."""
+
+    shard_states: bool  # of several devices: some unit's, on them or below
+    offload_states: bool
+    states_on_disk: bool
+    fetch_twice: bool  # some unit's parameters, for forward and again for backward
+    recompute: bool  # some block computes its forward again
+    offload_inputs: bool  # ... and has its input moved off the device until then
+    offload_saved: bool  # some block moves what autograd saved
+
+    @staticmethod
+    def of(plan: Plan) -> "Switches":
+        moved = [unit.states for unit in plan.units if isinstance(unit.states, Offload)]
+        held = [states for states in moved if states.keep_gathered]
+        decided = [unit.activations for unit in plan.units]
+        return Switches(
+            shard_states=plan.num_devices > 1 and bool(moved),
+            offload_states=any(states.tier != "device" for states in moved),
+            states_on_disk=any(states.tier == "disk" for states in moved),
+            fetch_twice=plan.num_devices == 1 or len(held) < len(plan.units),
+            recompute=any(isinstance(one, Recompute | SwapInput) for one in decided),
+            offload_inputs=any(isinstance(one, SwapInput) for one in decided),
+            offload_saved=any(isinstance(one, Swap) for one in decided),
+        )
+
+
+def export(plan: Plan, tool: str) -> Exported:
+    """The configuration of a tool of `EXPORTERS` that comes nearest to the plan."""
+    file_name, make, _ = EXPORTERS[tool]
+    config, losses = make(plan, Switches.of(plan))
+    text = yaml.safe_dump(config, sort_keys=False)
+    if file_name.endswith(".json"):
+        text = json.dumps(config, indent=2) + "\n"
+    return Exported(file_name=file_name, text=text, losses=tuple(losses))
+
+
+def _deepspeed(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
+    """ZeRO-3 with offloading, and activation checkpointing's own switch."""
+    tier = "nvme" if switches.states_on_disk else "cpu"
+    place: dict[str, Any] = {"device": tier, "pin_memory": True}
+    if tier == "nvme":
+        place["nvme_path"] = "/local_nvme"
+    zero: dict[str, Any] = {"stage": 3 if switches.offload_states or switches.shard_states else 0}
+    if switches.offload_states:
+        zero |= {"offload_optimizer": place, "offload_param": place}
+    config: Config = {
+        "train_micro_batch_size_per_gpu": plan.workload.batch_size,
+        "gradient_accumulation_steps": plan.micro_batches,
+        "zero_optimization": zero,
+        "bf16": {"enabled": plan.workload.dtype == "bfloat16"},
+        "fp16": {"enabled": plan.workload.dtype == "float16"},
+    }
+    if plan.updates == "after backward":
+        config["gradient_clipping"] = 1.0
+    losses = _common_losses(plan, switches)
+    if switches.recompute:
+        config["activation_checkpointing"] = {"cpu_checkpointing": switches.offload_inputs}
+        losses.append(
+            "That blocks recompute has to be said in the model's code, or with the trainer's"
+            " gradient_checkpointing: DeepSpeed's configuration only says where inputs wait."
+        )
+    if plan.workload.precision == "pure" and plan.workload.dtype != "float32":
+        losses.append("DeepSpeed keeps float32 copies of the parameters: states are larger.")
+    if plan.workload.precision == "autocast":
+        losses.append(
+            f"Autocast is not written: parameters are {plan.workload.dtype} here, with float32"
+            " copies."
+        )
+    if switches.offload_saved:
+        losses.append("Swapping what autograd saved, without recomputation, cannot be said.")
+    if plan.updates == "after backward":
+        losses.append("The norm to clip at is not in the plan: 1.0 is written.")
+    if switches.states_on_disk:
+        losses.append("The plan names no path for what goes to disk: /local_nvme is written.")
+    return config, losses
+
+
+def _fsdp2(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
+    """Accelerate's configuration for fully_shard."""
+    config = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP",
+        "mixed_precision": _mixed_precision(plan),
+        "num_machines": plan.num_nodes,
+        "num_processes": plan.num_devices,
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": switches.fetch_twice,
+            "fsdp_offload_params": switches.offload_states,
+            "fsdp_activation_checkpointing": switches.recompute,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        },
+    }
+    losses = _common_losses(plan, switches)
+    if switches.states_on_disk:
+        losses.append("States on disk cannot be said: they go to host memory.")
+    if switches.offload_saved or switches.offload_inputs:
+        losses.append("Swapped activations cannot be said: they stay on the device.")
+    workload = plan.workload
+    sequences = "1 sequence" if workload.batch_size == 1 else f"{workload.batch_size} sequences"
+    sizes = f"{sequences} of {workload.seq_len} tokens, {plan.micro_batches} per update"
+    losses.append(f"The batch ({sizes}) and the dtype are the script's.")
+    return config, losses
+
+
+def _torchtune(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
+    """The keys of a recipe of torchtune that are about memory."""
+    config: Config = {
+        "batch_size": plan.workload.batch_size,
+        "gradient_accumulation_steps": plan.micro_batches,
+        "tokenizer": {"max_seq_len": plan.workload.seq_len},
+        "dtype": {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[plan.workload.dtype],
+        "enable_activation_checkpointing": switches.recompute or switches.offload_saved,
+        "enable_activation_offloading": switches.offload_inputs or switches.offload_saved,
+        "fsdp_cpu_offload": switches.offload_states,
+        "optimizer_in_bwd": _updates_in_backward(plan) and not switches.offload_states,
+    }
+    if plan.updates == "after backward":
+        config["clip_grad_norm"] = 1.0
+    losses = _common_losses(plan, switches)
+    if plan.workload.precision != "pure":
+        losses.append(
+            "One dtype is for all: float32 parameters, or copies of them, cannot be said."
+        )
+    if switches.offload_saved:
+        losses.append("Swapping without recomputation cannot be said: inputs are swapped instead.")
+    if switches.states_on_disk:
+        losses.append("States on disk cannot be said: they go to host memory.")
+    if switches.offload_states:
+        losses.append("fsdp_cpu_offload is for the distributed recipes alone.")
+        if _updates_in_backward(plan):
+            losses.append("Updates during backward do not go with offloaded states there.")
+    return config, losses
+
+
+def _trl(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
+    """Arguments of SFTConfig that are about memory."""
+    config: Config = {
+        "per_device_train_batch_size": plan.workload.batch_size,
+        "gradient_accumulation_steps": plan.micro_batches,
+        "max_length": plan.workload.seq_len,
+        "bf16": _mixed_precision(plan) == "bf16",
+        "fp16": _mixed_precision(plan) == "fp16",
+        "gradient_checkpointing": switches.recompute,
+        "activation_offloading": switches.offload_inputs or switches.offload_saved,
+        "max_grad_norm": 1.0 if plan.updates == "after backward" else 0.0,
+    }
+    losses = _common_losses(plan, switches)
+    if switches.offload_states:
+        losses.append(
+            "Offloaded states cannot be said here: add deepspeed: ds_config.json"
+            " (protrain export --to deepspeed)."
+        )
+    return config, losses
+
+
+class Exporter(NamedTuple):
+    """A tool: its file, as it calls it, and what makes the configuration and its losses."""
+
+    file_name: str
+    make: Callable[[Plan, Switches], tuple[Config, list[str]]]
+    also_called: str = ""
+
+
+EXPORTERS = {
+    "deepspeed": Exporter("ds_config.json", _deepspeed),
+    "fsdp2": Exporter("fsdp2.yaml", _fsdp2, also_called="Accelerate"),
+    "torchtune": Exporter("torchtune.yaml", _torchtune),
+    "trl": Exporter("trl.yaml", _trl),
+}
+
+
+def tools_text() -> str:
+    """The tools as an enumeration: `deepspeed, fsdp2 (Accelerate), torchtune or trl`."""
+    also = ((name, exporter.also_called) for name, exporter in EXPORTERS.items())
+    return listed([f"{name} ({other})" if other else name for name, other in also], "or")
+
+
+def _common_losses(plan: Plan, switches: Switches) -> list[str]:
+    """What none of the tools can say, and what is the script's with all of them."""
+    losses: list[str] = []
+    if plan.workload.adapter:
+        losses.append(f"The adapter ({plan.workload.adapter}) is the script's.")
+    if plan.optimizer != "adamw":
+        losses.append(f"The optimizer ({plan.optimizer}) is the script's.")
+    blocks = [unit for unit in plan.units if unit.kind == "block"]
+    stay = sum(isinstance(unit.states, Persistent) for unit in blocks)
+    if switches.offload_states and stay:
+        losses.append(f"{_blocks(stay)} would keep their states on the device: all are offloaded.")
+    elif switches.shard_states and stay:
+        losses.append(f"{_blocks(stay)} would have their states on every device: all are sharded.")
+    if plan.num_devices > 1:
+        nodes = f" in {plan.num_nodes} nodes" if plan.num_nodes > 1 else ""
+        started = f"{plan.num_devices}{nodes}"
+        losses.append(f"How many processes run is the launcher's: it has to start {started}.")
+    if plan.num_replicas > 1 and switches.shard_states:
+        losses.append("That shards are replicated has to be said to the launcher or the script.")
+    tiers = {unit.states.tier for unit in blocks if not isinstance(unit.states, Persistent)}
+    if len(tiers) > 1:
+        named = {"device": "devices", "host": "host", "disk": "disk"}
+        where = listed([word for tier, word in named.items() if tier in tiers], "and")
+        losses.append(f"States are split between {where} in the plan: here all go one way.")
+    keep = sum(isinstance(unit.activations, Keep) for unit in blocks)
+    if keep and (switches.recompute or switches.offload_saved):
+        losses.append(f"{_blocks(keep)} would keep their activations: none does here.")
+    in_part = sum(
+        isinstance(unit.activations, Recompute | SwapInput) and unit.activations.form != "full"
+        for unit in blocks
+    )
+    if in_part:
+        losses.append(f"{_blocks(in_part)} would recompute in part: here the whole block is.")
+    if any(unit.states != Persistent() or unit.activations != Keep() for unit in plan.units):
+        losses.append(
+            "When transfers run (leads, drains, pieces) is the tool's choice: the predicted peak"
+            " and the predicted seconds do not hold for it."
+        )
+    return losses
+
+
+def _blocks(count: int) -> str:
+    return "1 block" if count == 1 else f"{count} blocks"
+
+
+def _updates_in_backward(plan: Plan) -> bool:
+    return plan.updates == "in backward" and plan.micro_batches == 1
+
+
+def _mixed_precision(plan: Plan) -> str:
+    """`no` where everything is of one type: then the model itself is loaded in it."""
+    if plan.workload.precision == "pure":
+        return "no"
+    return {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[plan.workload.dtype]

@@ -1,0 +1,261 @@
+"""What `protrain profile`, `protrain hardware` and `protrain models` print."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+
+from protrain_plan.presentation.terminal import Table, Text, run_name, table_of, wrote
+from protrain_plan.records.hardware import Collectives, Hardware, Interconnect
+from protrain_plan.records.profile import Profile, Unit
+from protrain_plan.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from protrain_plan.models.presets import Preset
+
+
+def profile_json(profile: Profile) -> dict[str, Any]:
+    """What `protrain profile --json` prints."""
+    keep = [unit.cost("keep") for unit in profile.units]
+    return {
+        "model": profile.workload.model,
+        "hardware": profile.hardware.name,
+        "method": profile.method,
+        "model_fingerprint": profile.model_fingerprint,
+        "num_units": len(profile.units),
+        "num_parameters": sum(unit.num_parameters for unit in profile.units),
+        "model_states_bytes": _states_bytes(profile.units),
+        "activation_bytes": sum(cost.kept_bytes for cost in keep),
+        "forward_seconds": sum(cost.forward_s for cost in keep),
+        "backward_seconds": sum(cost.backward_s for cost in keep),
+        "context_bytes": profile.hardware.device.context_bytes,
+        **_held_back(profile),
+        "repetitions": asdict(profile.repetitions) if profile.repetitions else None,
+        "unsteady": unsteady(profile),
+        "measured_over_estimated": error_band(profile.hardware) if _estimated(profile) else None,
+    }
+
+
+STEADY = 1.2
+"""The slowest of whole steps over the fastest, on a machine that does nothing else. Medians of
+three were up to 15 % off where others' work changes its speed from second to second (`passes`)."""
+
+
+def unsteady(profile: Profile) -> str | None:
+    """What to say of repetitions that took very different times; None of others."""
+    found = profile.repetitions
+    if found is None or found.high <= STEADY * found.low:
+        return None
+    return (
+        f"repetitions varied by {found.high / found.low - 1:.0%}: the machine was busy; profile"
+        " again on a quiet one"
+    )
+
+
+def _held_back(profile: Profile) -> dict[str, int]:
+    """What the allocator was seen to hold beyond the tensors, if anything."""
+    size = profile.hardware.device.allocator_bytes
+    return {"allocator_bytes": size} if size else {}
+
+
+def _states_bytes(units: Sequence[Unit]) -> int:
+    return sum(u.parameter_bytes + u.gradient_bytes + u.state_bytes for u in units)
+
+
+def profile_text(profile: Profile, path: Path) -> RenderableType:
+    """What `protrain profile` prints."""
+    table = table_of("unit", "params", "states", "kept", "input", "forward", "backward")
+    alike = itertools.groupby(
+        profile.units, key=lambda u: (u.kind, u.num_parameters, u.parameter_bytes, u.forms)
+    )
+    for _, run in alike:
+        units = list(run)
+        unit, keep = units[0], units[0].cost("keep")
+        forms = {cost.form: cost for cost in unit.forms}
+        table.add_row(
+            run_name(unit.name, units[-1].name),
+            f"{unit.num_parameters / 1e6:.1f} M",
+            _short(_states_bytes([unit])),
+            _short(keep.kept_bytes),
+            _short(forms["full"].kept_bytes) if "full" in forms else "",
+            format_seconds(keep.forward_s),
+            format_seconds(keep.backward_s),
+        )
+    data = profile_json(profile)
+    held = _held_back(profile)
+    held_back = "".join(f", {format_bytes(size)} for its allocator" for size in held.values())
+    total = Text(
+        f"{data['num_parameters'] / 1e6:.1f} M parameters,"
+        f" {format_bytes(data['model_states_bytes'])} of model states,"
+        f" {format_bytes(data['activation_bytes'])} of activations,"
+        f" {format_bytes(data['context_bytes'])} besides tensors{held_back};"
+        f" forward and backward {format_seconds(data['forward_seconds'])}"
+        f" + {format_seconds(data['backward_seconds'])}"
+    )
+    note = Text("kept: by the unit between forward and backward; input: where it is recomputed")
+    machine = profile.hardware
+    how = [Text(f"estimated for {machine.name}: {trust(machine)}")] if _estimated(profile) else []
+    warning = unsteady(profile)
+    how += [Text(warning, style="yellow")] if warning else []
+    return Group(table, "", note, total, *how, wrote(path))
+
+
+def _estimated(profile: Profile) -> bool:
+    return profile.method == "estimated"
+
+
+def _short(size: int) -> str:
+    """The size in three digits, `54.0 MiB`: six columns beside a name in 80 characters."""
+    if abs(size) < 1024:
+        return format_bytes(size)
+    number, unit = format_bytes(size).split()
+    whole = number.partition(".")[0]
+    return f"{float(number):.{max(0, 3 - len(whole))}f} {unit}"
+
+
+def machines_text(machines: Sequence[Hardware]) -> RenderableType:
+    """What `protrain hardware list` prints."""
+    table = table_of("machine", "memory", "bf16", "fp32", "bandwidth", "link", "host", "disk")
+    for machine in machines:
+        rates = machine.rates
+        tiers = {tier.name: tier for tier in machine.tiers}
+        table.add_row(
+            machine.name,
+            format_bytes(machine.device.memory_bytes),
+            f"{rates.bfloat16_flops_per_s / 1e12:.4g}" if rates else "-",
+            f"{rates.float32_flops_per_s / 1e12:.4g}" if rates else "-",
+            _rate(rates.memory_bytes_per_s, "B/s") if rates else "-",
+            _rate(tiers["host"].link.read_bytes_per_s, "B/s") if "host" in tiers else "-",
+            f"{tiers['host'].capacity_bytes / 2**30:.0f} GiB" if "host" in tiers else "-",
+            f"{tiers['disk'].capacity_bytes / 1e12:.2g} TB" if "disk" in tiers else "-",
+        )
+    notes = (
+        "bf16, fp32: TFLOP/s of dense matrix products, at the peak",
+        "host, disk: typical ones; --host-memory and --disk say what there is",
+        "protrain hardware show NAME has a machine's every number, and its source",
+    )
+    return Group(table, "", *(Text(note) for note in notes))
+
+
+def _rate(per_s: float, unit: str) -> str:
+    """The rate for a reader, in powers of 1000: `24 GB/s`, `1.01 TB/s`, `989 TFLOP/s`."""
+    scale, prefix = (1e9, "G") if per_s < 1e12 else (1e12, "T")
+    return f"{per_s / scale:.4g} {prefix}{unit}"
+
+
+def machine_text(machine: Hardware, *, written: Path | None = None) -> RenderableType:
+    """What `protrain hardware show` prints, and `probe` of what it has written."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for what, value in _facts(machine):
+        table.add_row(what, Text(value))
+    head = Text(f"{machine.name}: {machine.device.name} ({machine.device.kind})", style="bold")
+    parts: list[RenderableType] = [head, table]
+    if machine.sources:
+        # A table, so that the further lines of a long source are indented.
+        sources = Table(box=None, padding=(0, 1, 0, 0), show_header=False)
+        sources.add_column()
+        sources.add_column(overflow="fold")
+        for source in machine.sources:
+            sources.add_row("-", Text(source))
+        parts += ["", Text("sources", style="bold"), sources]
+    if written is not None:
+        parts += ["", wrote(written)]
+    return Group(*parts)
+
+
+def _facts(machine: Hardware) -> Iterator[tuple[str, str]]:
+    """What a machine offers: a word and a sentence for each."""
+    device, rates = machine.device, machine.rates
+    size, context = format_bytes(device.memory_bytes), format_bytes(device.context_bytes)
+    more = format_bytes(device.allocator_bytes)
+    held_back = f", and its allocator up to {more} beyond them" if device.allocator_bytes else ""
+    yield "memory", f"{size}, of which a process holds {context} besides tensors{held_back}"
+    yield "threads", str(device.num_threads)
+    if rates is not None:
+        yield (
+            "compute",
+            f"{_rate(rates.bfloat16_flops_per_s, 'FLOP/s')} in bf16,"
+            f" {_rate(rates.float32_flops_per_s, 'FLOP/s')} in fp32;"
+            f" large matrix products reach {rates.compute_efficiency:.0%}",
+        )
+        yield (
+            "bandwidth",
+            f"{_rate(rates.memory_bytes_per_s, 'B/s')}; large operators reach"
+            f" {rates.memory_efficiency:.0%}",
+        )
+        yield "operator", f"at least {format_seconds(rates.operator_s)}"
+        yield "AdamW", f"{rates.host_parameters_per_s / 1e9:.3g} G parameters/s in host memory"
+    for tier in machine.tiers:
+        link = tier.link
+        yield (
+            tier.name,
+            f"{format_bytes(tier.capacity_bytes)}, {_rate(link.read_bytes_per_s, 'B/s')} to the"
+            f" device, {_rate(link.write_bytes_per_s, 'B/s')} from it,"
+            f" {link.duplex:.0%} of each both ways at once, latency"
+            f" {format_seconds(link.latency_s)}",
+        )
+    yield (
+        "contention",
+        f"compute keeps {machine.read_contention.compute:.0%} of its speed beside reads,"
+        f" {machine.write_contention.compute:.0%} beside writes,"
+        f" {machine.update_contention.compute:.0%} beside updates",
+    )
+    if machine.interconnect is not None:
+        yield "devices", _joined(machine.interconnect)
+    if rates is not None:
+        yield "estimates", trust(machine)
+
+
+def error_band(machine: Hardware) -> list[float] | None:
+    """Measured over estimated seconds, 10th and 90th percentile; None if never compared."""
+    rates = machine.rates
+    return [rates.error_low, rates.error_high] if rates and rates.error_high else None
+
+
+def trust(machine: Hardware) -> str:
+    """How far estimates of its seconds can be trusted."""
+    band = error_band(machine)
+    if band is None:
+        return "seconds were never compared with measured ones"
+    return f"measured steps took {band[0]:.2f} to {band[1]:.2f} times as long"
+
+
+def _joined(joined: Interconnect) -> str:
+    """What joins several devices, as a sentence."""
+    speeds = [f"{joined.devices_per_node} in a node", _collected(joined.intra_node)]
+    if joined.inter_node is not None:
+        speeds.append(f"among nodes {_collected(joined.inter_node)}")
+    return (
+        f"{', '.join(speeds)}; beside a collective compute keeps {joined.contention.compute:.0%}"
+        f" of its speed, a link to a lower tier {joined.link_share:.0%};"
+        f" {format_bytes(joined.library_bytes)} held by its library;"
+        f" tiers are those {joined.below}"
+    )
+
+
+def _collected(speeds: Collectives) -> str:
+    gathered, reduced = speeds.gather_bytes_per_s, speeds.reduce_bytes_per_s
+    how = f"{_rate(gathered, 'B/s')} gathered, {_rate(reduced, 'B/s')} reduced"
+    return how if gathered != reduced else f"{_rate(gathered, 'B/s')} gathered or reduced"
+
+
+def presets_text(presets: Sequence["Preset"]) -> RenderableType:
+    """What `protrain models` prints."""
+    table = table_of("name", "parameters", "layers", "hidden", "source")
+    table.columns[-1].justify = "left"
+    for preset in presets:
+        # Hugging Face's repository says enough; other sources are sentences.
+        repository = preset.source.removeprefix("https://huggingface.co/").partition("/blob/")[0]
+        table.add_row(
+            preset.name,
+            f"{preset.num_parameters / 1e6:,.1f} M",
+            str(preset.num_layers),
+            str(preset.hidden_size),
+            Text(repository),
+        )
+    return table

@@ -1,0 +1,271 @@
+"""The simulated step as plain data and as one HTML file."""
+
+import base64
+import hashlib
+import html
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from math import floor, log10
+from string import Template
+from typing import Any, NamedTuple
+
+from protrain_plan import __version__
+from protrain_plan.escaping import one_line
+from protrain_plan.presentation.report.step import (
+    Bar,
+    Step,
+    TierMemory,
+    bars,
+    memory,
+    named,
+    slot_begins_s,
+    waits,
+)
+from protrain_plan.program.group import Group
+from protrain_plan.program.recording import Recording
+from protrain_plan.records import activations_text, fingerprint, states_text
+from protrain_plan.records.plan import UnitPlan
+from protrain_plan.simulation.report import in_words
+
+Data = dict[str, Any]
+
+
+class FrontPoint(NamedTuple):
+    """A plan on the front of memory against time; `device_bytes` with the context."""
+
+    device_bytes: int
+    step_seconds: float
+    gap: float
+
+
+class _Scale:
+    """How times and kinds are written as numbers."""
+
+    def __init__(self, step: Step) -> None:
+        seconds = step.report.step_seconds
+        self.tick_s = 10.0 ** (floor(log10(seconds)) - 7) if seconds else 1e-9
+        self.kinds = {kind: n for n, kind in enumerate(_kinds(step))}
+
+    def ticks(self, seconds: Iterable[float]) -> list[int]:
+        return [round(time / self.tick_s) for time in seconds]
+
+    def bars(self, found: Sequence[Bar]) -> Data:
+        return {
+            "start": self.ticks(bar.start_s for bar in found),
+            "end": self.ticks(bar.end_s for bar in found),
+            "kind": [self.kinds[bar.kind] for bar in found],
+            "unit": [bar.unit for bar in found],
+        }
+
+    def moved(self, found: Sequence[Bar]) -> Data:
+        """The same, with what each transfers."""
+        return self.bars(found) | {
+            "slot": [bar.slot for bar in found],
+            "bytes": [bar.bytes for bar in found],
+            "pieces": [bar.num_pieces for bar in found],
+        }
+
+
+def _kinds(step: Step) -> dict[str, None]:
+    return dict.fromkeys(bar.kind for bar in named(step).values())
+
+
+def step_data(
+    step: Step,
+    *,
+    recording: Recording | None = None,
+    front: Sequence[FrontPoint] = (),
+) -> Data:
+    """Everything that is shown of a step; a recording must be one of its plan."""
+    scale, found, ran = _Scale(step), waits(step), bars(step, step.timeline.spans)
+    plan, report = step.plan, step.report
+    workload, prediction = plan.workload, plan.prediction
+    return {
+        "program": f"protrain-plan {__version__}",
+        "model": workload.model,
+        "workload": workload_text(step),
+        "hardware": plan.hardware,
+        "optimizer": plan.optimizer,
+        "exact": plan.exact,
+        "updates": plan.updates,
+        "micro_batches": plan.micro_batches,
+        **(asdict(Group.of(plan)) if plan.num_devices > 1 else {}),
+        "plan_fingerprint": fingerprint(plan),
+        "profile_fingerprint": plan.profile_fingerprint,
+        "profile_method": step.profile.method,
+        "tick_seconds": scale.tick_s,
+        "step_seconds": report.step_seconds,
+        "predicted_step_seconds": prediction.step_seconds,
+        **({"expected_seconds": expected} if (expected := prediction.expected_seconds) else {}),
+        "gap": plan.gap,
+        "stall_seconds": report.stall_seconds,
+        "stall_by_cause": report.stall_by_cause,
+        "words": in_words(report),
+        "units": [_unit(step, index) for index in range(len(plan.units))],
+        "decisions": decisions(step),
+        "slots": {
+            "begin": scale.ticks(slot_begins_s(step)),
+            "start": scale.ticks(slot.start_s for slot in report.slots),
+            "end": scale.ticks(slot.end_s for slot in report.slots),
+        },
+        "peak_slot": report.peak_slot.index,
+        "tiers": [_tier(tier, scale) for tier in memory(step)],
+        "kinds": list(scale.kinds),
+        "lanes": [
+            {
+                "name": lane.name,
+                "busy_seconds": lane.busy_s,
+                "utilisation": lane.utilisation,
+                "bytes": lane.bytes,
+                "num_moves": lane.num_moves,
+                "bars": scale.moved(ran.get(lane.name, ())),
+            }
+            for lane in report.lanes
+        ],
+        "waits": {
+            "start": scale.ticks(wait.start_s for wait in found),
+            "end": scale.ticks(wait.end_s for wait in found),
+            "slot": [wait.slot for wait in found],
+            "cause": [wait.cause for wait in found],
+            "waited_for": [wait.waited_for for wait in found],
+            "lane": [wait.lane for wait in found],
+        },
+        "front": [point._asdict() for point in front],
+        "recording": None if recording is None else _recording(step, recording, scale),
+    }
+
+
+def workload_text(step: Step) -> str:
+    """`2 sequences of 256 tokens on each of 8 devices, float32`."""
+    workload = step.plan.workload
+    sequences = "1 sequence" if workload.batch_size == 1 else f"{workload.batch_size} sequences"
+    devices = f" on each of {Group.of(step.plan)}" if step.plan.num_devices > 1 else ""
+    parts = [f"{sequences} of {workload.seq_len} tokens{devices}", workload.dtype]
+    if workload.precision != "pure":
+        parts.append(f"{workload.precision} precision")
+    if workload.adapter:
+        parts.append(workload.adapter)
+    if workload.deterministic:
+        parts.append("deterministic kernels")
+    if step.plan.micro_batches > 1:
+        parts.append(f"{step.plan.micro_batches} micro-batches")
+    return ", ".join(parts)
+
+
+def decisions(step: Step) -> list[Data]:
+    """Runs of units with the same decisions, in order."""
+    found: list[Data] = []
+    units = enumerate(step.plan.units)
+    for _, run in itertools.groupby(units, key=lambda item: _decided(item[1])):
+        members = list(run)
+        first, decided = members[0]
+        schedule = decided.schedule
+        found.append(
+            {
+                "first": first,
+                "last": members[-1][0],
+                "activations": activations_text(decided.activations),
+                "states": states_text(decided.states),
+                "forward_lead": schedule.forward_lead,
+                "backward_lead": schedule.backward_lead,
+                "swap_lead": schedule.swap_lead,
+                "swap_drain": schedule.swap_drain,
+                "update_drain": schedule.update_drain,
+            }
+        )
+    return found
+
+
+def _decided(unit: UnitPlan) -> object:
+    # Parts that happen to follow one another are no run.
+    name = unit.name if unit.kind == "part" else ""
+    return name, unit.activations, unit.states, unit.schedule
+
+
+def _unit(step: Step, index: int) -> Data:
+    decided, unit = step.plan.units[index], step.profile.units[index]
+    keep = unit.cost("keep")
+    return {
+        "name": decided.name,
+        "activations": activations_text(decided.activations),
+        "states": states_text(decided.states),
+        "state_bytes": unit.parameter_bytes + unit.gradient_bytes + unit.state_bytes,
+        "keep_bytes": keep.kept_bytes,
+    }
+
+
+def _tier(tier: TierMemory, scale: _Scale) -> Data:
+    return {
+        "name": tier.name,
+        "budget": tier.budget_bytes,
+        "peak": max(tier.totals),
+        "time": scale.ticks(tier.times_s),
+        "kinds": {kind: _repeats_dropped(sizes) for kind, sizes in tier.by_kind.items()},
+    }
+
+
+def _repeats_dropped(sizes: Sequence[int]) -> list[int]:
+    """A single number for bytes that never change."""
+    return list(sizes[:1]) if len(set(sizes)) == 1 else list(sizes)
+
+
+def _recording(step: Step, recording: Recording, scale: _Scale) -> Data:
+    """The recorded step, to be drawn over the simulated one."""
+    by_lane = bars(step, recording.events)
+    busy: dict[str, float] = {}
+    for one in recording.events:
+        busy[one.lane] = busy.get(one.lane, 0.0) + one.end_s - one.start_s
+    predicted = [slot.device.total for slot in step.report.slots]
+    above = [index for index, size in enumerate(recording.slot_bytes) if size > predicted[index]]
+    return {
+        "step_seconds": recording.step_seconds,
+        "lanes": {lane: scale.bars(of_lane) for lane, of_lane in by_lane.items()},
+        "busy_seconds": busy,
+        "slot_bytes": list(recording.slot_bytes),
+        "slots_above": above,
+    }
+
+
+def page_text(
+    step: Step, *, recording: Recording | None = None, front: Sequence[FrontPoint] = ()
+) -> str:
+    """The page; a recording must be one of the step's plan."""
+    data = _shown(step_data(step, recording=recording, front=front))
+    style, script = _part("page.css"), _part("page.js")
+    return Template(_part("page.html")).substitute(
+        title=html.escape(f"{data['model']}: {data['workload']}"),
+        policy=f"default-src 'none'; img-src data:; base-uri 'none'; form-action 'none';"
+        f" style-src '{_hash(style)}'; script-src '{_hash(script)}'",
+        style=style,
+        script=script,
+        data=_embedded(json.dumps(data, separators=(",", ":"))),
+    )
+
+
+def _part(name: str) -> str:
+    return (files("protrain_plan.presentation.report") / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _shown(data: Any) -> Any:
+    """The same data; in names, what cannot be seen is shown as an escape."""
+    match data:
+        case str():
+            return one_line(data)
+        case list() | tuple():
+            return [_shown(value) for value in data]
+        case dict():
+            return {_shown(key): _shown(value) for key, value in data.items()}
+        case _:
+            return data
+
+
+def _embedded(text: str) -> str:
+    """JSON that cannot end the element around it: a name may hold any character."""
+    return text.replace("<", "\\u003c")

@@ -1,0 +1,331 @@
+"""The simulated step on a terminal: `protrain show` draws it, `protrain simulate` sums it up."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Group as Lines
+
+from protrain_plan.escaping import one_line
+from protrain_plan.presentation.plans import tiers_json
+from protrain_plan.presentation.report.page import workload_text
+from protrain_plan.presentation.report.step import Bar, Step, TierMemory, bars, memory, waits
+from protrain_plan.presentation.terminal import Text, table_of
+from protrain_plan.program.group import Group
+from protrain_plan.records.decisions import WORDINGS
+from protrain_plan.simulation.report import COMPUTE, in_words
+from protrain_plan.units import format_bytes, format_range, format_seconds
+
+NARROWEST, WIDEST = 60, 132
+LABEL = 16  # the columns to the left of every strip
+VALUE = 12  # and those to its right
+CHART_ROWS = 6
+CROWDED = 1.5
+"""A chart reaches up to the budget, unless that is this many times the peak."""
+CRUMB = 5e-3
+"""The part of a chart's height below which a kind of bytes has no row."""
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+ASCII = " .:-=+*%#"
+WAITING = "x"
+MIXED = "*"
+
+KIND_MARKS = {
+    "context": ("c", "black on bright_black"),
+    "base": ("b", "black on white"),
+    "staging": ("t", "black on bright_blue"),
+    "states": ("s", "white on blue"),
+    "gradients": ("g", "white on red"),
+    "activations": ("a", "black on yellow"),
+    "buffers": ("u", "black on cyan"),
+    "fetched ahead": ("f", "black on green"),
+    "leaving": ("l", "white on magenta"),
+}
+"""The letter and the colours of each kind of bytes on the device."""
+LETTER_STYLES = {
+    letter: style
+    for letters, style in {
+        "K": "yellow",
+        "RrBbd": "green",
+        "Ss": "magenta",
+        "IiOoD": "cyan",
+        "P": "blue",
+    }.items()
+    for letter in letters
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Screen:
+    """What `protrain show` prints, in the width that there is, at most WIDEST columns."""
+
+    step: Step
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The lines, for rich."""
+        width = min(max(options.max_width, NARROWEST), WIDEST)
+        yield from _Drawing(self.step, width, ascii_only=options.ascii_only).lines()
+
+
+class _Drawing:
+    def __init__(self, step: Step, width: int, *, ascii_only: bool) -> None:
+        self.step, self.width = step, width
+        self.columns = width - LABEL - VALUE
+        self.ramp = ASCII if ascii_only else BLOCKS
+        self.dots = "..." if ascii_only else "…"
+
+    def lines(self) -> Iterator[Text]:
+        yield from self._head()
+        yield from self._decisions()
+        yield Text()
+        yield from self._memory()
+        yield Text()
+        yield from self._lanes()
+        yield from self._words()
+
+    def _head(self) -> Iterator[Text]:
+        plan, report = self.step.plan, self.step.report
+        model = plan.workload.model
+        words = f"{model}: {workload_text(self.step)}, {plan.optimizer} on {plan.hardware}"
+        for line in self._sentence(words):
+            line.highlight_words([one_line(model)], "bold")
+            yield line
+        yield from self._sentence(
+            f"step {format_seconds(plan.prediction.step_seconds)}"
+            f"{format_range(plan.prediction.expected_seconds)}, at most {plan.gap:.2%} above"
+            f" the fastest; compute waits {format_seconds(report.stall_seconds)}"
+        )
+        if plan.micro_batches > 1:
+            yield Text(f"the last of {plan.micro_batches} micro-batches, with its update:")
+
+    # Decisions
+
+    def _decisions(self) -> Iterator[Text]:
+        units = self.step.plan.units
+        room = self.width - LABEL
+        per_column = -(-len(units) // (2 * room))  # two lines at most
+        columns = [units[i : i + per_column] for i in range(0, len(units), per_column)]
+        activations = [
+            _one({WORDINGS[unit.activations].letter for unit in group}) for group in columns
+        ]
+        states = [_one({WORDINGS[unit.states].letter for unit in group}) for group in columns]
+        for first in range(0, len(columns), room):
+            last = min(first + room, len(columns))
+            if first == 0:
+                yield self._row("", _ruler(last - first))
+            also = f"  from unit {first * per_column}" if first else "activations"
+            for name, symbols in ((also, activations), ("states", states)):
+                strip = Text()
+                for symbol in symbols[first:last]:
+                    strip.append(symbol, LETTER_STYLES.get(symbol, ""))
+                yield self._row(name, strip)
+        texts: dict[str, dict[str, None]] = {}
+        decided = [*(unit.activations for unit in units), *(unit.states for unit in units)]
+        for told in (WORDINGS[decision] for decision in decided):
+            texts.setdefault(told.letter, {})[told.phrase] = None
+        legend = [
+            one_line(f"{symbol} {' | '.join(meanings)}") for symbol, meanings in texts.items()
+        ]
+        if per_column > 1:
+            legend.append(f"{MIXED} several (a column is {per_column} units)")
+        yield from self._wrapped(legend)
+
+    # Memory
+
+    def _memory(self) -> Iterator[Text]:
+        report = self.step.report
+        device, *below = memory(self.step)
+        peak = report.peak_slot.index
+        total, budget = device.totals[peak], device.budget_bytes
+        top = budget if total <= budget < CROWDED * total else total
+        at = [self._fullest_slot(device, share) for share in self._shares()]
+        for row in reversed(range(CHART_ROWS)):
+            line = Text()
+            for slot in at:
+                kind = _kind_at(device, slot, top * (row + 0.5) / CHART_ROWS)
+                line.append(*KIND_MARKS.get(kind, (" ", "")))
+            label = {CHART_ROWS - 1: "device memory"}.get(row, "")
+            value = {CHART_ROWS - 1: format_bytes(top), 0: "0 B"}.get(row, "")
+            yield self._row(label, line, value)
+        marks = "".join("^" if slot == peak else " " for slot in at)
+        yield self._row("", Text(marks), "at the peak")
+        for kind, sizes in device.by_kind.items():
+            if max(sizes) >= CRUMB * top:
+                yield self._kind(kind, [sizes[slot] for slot in at], sizes[peak])
+        used = "".join(
+            f"; {tier.name} {format_bytes(max(tier.totals))} of {format_bytes(tier.budget_bytes)}"
+            for tier in below
+        )
+        held_back = self.step.profile.hardware.device.allocator_bytes
+        holes = f" ({format_bytes(held_back)} held back for the allocator)" if held_back else ""
+        yield from self._sentence(
+            f"^ the peak, {format_bytes(total)} of {format_bytes(budget)}{holes}, is in the"
+            f" {report.peak_slot.name}{used}"
+        )
+
+    def _kind(self, kind: str, sizes: Sequence[int], at_peak: int) -> Text:
+        """A row of its own scale: when there is most of it, and when there is any."""
+        line, most = Text(), max(1, *sizes)
+        for size in sizes:
+            eighths = max(1 if size else 0, round(8 * size / most))
+            line.append(self.ramp[eighths])
+        label = Text()
+        label.append(*KIND_MARKS[kind])
+        label.append(f" {kind}")
+        return self._row(label, line, format_bytes(at_peak))
+
+    def _fullest_slot(self, device: TierMemory, share: tuple[float, float]) -> int:
+        """The slot that a column shows: the fullest of those in its share of the step."""
+        first = max(0, bisect_right(device.times_s, share[0]) - 1)
+        last = max(first, bisect_left(device.times_s, share[1]) - 1)
+        totals = device.totals
+        return max(range(first, last + 1), key=totals.__getitem__)
+
+    # Lanes
+
+    def _lanes(self) -> Iterator[Text]:
+        ran = bars(self.step, self.step.timeline.spans)
+        for lane in self.step.report.lanes:
+            strip = self._strip(lane.name, ran.get(lane.name, ()))
+            yield self._row(lane.name, strip, f"{lane.utilisation:.1%}")
+        step = format_seconds(self.step.report.step_seconds)
+        yield self._row("", Text("0 s" + " " * (self.columns - 3 - len(step)) + step))
+
+    def _strip(self, lane: str, ran: Sequence[Bar]) -> Text:
+        busy = _filled(self._shares(), [(bar.start_s, bar.end_s) for bar in ran])
+        idle = [0.0] * len(busy)
+        if lane == COMPUTE:
+            found = [(wait.start_s, wait.end_s) for wait in waits(self.step)]
+            idle = _filled(self._shares(), found)
+        line = Text()
+        for fraction, waiting in zip(busy, idle, strict=True):
+            if waiting >= 0.5:
+                line.append(WAITING, "red")
+            else:
+                eighths = max(1 if fraction > 0 else 0, round(8 * fraction))
+                line.append(self.ramp[eighths], "" if lane == COMPUTE else "cyan")
+        return line
+
+    def _shares(self) -> list[tuple[float, float]]:
+        """The part of the step that each column shows."""
+        step_s = self.step.report.step_seconds
+        edges = [step_s * n / self.columns for n in range(self.columns + 1)]
+        return list(pairwise(edges))
+
+    # Words
+
+    def _words(self) -> Iterator[Text]:
+        waited, *_ = in_words(self.step.report)
+        mark = f"{WAITING} " if self.step.report.stall_seconds else ""
+        yield from self._sentence(f"{mark}{waited}")
+
+    def _sentence(self, words: str) -> Iterator[Text]:
+        yield from self._wrapped(one_line(words).split(" "), between=" ", indent="  ")
+
+    def _wrapped(
+        self, words: Iterable[str], *, between: str = "   ", indent: str = ""
+    ) -> Iterator[Text]:
+        line = ""
+        for word in words:
+            longer = f"{line}{between}{word}" if line else word
+            if line and cell_len(longer) > self.width:
+                yield self._fitted(Text(line))
+                longer = indent + word
+            line = longer
+        yield self._fitted(Text(line))
+
+    def _row(self, label: str | Text, strip: Text, value: str = "") -> Text:
+        line = Text(no_wrap=True, overflow="crop")
+        line.append(label)
+        line.align("left", LABEL)
+        line.append(strip)
+        if value:
+            line.append(" " * max(1, self.width - line.cell_len - len(value)) + value)
+        line.rstrip()
+        return line
+
+    def _fitted(self, line: Text) -> Text:
+        if line.cell_len > self.width:
+            line.truncate(self.width - len(self.dots))
+            line.append(self.dots)
+        return line
+
+
+def _kind_at(device: TierMemory, slot: int, height: float) -> str:
+    """The kind at a height of the stack, "" above it."""
+    for kind, sizes in device.by_kind.items():
+        height -= sizes[slot]
+        if height < 0:
+            return kind
+    return ""
+
+
+def _one(symbols: set[str]) -> str:
+    return symbols.pop() if len(symbols) == 1 else MIXED
+
+
+def _ruler(columns: int) -> Text:
+    """A mark at every tenth column."""
+    marks = "".join("|" if n % 10 == 0 else "." if n % 5 == 0 else " " for n in range(columns))
+    return Text(marks, "bright_black")
+
+
+def _filled(
+    shares: Sequence[tuple[float, float]], spans: Sequence[tuple[float, float]]
+) -> list[float]:
+    """How much of each share the spans fill; they do not overlap."""
+    width = shares[0][1] - shares[0][0]
+    filled = [0.0] * len(shares)
+    for start, end in spans:
+        first = min(int(start / width), len(shares) - 1)
+        last = min(int(end / width), len(shares) - 1)
+        for index in range(first, last + 1):
+            left, right = shares[index]
+            filled[index] += max(0.0, min(end, right) - max(start, left)) / width
+    return [min(1.0, fraction) for fraction in filled]
+
+
+def summary_json(step: Step) -> dict[str, Any]:
+    """The step as plain data, in seconds and bytes; `protrain show --json` has the time line."""
+    report = step.report
+    expected = step.plan.prediction.expected_seconds
+    several = asdict(Group.of(step.plan)) if step.plan.num_devices > 1 else {}
+    return several | {
+        "step_seconds": report.step_seconds,
+        "predicted_step_seconds": step.plan.prediction.step_seconds,
+        **({"expected_seconds": expected} if expected else {}),
+        "stall_seconds": report.stall_seconds,
+        "stall_by_cause": report.stall_by_cause,
+        "stall_by_lane": report.stall_by_lane,
+        "lanes": [asdict(lane) for lane in report.lanes],
+        "peak_slot": report.peak_slot.name,
+        "peak_slot_bytes": report.slots[report.peak_slot.index].device.by_kind,
+        "peak_bytes": tiers_json(report.tier_peaks),
+    }
+
+
+def summary_text(step: Step) -> RenderableType:
+    """The lanes as a table, then what limits time and memory in sentences."""
+    report, table = step.report, table_of("lane", "busy", "of the step", "bytes", "moves")
+    for lane in report.lanes:
+        table.add_row(
+            lane.name,
+            format_seconds(lane.busy_s),
+            f"{lane.utilisation:.1%}",
+            format_bytes(lane.bytes) if lane.bytes else "",
+            f"{lane.num_moves}",
+        )
+    head = f"step {format_seconds(report.step_seconds)}"
+    if step.plan.micro_batches > 1:
+        whole = format_seconds(step.plan.prediction.step_seconds)
+        head = (
+            f"the last of {step.plan.micro_batches} micro-batches, with its update:"
+            f" {format_seconds(report.step_seconds)} of the step's {whole}"
+        )
+    if step.plan.num_devices > 1:
+        head += f", on each of {Group.of(step.plan)}"
+    return Lines(Text(head), "", table, "", *(Text(line) for line in in_words(report)))

@@ -1,0 +1,289 @@
+"""A plan with its profile, and the step that the simulator predicts: lanes, waits, memory."""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.planning.model.problem import misfit
+from protrain_plan.program.compiling import program_of
+from protrain_plan.program.group import Group, profile_of_rank
+from protrain_plan.program.implications import BoundProgram, StateOption, host_staging_bytes
+from protrain_plan.program.program import pinned_bytes
+from protrain_plan.program.recording import Event
+from protrain_plan.records import fingerprint, read_plan, read_profile
+from protrain_plan.records.hardware import TierName, is_accelerator
+from protrain_plan.records.plan import Plan
+from protrain_plan.records.profile import Profile
+from protrain_plan.simulation.report import StepReport, report, stall_cause
+from protrain_plan.simulation.timeline import Span, Timeline, simulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A simulated step; with micro-batches, the last of them and the update after it."""
+
+    plan: Plan
+    profile: Profile
+    program: BoundProgram
+    timeline: Timeline
+    report: StepReport
+
+    @property
+    def unit_names(self) -> tuple[str, ...]:
+        return tuple(unit.name for unit in self.plan.units)
+
+
+def simulated(plan: Plan, profile: Profile) -> Step:
+    """The step of a plan whose units are those of the profile; of one of its devices.
+
+    ProtrainError where the profile's machine does not say what joins several.
+    """
+    profile = profile_of_rank(profile, Group.of(plan))
+    program = program_of(plan, profile)
+    return Step(
+        plan=plan,
+        profile=profile,
+        program=program,
+        timeline=simulate(program),
+        report=report(program),
+    )
+
+
+def read_step(plan_path: Path, profile_path: Path | None = None) -> Step:
+    """The step of the plan in a file; its profile is by default the profile.yaml beside it.
+
+    ProtrainError where either file is no such record, or where they are not of one another.
+    """
+    plan = read_plan(plan_path)
+    if profile_path is None:
+        profile_path = plan_path.parent / "profile.yaml"
+        if not os.path.exists(profile_path):  # noqa: PTH110  (a name that no file can have)
+            raise ProtrainError(
+                "the profile that this plan was made from is not beside it as profile.yaml",
+                source=str(plan_path),
+                fix="name it with --profile",
+            )
+    profile = read_profile(profile_path)
+    if (found := fingerprint(profile)) != plan.profile_fingerprint:
+        raise ProtrainError(
+            f"not the profile that {plan_path} was made from: this one is {found},"
+            f" that one was {plan.profile_fingerprint}",
+            source=str(profile_path),
+            fix="name the plan's own profile with --profile, or plan again",
+        )
+    if (why := misfit(plan, profile)) is not None:
+        raise ProtrainError(why.problem, source=str(plan_path), key=why.key, fix=why.fix)
+    try:
+        step = simulated(plan, profile)
+    except ProtrainError as error:
+        raise ProtrainError(
+            error.message, source=str(plan_path), key=error.key, fix=error.fix
+        ) from None
+    if not step.report.step_seconds:
+        raise ProtrainError("a step that takes no time cannot be shown", source=str(plan_path))
+    return step
+
+
+MAX_BARS = 1_000
+"""Bars that a lane shows one by one. On a lane with more, consecutive pieces of one chunk are one
+bar: a chunk on disk is updated in hundreds of them."""
+
+
+class Bar(NamedTuple):
+    """Something that runs on a lane: a slot's compute, a move, or several pieces of one chunk."""
+
+    start_s: float
+    end_s: float
+    kind: str  # a move's kind; "forward", "backward" and "update on the device" on compute
+    unit: int
+    slot: int
+    bytes: int
+    num_pieces: int = 1
+
+
+class Wait(NamedTuple):
+    """A time in which compute waits before `slot`."""
+
+    start_s: float
+    end_s: float
+    slot: int
+    cause: str  # "parameters from host"
+    waited_for: str  # the move whose end ended it
+    lane: str
+
+
+def bars(step: Step, ran: Iterable[Span | Event]) -> dict[str, tuple[Bar, ...]]:
+    """What a simulated or a recorded step ran on each lane, in the order of the starts."""
+    known = named(step)
+    found: dict[str, list[Bar]] = {}
+    for one in sorted(ran, key=lambda one: (one.start_s, one.end_s)):
+        bar = known[one.name]._replace(start_s=one.start_s, end_s=one.end_s)
+        found.setdefault(one.lane, []).append(bar)
+    return {
+        lane: tuple(_merged(of_lane) if len(of_lane) > MAX_BARS else of_lane)
+        for lane, of_lane in found.items()
+    }
+
+
+def named(step: Step) -> dict[str, Bar]:
+    """What the programme's names mean, as bars without a time."""
+    program = step.program
+    end = len(program.slots)
+    update = program.slot_name(end)
+    known = {update: Bar(0.0, 0.0, update, 0, end, 0)}
+    for index, slot in enumerate(program.slots):
+        kind = "forward" if slot.forward else "backward"
+        known[program.slot_name(index)] = Bar(0.0, 0.0, kind, slot.unit, index, 0)
+    for number, move in enumerate(program.moves):
+        bar = Bar(0.0, 0.0, move.kind, move.unit, move.slot, move.bytes)
+        known[program.move_name(number)] = bar
+    return known
+
+
+def waits(step: Step) -> tuple[Wait, ...]:
+    """Compute's waits, in order: before a slot first for what leaves, then for what arrives."""
+    program, compute = step.program, step.timeline.compute
+    moves = {program.move_name(number): move for number, move in enumerate(program.moves)}
+    now = [0.0, *(end for _, end in compute)]  # where the next wait before a slot begins
+    found: list[Wait] = []
+    for stall in step.timeline.stalls:
+        start, end = now[stall.slot], now[stall.slot] + stall.seconds
+        now[stall.slot] = end
+        cause = stall_cause(stall, moves[stall.waited_for])
+        found.append(Wait(start, end, stall.slot, cause, stall.waited_for, stall.lane))
+    return tuple(found)
+
+
+def _merged(found: Sequence[Bar]) -> Iterable[Bar]:
+    merged: list[Bar] = []
+    for bar in found:
+        last = merged[-1] if merged else None
+        if last and (last.kind, last.unit, last.slot) == (bar.kind, bar.unit, bar.slot):
+            merged[-1] = last._replace(
+                end_s=bar.end_s,
+                bytes=last.bytes + bar.bytes,
+                num_pieces=last.num_pieces + bar.num_pieces,
+            )
+        else:
+            merged.append(bar)
+    return merged
+
+
+KINDS = (
+    "context",
+    "base",
+    "staging",
+    "states",
+    "gradients",
+    "activations",
+    "buffers",
+    "fetched ahead",
+    "leaving",
+    "reserved",
+)
+"""What bytes are counted as, from the bottom of a stack to its top. "context" is what the process
+holds of the device besides tensors, with what its allocator does; "reserved" is room for
+activations that are elsewhere now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierMemory:
+    """Bytes on one tier: those at `index` from `times_s[index]` on, until the next ones.
+
+    `by_kind` has the kinds that are there at some time, in the order of KINDS.
+    """
+
+    name: str  # "device", "host", "disk"
+    budget_bytes: int
+    times_s: tuple[float, ...]
+    by_kind: dict[str, tuple[int, ...]]
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        return tuple(map(sum, zip(*self.by_kind.values(), strict=True)))
+
+
+def slot_begins_s(step: Step) -> tuple[float, ...]:
+    """When each slot begins, that of the device's update too."""
+    ends = [0.0, *(end for _, end in step.timeline.compute[:-1])]
+    drains = [0.0] * len(ends)
+    for stall in step.timeline.stalls:
+        if stall.reason == "drain":
+            drains[stall.slot] += stall.seconds
+    return tuple(end + drain for end, drain in zip(ends, drains, strict=True))
+
+
+def memory(step: Step) -> tuple[TierMemory, ...]:
+    """The device, and the machine's tiers below it that hold anything."""
+    below = (_tier(step, tier.name) for tier in step.profile.hardware.tiers)
+    return (_device(step), *(tier for tier in below if tier.by_kind))
+
+
+def _device(step: Step) -> TierMemory:
+    besides = step.profile.hardware.device.besides_bytes
+    slots = [
+        {"context": besides} | {str(kind): size for kind, size in slot.device.by_kind.items()}
+        for slot in step.report.slots
+    ]
+    return TierMemory(
+        name="device",
+        budget_bytes=step.plan.budgets.device,
+        times_s=slot_begins_s(step),
+        by_kind=_in_order({kind: tuple(s.get(kind, 0) for s in slots) for kind in KINDS}),
+    )
+
+
+def _tier(step: Step, tier: TierName) -> TierMemory:
+    """A tier below: its room is reserved for the whole step, and swaps come and go in it."""
+    plan, program = step.plan, step.program
+    pinned = tier == "host" and is_accelerator(program.settings.device)
+    gradients = sum(_gradient_bytes(tier, state, pinned=pinned) for state in program.states)
+    states = sum(state.tier_bytes.get(tier, 0) for state in program.states) - gradients
+    room = sum(activation.tier_bytes.get(tier, 0) for activation in program.activations)
+    staging = 0
+    if pinned:
+        staging = host_staging_bytes(program.activations, program.states, program.profile)
+    changes = sorted(_swaps(step, tier))
+    times = tuple(dict.fromkeys([0.0, *(time for time, _ in changes)]))
+    after = dict(zip((t for t, _ in changes), accumulate(size for _, size in changes), strict=True))
+    swapped = tuple(after.get(time, 0) for time in times)
+    return TierMemory(
+        name=tier,
+        budget_bytes=plan.budgets.host if tier == "host" else plan.budgets.disk,
+        times_s=times,
+        by_kind=_in_order(
+            {
+                "staging": (staging,) * len(times),
+                "states": (states,) * len(times),
+                "gradients": (gradients,) * len(times),
+                "activations": swapped,
+                "reserved": tuple(room - size for size in swapped),
+            }
+        ),
+    )
+
+
+def _gradient_bytes(tier: TierName, state: StateOption, *, pinned: bool) -> int:
+    """The part of a chunk's bytes on a tier that is for its gradients."""
+    if state.home != tier or not state.own.used_by:
+        return 0
+    return pinned_bytes(state.own.gradient_bytes) if pinned else state.own.gradient_bytes
+
+
+def _swaps(step: Step, tier: TierName) -> Iterator[tuple[float, int]]:
+    """When swapped bytes begin to come to a tier, and when the device has them back."""
+    spans = {span.name: span for span in step.timeline.spans}
+    for number, move in enumerate(step.program.moves):
+        if move.lane.tier != tier or move.kind not in ("swap out", "swap in"):
+            continue
+        span = spans[step.program.move_name(number)]
+        leaves = move.kind == "swap out"
+        yield (span.start_s, move.bytes) if leaves else (span.end_s, -move.bytes)
+
+
+def _in_order(by_kind: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {kind: by_kind[kind] for kind in KINDS if any(by_kind.get(kind, ()))}

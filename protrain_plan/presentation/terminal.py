@@ -1,0 +1,60 @@
+"""Text and tables for a terminal, made of data: never markup, and one line for each text.
+
+Everything that is printed for people is made of these; `commands/output.py` prints it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import rich.table
+import rich.text
+from rich.console import RenderableType
+from rich.style import Style
+
+from protrain_plan.escaping import one_line
+
+
+class Text(rich.text.Text):
+    """A line in which what cannot be seen is shown as an escape."""
+
+    def __init__(self, text: str = "", style: str | Style = "", **options: Any) -> None:
+        super().__init__(one_line(text), style, **options)
+
+    def append(
+        self, text: rich.text.Text | str, style: str | Style | None = None
+    ) -> rich.text.Text:
+        return super().append(one_line(text) if isinstance(text, str) else text, style)
+
+
+class Table(rich.table.Table):
+    """A table whose heads and cells are such texts."""
+
+    def add_column(
+        self, header: RenderableType = "", footer: RenderableType = "", **options: Any
+    ) -> None:
+        super().add_column(_cell(header), footer, **options)
+
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        super().add_row(*map(_cell, cells), **options)
+
+
+def _cell(content: RenderableType | None) -> Any:
+    return Text(content) if isinstance(content, str) else content
+
+
+def table_of(*columns: str) -> Table:
+    """A table without lines; the first column holds words, the others numbers."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    return table
+
+
+def run_name(first: str, last: str) -> str:
+    """`model.layers.0` to `model.layers.11` as `model.layers.0-11`."""
+    return first if first == last else f"{first}-{last.rpartition('.')[2]}"
+
+
+def wrote(path: Path) -> Text:
+    """The file that was written, as it was named; `-` is standard output."""
+    return Text("wrote to standard output" if str(path) == "-" else f"wrote {path}")

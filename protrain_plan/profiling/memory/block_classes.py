@@ -1,0 +1,330 @@
+"""Equal blocks need to run once: of a class a few run, and stubs take the others' places.
+
+A class is of blocks with the same structure, the same operators on tensors of the same shapes, the
+same inputs shared with other blocks, and outputs of the same kind, saved by who runs next or not.
+Its first two members and its last one run. What a stub hands on has the right shapes and nothing
+else: it keeps nothing for backward, and its parameters get no gradients. It never touches them, so
+they may be on `meta`.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from protrain_plan.models.batches import Batch, call_model
+from protrain_plan.profiling.memory.passes import Packed, TrackedStorages, identities
+from protrain_plan.profiling.structure.discovery import FoundUnit, undisturbed
+from protrain_plan.profiling.structure.rerun import writing_arguments
+from protrain_plan.records.plan import UnitPlan
+from protrain_plan.records.profile import Unit
+from protrain_runtime.activations.compiled import replace_code
+from protrain_runtime.activations.trees import is_value, tensors_in
+
+
+@dataclass(frozen=True, slots=True)
+class _Handed:
+    """An output that is one of the input tensors itself."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """An output that the block makes."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """What a block returns: a tree of tensors that it made or was handed, and of other values."""
+
+    tree: TreeSpec
+    leaves: tuple[object, ...]
+
+    @property
+    def made(self) -> tuple[_Made, ...]:
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, _Made))
+
+    @property
+    def can_be_made(self) -> bool:
+        """Whether nothing is in them but dense tensors and plain values."""
+        return all(isinstance(leaf, _Handed | _Made) or is_value(leaf) for leaf in self.leaves)
+
+    @property
+    def key(self) -> object:
+        """Equal for outputs of the same kind."""
+        return str(self.tree), tuple((type(leaf), leaf) for leaf in self.leaves)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockClasses:
+    """Which units run: `representatives[u]` is u itself, or the unit that u is equal to."""
+
+    representatives: tuple[int, ...]
+    outputs: Mapping[int, _Outputs]  # of the units that do not run
+
+    @property
+    def stubbed(self) -> tuple[int, ...]:
+        return tuple(unit for unit, other in enumerate(self.representatives) if unit != other)
+
+    @staticmethod
+    def of_nothing(num_units: int) -> "BlockClasses":
+        """All units run."""
+        return BlockClasses(tuple(range(num_units)), {})
+
+
+def equal_blocks(
+    model: nn.Module, found: Sequence[FoundUnit], batch: Batch, *, alone: Container[int] = ()
+) -> BlockClasses:
+    """Find the classes, from one forward of everything. Fake tensors work too.
+
+    The blocks that are `alone` run. A block that shares parameters with other units runs, and so
+    does one that makes gradients flow out of inputs without any, or saves its own output for
+    backward: the next block reads that too, which a stub before or after it would not show. Nor
+    would one show what stays of a block for others than the next unit: an output that the model's
+    code holds or hands to more than one unit, what a context or an attribute holds. And a stub
+    cannot write into its arguments, or return what is no tensor and no plain value.
+    """
+    with writing_arguments([unit.module for unit in found]) as written:
+        seen = _observed(model, found, batch)
+    shared = {name for unit in found for name in unit.also_uses}
+    readers: dict[tuple[int, ...], set[int]] = defaultdict(set)
+    for index, block in seen.items():
+        for storages in block.inputs:
+            readers[storages].add(index)
+    classes: dict[object, list[int]] = defaultdict(list)
+    for index, block in seen.items():
+        unit = found[index]
+        starts_gradients = any(m.requires_grad for m in block.outputs.made) and not block.gradients
+        runs = starts_gradients or block.saves_output or block.stays or bool(unit.also_uses)
+        runs = runs or index in written.anything or not block.outputs.can_be_made
+        if index in alone or runs or shared.intersection(unit.parameters):
+            continue
+        foreign = tuple(s if len(readers[s]) > 1 else None for s in block.inputs)
+        alike = unit.signature, block.geometry, foreign, block.outputs.key, block.output_is_saved
+        classes[alike].append(index)
+    representatives = list(range(len(found)))
+    for members in classes.values():
+        for index in members[2:-1]:
+            representatives[index] = members[1]
+    return BlockClasses(
+        tuple(representatives),
+        {u: seen[u].outputs for u, other in enumerate(representatives) if u != other},
+    )
+
+
+@contextmanager
+def stubs_in_place(found: Sequence[FoundUnit], block_classes: BlockClasses) -> Iterator[None]:
+    """The model with stubs for the blocks that need not run."""
+    with ExitStack() as stack:
+        for index, outputs in block_classes.outputs.items():
+            module = found[index].module
+            assert module is not None, "parts always run"
+            stack.callback(replace_code(module, _stub(outputs)))
+        yield
+
+
+def filled(units: Sequence[Unit], block_classes: BlockClasses) -> list[Unit]:
+    """The units with the costs of those that ran for all of their class.
+
+    Their backward peaks are counted above the gradients of later units that arrived, so that those
+    which stubs did not make are not missed.
+    """
+    return [
+        replace(
+            unit,
+            forms=units[other].forms,
+            own_inputs=units[other].own_inputs,
+            gradient_bytes=units[other].gradient_bytes,
+            gradient_pieces=units[other].gradient_pieces,
+            stays=units[other].stays,
+        )
+        for unit, other in zip(units, block_classes.representatives, strict=True)
+    ]
+
+
+def with_inputs(plans: Sequence[UnitPlan], block_classes: BlockClasses) -> list[UnitPlan]:
+    """The units as plans describe them, with the own inputs of those that ran."""
+    return [
+        replace(plan, own_inputs=plans[other].own_inputs)
+        for plan, other in zip(plans, block_classes.representatives, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """What one block was given and gave."""
+
+    inputs: tuple[tuple[int, ...], ...]  # of each tensor, the identities of its storages
+    geometry: tuple[object, ...]  # of the inputs
+    gradients: bool  # some input needs a gradient
+    outputs: _Outputs
+    saves_output: bool  # an output that it makes is saved for its own backward
+    output_is_saved: bool = False  # by whoever runs next
+    stays: bool = False  # something that it made is held when the unit after the next begins
+
+
+class _Making(TorchDispatchMode):
+    """Sees what the blocks make, and which of it others than autograd hold after them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = TrackedStorages()
+        self._block = -1  # that runs
+        self._made: dict[int, set[int]] = {}
+        self.outputs: dict[int, set[int]] = {}  # of blocks, that they made
+        self.saved: set[int] = set()
+        self.staying: set[int] = set()  # blocks
+
+    def pack(self, tensor: Tensor) -> Packed:
+        self.saved.update(identities([tensor]))
+        return self._known.of(tensor).pack(tensor)
+
+    def keys(self, tensors: Iterable[Tensor]) -> set[int]:
+        """What tells the tensors' storages from others, from here on."""
+        return {self._known.of(tensor).key for tensor in tensors}
+
+    def begin(self, block: int) -> None:
+        """A block begins: what those made that ended before the last one should be gone."""
+        for other, outputs in self.outputs.items():
+            if other != self._block and self._held(outputs):
+                self.staying.add(other)
+        self._block, self._made[block] = block, set()
+
+    def end(self, block: int, outputs: set[int]) -> None:
+        """A block has ended: nothing should be left but its outputs."""
+        self.outputs[block] = outputs
+        if self._held(self._made.pop(block) - outputs):
+            self.staying.add(block)
+
+    def _held(self, keys: Iterable[int]) -> bool:
+        return any(self._known[key].held_elsewhere() for key in keys)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        made = self._made.get(self._block)
+        if made is not None:
+            given = identities(t for t in tensors_in((args, kwargs)) if t.layout is torch.strided)
+            for tensor in tensors_in(result):
+                if tensor.layout is torch.strided and identities([tensor]).isdisjoint(given):
+                    made |= self.keys([tensor])
+        return result
+
+
+def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict[int, _Block]:
+    seen: dict[int, _Block] = {}
+    making = _Making()
+
+    def before(index: int) -> Callable[..., None]:
+        return lambda *_: making.begin(index)
+
+    def after(index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: object, kwargs: object, output: object) -> None:
+            inputs = tensors_in((args, kwargs))
+            made = making.keys(tensors_in(output)) - making.keys(inputs) - identities(inputs)
+            making.end(index, made)
+            leaves, tree = tree_flatten(output)
+            seen[index] = _Block(
+                inputs=tuple(tuple(identities([tensor])) for tensor in inputs),
+                geometry=tuple((t.shape, t.dtype, t.layout, t.requires_grad) for t in inputs),
+                gradients=any(tensor.requires_grad for tensor in inputs),
+                outputs=_Outputs(tree, tuple(_leaf(leaf, inputs) for leaf in leaves)),
+                saves_output=not making.saved.isdisjoint(made),
+            )
+
+        return hook
+
+    with ExitStack() as stack:
+        stack.enter_context(undisturbed(model))
+        for index, unit in enumerate(found):
+            if unit.module is not None:
+                handle = unit.module.register_forward_pre_hook(before(index))
+                stack.callback(handle.remove)
+                handle = unit.module.register_forward_hook(after(index), with_kwargs=True)
+                stack.callback(handle.remove)
+        stack.enter_context(saved_tensors_hooks(making.pack, lambda held: held.tensor))
+        stack.enter_context(making)
+        call_model(model, batch)
+    return {
+        index: replace(
+            block,
+            stays=index in making.staying,
+            output_is_saved=not making.saved.isdisjoint(making.outputs[index]),
+        )
+        for index, block in seen.items()
+    }
+
+
+def _leaf(leaf: object, inputs: Sequence[Tensor]) -> object:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    for position, tensor in enumerate(inputs):
+        if leaf is tensor:
+            return _Handed(position)
+    if leaf.layout != torch.strided:
+        return leaf
+    return _Made(leaf.shape, leaf.dtype, leaf.requires_grad)
+
+
+def _stub(outputs: _Outputs) -> Callable[..., object]:
+    def forward(*args: object, **kwargs: object) -> object:
+        inputs = tensors_in((args, kwargs))
+        made: Iterator[Tensor] = iter(())
+        if outputs.made:
+            made = iter(_Stub.apply(outputs.made, *inputs))  # type: ignore[no-untyped-call]
+        leaves: list[object] = []
+        for leaf in outputs.leaves:
+            if isinstance(leaf, _Handed):
+                leaves.append(inputs[leaf.position])
+            else:
+                leaves.append(next(made) if isinstance(leaf, _Made) else leaf)
+        result: object = tree_unflatten(leaves, outputs.tree)
+        return result
+
+    return forward
+
+
+class _Stub(torch.autograd.Function):
+    """Outputs from nowhere, and gradients that are zero; nothing is kept in between."""
+
+    @staticmethod
+    def forward(ctx: Any, made: tuple[_Made, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.wanted = [(t.shape, t.dtype, t.device) if t.requires_grad else None for t in inputs]
+        outputs = tuple(_like(output, inputs) for output in made)
+        ctx.mark_non_differentiable(
+            *(t for t, output in zip(outputs, made, strict=True) if not output.requires_grad)
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        zeros = (
+            None if wanted is None else torch.zeros(wanted[0], dtype=wanted[1], device=wanted[2])
+            for wanted in ctx.wanted
+        )
+        return None, *zeros
+
+
+def _like(output: _Made, inputs: Sequence[Tensor]) -> Tensor:
+    """A copy of an input where one has the shape: values stay what a model's values may be."""
+    for tensor in inputs:
+        if tensor.shape == output.shape and tensor.dtype == output.dtype:
+            return tensor.detach().clone()
+    return torch.zeros(output.shape, dtype=output.dtype, device=inputs[0].device)

@@ -1,0 +1,406 @@
+"""`FakeMeter`: live bytes of fake tensors, as `MemoryMeter` counts them of real ones.
+
+What operators hold only while they run is measured, where the processor is at hand: each is called
+once, for real (`measured_bytes`). Kernels choose their scratch memory by the processor, its
+instructions and the number of threads; where these are the machine's own, nothing need be known of
+them. Elsewhere the table of `hardware.workspaces` bounds it.
+"""
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from protrain_plan.hardware.roofline import OperatorLog
+from protrain_plan.hardware.workspaces import Allocator
+from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.devices.memory_meter import MemoryMeter, Segment, strided_parts
+
+MOST_BYTES = 2**26
+"""Of an operator's operands and results together. Calls of larger ones would take seconds, and
+memory that an estimate does without; their scratch memory is bounded."""
+
+_BY_VALUES = (torch.ops.aten._grouped_mm.default,)
+"""Take as much as their operands' values say. Others of that kind give results of other shapes for
+operands of zeros, and are told by that."""
+
+
+class _Geometry(NamedTuple):
+    """What a tensor is, apart from its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: Tensor) -> "_Geometry":
+        return _Geometry(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    @property
+    def num_elements(self) -> int:
+        """From the first that the tensor has to the last: expanded ones have few."""
+        if 0 in self.shape:
+            return 0
+        steps = zip(self.shape, self.stride, strict=True)
+        return 1 + sum((size - 1) * stride for size, stride in steps)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    def zeros(self) -> Tensor:
+        """A tensor that is like it; zeros are indices of whatever there is."""
+        flat = torch.zeros(self.num_elements, dtype=self.dtype, device="cpu")
+        return flat.as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operator with all that its scratch memory may depend on: equal calls take the same."""
+
+    func: Any
+    arguments: tuple[tuple[type, object], ...]  # 1, 1.0 and True are equal, and not the same
+    tree: TreeSpec
+    results: tuple[tuple[int, ...], ...]  # shapes
+    num_threads: int
+
+    @staticmethod
+    def of(func: Any, args: object, kwargs: object, results: Sequence[Tensor]) -> "Call | None":
+        """The call; None where it cannot be repeated (see `MOST_BYTES`, `_BY_VALUES`)."""
+        leaves, tree = tree_flatten((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        everything = [*given, *results]
+        plain = all(t.device.type == "cpu" and t.layout == torch.strided for t in everything)
+        if func in _BY_VALUES or not given or not plain:
+            return None
+        if sum(_Geometry.of(tensor).num_bytes for tensor in everything) > MOST_BYTES:
+            return None
+        known = [_Geometry.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        arguments = tuple((type(leaf), leaf) for leaf in known)
+        shapes = tuple(tuple(tensor.shape) for tensor in results)
+        return Call(func, arguments, tree, shapes, torch.get_num_threads())
+
+    def operands(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with zeros for tensors."""
+        leaves = [
+            leaf.zeros() if isinstance(leaf, _Geometry) else leaf for _, leaf in self.arguments
+        ]
+        found: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(leaves, self.tree)
+        return found
+
+
+_MEASURED: dict[Call, int | None] = {}
+
+
+def measured_bytes(calls: Iterable[Call]) -> Mapping[Call, int | None]:
+    """What each takes beyond its operands and results at its highest point.
+
+    None where it cannot be called with zeros, or gives results of other shapes then. Each is called
+    twice in the process's life: what is made in the first one stays.
+    """
+    new = [call for call in dict.fromkeys(calls) if call not in _MEASURED]
+    if new:
+        _MEASURED.update(_measure(new))
+    return _MEASURED
+
+
+def _measure(calls: Sequence[Call]) -> dict[Call, int | None]:
+    """In one run of the profiler, which takes 20 ms to start."""
+    shapes: list[tuple[tuple[int, ...], ...]] = []
+    generator = torch.default_generator  # itself: `faking` replaces the functions that ask it
+    with _disable_current_modes(), torch.no_grad(), ExitStack() as stack, MemoryMeter() as meter:
+        stack.callback(generator.set_state, generator.get_state())
+        for call in calls:
+            args, kwargs = call.operands()
+            result: object = None
+            with suppress(Exception):  # any operator, and operands that it may refuse
+                call.func(*args, **kwargs)  # what is made in the first call stays
+            meter.mark("call")
+            with suppress(Exception):
+                result = call.func(*args, **kwargs)
+            meter.mark("rest")
+            shapes.append(tuple(tuple(tensor.shape) for tensor in tensors_in(result)))
+            del args, kwargs, result
+    taken = [each for each in meter.segments if each.label == "call"]
+    return {
+        call: each.peak_bytes - each.end_bytes if found == call.results else None
+        for call, each, found in zip(calls, taken, shapes, strict=True)
+    }
+
+
+_SAVE_NUMBERS = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
+NUMBER_BYTES = 8
+"""Of a Python number as a tensor: int64 or float64."""
+
+
+class FakeMeter(TorchDispatchMode):
+    """Live bytes at marks, and the highest value between two marks; the tensors are fake.
+
+    Enter it inside the `FakeTensorMode`. Every operator's new storages count from then on until
+    they are released, which a finalizer on the storage sees; a storage from before counts as
+    nothing. What an operator holds only while it runs is measured when the meter ends, where the
+    allocator's device is here, and else its bound.
+
+    `log`, if given, is told of the operators between marks: the step runs once for both.
+
+    See [Note: sums of gradients] for the one place where fake tensors act unlike real ones.
+    """
+
+    def __init__(self, allocator: Allocator, log: OperatorLog | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._allocator = allocator
+        self._log = log
+        self._sizes: dict[int, int] = {}  # storage -> bytes
+        self._numbers: dict[int, int] = {}  # node of autograd, by sequence number -> bytes
+        self._node = -1  # whose backward runs
+        self._product: tuple[int, weakref.ref[torch.Tensor]] | None = None  # the last, with number
+        self._live = self._start = self._peak = 0
+        self._label: str | None = None
+        self._calls: dict[Call, _Highest] = {}  # since the mark, still to be measured
+        self._ended_segments: list[tuple[Segment, Mapping[Call, _Highest]]] = []
+        self._segments: tuple[Segment, ...] = ()
+        self._ended = False
+
+    def __enter__(self) -> Self:
+        _sole_owner()  # is found out before anything is counted
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        self._close()
+        taken = measured_bytes(call for _, calls in self._ended_segments for call in calls)
+        self._segments = tuple(
+            _with_scratch(segment, calls, taken) for segment, calls in self._ended_segments
+        )
+        self._ended = True
+
+    def mark(self, label: str) -> None:
+        """End the segment that runs, if any, and start the one called `label`."""
+        self._close()
+        self._label = label
+        self._start = self._peak = self._live
+        if self._log is not None:
+            self._log.mark()
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments, in the order of the marks; RuntimeError before the meter has ended."""
+        if not self._ended:
+            raise RuntimeError("FakeMeter: segments are known after the with block has ended")
+        return self._segments
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        numbered = self._keep_number(func, args) if self._allocator.python_scalars else None
+        # [Note: sums of gradients] Where a tensor is used twice, autograd adds the second gradient
+        # into the first one's memory if nobody else holds that. It never does so while a dispatch
+        # mode looks on: it makes a new tensor. Here the sum takes over the memory of the first.
+        taken = args[0] if _adds_in_place(func, args) else None
+        result = func(*args, **kwargs)
+        if numbered is not None:
+            self._product = numbered, weakref.ref(result)
+        if self._log is not None:
+            self._log.note(func, args, kwargs, result)
+        if func.is_view or func.namespace == "prim":
+            return result
+        before = self._live
+        self._count(args, kwargs, result)
+        if taken is not None:
+            self._live -= self._sizes[_identity(taken)]
+            self._sizes[_identity(taken)] = 0
+        self._live += (extra := _resolved_bytes(func, args, kwargs))
+        self._peak = max(self._peak, before, self._live)
+        self._add_scratch(func, args, kwargs, result)
+        self._live -= extra
+        return result
+
+    def _add_scratch(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object
+    ) -> None:
+        most = self._allocator.workspace(func, args, kwargs, result)
+        results = tensors_in(result)
+        call = Call.of(func, args, kwargs, results) if self._allocator.is_here else None
+        if call is None:
+            self._peak = max(self._peak, self._live + most)
+        else:
+            before = self._calls.get(call, _Highest(0, 0))
+            self._calls[call] = _Highest(max(before.live_bytes, self._live), most)
+
+    def _keep_number(self, func: Any, args: tuple[Any, ...]) -> int | None:
+        """A product with a Python number: autograd keeps the number, as a tensor of 8 bytes.
+
+        It lives as long as the product's node, which is returned where one is made in forward, and
+        goes with a graph that is dropped. Those that are made in backward are of a forward that is
+        recomputed, and go with the node that asked for it.
+        """
+        self._watch_product()
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward:
+            node: Any = torch._C._current_autograd_node()
+            running = -1 if node is None else int(node._sequence_nr())
+            if running != self._node:
+                self._drop_numbers(self._node)
+                self._node = running
+        if not (
+            func in _SAVE_NUMBERS
+            and isinstance(args[1], int | float)
+            and args[0].requires_grad
+            and torch.is_grad_enabled()
+        ):
+            return None
+        made = int(torch._C._autograd._get_sequence_nr()) - 1
+        owner = self._node if in_backward else made
+        self._numbers[owner] = self._numbers.get(owner, 0) + NUMBER_BYTES
+        self._live += NUMBER_BYTES
+        return None if in_backward else made
+
+    def _watch_product(self) -> None:
+        """Have the last product's number go when its node does.
+
+        The product has its node when it is back at its caller, which asks for the next operator.
+        """
+        made, found = self._product or (0, lambda: None)
+        product = found()
+        if product is not None and product.grad_fn is not None:
+            self._product, token = None, _Token()
+            metadata: Any = product.grad_fn.metadata  # typed as a method, which it is not
+            metadata[_Token] = token
+            weakref.finalize(token, self._drop_numbers, made).atexit = False
+
+    def _drop_numbers(self, node: int) -> None:
+        self._live -= self._numbers.pop(node, 0)
+
+    def _count(self, args: object, kwargs: object, result: object) -> None:
+        outputs = tensors_in(result)
+        if not outputs:
+            return
+        given = set(map(_identity, strided_parts(tensors_in((args, kwargs)))))
+        for tensor in strided_parts(outputs):
+            storage = tensor.untyped_storage()
+            identity = storage._cdata
+            if identity not in given and identity not in self._sizes:
+                size = self._allocator.rounded(storage.nbytes())
+                self._sizes[identity] = size
+                self._live += size
+                weakref.finalize(storage, self._release, identity).atexit = False
+
+    def _release(self, identity: int) -> None:
+        self._live -= self._sizes.pop(identity)
+
+    def _close(self) -> None:
+        if self._label is not None:
+            segment = Segment(
+                label=self._label,
+                start_bytes=self._start,
+                peak_bytes=self._peak,
+                end_bytes=self._live,
+            )
+            self._ended_segments.append((segment, self._calls))
+            self._label, self._calls = None, {}
+
+
+class _Highest(NamedTuple):
+    """The most live bytes while an operator ran, and the bound of what it takes itself."""
+
+    live_bytes: int
+    scratch_bytes: int
+
+
+def _with_scratch(
+    segment: Segment, calls: Mapping[Call, _Highest], taken: Mapping[Call, int | None]
+) -> Segment:
+    """The segment with what operators held at their highest point; their bounds where unknown."""
+    peak = segment.peak_bytes
+    for call, highest in calls.items():
+        scratch = taken[call]
+        peak = max(
+            peak, highest.live_bytes + (highest.scratch_bytes if scratch is None else scratch)
+        )
+    return replace(segment, peak_bytes=peak)
+
+
+class _Token:
+    """Lives as long as what holds it."""
+
+
+def _identity(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _adds_in_place(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether autograd would add these two gradients in the memory of the first."""
+    return (
+        func is torch.ops.aten.add.Tensor
+        and not torch.is_grad_enabled()
+        and torch._C._current_graph_task_id() != -1
+        and isinstance(args[1], torch.Tensor)
+        and torch.ops.aten.is_non_overlapping_and_dense.default(args[0])
+        and _owners(args[0]) == _sole_owner()
+    )
+
+
+def _resolved_bytes(func: Any, args: object, kwargs: object) -> int:
+    """What lazily conjugated or negated operands take while an operator runs that resolves them."""
+    total = 0
+    for tensor in tensors_in((args, kwargs)):
+        lazy = (("Conjugate", tensor.is_conj()), ("Negative", tensor.is_neg()))
+        if any(there and _resolves(func, key) for key, there in lazy):
+            total += tensor.numel() * tensor.itemsize
+    return total
+
+
+@cache
+def _resolves(func: Any, key: str) -> bool:
+    """Whether an operator has its operands resolved first: all that have no kernel of their own."""
+    name = func.name()
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+def _owners(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many hold the tensor, and its storage, seen from inside a dispatch mode."""
+    counted: Any = tensor  # typed without its counts
+    storage = tensor.untyped_storage()
+    return counted._use_count(), torch._C._storage_Use_Count(storage._cdata)
+
+
+@cache
+def _sole_owner() -> tuple[int, int]:
+    """`_owners` of a gradient that only autograd's own buffer holds, found by trying."""
+    seen: list[tuple[int, int]] = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> object:
+            if func is torch.ops.aten.add.Tensor:
+                seen.append(_owners(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), torch.enable_grad():
+        used_twice = torch.ones(2, requires_grad=True).clone()
+        product = used_twice.exp() * used_twice.sin()
+        with Look():  # type: ignore[no-untyped-call]
+            product.sum().backward()
+    (owners,) = seen
+    return owners

@@ -1,0 +1,493 @@
+"""The passes of a measured profile: one for saved storages, one for bytes, one for seconds.
+
+Each runs whole training steps of the plain model (no optimizer) and looks at the boundaries of
+slots, through the same hooks that the runtime uses. Memory and time are measured in separate
+passes, because counting allocations slows the code.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.profiling.structure import whereabouts
+from protrain_plan.profiling.structure.rerun import held_tensors
+from protrain_plan.program.program import grouped, in_blocks
+from protrain_plan.records.profile import Form
+from protrain_runtime.activations.forms import wrap_forward
+from protrain_runtime.activations.saved_tensors import MIN_SWAP_BYTES
+from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.lanes import num_holders
+from protrain_runtime.devices.memory_meter import Segment, device_of, strided_parts
+from protrain_runtime.engine.boundaries import Boundaries
+
+OnSlot = Callable[[int, Sequence[torch.Tensor]], None]
+SAMPLED_S = 2.0
+FEWEST_STEPS, MOST_STEPS = 3, 15
+"""Medians of three steps of a quarter of a second were up to 15 % off where the machine's speed
+changes from second to second."""
+
+
+class Meter(Protocol):
+    """What counts live bytes between marks; `segments` is there after the exit."""
+
+    def __enter__(self) -> object: ...
+    def __exit__(self, *error: Any) -> object: ...
+    def mark(self, label: str) -> None: ...
+    @property
+    def segments(self) -> tuple[Segment, ...]: ...
+
+
+MeterFactory = Callable[[], Meter]
+
+
+@dataclass
+class SlotWatch:
+    """A listener to boundaries that calls `on_slot` once per slot, in order, and no more.
+
+    It tells where measuring is, too, unless the step is `timed`.
+    """
+
+    on_slot: OnSlot
+    on_leave: Callable[[Sequence[torch.Tensor]], None] = field(default=lambda _: None)
+    timed: bool = False
+    num_slots: int = 0
+    slot: int = -1
+    differentiated: set[int] = field(default_factory=set[int])  # units, by a forward itself
+
+    def begin(self, *, training: bool) -> None:  # noqa: ARG002 (the signature of every listener)
+        self.slot = -1
+        self.enter(0, ())
+
+    def begin_between(self) -> None:
+        pass
+
+    def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
+        while self.slot < slot:
+            self.slot += 1
+            if not self.timed:
+                whereabouts.in_slot(self.slot)
+            self.on_slot(self.slot, inputs if self.slot == slot else ())
+
+    def leave(self, outputs: Sequence[torch.Tensor]) -> None:
+        self.on_leave(outputs)
+
+    def differentiate(self, unit: int) -> None:
+        self.differentiated.add(unit)
+
+    def end_forward(self) -> None:
+        pass
+
+    def end_backward(self) -> None:
+        # A model whose first units are frozen never enters their backward slots by itself.
+        self.enter(self.num_slots - 1, ())
+
+    def abort(self) -> None:
+        pass
+
+    def backward_failed(self) -> None:
+        pass
+
+
+@contextmanager
+def watched(
+    model: nn.Module,
+    modules: Sequence[nn.Module | None],
+    form: Form | Sequence[Form],
+    watch: SlotWatch,
+    *,
+    kept: Set[int] = frozenset(),
+) -> Iterator[None]:
+    """The model with boundaries reported to `watch`, and every block's activations in `form`.
+
+    Of several forms each unit has its own. `kept` blocks keep theirs: see `ModelStructure.kept`.
+    """
+    whereabouts.in_form(form if isinstance(form, str) else "mixed")
+    watch.num_slots = 2 * len(modules)
+    forms = [form] * len(modules) if isinstance(form, str) else form
+    undo = [
+        wrap_forward(module, own)
+        for unit, (module, own) in enumerate(zip(modules, forms, strict=True))
+        if module is not None and own != "keep" and unit not in kept
+    ]
+    boundaries = Boundaries(model, modules, watch)
+    try:
+        yield
+        if boundaries.skipped:
+            raise ProtrainError(
+                f"block {boundaries.skipped[0] + 1} of the model's {len(modules)} units ran when"
+                " they were found, and not in a later forward of the same batch: what steers that"
+                " is no generator's state and no number that a module keeps",
+                fix="profile with no block skipped: plans hold for steps that skip some",
+            )
+    finally:
+        boundaries.remove()
+        for unwrap in reversed(undo):
+            unwrap()
+
+
+def identities(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """What tells the live storages behind tensors from others; fake tensors have no addresses."""
+    return {int(part.untyped_storage()._cdata) for part in strided_parts(tensors)}
+
+
+def training_step(model: nn.Module, batch: Batch) -> float:
+    """One forward and backward, as a training loop runs them; returns the loss."""
+    loss = loss_of(call_model(model, batch))
+    loss.backward()
+    return loss.item()
+
+
+def sparse_gradients(model: nn.Module) -> frozenset[str]:
+    """The parameters whose gradients are sparse, now that a step has made them."""
+    return frozenset(
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and parameter.grad.layout != torch.strided
+    )
+
+
+def drop_gradients(model: nn.Module) -> None:
+    """What `zero_grad(set_to_none=True)` does."""
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Packed:
+    """A saved tensor, alive for as long as autograd keeps it."""
+
+    tensor: torch.Tensor
+
+
+class TrackedStorage:
+    """A storage, and who holds it: autograd, through what was packed, or others.
+
+    It is not held here, so that it dies when all of these let go of it.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.key = storage._cdata
+        self.num_bytes = storage.nbytes()
+        self.alive = StorageWeakRef(storage)  # no other gets its identity meanwhile
+        self._packed: list[ref[Packed]] = []
+
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        held = Packed(tensor.detach())  # the tensor itself would hold the graph that holds it
+        if tensor.layout == torch.strided:  # a sparse one has several storages
+            self._packed.append(ref(held))
+        return held
+
+    @property
+    def awaited(self) -> bool:
+        """Whether autograd still holds it."""
+        return any(weak() is not None for weak in self._packed)
+
+    def held_elsewhere(self) -> bool:
+        """Whether it would stay if autograd let go of it."""
+        packed = [held.tensor for held in (weak() for weak in self._packed) if held is not None]
+        if not packed:
+            return not self.alive.expired()
+        return num_holders(packed[0].untyped_storage()) > len(packed)
+
+
+class TrackedStorages(dict[int, TrackedStorage]):
+    """The storages that were met, by identity; no new storage gets an identity that is in here."""
+
+    def of(self, tensor: torch.Tensor) -> TrackedStorage:
+        """The tensor's storage, the first one of a sparse tensor."""
+        storage = next(strided_parts([tensor])).untyped_storage()
+        if storage._cdata not in self:
+            self[storage._cdata] = TrackedStorage(storage)
+        return self[storage._cdata]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedBytes:
+    """What a unit saves for backward that is its own: storages, and the inputs among them.
+
+    `awaited` is False where all that the unit saved is gone when the forward has ended: the loss
+    does not depend on it, as on LLaVA's last image layer. What such a block saves is no level that
+    stands until backward, so that other units' costs would depend on its form: it has one alone.
+    `linked` is a unit that hands what has gradients to more than the next unit, or gets such: an
+    output of the encoder, a skip connection, a bias for all. In a plain chain no unit is.
+    `differentiated`: the forward itself asks for gradients through what the unit hands on.
+    """
+
+    pieces: tuple[int, ...]  # bytes that move together, in groups as the runtime makes them
+    own_inputs: tuple[int, ...]  # positions among the unit's input tensors
+    awaited: bool
+    linked: bool
+    differentiated: bool = False
+
+    @property
+    def swappable_bytes(self) -> int:
+        return sum(self.pieces)
+
+
+def saved_bytes(
+    model: nn.Module,
+    modules: Sequence[nn.Module | None],
+    batch: Batch,
+    form: Form,
+    *,
+    own_inputs: Sequence[tuple[int, ...]] | None = None,
+    kept: Set[int] = frozenset(),
+) -> list[SavedBytes]:
+    """For each unit, what a swap could take away when activations have `form`.
+
+    `own_inputs`, if given, are the inputs that are the units' own in another form, and no others
+    are here: the unit before may take that form, and hold what it hands on.
+
+    A storage is a unit's own if no other unit saves it or has it among its inputs, nobody else
+    holds it, it is no parameter, and it is not what the unit hands on. Who else holds it
+    is seen where the runtime looks as well: when the unit has ended; of an input, two units later.
+    The first block's input often stays, because a frame of the model's forward has a name for it:
+    swapping it would free nothing before the forward returns. Parts swap nothing.
+    """
+    count = len(modules)
+    shared = identities(model.parameters())
+    saved: list[dict[int, TrackedStorage]] = [{} for _ in range(count)]
+    inputs: list[list[TrackedStorage]] = [[] for _ in range(count)]
+    held: list[set[int]] = [set() for _ in range(count)]  # by others, of what is saved
+    staying: list[set[int]] = [set() for _ in range(count)]  # of the inputs
+    outputs: list[set[int]] = [set() for _ in range(count)]
+    flowing: set[int] = set()  # what has gradients, of what blocks get and give
+    storages = TrackedStorages()
+    current = 0
+
+    def look(unit: int, *, two_later: bool) -> None:
+        if two_later:
+            staying[unit] = {
+                place for place, one in enumerate(inputs[unit]) if one.held_elsewhere()
+            }
+        else:
+            held[unit] = {key for key, one in saved[unit].items() if one.held_elsewhere()}
+
+    def on_slot(slot: int, tensors: Sequence[torch.Tensor]) -> None:
+        nonlocal current
+        current = min(slot, count - 1)
+        if slot < count:
+            inputs[slot].extend(map(storages.of, tensors))
+            shared.update(identities(t for t in tensors if t.layout != torch.strided))
+            note(tensors)
+        if 0 < slot <= count:
+            look(slot - 1, two_later=False)
+        if 1 < slot <= count:
+            look(slot - 2, two_later=True)
+
+    def note(tensors: Sequence[torch.Tensor]) -> None:
+        flowing.update(storages.of(tensor).key for tensor in tensors if tensor.requires_grad)
+
+    def on_leave(tensors: Sequence[torch.Tensor]) -> None:
+        outputs[current].update(identities(tensors))
+        note(tensors)
+
+    def pack(tensor: torch.Tensor) -> Packed:
+        if current == count - 1 and count > 1:
+            # The last block's input: no unit begins two units later.
+            look(count - 2, two_later=True)
+        one = storages.of(tensor)
+        if tensor.layout == torch.strided:
+            saved[current].setdefault(one.key, one)
+        return one.pack(tensor)
+
+    watch = SlotWatch(on_slot, on_leave)
+    with watched(model, modules, form, watch, kept=kept):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
+            loss = loss_of(call_model(model, batch))
+        awaited = [{key for key, one in unit.items() if one.awaited} for unit in saved]
+        del loss
+    readers: dict[int, set[int]] = {}
+    for unit in range(count):
+        for key in {*saved[unit], *(one.key for one in inputs[unit])}:
+            readers.setdefault(key, set()).add(unit)
+    found: list[SavedBytes] = []
+    for unit, module in enumerate(modules):
+        keys = [one.key for one in inputs[unit]]
+        may_be_own = set(range(len(keys))) - staying[unit]
+        if own_inputs is not None:
+            may_be_own = set(own_inputs[unit])
+        own = tuple(
+            place
+            for place, key in enumerate(keys)
+            if readers[key] == {unit} and key not in shared and place in may_be_own
+        )
+        mine = {keys[place] for place in own}
+        foreign = shared | outputs[unit] | ({*keys, *held[unit]} - mine)
+        leaving = {
+            key: one.num_bytes
+            for key, one in saved[unit].items()
+            if key not in foreign and readers[key] == {unit} and one.num_bytes >= MIN_SWAP_BYTES
+        }
+        # What the loss does not depend on ends with the forward: a swap would take it twice.
+        swappable = list(leaving.values()) if leaving.keys() <= awaited[unit] else []
+        pieces = tuple(
+            sum(swappable[place] for place in group)
+            for group in (grouped(swappable) if module is not None else ())
+        )
+        # Beyond the unit that made it, which may save it, and the one after that.
+        linked = any(
+            len(readers[key] - {unit - 1}) > 1 or (place in staying[unit] and unit > 1)
+            for place, key in enumerate(keys)
+            if key in flowing
+        )
+        found.append(
+            SavedBytes(
+                pieces=pieces,
+                own_inputs=own,
+                awaited=bool(awaited[unit]) or not saved[unit],
+                linked=linked or len(flowing & (outputs[unit] - set(keys))) > 1,
+                differentiated=unit in watch.differentiated,
+            )
+        )
+    return found
+
+
+def shared_input_bytes(
+    model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch, *, block: int = 1
+) -> int:
+    """Bytes of the inputs that others hold besides their block and none saves: position ids, say.
+
+    Several blocks share them, or the model's code has a name for them two units later. They end
+    with the model's forward, unless a block is recomputed: it holds them until then. Each storage
+    takes whole blocks of `block` bytes.
+    """
+    count = len(modules)
+    known = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
+    pointers = identities(known)
+    readers: dict[int, set[int]] = {}
+    storages = TrackedStorages()
+    saved: set[int] = set()
+    shared: set[int] = set()
+
+    def on_slot(slot: int, tensors: Sequence[torch.Tensor]) -> None:
+        if slot >= count:
+            return
+        for tensor in tensors:
+            storages.of(tensor)
+        for key in identities(tensors):
+            if key not in pointers:
+                readers.setdefault(key, set()).add(slot)
+        for key, units in readers.items():
+            later = max(units) == slot - 2
+            if len(units) > 1 or (later and key in storages and storages[key].held_elsewhere()):
+                shared.add(key)
+
+    def pack(tensor: torch.Tensor) -> Packed:
+        saved.update(identities([tensor]))
+        return storages.of(tensor).pack(tensor)
+
+    with watched(model, modules, "keep", SlotWatch(on_slot)):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
+            loss = loss_of(call_model(model, batch))
+        del loss
+    kept = identities(tensor for held in held_tensors(model).values() for tensor in held)
+    found = (storages[key] for key in shared - saved - kept if key in storages)
+    return sum(in_blocks(one.num_bytes, block) for one in found)
+
+
+def memory_segments(
+    model: nn.Module,
+    modules: Sequence[nn.Module | None],
+    batch: Batch,
+    form: Form | Sequence[Form],
+    *,
+    meter: MeterFactory,
+    kept: Set[int] = frozenset(),
+    num_warm: int = 0,
+) -> tuple[Segment, ...]:
+    """Live bytes of one step, one segment per slot and one after the last, states excluded.
+
+    What a model keeps from step to step goes when a later step replaces it. A meter sees that of
+    tensors which it has seen come, so that `num_warm` steps run before the one that is told.
+    """
+    gc.collect()
+    counting = meter()
+    watch = SlotWatch(lambda slot, _: counting.mark(str(slot)))
+    with watched(model, modules, form, watch, kept=kept), counting:
+        for _ in range(num_warm):
+            training_step(model, batch)
+            drop_gradients(model)
+        loss = loss_of(call_model(model, batch))
+        loss.backward()
+        counting.mark("end")
+    drop_gradients(model)
+    return counting.segments[-(2 * len(modules) + 1) :]
+
+
+def slot_seconds(
+    model: nn.Module,
+    modules: Sequence[nn.Module | None],
+    batches: Iterator[Batch],
+    forms: Sequence[Form],
+    *,
+    num_steps: int | None,
+    tick: Callable[[float], None],
+    kept: Set[int] = frozenset(),
+) -> dict[Form, list[list[float]]]:
+    """Seconds of every slot in each of `num_steps` steps per form, after one step that warms up.
+
+    The forms take turns, so that what else the machine does is noise to all of them. None: as many
+    steps as take `SAMPLED_S` per form, within `FEWEST_STEPS` and `MOST_STEPS`. `tick` hears the
+    fraction that is done.
+    # [form][step][slot]
+    """
+    clock = _Clock(device_of(model))
+    steps: dict[Form, list[list[float]]] = {form: [] for form in forms}
+
+    def step(form: Form) -> list[float]:
+        watch = SlotWatch(lambda *_: clock.stamp(), timed=True)
+        with watched(model, modules, form, watch, kept=kept):
+            clock.restart()
+            training_step(model, next(batches))
+            clock.stamp()
+        drop_gradients(model)
+        return clock.seconds()
+
+    step(forms[0])
+    if num_steps is None:
+        first = sum(step(forms[0]))
+        num_steps = max(FEWEST_STEPS, min(MOST_STEPS, round(SAMPLED_S / first)))
+    turns = num_steps * tuple(forms)
+    for done, form in enumerate(turns, 1):
+        steps[form].append(step(form))
+        tick(done / len(turns))
+    return steps
+
+
+class _Clock:
+    """Moments of one step: on an accelerator, events of the compute stream, not waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_host = devices.on_host(device)
+        self._times: list[float] = []
+        self._events: list[torch.Event] = []
+
+    def restart(self) -> None:
+        devices.synchronize(self._device)
+        self._times, self._events = [], []
+
+    def stamp(self) -> None:
+        if self._on_host:
+            self._times.append(time.perf_counter())
+        else:
+            self._events.append(devices.record_event(self._device, timing=True))
+
+    def seconds(self) -> list[float]:
+        if self._on_host:
+            return [end - start for start, end in pairwise(self._times)]
+        devices.synchronize(self._device)
+        return [start.elapsed_time(end) / 1000 for start, end in pairwise(self._events)]

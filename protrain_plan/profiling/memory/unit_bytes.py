@@ -1,0 +1,671 @@
+"""What a model's units hold, in bytes: found by running it, on real tensors or on fake ones.
+
+First `analyze_units` looks at what each unit saves, then `measure_bytes` at the live bytes of whole
+steps. Besides units: the tensors that a model keeps from one step to the next (`Lasting`), and
+those in the process that are none of the model's.
+"""
+
+import gc
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.models.batches import Batch
+from protrain_plan.models.optimizers import (
+    DEFAULT_OPTIMIZER,
+    optimizer_factory,
+)
+from protrain_plan.profiling.memory import passes
+from protrain_plan.profiling.structure.discovery import FoundUnit
+from protrain_plan.profiling.structure.rerun import held_tensors, run_once, writing_arguments
+from protrain_plan.program.program import BLOCK_BYTES, block_bytes, in_blocks
+from protrain_plan.records.forms import FORMS
+from protrain_plan.records.hardware import DeviceKind, is_accelerator
+from protrain_plan.records.plan import Keep, Persistent, UnitPlan
+from protrain_plan.records.profile import SPARSE, Form, FormCost, Precision, Unit
+from protrain_plan.units import format_bytes
+from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.memory_meter import (
+    Segment,
+    device_of,
+    reachable,
+    storage_bytes,
+    storages_of,
+)
+from protrain_runtime.states.chunks import ALIGNMENT, Chunk, Slice, make_chunk
+from protrain_runtime.states.layout import of_one_storage, overlapping, unit_parameters
+from protrain_runtime.states.update_rules import UpdateRule
+
+_MOST_STEPS = 16
+"""After which what still grows is taken to grow on: a memory of more steps is refused."""
+
+
+class Lasting:
+    """The tensors in a model's attributes when this is made, and what becomes of them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = self._tensors()  # held, so that no other takes an identity
+        self._bytes = _by_path(self._before)
+
+    def num_bytes(self, *, block: int = 1) -> int:
+        """Bytes of all that attributes hold now; each storage in whole blocks of `block`."""
+        return storage_bytes((t for held in self._attributes().values() for t in held), block=block)
+
+    def num_steps(self, step: Callable[[], object]) -> int:
+        """After how many a step has replaced all that steps replace; 0 where they replace nothing.
+
+        A queue of three tensors takes three.
+        """
+        first = self._tensors()
+        left = _identities(first)
+        if left == _identities(self._before):
+            return 0
+        for number in range(_MOST_STEPS):
+            step()
+            still = left & _identities(self._tensors())
+            if still == left and number:
+                return number
+            left = still
+        return _MOST_STEPS
+
+    def refuse_growth(self, step: Callable[[], object]) -> None:
+        """ProtrainError, naming the attribute, where `step` after step leaves more of them."""
+        before = self._bytes
+        for _ in range(_MOST_STEPS):
+            present = _by_path(self._tensors())
+            grown = {path: size - before.get(path, 0) for path, size in present.items()}
+            if max(grown.values(), default=0) <= 0:
+                return
+            before = present
+            step()
+        path, size = max(grown.items(), key=lambda item: item[1])
+        raise ProtrainError(
+            f"{path} holds {format_bytes(size)} more after every step: no plan has room for that",
+            fix="keep numbers in place of tensors (tensor.item()), or a fixed number of steps",
+        )
+
+    def _tensors(self) -> dict[str, list[torch.Tensor]]:
+        buffers = {path: [buffer] for path, buffer in self._model.named_buffers()}
+        return self._attributes() | buffers
+
+    def _attributes(self) -> dict[str, list[torch.Tensor]]:
+        """The tensors in attributes that are where the model is."""
+        device = device_of(self._model)
+        found = {
+            path: [tensor for tensor in tensors if tensor.device == device]
+            for path, tensors in held_tensors(self._model).items()
+        }
+        return {path: tensors for path, tensors in found.items() if tensors}
+
+
+def other_bytes(model: nn.Module) -> int:
+    """Bytes of the tensors on a CPU that are none of the model's: its data, mostly.
+
+    All that Python can reach in this process, as a measured step counts them. What a script has on
+    an accelerator is no longer free there when a plan is compared with the room that it has.
+    """
+    device = device_of(model)
+    if not devices.on_host(device):
+        return 0
+    gc.collect()
+    own = [*model.parameters(), *model.buffers()]
+    own += [p.grad for p in model.parameters() if p.grad is not None]
+    own += [tensor for held in held_tensors(model).values() for tensor in held]
+    known = storages_of(own).keys()
+    return _bytes_besides(reachable(device), known)
+
+
+class Loaded:
+    """What a source brings into host memory from here on, such as a data set."""
+
+    def __init__(self) -> None:
+        self._held = reachable(devices.HOST)  # so that no other takes an identity
+        self._before = storages_of(self._held).keys()
+
+    def num_bytes(self, batch: Batch) -> int:
+        """Bytes of the tensors there that have come since, but for a batch."""
+        known = self._before | storages_of(tensors_in(batch)).keys()
+        gc.collect()
+        return _bytes_besides(reachable(devices.HOST), known)
+
+
+def _bytes_besides(tensors: Iterable[torch.Tensor], known: Set[int]) -> int:
+    """Bytes of the storages behind tensors but for the known ones."""
+    found = storages_of(tensors)
+    return sum(storage.nbytes() for key, storage in found.items() if key not in known)
+
+
+def _identities(tensors: dict[str, list[torch.Tensor]]) -> set[int]:
+    return set(storages_of(tensor for held in tensors.values() for tensor in held))
+
+
+def _by_path(tensors: dict[str, list[torch.Tensor]]) -> dict[str, int]:
+    return {path: storage_bytes(held) for path, held in tensors.items()}
+
+
+_Arrived = dict[str, int | None]
+"""Names of parameters with gradients: the bytes of a sparse one, None for those of the usual size.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelStructure:
+    """A model's units, their parameters, and what each saves that is its own.
+
+    `base_bytes` are live before the first slot, and `fixed_bytes` are as in the profile, without
+    what libraries keep. `plans` say what the units are, as a plan does,
+    with nothing decided. `once` are the blocks whose forward cannot run twice, with the reasons
+    (see `rerun`), and `stays` says of units why their states stay on the device. `num_warm`
+    steps replace what the model keeps from one to the next. `shared_bytes` are those of base_bytes
+    that a recomputed block may hold of what others read too. `state_bytes` are those of a
+    parameter's optimizer states, by its dtype.
+    Storages take whole blocks of `block` bytes.
+    """
+
+    found: tuple[FoundUnit, ...]
+    chunks: Sequence[Chunk]
+    saved: dict[Form, list[passes.SavedBytes]]
+    base_bytes: int
+    fixed_bytes: int
+    plans: list[UnitPlan]
+    once: Mapping[int, str]
+    num_warm: int
+    shared_bytes: int
+    stays: Mapping[int, str]
+    state_bytes: Mapping[torch.dtype, int]
+    block: int = 1
+
+    @property
+    def unused(self) -> Set[int]:
+        """The blocks that the loss does not depend on."""
+        return unused_blocks(self.found, self.saved["keep"])
+
+    @property
+    def kept(self) -> Set[int]:
+        """The blocks that have one form: they keep what they save, whatever the others do."""
+        return self.unused | self.once.keys()
+
+    @property
+    def linked(self) -> bool:
+        """Whether the model is more than a chain: see `passes.SavedBytes`."""
+        return any(saved.linked for saved in self.saved["keep"])
+
+    def owners(self, names: Set[str]) -> Set[int]:
+        """The units whose chunks hold parameters of these names."""
+        return {
+            chunk.unit for chunk in self.chunks if any(part.name in names for part in chunk.slices)
+        }
+
+    @property
+    def modules(self) -> list[nn.Module | None]:
+        return [unit.module for unit in self.found]
+
+
+def unused_blocks(found: Sequence[FoundUnit], keep: Sequence[passes.SavedBytes]) -> Set[int]:
+    """Those of which nothing that they saved outlives the forward."""
+    return frozenset(
+        index
+        for index, (unit, saved) in enumerate(zip(found, keep, strict=True))
+        if unit.kind == "block" and not saved.awaited
+    )
+
+
+def analyze_units(
+    model: nn.Module,
+    batch: Batch,
+    found: tuple[FoundUnit, ...],
+    *,
+    device: DeviceKind = "cpu",
+    forms: Sequence[Form] | None = None,
+    optimizer: str = DEFAULT_OPTIMIZER,
+    precision: Precision = "pure",
+    once: Mapping[int, str] | None = None,
+) -> ModelStructure:
+    """Run forwards of the model, and look at what its units save in each of the forms.
+
+    `forms` are by default all that there are (`FORMS`).
+    `device` is the type of those that the profile is for: fake tensors are on a CPU. `optimizer`
+    and `precision` say what states the parameters have. `once` is what `run_once` has found, where
+    it was asked before. ProtrainError where the model keeps more and more tensors.
+    """
+    modules = [unit.module for unit in found]
+    block = block_bytes(device)
+    held_inputs = passes.shared_input_bytes(model, modules, batch, block=block)
+    once = dict(run_once(model, modules, batch) if once is None else once)
+    lasting = Lasting(model)
+    with writing_arguments(modules) as arguments:
+        keep = passes.saved_bytes(model, modules, batch, "keep")
+    # What is handed on in arguments is held there, so that a swap would free nothing.
+    handing = arguments.tensors
+    keep = [replace(s, pieces=()) if index in handing else s for index, s in enumerate(keep)]
+    for index in arguments.lasting | handing:
+        once.setdefault(index, "its forward writes into its arguments")
+    for index, unit in enumerate(found):
+        if unit.writes:
+            once.setdefault(index, f"its forward writes the parameter {unit.writes[0]!r}")
+    differentiated = any(saved.differentiated for saved in keep)
+    if differentiated:  # through one of them, and perhaps on through others
+        for index, module in enumerate(modules):
+            if module is not None:
+                once.setdefault(index, DIFFERENTIATED)
+    own_inputs = [unit.own_inputs for unit in keep]
+    saved: dict[Form, list[passes.SavedBytes]] = {"keep": keep}
+    kept = unused_blocks(found, keep) | once.keys()
+    for form in FORMS if forms is None else forms:
+        if form != "keep":
+            saved[form] = passes.saved_bytes(
+                model, modules, batch, form, own_inputs=own_inputs, kept=kept
+            )
+
+    def step() -> None:
+        passes.saved_bytes(model, modules, batch, "keep")
+
+    lasting.refuse_growth(step)
+    on_blocks = is_accelerator(device)
+    chunks = _chunks(model, found, BLOCK_BYTES if on_blocks else ALIGNMENT)
+    parts = [part for chunk in chunks for part in chunk.slices]
+    base = storage_bytes([*model.buffers(), *tensors_in(batch)], block=block)
+    base += lasting.num_bytes(block=block) + held_inputs
+    return ModelStructure(
+        found=found,
+        chunks=chunks,
+        saved=saved,
+        base_bytes=base + (0 if on_blocks else _scalars(parts, optimizer)),
+        fixed_bytes=_beside_in_blocks(parts, optimizer, precision) if on_blocks else 0,
+        plans=_described(found, chunks, keep),
+        once=once,
+        num_warm=lasting.num_steps(step),
+        shared_bytes=held_inputs,
+        stays=_staying(chunks)
+        | dict.fromkeys(handing, HANDED_ON)
+        | _written(found, chunks)
+        | (dict.fromkeys(range(len(found)), DIFFERENTIATED) if differentiated else {}),
+        state_bytes={
+            dtype: _rule(optimizer, dtype, precision).element_bytes
+            for dtype in {part.dtype for part in parts if part.trainable}
+        },
+        block=block,
+    )
+
+
+HANDED_ON = "hands tensors on in its arguments"
+HELD_VIEWS = "a view of its parameters is held after their slot"
+DIFFERENTIATED = "the forward differentiates through the units (torch.autograd.grad)"
+
+
+def _written(found: Sequence[FoundUnit], chunks: Sequence[Chunk]) -> dict[int, str]:
+    """The units with parameters that the forward writes to."""
+    names = {name for unit in found for name in unit.writes}
+    return {
+        chunk.unit: f"the forward writes to {part.name!r}"
+        for chunk in chunks
+        for part in chunk.slices
+        if part.name in names
+    }
+
+
+def _staying(chunks: Sequence[Chunk]) -> dict[int, str]:
+    """Why the chunks stay that cannot be moved parameter by parameter, by unit."""
+    found = dict.fromkeys(of_one_storage(chunks), "parameters are views of one storage")
+    found |= dict.fromkeys(overlapping(chunks), "parameters share memory")
+    for chunk in chunks:
+        dtypes = {part.dtype for part in chunk.slices if part.trainable}
+        if len(dtypes) > 1:
+            mixed = len({dtype.is_complex for dtype in dtypes}) > 1
+            beside = "complex parameters beside real ones"
+            found[chunk.unit] = beside if mixed else "trainable parameters of several dtypes"
+    return found
+
+
+def _scalars(parts: Sequence[Slice], optimizer: str) -> int:
+    """Bytes on a CPU that belong to no unit.
+
+    An optimizer's scalars per parameter (AdamW's step) are cloned while an update is in flight, and
+    one element is there for an offloaded parameter; losses and their gradients are a few more.
+    """
+    steps = UpdateRule.of(optimizer_factory(optimizer)).scalar_bytes()
+    return sum(2 * steps + part.dtype.itemsize for part in parts) + 256
+
+
+_NORMS = 2
+"""Of a gradient while it is clipped: what was taken as it left, or by `clip_grad_norm_`, and what
+of that is multiplied."""
+
+_GRADIENTS = 2
+"""Of a parameter at once, where micro-batches add up: the sum, and what is added to it."""
+
+_LOOSE_BLOCKS = 16
+"""Of the last step's loss, this one's with its share of a mean and their gradients, the total norm
+and the factor of clipping, a gradient scaler's scale and its growth; some more for the model's."""
+
+
+def _beside_in_blocks(parts: Sequence[Slice], optimizer: str, precision: Precision) -> int:
+    """Bytes of an accelerator's allocator that belong to no unit: scalars take a block each.
+
+    A parameter that stays there has its optimizer's scalars there too, and its gradient and its
+    states, storages of their own, round up to blocks, which the units' bytes do not say. One
+    element of each dtype takes the place of all offloaded parameters, and one of their gradients.
+    """
+    rule = UpdateRule.of(optimizer_factory(optimizer))
+    scalars = rule.scalar_bytes(block=BLOCK_BYTES) + _NORMS * BLOCK_BYTES
+    updated = [part for part in parts if part.trainable]
+    dtypes = {part.dtype for part in updated}
+    rules = {dtype: _rule(optimizer, dtype, precision) for dtype in dtypes}
+    total = (_LOOSE_BLOCKS + 2 * len({part.dtype for part in parts})) * BLOCK_BYTES
+    for part in updated:
+        total += scalars + _GRADIENTS * (-part.num_bytes % BLOCK_BYTES)
+        states = rules[part.dtype].states.values()
+        total += sum(-part.numel * state.itemsize % BLOCK_BYTES for state in states)
+    return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBytes:
+    """What a training step takes: of the units, and what stays after it until its loss is gone.
+
+    `left_bytes` are tensors in the contexts of autograd functions, say. A loop has a name for its
+    loss until the next one is there, so that they are live in the next step.
+    """
+
+    units: list[Unit]
+    left_bytes: int
+
+
+def measure_bytes(
+    model: nn.Module,
+    batch: Batch,
+    structure: ModelStructure,
+    meter: passes.MeterFactory,
+) -> StepBytes:
+    """The units with their bytes, from one training step per form; seconds are zero.
+
+    `meter` makes what counts live bytes, of real tensors or of fake ones: one for each form of
+    `structure.saved`, in order, and one for each of MIXTURES where the model is more than a chain.
+    """
+
+    def segments(form: Form | Sequence[Form]) -> tuple[Segment, ...]:
+        return passes.memory_segments(
+            model,
+            structure.modules,
+            batch,
+            form,
+            meter=meter,
+            kept=structure.kept,
+            num_warm=structure.num_warm,
+        )
+
+    with _noting_gradients(structure.chunks) as arrived:
+        memory = {form: segments(form) for form in structure.saved}
+    units = _units(structure, memory, arrived)
+    if structure.linked and len(memory) > 1:
+        for mixture in MIXTURES:
+            forms = mixture(units)
+            units = _raised(units, forms, segments(forms), structure, arrived)
+    gradients = _live_gradients(structure, arrived, after=-1)
+    left = max(cuts[-1].start_bytes - cuts[0].start_bytes for cuts in memory.values())
+    loss = in_blocks(_LOSS_BYTES, structure.block)
+    return StepBytes(units=units, left_bytes=max(0, left - gradients - loss))
+
+
+_LOSS_BYTES = 64
+"""Of a loss, with room for what a wrapper keeps of it: `_scalars` counts them."""
+
+
+def _in_turn(units: Sequence[Unit], *, first: int) -> list[Form]:
+    """Every other block in its leanest form, from block `first` on, and the others in `keep`."""
+    forms: list[Form] = ["keep"] * len(units)
+    blocks = [index for index, unit in enumerate(units) if unit.kind == "block"]
+    for index in blocks[first::2]:
+        forms[index] = units[index].forms[-1].form
+    return forms
+
+
+def _at_random(units: Sequence[Unit]) -> list[Form]:
+    rng = random.Random(0)
+    return [rng.choice(unit.forms).form for unit in units]
+
+
+MIXTURES: tuple[Callable[[Sequence[Unit]], list[Form]], ...] = (
+    partial(_in_turn, first=0),
+    partial(_in_turn, first=1),
+    _at_random,
+)
+"""Blocks in different forms, for models where they depend on more than their neighbours. Costs are
+measured with all blocks in one form; what a mixture takes beyond their sum is added to the slots in
+which it does."""
+
+
+def _raised(
+    units: Sequence[Unit],
+    forms: Sequence[Form],
+    cuts: Sequence[Segment],
+    structure: ModelStructure,
+    arrived: _Arrived,
+) -> list[Unit]:
+    """The units with peaks that are not below those of a step of such forms."""
+    count = len(units)
+    start = cuts[0].start_bytes + structure.shared_bytes  # which the base has
+    level = 0
+    raised: list[Unit] = []
+    for index, (unit, form) in enumerate(zip(units, forms, strict=True)):
+        cost = unit.cost(form)
+        gradients = _live_gradients(structure, arrived, after=index)
+        forward = cuts[index].peak_bytes - start - level
+        level += cost.kept_bytes
+        backward = cuts[2 * count - 1 - index].peak_bytes - start - level - gradients
+        more_forward = max(0, forward - cost.forward_peak_bytes)
+        more_backward = max(0, backward - cost.backward_peak_bytes)
+        higher = (
+            replace(
+                each,
+                forward_peak_bytes=each.forward_peak_bytes + more_forward,
+                backward_peak_bytes=each.backward_peak_bytes + more_backward,
+            )
+            for each in unit.forms
+        )
+        raised.append(replace(unit, forms=tuple(higher)))
+    return raised
+
+
+def _live_gradients(structure: ModelStructure, arrived: _Arrived, *, after: int) -> int:
+    """Gradients of the chunks that are used last by units after `after`."""
+    return sum(
+        in_blocks(_gradient_bytes(part, arrived), structure.block)
+        for chunk in structure.chunks
+        if chunk.used_by and max(chunk.used_by) > after
+        for part in chunk.slices
+        if part.name in arrived
+    )
+
+
+@contextmanager
+def _noting_gradients(chunks: Sequence[Chunk]) -> Iterator[_Arrived]:
+    """The parameters that get a gradient while inside, and its bytes; not all need to get one.
+
+    A sparse gradient may have more bytes than the parameter: a row for every time that it is read.
+    """
+    arrived: _Arrived = {}
+
+    def note(name: str, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        arrived[name] = None if gradient.layout == torch.strided else storage_bytes([gradient])
+
+    with ExitStack() as stack:
+        for chunk in chunks:
+            for part in chunk.slices:
+                if part.trainable:
+                    hook = partial(note, part.name)
+                    handle = part.parameter.register_post_accumulate_grad_hook(hook)
+                    stack.callback(handle.remove)
+        yield arrived
+
+
+def _listed(unit: FoundUnit) -> tuple[str, ...]:
+    """The parameters to name in the record: all of a part's, and a block's from elsewhere."""
+    if unit.kind == "part":
+        return tuple(sorted(unit.parameters))
+    inside = tuple(name for name in unit.parameters if not name.startswith(f"{unit.name}."))
+    return tuple(sorted(inside))
+
+
+def _chunks(model: nn.Module, found: Sequence[FoundUnit], alignment: int) -> list[Chunk]:
+    shape = [(unit.kind, unit.name, _listed(unit)) for unit in found]
+    parameters = unit_parameters(model, shape)
+    owner = {name: index for index, unit in enumerate(parameters) for name, _ in unit}
+    users: list[list[int]] = [[index] for index in range(len(found))]
+    for index, unit in enumerate(found):
+        for name in unit.also_uses:
+            if index not in users[owner[name]]:
+                users[owner[name]].append(index)
+    return [
+        make_chunk(index, unit, tuple(users[index]) if unit else (), alignment=alignment)
+        for index, unit in enumerate(parameters)
+    ]
+
+
+def _described(
+    found: Sequence[FoundUnit], chunks: Sequence[Chunk], saved: Sequence[passes.SavedBytes]
+) -> list[UnitPlan]:
+    """What the units are, as a plan says it, with nothing decided."""
+    return [
+        UnitPlan(
+            name=unit.name,
+            kind=unit.kind,
+            parameters=_listed(unit),
+            also_used_by=tuple(found[user].name for user in chunk.used_by if user != index),
+            own_inputs=own.own_inputs,
+            activations=Keep(),
+            states=Persistent(),
+        )
+        for index, (unit, chunk, own) in enumerate(zip(found, chunks, saved, strict=True))
+    ]
+
+
+def _units(
+    structure: ModelStructure,
+    memory: dict[Form, tuple[Segment, ...]],
+    arrived: _Arrived,
+) -> list[Unit]:
+    found, chunks, saved = structure.found, structure.chunks, structure.saved
+    count = len(found)
+    units: list[Unit] = []
+    for index, unit in enumerate(found):
+        size = chunks[index].size(structure.state_bytes)
+        # The frame that called the block before names its input until the call has returned,
+        # which is after this slot has begun: a swapped one is live until then.
+        before_full = saved["full"][index - 1] if index and "full" in saved else None
+        lingering = before_full.swappable_bytes if before_full else 0
+        forms: list[FormCost] = []
+        for form, cuts in memory.items():
+            before = cuts[index].start_bytes
+            level = cuts[index + 1].start_bytes
+            backward = cuts[2 * count - 1 - index]
+            # Gradients of units that ran before in backward are live in this pass; a plan says
+            # what becomes of them. A tied one is live from its last use on.
+            gradients = _live_gradients(structure, arrived, after=index)
+            pieces = saved[form][index].pieces
+            forms.append(
+                FormCost(
+                    form=form,
+                    forward_peak_bytes=max(cuts[index].peak_bytes - before, lingering),
+                    kept_bytes=level - before,
+                    backward_peak_bytes=backward.peak_bytes - level - gradients,
+                    swappable_bytes=saved[form][index].swappable_bytes,
+                    swap_pieces=pieces if len(pieces) > 1 else (),
+                    forward_s=0.0,
+                    backward_s=0.0,
+                )
+            )
+        if unit.kind == "part":
+            forms = [_either(forms)]
+        else:
+            forms = forms[:1] if index in structure.kept else _worthwhile(forms)
+        trainable = [part for part in chunks[index].slices if part.trainable]
+        sparse = any(arrived.get(part.name) is not None for part in trainable)
+        units.append(
+            Unit(
+                name=unit.name,
+                kind=unit.kind,
+                num_parameters=size.num_parameters,
+                parameter_bytes=size.parameter_bytes,
+                gradient_bytes=sum(_gradient_bytes(part, arrived) for part in trainable)
+                if sparse
+                else size.gradient_bytes,
+                state_bytes=size.state_bytes,
+                used_by=size.used_by,
+                parameter_pieces=() if sparse else size.parameter_pieces,
+                gradient_pieces=() if sparse else size.gradient_pieces,
+                forms=tuple(forms),
+                parameters=_listed(unit),
+                own_inputs=saved["keep"][index].own_inputs if unit.kind == "block" else (0,),
+                reached=index not in structure.unused
+                or size.used_by != (index,)
+                or any(part.name in arrived for part in chunks[index].slices),
+                stays=_stays(trainable, arrived) or structure.stays.get(index, ""),
+                runs_once=structure.once.get(index, ""),
+            )
+        )
+    return units
+
+
+def _stays(parts: Sequence[Slice], arrived: _Arrived) -> str:
+    """Why a unit's states stay that has gradients of these parameters; empty: they need not."""
+    with_gradients = [part for part in parts if part.name in arrived]
+    if any(arrived[part.name] is not None for part in with_gradients):
+        return SPARSE
+    # An optimizer has states for these, too; a store has no place for them.
+    return "parameters without elements" if not all(p.numel for p in with_gradients) else ""
+
+
+def _gradient_bytes(part: Slice, arrived: _Arrived) -> int:
+    sparse = arrived.get(part.name)
+    return part.num_bytes if sparse is None else sparse
+
+
+def _worthwhile(forms: Sequence[FormCost]) -> list[FormCost]:
+    """The forms that a block's record names, of those in the order of `FORMS`.
+
+    A form of partial recomputation has to hold less than every form that recomputes less, and more
+    than the input: one that a block cannot take keeps nothing else. A form that keeps has to hold
+    less than `keep` itself.
+    """
+    full = sum(form.kept_bytes for form in forms if form.form == "full")
+    chosen: list[FormCost] = []
+    least = forms[0].kept_bytes  # of `keep`, then of the forms of partial recomputation
+    for form in forms:
+        recomputes = FORMS[form.form].recomputes
+        lower_end = full if recomputes else 0
+        if form.form in ("keep", "full") or lower_end < form.kept_bytes < least:
+            chosen.append(form)
+            least = form.kept_bytes if recomputes else least
+    return chosen
+
+
+def _either(forms: Sequence[FormCost]) -> FormCost:
+    """A part's costs whatever forms the blocks have.
+
+    A block that is recomputed may hold inputs that several units share, which otherwise end with
+    the model's forward.
+    """
+    return replace(
+        forms[0],
+        forward_peak_bytes=max(form.forward_peak_bytes for form in forms),
+        kept_bytes=max(form.kept_bytes for form in forms),
+        backward_peak_bytes=max(form.backward_peak_bytes for form in forms),
+    )
+
+
+def _rule(optimizer: str, dtype: torch.dtype, precision: Precision) -> UpdateRule:
+    """The rule by which parameters of `dtype` are updated."""
+    with _disable_current_modes():  # it is tried on tensors of its own
+        return UpdateRule.of(optimizer_factory(optimizer, precision), dtype)

@@ -1,0 +1,597 @@
+"""`discover`: the units of a model, found by running it. No list of names anywhere.
+
+A unit is a *block* (a module that repeats, such as a decoder layer) or a *part* (what runs
+before, between and after blocks). Units are in execution order. Every parameter belongs to
+exactly one, the one that reads it first, and every operator runs in exactly one.
+
+`record_execution` runs the forward and writes down which modules ran when, and which parameters
+each operator read. `undisturbed` and `starting_from` frame every forward that a profile runs: the
+model is left as it was, and each forward begins from the same random numbers and counters.
+"""
+
+import hashlib
+import random
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.models.batches import Batch, call_model
+from protrain_plan.profiling.structure import whereabouts
+from protrain_runtime.activations.compiled import uncompiled
+from protrain_runtime.activations.selective_recompute import written_arguments
+from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.devices import device as devices
+from protrain_runtime.states.layout import extent
+
+# --- one forward, written down --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One run of a module's forward, from `begin` to `end` on the execution's clock."""
+
+    path: str
+    module: nn.Module
+    begin: int
+    end: int
+
+    def holds(self, other: "Call") -> bool:
+        """Whether `other` ran inside this call."""
+        return self.begin < other.begin and other.end < self.end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One operator: the parameters whose storage it was given, and whether it does any work.
+
+    `written` are those of them that it wrote to. `signature` is its name with its arguments:
+    shapes, strides and dtypes of tensors, and numbers.
+    """
+
+    at: int
+    parameters: tuple[str, ...]
+    written: tuple[str, ...]
+    trivial: bool  # a view, or bookkeeping: computes nothing and saves nothing
+    signature: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """The calls in order of their beginnings, and the operations in order."""
+
+    calls: tuple[Call, ...]
+    operations: tuple[Operation, ...]
+
+
+Attributes = dict[nn.Module, dict[str, object]]
+"""By module and name: plain values, which are no part of what it computes with but may steer it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a forward begins with besides its batch: a seed of all generators, and attributes."""
+
+    seed: int
+    attributes: Attributes
+
+
+def plain_attributes(model: nn.Module) -> Attributes:
+    """The numbers, truths and texts that modules have as attributes, such as counters of steps."""
+    return {
+        module: {
+            name: value
+            for name, value in module.__dict__.items()
+            if isinstance(value, bool | int | float | str) or value is None
+        }
+        for module in model.modules()
+    }
+
+
+def restore_attributes(attributes: Attributes) -> None:
+    """Give modules these attributes again, but those that they have in another kind now."""
+    for module, values in attributes.items():
+        for name, value in values.items():
+            if name in module.__dict__ and type(module.__dict__[name]) is type(value):
+                module.__dict__[name] = value
+
+
+@contextmanager
+def starting_from(model: nn.Module, start: Start) -> Iterator[None]:
+    """Every forward inside begins from `start`: what it does by chance or by count is the same."""
+
+    def begin(*_: object) -> None:
+        torch.manual_seed(start.seed)
+        random.seed(start.seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(start.seed)
+        restore_attributes(start.attributes)
+
+    handle = model.register_forward_pre_hook(begin)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def record_execution(model: nn.Module, batch: Batch, start: Start | None = None) -> Execution:
+    """Run one forward in train mode with gradients enabled, and write down what happened.
+
+    Compiled modules run uncompiled, so that all of theirs is seen. Parameters, gradients, buffers,
+    train flags, hooks and the random state are afterwards what they were; the autograd graph is
+    freed. Fake tensors work too.
+    """
+    recorder = _Recorder(model)
+    with ExitStack() as stack:
+        stack.enter_context(undisturbed(model))
+        if start is not None:
+            stack.enter_context(starting_from(model, start))
+        stack.enter_context(uncompiled())
+        stack.enter_context(recorder.hooks())
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(recorder)
+        call_model(model, batch)
+    return Execution(
+        calls=tuple(sorted(recorder.calls, key=lambda call: call.begin)),
+        operations=tuple(recorder.operations),
+    )
+
+
+# Operators that compute nothing although their schema names no alias.
+_BOOKKEEPING = frozenset(
+    ("aten::detach", "aten::lift_fresh", "aten::_local_scalar_dense", "aten::empty")
+)
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every operator below autograd, functional ones on bare parameters included."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Call] = []
+        self.operations: list[Operation] = []
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._clock = 0
+        self._begun: dict[nn.Module, list[int]] = defaultdict(list)
+        self._inside: list[str] = []  # the paths of the modules that run
+        # Parameters by the storage they live in; several may share a flat one. An identity, not
+        # an address: fake tensors have none.
+        self._owners: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+        for name, parameter in model.named_parameters():
+            first, past = extent(parameter)
+            self._owners[parameter.untyped_storage()._cdata].append((first, past, name))
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Watch every module of the model while inside."""
+        with ExitStack() as stack:
+            for module in self._paths:
+                before = module.register_forward_pre_hook(
+                    self._begin, prepend=True, with_kwargs=True
+                )
+                stack.callback(before.remove)
+                after = module.register_forward_hook(self._end, with_kwargs=True)
+                stack.callback(after.remove)
+            yield
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def _begin(self, module: nn.Module, *_: object) -> None:
+        self._begun[module].append(self._tick())
+        self._inside.append(self._paths[module])
+        whereabouts.in_module(self._inside[-1])
+
+    def _end(self, module: nn.Module, *_: object) -> None:
+        self._inside.pop()
+        whereabouts.in_module(self._inside[-1] if self._inside else "")
+        self.calls.append(
+            Call(
+                path=self._paths[module],
+                module=module,
+                begin=self._begun[module].pop(),
+                end=self._tick(),
+            )
+        )
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func.namespace == "prim":  # questions that fake tensors ask about themselves
+            return func(*args, **(kwargs or {}))
+        used = self._parameters_in(tensors_in((args, kwargs)))
+        writes = bool(used) and func._schema.is_mutable
+        written = written_arguments(func, args, kwargs or {}) if writes else ()
+        self.operations.append(
+            Operation(
+                at=self._tick(),
+                parameters=used,
+                written=self._parameters_in(written),
+                trivial=func.is_view or func._schema.name in _BOOKKEEPING,
+                signature=_described(func, args, kwargs),
+            )
+        )
+        return func(*args, **(kwargs or {}))
+
+    def _parameters_in(self, tensors: Iterable[Tensor]) -> tuple[str, ...]:
+        """The parameters whose memory the tensors are of, each once."""
+        found: dict[str, None] = {}
+        for tensor in tensors:
+            if tensor.layout is not torch.strided:
+                continue
+            owners = self._owners.get(tensor.untyped_storage()._cdata, ())
+            first, past = extent(tensor) if len(owners) > 1 else (0, 0)
+            for owner_first, owner_past, name in owners:
+                if len(owners) == 1 or (first < owner_past and owner_first < past):
+                    found[name] = None
+        return tuple(found)
+
+
+def _described(func: Any, args: object, kwargs: object) -> str:
+    def geometry(tensor: Tensor) -> object:
+        strided = tensor.layout is torch.strided
+        return tensor.dtype, tuple(tensor.shape), tensor.stride() if strided else tensor.layout
+
+    return f"{func} {tree_map_only(Tensor, geometry, (args, kwargs or {}))}"
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Train mode inside; train flags, buffers and random states as before afterwards.
+
+    Random states are those of PyTorch (of the model's devices too), of Python and, where it is
+    loaded, of NumPy.
+    """
+    flags = [(module, module.training) for module in model.modules()]
+    buffers = [
+        (
+            module,
+            dict(module._buffers),
+            [(b, b.detach().clone()) for b in module._buffers.values() if b is not None],
+        )
+        for module in model.modules()
+    ]
+    with torch.random.fork_rng(devices=[]), _other_random_states(model):
+        model.train()
+        try:
+            yield
+        finally:
+            for module, training in flags:
+                module.training = training
+            with torch.no_grad():
+                for module, named, contents in buffers:
+                    for buffer, content in contents:
+                        buffer.copy_(content)
+                    module._buffers.clear()
+                    module._buffers.update(named)
+
+
+@contextmanager
+def _other_random_states(model: nn.Module) -> Iterator[None]:
+    """Those that `fork_rng` leaves alone: of Python, of NumPy, of the model's accelerators."""
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), numpy.random.get_state() if numpy else None
+    accelerators = {
+        device: devices.random_state(device)
+        for device in {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        if device.type != "meta" and not devices.on_host(device)
+    }
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        if numpy:
+            numpy.random.set_state(states[1])
+        for device, state in accelerators.items():
+            devices.set_random_state(device, state)
+
+
+# --- the units ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundUnit:
+    """A stretch of the forward.
+
+    `name` is unique: a block's path; for a part the path of the first module that runs in it, and
+    nowhere else, so that its call tells where the part begins; else the name of its first
+    parameter, if that is a module's; else "(input)", "(output)" or "(after ...)".
+    `parameters` are names as in `model.named_parameters()`, in order of first use;
+    `also_uses` are those of earlier units that this one reads too (a tied head), and `writes` the
+    parameters that its forward writes to, such as an average of others. Blocks of equal
+    `signature` have the same structure and ran the same operators on tensors of the same shapes.
+    """
+
+    kind: Literal["block", "part"]
+    name: str
+    module: nn.Module | None  # of a block
+    parameters: tuple[str, ...]
+    also_uses: tuple[str, ...]
+    signature: str = ""  # of a block
+    writes: tuple[str, ...] = ()
+
+
+SEEDS = 32
+"""Forwards in which blocks that are skipped at random may all run: of four that are skipped every
+other time, all run in one of sixteen."""
+
+
+def fullest(model: nn.Module, batch: Batch) -> tuple[Start, Execution]:
+    """A forward that runs all blocks, and its start; the first one, where nothing is skipped.
+
+    Profiles are of that forward: steps that skip blocks take less, and so do those in which blocks
+    hand on what they got. ProtrainError where blocks run in some forwards, and never all in one.
+    """
+    before = plain_attributes(model)
+    tried: list[_Tried] = []
+    most: dict[object, int] = {}  # operators of blocks of a kind
+    for seed in range(SEEDS):
+        start = Start(seed, plain_attributes(model))
+        execution = record_execution(model, batch, start)
+        work = _work(model, execution)
+        for kind, count in work.values():
+            most[kind] = max(count, most.get(kind, 0))
+        tried.append(_Tried(_idle(model, execution), work, start, execution))
+        steady = seed == 1 and tried[0].work == work  # experts without tokens, in every forward
+        if not tried[-1].idle and (steady or not tried[-1].short(most)):
+            break
+    restore_attributes(before)
+    best = min(tried, key=lambda one: (len(one.idle), one.short(most)))
+    if best.idle and any(other.idle != best.idle for other in tried):
+        raise ProtrainError(
+            f"the model skips blocks from forward to forward, and all of them ran in none of"
+            f" {SEEDS}: {', '.join(best.idle)} did not in the fullest",
+            fix="profile with no block skipped (a drop probability of zero): plans hold for steps"
+            " that skip some",
+        )
+    return best.start, best.execution
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A forward: the blocks that did not run, and the operators of those that did."""
+
+    idle: list[str]
+    work: dict[str, tuple[object, int]]  # by path: the kind of block, and how many
+    start: Start
+    execution: Execution
+
+    def short(self, most: Mapping[object, int]) -> int:
+        """How many blocks did less than others of their kind have done."""
+        return sum(count < most[kind] for kind, count in self.work.values())
+
+
+def _work(model: nn.Module, execution: Execution) -> dict[str, tuple[object, int]]:
+    found: dict[str, tuple[object, int]] = {}
+    for call in _blocks(model, execution):
+        operations = _between(execution.operations, call.begin, call.end)
+        count = sum(not operation.trivial for operation in operations)
+        found[call.path] = _structure(call.module), count
+    return found
+
+
+def _idle(model: nn.Module, execution: Execution) -> list[str]:
+    """The modules that did not run though siblings have their class, but for those inside blocks.
+
+    What is in a block may be an expert that got no token.
+    """
+    ran = {call.module for call in execution.calls}
+    inside = {module for call in _blocks(model, execution) for module in call.module.modules()}
+    idle: list[str] = []
+    for path, parent in model.named_modules():
+        if parent in inside:
+            continue
+        children = {
+            name: child
+            for name, child in parent.named_children()
+            if any(True for _ in child.parameters())
+        }
+        kinds = Counter(type(child) for child in children.values())
+        idle += [
+            f"{path}.{name}".lstrip(".")
+            for name, child in children.items()
+            if child not in ran and kinds[type(child)] > 1
+        ]
+    return idle
+
+
+def discover(
+    model: nn.Module, batch: Batch, execution: Execution | None = None
+) -> tuple[FoundUnit, ...]:
+    """The units of `model`, from one forward of `batch` in train mode: `execution`, or a new one.
+
+    The first and the last unit are parts, empty of parameters or not: the loss is computed in
+    the last one. Between two blocks there is a part only where something is computed or a
+    parameter read. A parameter that nothing reads belongs to the block that it is in (an expert
+    that got no token), else to the last part. A model where nothing repeats has its children
+    as blocks; one without children that run once is a single part.
+
+    The model, its gradients, buffers and the random state stay as they are.
+    """
+    if execution is None:
+        execution = record_execution(model, batch)
+    blocks = _blocks(model, execution)
+    return _units(model, _stretches(execution, blocks))
+
+
+# --- which modules are blocks ---------------------------------------------------------------------
+
+
+def _blocks(model: nn.Module, execution: Execution) -> tuple[Call, ...]:
+    """The calls of the blocks: disjoint, in order."""
+    once = _calls_of_modules_that_run_once(execution)
+    groups = [group for parent in model.modules() for group in _alike(parent, once)]
+    # Two norms or two embeddings side by side are alike too: single layers are blocks only in a
+    # model where nothing larger repeats.
+    composite = [g for g in groups if any(True for _ in g[0].module.children())]
+    found = _outermost(call for group in composite or groups for call in group)
+    return found or _children(model, once)
+
+
+def _calls_of_modules_that_run_once(execution: Execution) -> dict[nn.Module, Call]:
+    calls: dict[nn.Module, list[Call]] = defaultdict(list)
+    for call in execution.calls:
+        calls[call.module].append(call)
+    return {module: only[0] for module, only in calls.items() if len(only) == 1}
+
+
+def _alike(parent: nn.Module, once: dict[nn.Module, Call]) -> list[list[Call]]:
+    """The groups of two and more children with parameters that are alike and run once.
+
+    Alike is of equal structure; in a list of modules, where layers may differ in details (T5's
+    first layer owns the position bias of all), of the same class.
+    """
+    listed = isinstance(parent, nn.ModuleList)
+    groups: dict[object, list[Call]] = defaultdict(list)
+    for child in parent.children():
+        if child in once and any(True for _ in child.parameters()):
+            groups[type(child) if listed else _structure(child)].append(once[child])
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _structure(module: nn.Module) -> object:
+    parameters = tuple(
+        (name, tuple(p.shape), p.dtype, p.requires_grad)
+        for name, p in module.named_parameters(recurse=False)
+    )
+    children = tuple((name, _structure(child)) for name, child in module.named_children())
+    return type(module), parameters, children
+
+
+def _outermost(calls: Iterable[Call]) -> tuple[Call, ...]:
+    kept: list[Call] = []
+    for call in sorted(calls, key=lambda call: call.begin):
+        if not (kept and kept[-1].holds(call)):
+            kept.append(call)
+    return tuple(kept)
+
+
+def _children(model: nn.Module, once: dict[nn.Module, Call]) -> tuple[Call, ...]:
+    """The children with parameters that run once; a model in a wrapper is unwrapped first."""
+    having = [child for child in model.children() if any(True for _ in child.parameters())]
+    if len(having) == 1 and any(True for _ in having[0].children()):
+        return _children(having[0], once)
+    return _outermost(once[child] for child in having if child in once)
+
+
+# --- from blocks to units -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stretch:
+    """What will be a unit: a block's call, or what ran since the last one."""
+
+    name: str
+    block: Call | None
+    uses: tuple[str, ...]  # parameters, in order of first use in this stretch
+    writes: tuple[str, ...]
+    signature: str = ""
+
+    @staticmethod
+    def of(name: str, operations: Sequence[Operation], block: Call | None = None) -> "_Stretch":
+        return _Stretch(
+            name=name,
+            block=block,
+            uses=tuple(dict.fromkeys(used for o in operations for used in o.parameters)),
+            writes=tuple(dict.fromkeys(used for o in operations for used in o.written)),
+            signature="" if block is None else _signature(block, operations),
+        )
+
+
+def _stretches(execution: Execution, blocks: tuple[Call, ...]) -> list[_Stretch]:
+    last = max((call.end for call in execution.calls), default=0) + 1
+    # The model itself has no path; containers that hold blocks lie across the parts' borders.
+    once = _calls_of_modules_that_run_once(execution).values()
+    calls = [call for call in execution.calls if call.path and call in once]
+    stretches: list[_Stretch] = []
+    begin = 0
+    for index, block in enumerate((*blocks, None)):
+        end = block.begin if block else last
+        operations = _between(execution.operations, begin, end)
+        works = any(o.parameters or not o.trivial for o in operations)
+        if index == 0 or block is None or works:
+            runs = next((c.path for c in calls if begin < c.begin and c.end < end), "")
+            first = next((name for o in operations for name in o.parameters), "")
+            name = runs or (first if "." in first else "") or _placed(blocks, index)
+            stretches.append(_Stretch.of(name, operations))
+        if block is not None:
+            operations = _between(execution.operations, block.begin, block.end)
+            stretches.append(_Stretch.of(block.path, operations, block))
+            begin = block.end
+    return stretches
+
+
+def _signature(block: Call, operations: Iterable[Operation]) -> str:
+    digest = hashlib.sha256(repr(_structure(block.module)).encode())
+    for operation in operations:
+        digest.update(operation.signature.encode())
+    return digest.hexdigest()
+
+
+def _between(operations: Iterable[Operation], begin: int, end: int) -> list[Operation]:
+    return [o for o in operations if begin < o.at < end]
+
+
+def _placed(blocks: tuple[Call, ...], index: int) -> str:
+    """The name of a part where no module runs and no module below the root owns a parameter."""
+    if not blocks:
+        return "(model)"
+    if index == 0:
+        return "(input)"
+    return "(output)" if index == len(blocks) else f"(after {blocks[index - 1].path})"
+
+
+def _units(model: nn.Module, stretches: list[_Stretch]) -> tuple[FoundUnit, ...]:
+    owner: dict[str, int] = {}
+    for index, stretch in enumerate(stretches):
+        for name in stretch.uses:
+            owner.setdefault(name, index)
+    blocks = [(i, s.block) for i, s in enumerate(stretches) if s.block is not None]
+    # Parameters that this forward did not read.
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for index, block in blocks:
+        for parameter in block.module.parameters():
+            owner.setdefault(names[parameter], index)
+    for name in names.values():
+        owner.setdefault(name, len(stretches) - 1)
+
+    owned: list[list[str]] = [[] for _ in stretches]
+    for name, index in owner.items():
+        owned[index].append(name)
+    return tuple(
+        FoundUnit(
+            kind="part" if stretch.block is None else "block",
+            name=name,
+            module=None if stretch.block is None else stretch.block.module,
+            parameters=tuple(owned[index]),
+            also_uses=tuple(name for name in stretch.uses if owner[name] < index),
+            signature=stretch.signature,
+            writes=stretch.writes,
+        )
+        for index, (stretch, name) in enumerate(
+            zip(stretches, _unique([s.name for s in stretches]), strict=True)
+        )
+    )
+
+
+def _unique(names: list[str]) -> list[str]:
+    """The names, the second "x" as "x#2" (a module that runs in two parts)."""
+    counts: dict[str, int] = defaultdict(int)
+    unique = []
+    for name in names:
+        counts[name] += 1
+        unique.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
+    return unique

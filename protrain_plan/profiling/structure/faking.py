@@ -1,0 +1,328 @@
+"""A model of fake tensors: built and run without memory for its parameters, or a device.
+
+A model's code may ask for values of tensors all the same: the depths at which layers drop out, from
+`linspace`; how many of the tokens stand for an image. What it asks of token ids, of masks made of
+them, or of tensors made from numbers does not depend on what the model has learnt. So real tensors
+are computed along with those fake ones, from the batch on (`KnownValues`); activations and
+parameters have none.
+"""
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.hardware.workspaces import device_type
+from protrain_plan.models.batches import Batch
+from protrain_plan.models.building import converted, remake_tensors, replaced
+from protrain_plan.models.sources import ModelSource
+from protrain_plan.records.hardware import DeviceKind
+from protrain_plan.records.profile import DType, Precision
+from protrain_runtime.activations.compiled import uncompiled
+from protrain_runtime.activations.trees import taken_apart, tensors_in
+from protrain_runtime.devices.memory_meter import PARTS, strided_parts
+
+aten = torch.ops.aten
+
+_MOST_BYTES = 2**22
+"""Of a tensor whose values are known: a batch of 500,000 tokens. What is larger was no token id."""
+
+_ATTRIBUTE = "_protrain_value"
+
+
+class KnownValues(TorchDispatchMode):
+    """Computes the values of fake tensors where all that they are computed from is known.
+
+    Enter it inside the `FakeTensorMode`. Views are of the same memory, as fake ones are; where a
+    tensor is written with something unknown, the values of all that share its memory are forgotten.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._overwritten: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        given = tensors_in((args, kwargs))
+        values = [self._value(tensor) for tensor in given]
+        known = all(value is not None for value in values)
+        if torch.Tag.data_dependent_output in func.tags and known:
+            return self._real(func, args, kwargs)
+        if torch.Tag.dynamic_output_shape in func.tags:
+            counted = self._counted(func, args, kwargs, known=known)
+            if counted is not None:
+                return counted
+        result = func(*args, **kwargs)
+        made = tensors_in(result)
+        for tensor in made:
+            if tensor.layout != torch.strided:
+                setattr(tensor, PARTS, _parts(func, args))
+        if known and _repeatable(func) and all(map(_is_small, made)):
+            real = tensors_in(self._real(func, args, kwargs))
+            for tensor, found in zip(made, real, strict=True):
+                setattr(tensor, _ATTRIBUTE, found)
+        elif func._schema.is_mutable:
+            for value in values:
+                if value is not None:
+                    storage = value.untyped_storage()
+                    self._overwritten[storage._cdata] = storage
+        return result
+
+    def _value(self, tensor: Tensor) -> Tensor | None:
+        if tensor.requires_grad:
+            return None
+        value = getattr(tensor, _ATTRIBUTE, None) if isinstance(tensor, FakeTensor) else tensor
+        if value is not None and value.untyped_storage()._cdata in self._overwritten:
+            return None
+        return value
+
+    def _real(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+        """What the operator gives of the values."""
+        real_args, real_kwargs = tree_map_only(Tensor, self._value, (args, dict(kwargs)))
+        with unset_fake_temporarily():
+            result: object = func(*real_args, **real_kwargs)
+        return result
+
+    def _counted(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, known: bool
+    ) -> object | None:
+        """A result whose shape depends on values: all of them, or a mask's alone."""
+        if known:
+            found: object = tree_map_only(
+                Tensor,
+                lambda value: know(torch.empty(value.shape, dtype=value.dtype), value),
+                self._real(func, args, kwargs),
+            )
+            return found
+        if func is aten.masked_select.default:
+            given: Tensor = args[0]
+            mask = self._value(args[1])
+            if mask is None:
+                return None
+            shape = torch.broadcast_shapes(given.shape, mask.shape)
+            return given.new_empty(_count(mask) * (shape.numel() // max(1, mask.numel())))
+        if func is aten.index.Tensor:
+            return self._masked(args[0], args[1])
+        return None
+
+    def _masked(self, given: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
+        """`given[:, mask]`: elements of all dimensions that the mask spans become one."""
+        places = [place for place, index in enumerate(indices) if index is not None]
+        first = indices[places[0]]
+        if len(places) > 1 or first is None or first.dtype != torch.bool:
+            return None
+        mask = self._value(first)
+        if mask is None:
+            return None
+        before, after = given.shape[: places[0]], given.shape[places[0] + mask.dim() :]
+        return given.new_empty(*before, _count(mask), *after)
+
+
+class SparseError(Exception):
+    """A sparse tensor of which it is not known what it is made of."""
+
+
+def _parts(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Indices and values of a new sparse tensor, as the gradient of an embedding is made."""
+    if func is aten._sparse_coo_tensor_with_dims_and_tensors.default:
+        return args[3], args[4]
+    if func in (aten.detach.default, aten.clone.default):  # a gradient is not copied, but kept
+        return tuple(strided_parts(args))
+    raise SparseError(str(func))
+
+
+def know(fake: Tensor, value: Tensor) -> Tensor:
+    """The fake tensor, with values where they are integers or truths."""
+    if not value.is_floating_point() and _is_small(value):
+        setattr(fake, _ATTRIBUTE, value)
+    return fake
+
+
+def _count(mask: Tensor) -> int:
+    with unset_fake_temporarily():
+        return int(mask.sum())
+
+
+_UNDEFINED = ("empty", "new_empty", "resize", "set_")
+
+
+def _repeatable(func: Any) -> bool:
+    """Whether the operator gives the same again, from its arguments alone."""
+    name = func._schema.name.partition("::")[2]
+    return torch.Tag.nondeterministic_seeded not in func.tags and not name.startswith(_UNDEFINED)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and not tensor.requires_grad
+        and tensor.untyped_storage().nbytes() <= _MOST_BYTES
+    )
+
+
+_VALUES_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+@contextmanager
+def faking(kind: DeviceKind = "cpu") -> Iterator[FakeTensorMode]:
+    """Tensors that are made inside are fake, on a CPU. Everything is as before afterwards.
+
+    Compiled modules run uncompiled.
+
+    For another type of device, attention takes the kernels that it would take there
+    (`DeviceType.attention`).
+
+    Values of small tensors that depend on no parameters stay known (`values`). Two things act as
+    they do with real tensors, which PyTorch and transformers know to be fake:
+
+    - transformers looks for packed sequences in the position ids; where it cannot, as in tracing,
+      it makes a mask of all pairs of tokens. Batches here have one sequence per row: it looks, and
+      there is no mask.
+    - Recomputation saves the CPU's random state, a tensor that no operator makes.
+    """
+    mode = FakeTensorMode()
+    with ExitStack() as stack:
+        stack.enter_context(uncompiled())
+        # What an operator refuses is raised; it would print a traceback besides.
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        stack.enter_context(replaced(log, "disabled", True))
+        if importlib.util.find_spec("transformers") is not None:
+            masking = importlib.import_module("transformers.masking_utils")
+            looked = _looked(masking.find_packed_sequence_indices)
+            stack.enter_context(replaced(masking, "find_packed_sequence_indices", looked))
+        num_bytes = torch.get_rng_state().numel()
+        stack.enter_context(
+            replaced(torch, "get_rng_state", lambda: torch.empty(num_bytes, dtype=torch.uint8))
+        )
+        stack.enter_context(replaced(torch, "set_rng_state", lambda _: None))
+        stack.enter_context(replaced(nn.Module, "_apply", converted))
+        # Draws again what lies outside its bounds, and so looks at what it drew.
+        stack.enter_context(replaced(nn.init, "_no_grad_trunc_normal_", _undrawn))
+        stack.enter_context(mode)
+        stack.enter_context(KnownValues())
+        stack.enter_context(_GroupedProducts())  # type: ignore[no-untyped-call]
+        attention = device_type(kind).attention
+        if attention is not None:
+            # Not a function mode: those are not asked in a backward, where blocks are recomputed.
+            functional, name = torch.nn.functional, "scaled_dot_product_attention"
+            stack.enter_context(replaced(functional, name, attention))
+        yield mode
+
+
+def fake_model(
+    source: ModelSource, *, dtype: DType, precision: Precision, adapter: str, seed: int
+) -> nn.Module:
+    """The source's model, of fake tensors on a CPU; call it inside `faking`."""
+    if not adapter:
+        try:
+            return source.build(dtype=dtype, precision=precision, seed=seed)
+        except (ProtrainError, SparseError, *_VALUES_ASKED):
+            raise
+        except Exception as error:  # any code of the user's
+            raise ProtrainError(
+                f"the model cannot be built of tensors without values: {error}",
+                source=source.name,
+                fix="profile it on the device that it is to run on",
+            ) from error
+    # peft moves its layers after making them, which fake parameters do not allow.
+    with unset_fake_temporarily():
+        model = source.build(
+            dtype=dtype, precision=precision, adapter=adapter, seed=seed, device="meta"
+        )
+    # Made inside `faking`, so that they are fake ones on a CPU.
+    remake_tensors(model, lambda meta: torch.empty(meta.shape, dtype=meta.dtype))
+    return model
+
+
+def fake_batch(mode: FakeTensorMode, batch: Batch) -> Batch:
+    """The batch with fake tensors of the same shapes and dtypes.
+
+    Of integers and truths, such as token ids and masks, the values stay known (`values`).
+    """
+    if isinstance(batch, Tensor):
+        return know(mode.from_tensor(batch), batch)
+    if isinstance(batch, Mapping):
+        return {name: _fake(mode, value) for name, value in batch.items()}
+    return tuple(_fake(mode, value) for value in batch)
+
+
+@contextmanager
+def without_values(name: str) -> Iterator[None]:
+    """A ProtrainError, naming the model, where its code asks for a tensor's values."""
+    try:
+        yield
+    except SparseError as error:
+        raise ProtrainError(
+            f"there are sparse tensors in {error}: what they take depends on their values",
+            source=name,
+            fix="profile it on the device that it is to run on",
+        ) from error
+    except _VALUES_ASKED as error:
+        raise ProtrainError(
+            f"the model's code depends on values of tensors, in {error.func}: "
+            "what it does cannot be known without running it",
+            source=name,
+            fix="profile it on the device that it is to run on",
+        ) from error
+
+
+def _fake(mode: FakeTensorMode, value: Any) -> Any:
+    tensors, rebuild = taken_apart(value)
+    if any(tensor.layout != torch.strided for tensor in tensors):
+        raise SparseError("the batch")
+    return rebuild([know(mode.from_tensor(tensor), tensor) for tensor in tensors])
+
+
+def _looked(look: Callable[[Tensor], object]) -> Callable[[Tensor], None]:
+    """The same operators, whose results are some models' highest; it finds nothing."""
+
+    def find_nothing(position_ids: Tensor) -> None:
+        look(position_ids)
+
+    return find_nothing
+
+
+def _undrawn(tensor: Tensor, *_: object, **__: object) -> Tensor:
+    """In place of an initialisation: a fake parameter has no values to draw."""
+    return tensor
+
+
+class _GroupedProducts(TorchDispatchMode):
+    """Shapes of grouped matrix products in every dtype; PyTorch knows those of bfloat16 only."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        if func is torch.ops.aten._grouped_mm.default:
+            left, right, offsets = args[:3] if len(args) > 2 else (*args, (kwargs or {})["offs"])
+            if left.dim() == 2 and right.dim() == 2:  # one product per group of inner columns
+                return left.new_empty(len(offsets), left.shape[0], right.shape[1])
+            return left.new_empty(*left.shape[:-1], right.shape[-1])
+        return func(*args, **(kwargs or {}))

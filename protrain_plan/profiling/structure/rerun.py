@@ -1,0 +1,284 @@
+"""Blocks whose forward cannot run a second time with the same result, found by running it twice.
+
+Recomputation runs a block's forward once more in backward, on the same inputs and with the same
+random numbers. What else a forward reads or writes is no part of that: buffers and attributes that
+it changes (`snapshot`), arguments that it writes into (`writing_arguments`), inputs that it or
+later code writes to, closures, globals, the clock.
+"""
+
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from protrain_plan.models.batches import Batch, call_model
+from protrain_runtime.activations.compiled import code_of, replace_code
+from protrain_runtime.activations.recompute import (
+    Draws,
+    other_buffers,
+    unchanged,
+    with_running_statistics,
+    written_buffers,
+)
+from protrain_runtime.activations.trees import Rebuild, is_value, leaves_in, taken_apart, tensors_in
+from protrain_runtime.devices import device as devices
+
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward"}
+"""What is no attribute of the user's; a planned or watched module has its forward there."""
+
+_VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+_OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module)
+_DEEPEST = 8
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """An object, held so that no other takes its identity; of a tensor with its version."""
+
+    value: object
+    version: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Held) and self.value is other.value and self.version == other.version
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """The module's own attributes and those of the modules in it, with their paths."""
+    for path, inner in module.named_modules():
+        for name, value in inner.__dict__.items():
+            if name not in _OF_EVERY_MODULE:
+                yield f"{path}.{name}".removeprefix("."), value
+
+
+def snapshot(module: nn.Module) -> dict[str, object]:
+    """Every attribute and parameter by path, in a form that `==` compares.
+
+    Tensors by identity and version, numbers and texts by value, containers and plain objects by
+    what they hold.
+    """
+    walk = _Walk()
+    found = {path: walk.described(value) for path, value in attributes(module)}
+    return found | {path: _tensor(value) for path, value in module.named_parameters()}
+
+
+def held_tensors(module: nn.Module) -> dict[str, list[torch.Tensor]]:
+    """The tensors in every attribute that holds any but parameters and buffers, by its path."""
+    known = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
+    found: dict[str, list[torch.Tensor]] = {}
+    for path, value in attributes(module):
+        walk = _Walk()
+        walk.described(value)
+        for tensor in walk.tensors:
+            if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in known:
+                found.setdefault(path, []).append(tensor)
+    return found
+
+
+def _tensor(tensor: torch.Tensor) -> _Held:
+    return _Held(tensor, 0 if tensor.is_inference() else tensor._version)
+
+
+class _Walk:
+    """A walk through values: each object is described once, and the tensors met are `tensors`."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._objects: dict[int, object] = {}
+
+    def described(self, value: object, depth: int = _DEEPEST) -> object:
+        """The value in a form that `==` compares; modules hold their own."""
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+            return _tensor(value)
+        if isinstance(value, _VALUES):
+            return type(value), value
+        if isinstance(value, _OPAQUE) or depth == 0:
+            return _Held(value)
+        if id(value) not in self._objects:
+            self._objects[id(value)] = _Held(value)  # for what holds itself
+            inside = [self.described(one, depth - 1) for one in _inside(value)]
+            self._objects[id(value)] = _Held(value), inside
+        return self._objects[id(value)]
+
+
+def _inside(value: object) -> Iterator[object]:
+    """What a container or an object holds, keys before values."""
+    if isinstance(value, Mapping):
+        yield from value.keys()
+        yield from value.values()
+    elif isinstance(value, _SEQUENCES):
+        yield from value
+    elif hasattr(value, "__dict__"):
+        yield from vars(value).keys()
+        yield from vars(value).values()
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The blocks, by number, that wrote into their arguments.
+
+    anything  wrote at all
+    lasting   what they wrote would be seen if they ran again on the same arguments
+    tensors   handed tensors on by writing them there, besides those that they returned
+    """
+
+    anything: set[int] = field(default_factory=set[int])
+    lasting: set[int] = field(default_factory=set[int])
+    tensors: set[int] = field(default_factory=set[int])
+
+
+@contextmanager
+def writing_arguments(modules: Sequence[nn.Module | None]) -> Iterator[Written]:
+    """Those of the blocks that run while inside; None is a part."""
+    found = Written()
+    before: dict[int, _Arguments] = {}
+
+    def begin(unit: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+        before[unit] = _Arguments.of((args, kwargs))
+
+    def end(unit: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given, now = before.pop(unit), (args, kwargs)
+        if _contents(now) == given.contents:
+            return
+        found.anything.add(unit)
+        if _contents(given.again(given.tensors)) != given.repeated:
+            found.lasting.add(unit)
+        known = {id(tensor) for tensor in (*given.tensors, *tensors_in(output))}
+        if any(id(tensor) not in known for tensor in tensors_in(now)):
+            found.tensors.add(unit)
+
+    with ExitStack() as stack:
+        for unit, module in enumerate(modules):
+            if module is not None:
+                first, last = partial(begin, unit), partial(end, unit)
+                handle = module.register_forward_pre_hook(first, with_kwargs=True)
+                stack.callback(handle.remove)
+                stack.callback(module.register_forward_hook(last, with_kwargs=True).remove)
+        yield found
+
+
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    """Arguments before a run: their contents, and what a second run would get."""
+
+    tensors: list[Any]
+    again: Rebuild
+    contents: list[object]
+    repeated: list[object]
+
+    @staticmethod
+    def of(tree: object) -> "_Arguments":
+        tensors, again = taken_apart(tree)
+        return _Arguments(tensors, again, _contents(tree), _contents(again(tensors)))
+
+
+def _contents(tree: object) -> list[object]:
+    """The leaves of a tree: plain values, and the identities of everything else."""
+    return [(type(leaf), leaf) if is_value(leaf) else id(leaf) for leaf in leaves_in(tree)]
+
+
+Versions = list[tuple[torch.Tensor, int]]
+_NONE = object()  # of an attribute that is not there
+
+
+def run_once(model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch) -> dict[int, str]:
+    """The blocks that cannot run twice, each with the reason, from one forward of the model.
+
+    Fake tensors have no values: what a second run would give is not looked at then.
+    """
+    reasons: dict[int, str] = {}
+    inputs: dict[int, Versions] = {}
+    with ExitStack() as stack:
+        for unit, module in enumerate(modules):
+            if module is not None:
+                watch = partial(_twice, unit, module, code_of(module), reasons, inputs)
+                stack.callback(replace_code(module, watch))
+        call_model(model, batch)
+    for unit, versions in inputs.items():
+        if _written(versions):
+            reasons.setdefault(unit, "an input of its forward is written to after it has run")
+    return reasons
+
+
+def _twice(
+    unit: int,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    reasons: dict[int, str],
+    inputs: dict[int, Versions],
+    /,
+    *args: object,
+    **kwargs: object,
+) -> object:
+    """Run a block's forward, and once more; what the first run gave goes on."""
+    given = tensors_in((args, kwargs))
+    before = inputs[unit] = [(t, t._version) for t in given if not t.is_inference()]
+    buffers, held = other_buffers(module), snapshot(module)
+    draws = Draws(module)
+    tensors, again = taken_apart((args, kwargs))  # what the first run writes into is not seen
+    where = {devices.HOST, *(parameter.device for parameter in module.parameters())}
+    states = [(device, devices.random_state(device)) for device in where if device.type != "meta"]
+    with draws.first():
+        result: object = forward(*args, **kwargs)
+    names = written_buffers(buffers, other_buffers(module))
+    now = snapshot(module)
+    changed = [name for name in {**held, **now} if held.get(name, _NONE) != now.get(name, _NONE)]
+    if names:
+        reasons[unit] = f"its forward writes its buffer {names[0]!r}"
+    elif changed:
+        reasons[unit] = f"its forward changes its attribute {changed[0]!r}"
+    elif _written(before):
+        reasons[unit] = "its forward writes an input in place"
+    elif not any(isinstance(tensor, FakeTensor) for tensor in module.parameters()):
+        second: object = None
+        with suppress(Exception), _second(draws, module, states):  # any code of the model runs here
+            own_args, own_kwargs = again(tensors)
+            second = forward(*own_args, **own_kwargs)
+        ones, others = tensors_in(result), tensors_in(second)
+        if len(ones) != len(others) or not all(map(_equal, ones, others)):
+            reasons[unit] = "its forward gave another result when it ran again on the same inputs"
+        elif _written(before):
+            reasons[unit] = "its forward writes an input in place when it runs again"
+    return result
+
+
+@contextmanager
+def _second(
+    draws: Draws, module: nn.Module, states: Sequence[tuple[torch.device, torch.Tensor]]
+) -> Iterator[None]:
+    """Around the second run: all random states are those of the first, and put back afterwards."""
+    present = [(device, devices.random_state(device)) for device, _ in states]
+    for device, state in states:
+        devices.set_random_state(device, state)
+    try:
+        with draws.again(), unchanged(with_running_statistics(module)):
+            yield
+    finally:
+        for device, state in present:
+            devices.set_random_state(device, state)
+
+
+def _written(versions: Versions) -> bool:
+    return any(tensor._version != version for tensor, version in versions)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits."""
+    if one is other:
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    with torch.no_grad():
+        return bool(torch.all((one == other) | ((one != one) & (other != other))))

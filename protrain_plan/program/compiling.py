@@ -1,0 +1,375 @@
+"""From a plan's decisions to its programme: which moves, on which lanes, after what."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import pairwise
+
+from protrain_plan.program.implications import (
+    TIERS,
+    BoundProgram,
+    Implications,
+    StateOption,
+    placed,
+)
+from protrain_plan.program.program import (
+    ARRIVING_GRADIENTS,
+    COLLECT,
+    STAGING_PIECES,
+    ChunkSize,
+    Lane,
+    Move,
+    MoveKind,
+    Program,
+    Settings,
+    Slot,
+    pieces_in,
+    refuse_many_pieces,
+    residencies,
+    shares,
+    written_share,
+)
+from protrain_plan.records.plan import Persistent, Plan, Swap, SwapInput, UnitPlan
+from protrain_plan.records.profile import Profile
+
+
+def compile_plan(
+    units: Sequence[UnitPlan],
+    chunks: Sequence[ChunkSize],
+    settings: Settings,
+    *,
+    updating: bool = True,
+) -> Program:
+    """The programme that `units` imply for chunks of the given sizes, as the runtime has them.
+
+    Without `updating`, that of a micro-batch before the last. ProtrainError where it would have
+    more pieces of states than anything looks at.
+    """
+    states = [
+        placed(index, unit.states, chunk, len(units), settings)
+        for index, (unit, chunk) in enumerate(zip(units, chunks, strict=True))
+    ]
+    swaps = [(0,)] * len(units)
+    return _Compiler(units, chunks, states, swaps, settings, updating=updating).compile()
+
+
+def bind(
+    units: Sequence[UnitPlan], implications: Implications, *, updating: bool = True
+) -> BoundProgram:
+    """The programme that `units` imply for a profile. Otherwise as `compile_plan`."""
+    activations = [implications.activations(n, unit.activations) for n, unit in enumerate(units)]
+    states = [implications.states(n, unit.states) for n, unit in enumerate(units)]
+    swaps = [option.swap_in.pieces if option.swap_in else () for option in activations]
+    compiler = _Compiler(
+        units, implications.chunks, states, swaps, implications.settings, updating=updating
+    )
+    program = compiler.compile()
+    return BoundProgram(
+        **{part.name: getattr(program, part.name) for part in fields(Program)},
+        units=tuple(units),
+        implications=implications,
+        activations=tuple(activations),
+        states=tuple(states),
+    )
+
+
+def program_of(plan: Plan, profile: Profile) -> BoundProgram:
+    """The programme of a plan for the model and machine of its profile."""
+    settings = Settings.of(plan, profile.hardware.device.kind)
+    return bind(plan.units, Implications(profile, settings))
+
+
+class _Compiler:
+    def __init__(
+        self,
+        units: Sequence[UnitPlan],
+        chunks: Sequence[ChunkSize],
+        states: Sequence[StateOption],
+        swaps: Sequence[tuple[int, ...]],
+        settings: Settings,
+        *,
+        updating: bool,
+    ) -> None:
+        on_disk = (one for one in states if one.write_bytes)
+        refuse_many_pieces(sum(one.num_updates for one in on_disk))
+        self.units, self.chunks, self.states, self.swaps = units, chunks, states, swaps
+        self.settings, self.updating = settings, updating
+        self.in_backward = updating and settings.updates == "in backward"
+        self.sharded = settings.num_devices > 1
+        self.end = 2 * len(units)
+        self.slots = [
+            Slot(unit=min(t, self.end - 1 - t), forward=t < len(units)) for t in range(self.end)
+        ]
+        self.moves: list[Move] = []
+        self.last: list[int] = []
+        self.reduced: list[int] = []
+        self.fetched: dict[tuple[int, int, float], int] = {}  # unit, slot served, share's start
+        self.fetches: list[tuple[int, int, Move]] = []  # (slot to submit in, slot served, move)
+        self.written: list[int] = []  # the "write states" moves so far, for the staging pool
+        self.added: list[int] = []  # the "add gradients" moves so far, for the arriving buffers
+
+    def compile(self) -> Program:
+        for unit in range(len(self.units)):
+            self._plan_fetches(unit)
+        # Among the fetches that one slot submits, the one needed first goes first.
+        self.fetches.sort(key=lambda fetch: fetch[:2])
+        pending = iter([*self.fetches, None])
+        fetch = next(pending)
+        for index, slot in enumerate(self.slots):
+            while fetch is not None and fetch[0] == index:
+                slot.submit.append(self._add_fetch(fetch[2]))
+                fetch = next(pending)
+            if slot.forward:
+                self._add_swap_out(index, slot)
+            else:
+                self._add_leaving(index, slot)
+        if self.updating and not self.in_backward:
+            for unit in reversed(range(len(self.units))):
+                if self.states[unit].num_updates:
+                    self._add_updates(self.end - 1 - unit, unit, self.last, ())
+        return Program(
+            moves=tuple(self.moves),
+            slots=tuple(self.slots),
+            last=tuple(self.last),
+            settings=self.settings,
+            updating=self.updating,
+            reduced=tuple(self.reduced),
+        )
+
+    # Fetches
+
+    def _plan_fetches(self, unit: int) -> None:
+        plan, chunk, placement = self.units[unit], self.chunks[unit], self.states[unit]
+        if not isinstance(plan.states, Persistent) and chunk.used_by:
+            stays = residencies(plan.states, chunk.used_by, len(self.units))
+            for number, stay in enumerate(stays):
+                self._plan_stay(unit, number)
+                # What is updated in place stays until it is written.
+                final = stay.last == self.end - 1 - chunk.used_by[0]
+                trained = self.updating and chunk.num_parameters > 0
+                if not (final and trained and placement.home == "in place"):
+                    self.slots[stay.last].release.append(unit)
+        match plan.activations:
+            case Swap(tier=tier) | SwapInput(tier=tier):
+                served = self.end - 1 - unit
+                for slot, share in _fetch_slots(served, unit + 1, plan.schedule.swap_lead):
+                    size = _share_bytes(self.swaps[unit], share)
+                    move = Move("swap in", unit, served, Lane("fetch", tier), size, share=share)
+                    self.fetches.append((slot, served, move))
+            case _:
+                pass
+
+    def _plan_stay(self, unit: int, number: int) -> None:
+        """The moves that bring a chunk's parameters for a stay: the rank's shard, then the rest."""
+        placement, schedule = self.states[unit], self.units[unit].schedule
+        arriving = placement.arriving[number]
+        served = arriving.slot
+        forward = served < len(self.units)
+        lead = schedule.forward_lead if forward else schedule.backward_lead
+        for slot, share in _fetch_slots(served, arriving.earliest, lead):
+            # Where the shards end is said by the whole pieces.
+            held = pieces_in(arriving.pieces, share)
+            if not held:
+                continue
+            if placement.fetches:
+                fetch = placement.fetches[number]
+                size, lane = sum(fetch.pieces[held.start : held.stop]), Lane("fetch", fetch.tier)
+                self.fetches.append(
+                    (slot, served, Move("fetch", unit, served, lane, size, share=share))
+                )
+            if placement.gathers:
+                size = sum(arriving.pieces[held.start : held.stop])
+                self.fetches.append(
+                    (slot, served, Move("all-gather", unit, served, COLLECT, size, share=share))
+                )
+
+    def _add_fetch(self, move: Move) -> int:
+        key = move.unit, move.slot, move.share[0]
+        if move.kind == "all-gather" and key in self.fetched:
+            move = move._replace(after=(self.fetched[key],))
+        index = self._add(move)
+        if move.kind == "fetch":
+            self.fetched[key] = index
+        self.slots[move.slot].ready.append(index)
+        return index
+
+    def _add(self, move: Move) -> int:
+        self.moves.append(move)
+        return len(self.moves) - 1
+
+    # What leaves after a slot
+
+    def _add_swap_out(self, index: int, slot: Slot) -> None:
+        unit, schedule = slot.unit, self.units[slot.unit].schedule
+        match self.units[unit].activations:
+            case Swap(tier=tier) | SwapInput(tier=tier):
+                pass
+            case _:
+                return
+        # What comes back needs its room again: the way out ends before that, and no way back has to
+        # wait for it once more.
+        served = self.end - 1 - unit
+        latest = _fetch_slots(served, unit + 1, schedule.swap_lead)[0][0] - index - 1
+        drain = latest if schedule.swap_drain is None else min(schedule.swap_drain, latest)
+        for slots, share in _drain_shares(drain):
+            size = _share_bytes(self.swaps[unit], share)
+            move = Move("swap out", unit, index, Lane("spill", tier), size, share=share)
+            self._leave(move, slot, slots)
+
+    def _leave(self, move: Move, slot: Slot, drain: int | None) -> int:
+        """Submit a move when its slot has ended; `drain` slots later its bytes have left."""
+        number = self._add(move)
+        slot.finish.append(number)
+        self._drain(number, move.slot, drain)
+        return number
+
+    def _drain(self, move: int, produced: int, drain: int | None) -> None:
+        if drain is not None and produced + drain + 1 < self.end:
+            self.slots[produced + drain + 1].drained.append(move)
+
+    def _add_leaving(self, index: int, slot: Slot) -> None:
+        """The moves that carry a chunk's gradients away, and its update if that is in backward.
+
+        What the micro-batches before the last add up on several devices stays as it is on each.
+        """
+        unit, chunk, placement = slot.unit, self.chunks[slot.unit], self.states[slot.unit]
+        if not chunk.used_by or not chunk.num_parameters or (self.sharded and not self.updating):
+            return
+        if placement.summed_bytes:
+            move = Move("all-reduce", unit, index, COLLECT, placement.summed_bytes)
+            self.reduced.append(self._leave(move, slot, None))
+        drain = self.units[unit].schedule.update_drain
+        arrived, longest = self._add_gradients(index, slot, drain)
+        if not (self.in_backward and placement.num_updates):
+            return
+        ends = self._add_updates(index, unit, slot.finish, arrived)
+        if placement.home == "in place":
+            self._drain_in_place(unit, index, ends, drain)
+        elif placement.home == "device":  # the shard of the gradients leaves with the last piece
+            self._drain(ends[-1], index, longest)
+
+    def _add_gradients(
+        self, index: int, slot: Slot, drain: float | None
+    ) -> tuple[tuple[int, ...], int | None]:
+        """The way of a chunk's gradients to where they wait: its last moves, the longest drain."""
+        unit, placement = slot.unit, self.states[slot.unit]
+        leaving = placement.scattered or placement.gradients
+        if not leaving:
+            return (), 0
+        # The buffer that they arrive in is free again when the gradients that had it are added.
+        rooms_are_full = len(self.added) >= ARRIVING_GRADIENTS
+        free = (self.added[-ARRIVING_GRADIENTS],) if rooms_are_full else ()
+        arrived: list[int] = []
+        longest: int | None = 0
+        for slots, share in _drain_shares(drain):
+            held = pieces_in(leaving.pieces, share)
+            if not held:
+                continue
+            longest, after = slots, free
+            if scattered := placement.scattered:
+                size = sum(scattered.pieces[held.start : held.stop])
+                move = Move("reduce-scatter", unit, index, COLLECT, size, share=share)
+                number = self._leave(move, slot, slots)
+                self.reduced.append(number)
+                after = (number,)
+            if spilled := placement.gradients:
+                # On a machine with a disk tier, the way down to the host is the host tier's link.
+                size, lane = (
+                    sum(spilled.pieces[held.start : held.stop]),
+                    Lane("spill", spilled.tier),
+                )
+                move = Move("spill gradients", unit, index, lane, size, after=after, share=share)
+                number = self._leave(move, slot, slots)
+            arrived.append(number)
+        if placement.gradients and self.settings.micro_batches > 1 and not self.sharded:
+            stop, lane = self.chunks[unit].num_parameters, Lane("update", "host")
+            add = Move("add gradients", unit, index, lane, stop=stop, after=tuple(arrived))
+            arrived = [self._leave(add, slot, None)]
+            self.added += arrived
+        return tuple(arrived), longest
+
+    def _add_updates(
+        self, index: int, unit: int, into: list[int], gradients: tuple[int, ...]
+    ) -> list[int]:
+        """Reads, steps and writes a chunk's states piece by piece; returns the ends of pieces.
+
+        `gradients` are the moves that bring them to the optimizer.
+        """
+        placement = self.states[unit]
+        own, home = placement.own, placement.home
+        assert not isinstance(placement.decision, Persistent)
+        tier = placement.decision.tier
+        assert tier != "device", "updated with the persistent chunks"
+
+        def add(kind: MoveKind, lane: Lane, size: int, after: tuple[int, ...]) -> int:
+            share = (0.0, 1.0)
+            if kind == "write states":
+                in_place = home == "in place"
+                share = written_share(own, start, stop) if in_place else (0.0, 0.0)
+            into.append(self._add(Move(kind, unit, index, lane, size, start, stop, after, share)))
+            return into[-1]
+
+        ends: list[int] = []
+        bounds = [
+            own.num_parameters * n // placement.num_updates
+            for n in range(placement.num_updates + 1)
+        ]
+        for start, stop in pairwise(bounds):
+            after = gradients
+            if TIERS[tier].staged:
+                # Trainable parameters are as many bytes as their gradients.
+                states = _part(own.state_bytes, start, stop, own)
+                parameters = _part(own.gradient_bytes, start, stop, own)
+                # The staging buffer is free again when the piece that had it is written.
+                ring_is_full = len(self.written) >= STAGING_PIECES
+                free = (self.written[-STAGING_PIECES],) if ring_is_full else ()
+                read = states + placement.parameters_read * parameters
+                after = (*gradients, add("read states", Lane("read", tier), read, free))
+            ends.append(add("update", Lane("update", tier), 0, after))
+            if TIERS[tier].staged:
+                written = states + parameters
+                ends[-1] = add("write states", Lane("write", tier), written, (ends[-1],))
+                self.written.append(ends[-1])
+        return ends
+
+    def _drain_in_place(
+        self, unit: int, index: int, writes: Sequence[int], drain: float | None
+    ) -> None:
+        """Parameters and gradients leave with the writes that cover them."""
+        sizes = self.chunks[unit].each_parameters
+        for slots, (_, past) in _drain_shares(drain):
+            gone = len(pieces_in(sizes, (0.0, past)))
+            covering = (
+                n for n in writes if len(pieces_in(sizes, (0.0, self.moves[n].share[1]))) >= gone
+            )
+            if gone:
+                self._drain(next(covering), index, slots)
+
+
+def _part(size: int, start: int, stop: int, chunk: ChunkSize) -> int:
+    """The bytes of the parameters `start:stop`, of `size` for all of a chunk's."""
+    return size * stop // chunk.num_parameters - size * start // chunk.num_parameters
+
+
+def _share_bytes(sizes: Sequence[int], share: tuple[float, float]) -> int:
+    """The bytes of the pieces in a share."""
+    held = pieces_in(sizes, share)
+    return sum(sizes[held.start : held.stop])
+
+
+def _fetch_slots(served: int, earliest: int, lead: float) -> list[tuple[int, tuple[float, float]]]:
+    """The slots that submit a fetch, with the share of its bytes that each one submits."""
+    whole, cut = shares(lead)
+    early, late = max(earliest, served - whole - 1), max(earliest, served - whole)
+    if not cut or early == late:
+        return [(late, (0.0, 1.0))]
+    return [(early, (0.0, cut)), (late, (cut, 1.0))]
+
+
+def _drain_shares(drain: float | None) -> list[tuple[int | None, tuple[float, float]]]:
+    """The drains of what leaves first and of the rest, in whole slots, with their shares."""
+    if drain is None:
+        return [(None, (0.0, 1.0))]
+    whole, rest = shares(drain)
+    if not rest:
+        return [(whole, (0.0, 1.0))]
+    return [(whole, (0.0, 1.0 - rest)), (whole + 1, (1.0 - rest, 1.0))]

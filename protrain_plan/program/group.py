@@ -1,0 +1,243 @@
+"""Several devices: what one rank has of its machine, and how long collectives take."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.program.program import Settings
+from protrain_plan.records.hardware import Collectives, Hardware, Interconnect, Tier
+from protrain_plan.records.plan import Plan
+from protrain_plan.records.profile import Profile
+
+Collective = Literal["all-gather", "reduce-scatter", "all-reduce"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The devices that train one model; see `records.plan.Plan`."""
+
+    num_devices: int = 1
+    num_replicas: int = 1
+    num_nodes: int = 1
+
+    @staticmethod
+    def of(plan: Plan) -> "Group":
+        """The group that a plan is for."""
+        return Group(
+            num_devices=plan.num_devices,
+            num_replicas=plan.num_replicas,
+            num_nodes=plan.num_nodes,
+        )
+
+    @property
+    def in_node(self) -> int:
+        """Devices in each node."""
+        return self.num_devices // self.num_nodes
+
+    def __str__(self) -> str:
+        """`8 devices in 2 nodes, 2 replicas`."""
+        devices = "1 device" if self.num_devices == 1 else f"{self.num_devices} devices"
+        nodes = f" in {self.num_nodes} nodes" if self.num_nodes > 1 else ""
+        return devices + nodes + (f", {self.num_replicas} replicas" * (self.num_replicas > 1))
+
+    @property
+    def options(self) -> list[str]:
+        """How `protrain plan` is asked for it."""
+        words = (
+            ("--num-devices", self.num_devices),
+            ("--nodes", self.num_nodes),
+            ("--replicas", self.num_replicas),
+        )
+        return [word for name, count in words if count > 1 for word in (name, str(count))]
+
+    @property
+    def replica_counts(self) -> tuple[int, ...]:
+        """The numbers of replicas that have whole nodes each, or equal parts of one; fewest first.
+
+        As many as devices is among them: each has all of the states then, below it if they are
+        offloaded, and gathers nothing.
+        """
+        counts = range(1, self.num_devices + 1)
+        sizes = {n: self.num_devices // n for n in counts if self.num_devices % n == 0}
+        node = self.in_node
+        return tuple(n for n, size in sizes.items() if size % node == 0 or node % size == 0)
+
+
+ALONE = Group()
+
+
+def group_on(
+    hardware: Hardware, num_devices: int, *, num_nodes: int | None = None, num_replicas: int = 1
+) -> Group:
+    """So many devices of a machine's kind, in as few nodes as hold them unless that is said.
+
+    ProtrainError where the machine does not say what joins its devices, where nodes or replicas do
+    not have equal parts of them, or where nodes do not have, or are not joined for, so many.
+    """
+    if num_devices == 1 and num_nodes in (None, 1) and num_replicas == 1:
+        return ALONE
+    joined = _joined(hardware)
+    most = joined.devices_per_node
+    if num_nodes is None:
+        nodes = (n for n in range(1, num_devices + 1) if num_devices % n == 0)
+        num_nodes = next(n for n in nodes if num_devices <= n * most)
+    for what, parts in (("nodes", num_nodes), ("replicas", num_replicas)):
+        if num_devices % parts:
+            raise ProtrainError(
+                f"{num_devices} devices are no equal parts of {parts} {what}", key=f"--{what}"
+            )
+    group = Group(num_devices=num_devices, num_replicas=num_replicas, num_nodes=num_nodes)
+    if group.in_node > most:
+        raise ProtrainError(
+            f"{hardware.name} has {most} devices in a node, not {group.in_node}",
+            key="--nodes",
+            fix=f"--nodes {-(-num_devices // most)}",
+        )
+    if num_nodes > 1 and joined.inter_node is None:
+        raise ProtrainError(
+            f"{hardware.name} does not say what joins its nodes",
+            key="--num-devices",
+            fix="add inter_node: to its interconnect:, or measure it with protrain hardware probe",
+        )
+    return group
+
+
+def not_joined(plan: Plan, hardware: Hardware) -> str | None:
+    """Why a machine's devices cannot be the plan's group; None where they can."""
+    group = Group.of(plan)
+    try:
+        group_on(
+            hardware,
+            group.num_devices,
+            num_nodes=group.num_nodes,
+            num_replicas=group.num_replicas,
+        )
+    except ProtrainError as error:
+        return error.message
+    return None
+
+
+def _joined(hardware: Hardware) -> Interconnect:
+    if hardware.interconnect is None:
+        raise ProtrainError(
+            f"{hardware.name} does not say what joins its devices",
+            key="--num-devices",
+            fix="add interconnect: to its hardware (devices_per_node, and intra_node: of"
+            " gather_bytes_per_s, reduce_bytes_per_s and latency_s), take another machine's"
+            " (protrain profile --interconnect MACHINE), or measure it:"
+            " torchrun --nproc-per-node N --no-python protrain hardware probe",
+        )
+    return hardware.interconnect
+
+
+def profile_of_rank(profile: Profile, group: Group) -> Profile:
+    """The profile with one rank's part of its machine; the same for one device, and when repeated.
+
+    What the machine's tiers and its optimizer have as a node, the node's ranks share: capacities,
+    the disk's speed and that of the optimizer. The library of collectives counts with the context.
+    ProtrainError where the machine does not say what joins its devices.
+    """
+    if group.num_devices == 1:
+        return profile
+    hardware = profile.hardware
+    joined, device = _joined(hardware), hardware.device
+    shared = group.in_node if joined.below == "of the node" else 1
+    context_bytes = device.context_bytes + joined.library_bytes
+    return replace(
+        profile,
+        hardware=replace(
+            hardware,
+            device=replace(device, context_bytes=context_bytes),
+            tiers=tuple(_shared(tier, shared) for tier in hardware.tiers),
+            interconnect=replace(joined, below="of each device", library_bytes=0),
+        ),
+        optimizer=replace(
+            profile.optimizer,
+            host_parameters_per_s=profile.optimizer.host_parameters_per_s / shared,
+        ),
+    )
+
+
+def _shared(tier: Tier, ranks: int) -> Tier:
+    """A rank's part of a node's tier; each device has a link of its own to host memory."""
+    link = tier.link
+    if tier.name == "disk":
+        link = replace(
+            link,
+            read_bytes_per_s=link.read_bytes_per_s / ranks,
+            write_bytes_per_s=link.write_bytes_per_s / ranks,
+        )
+    return replace(tier, capacity_bytes=tier.capacity_bytes // ranks, link=link)
+
+
+def collective_seconds(
+    kind: Collective, num_bytes: int, hardware: Hardware, settings: Settings
+) -> float:
+    """How long a collective takes alone that fills or sums `num_bytes` on every rank.
+
+    latency + bytes of others / bus bandwidth, of each ring that it takes (see `_rings`).
+    """
+    return sum(
+        hops_s + num_bytes * seconds_per_byte
+        for hops_s, seconds_per_byte in _rings(kind, hardware, settings)
+    )
+
+
+def collective_seconds_per_byte(kind: Collective, hardware: Hardware, settings: Settings) -> float:
+    """The same for a byte among many."""
+    return sum(per_byte for _, per_byte in _rings(kind, hardware, settings))
+
+
+def _rings(kind: Collective, hardware: Hardware, settings: Settings) -> list[tuple[float, float]]:
+    """Latency, and seconds per byte of the buffer, of each part of a collective.
+
+    Shards are gathered and scattered among the ranks that share them, neighbours of each other.
+    With replicas, each rank's shard of a sum is summed over the replicas, too: as many rings as a
+    node has ranks run at once and share what joins the nodes. A sum for all ranks is scattered and
+    gathered.
+    """
+    joined = _joined(hardware)
+    everyone, replicas = settings.num_devices, settings.num_replicas
+    shards, in_node = settings.num_shards, settings.num_devices // settings.num_nodes
+
+    def ring(ranks: int, nodes: int, *, part: float = 1.0, at_once: int = 1) -> _Ring:
+        speeds = joined.intra_node
+        if nodes > 1:
+            assert joined.inter_node, "asked when the group was made"
+            speeds = joined.inter_node
+        hops = ranks - nodes if nodes > 1 else ranks - 1
+        hops_s = hops * joined.intra_node.latency_s + (
+            nodes * speeds.latency_s if nodes > 1 else 0.0
+        )
+        return _Ring(speeds, hops_s, part * (ranks - 1) / ranks * at_once)
+
+    nodes_of_shards = -(-shards // in_node)
+    match kind:
+        case "all-gather":
+            return [ring(shards, nodes_of_shards).gathered]
+        case "reduce-scatter":
+            rings = [ring(shards, nodes_of_shards).reduced]
+            if replicas > 1:
+                far = min(replicas, settings.num_nodes)
+                at_once = min(shards, in_node) if far > 1 else 1
+                between = ring(replicas, far, part=1 / shards, at_once=at_once)
+                rings += [between.reduced, between.gathered]
+            return rings
+        case "all-reduce":
+            whole = ring(everyone, settings.num_nodes)
+            return [whole.reduced, whole.gathered]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    speeds: Collectives
+    hops_s: float
+    part: float  # of the buffer's bytes that a rank gets from others
+
+    @property
+    def gathered(self) -> tuple[float, float]:
+        return self.hops_s, self.part / self.speeds.gather_bytes_per_s
+
+    @property
+    def reduced(self) -> tuple[float, float]:
+        return self.hops_s, self.part / self.speeds.reduce_bytes_per_s

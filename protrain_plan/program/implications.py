@@ -1,0 +1,632 @@
+"""What a decision implies: what stands on the device and when, what moves, and what is worked.
+
+The one place that says so. The compiler makes moves of it, the memory count sums what stands, the
+planner's models take their coefficients from it. Of a placement, what moves follows from the
+chunk's sizes alone (`placed`), as the runtime has them; seconds and what stands need a profile.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, assert_never, get_args
+
+from protrain_plan.program.program import (
+    ARRIVING_GRADIENTS,
+    PAGE_BYTES,
+    PASSAGE_BYTES,
+    PASSAGES,
+    PIECE_ALIGNMENT,
+    STAGING_PIECES,
+    ChunkSize,
+    GradientHome,
+    Program,
+    Settings,
+    gradient_home,
+    num_pieces,
+    padded,
+    pinned_bytes,
+    residencies,
+    shard_of,
+)
+from protrain_plan.records.hardware import TierName, is_accelerator
+from protrain_plan.records.plan import (
+    Activations,
+    Keep,
+    Persistent,
+    Placement,
+    Recompute,
+    StateTier,
+    Swap,
+    SwapInput,
+    UnitPlan,
+)
+from protrain_plan.records.profile import FormCost, OptimizerCost, Profile, Unit
+
+
+class TierFacts(NamedTuple):
+    """What is special about a place where states can be.
+
+    staged  the optimizer works on them piece by piece, through buffers in the memory it runs in
+    pinned  an accelerator copies from its memory, in regions of whole pages
+    """
+
+    staged: bool = False
+    pinned: bool = False
+
+
+TIERS: dict[StateTier, TierFacts] = {
+    "device": TierFacts(),
+    "host": TierFacts(pinned=True),
+    "disk": TierFacts(staged=True),
+}
+
+STATE_REGIONS = 3
+"""Optimizer states that a chunk keeps apart, at most: float32 parameters and AdamW's two."""
+
+HoldingKind = Literal[
+    "base", "states", "activations", "gradients", "buffers", "fetched ahead", "leaving", "staging"
+]
+
+
+class Holding(NamedTuple):
+    """Bytes on the device from the start of slot `first` to the end of slot `last`."""
+
+    kind: HoldingKind
+    unit: int
+    first: int
+    last: int
+    bytes: int
+
+
+class Fetch(NamedTuple):
+    """Bytes that a slot needs from a tier; they cannot be fetched before slot `earliest`.
+
+    `pieces` are the same bytes in parts that may come one slot apart.
+    """
+
+    tier: TierName
+    slot: int
+    earliest: int
+    bytes: int
+    pieces: tuple[int, ...]
+
+
+class Gathered(NamedTuple):
+    """Bytes that a slot needs of all ranks' shards; like a `Fetch`, over the network."""
+
+    slot: int
+    earliest: int
+    bytes: int
+    pieces: tuple[int, ...]
+
+
+class Leaving(NamedTuple):
+    """Bytes that a slot leaves to be moved to a tier.
+
+    Its parts may leave one slot apart: `pieces` are the sizes by which a plan's fractions name
+    them, and `held_pieces` the bytes of each that stand on the device until then.
+    """
+
+    tier: TierName
+    slot: int
+    bytes: int
+    pieces: tuple[int, ...]
+    held_pieces: tuple[int, ...]
+
+    @property
+    def held(self) -> int:
+        return sum(self.held_pieces)
+
+    @property
+    def kept(self) -> int:
+        """What stands in the device's update where the last slot leaves it: no slot waits."""
+        return self.held
+
+
+class Scattered(NamedTuple):
+    """Gradients that are summed over the ranks after a slot; each rank keeps its shard.
+
+    `held_pieces` are what stands on the device for each piece until it has left: all of it, and
+    the shard of it where that waits for its own way. The device's update waits for sums: of what
+    the last slot leaves, `kept` stands beside it, which are such shards.
+    """
+
+    slot: int
+    bytes: int
+    pieces: tuple[int, ...]
+    held_pieces: tuple[int, ...]
+    kept: int
+
+    @property
+    def held(self) -> int:
+        return sum(self.held_pieces)
+
+
+class Staging(NamedTuple):
+    """What one chunk's update asks of the memory in which the optimizer runs, in bytes.
+
+    read_piece   of its largest piece that is read from disk
+    width        that a piece may be larger per PIECE_ALIGNMENT elements, per element
+    workspace    of the optimizer's step on its largest piece
+    arriving     of gradients that arrive there to be added to those of earlier micro-batches
+    """
+
+    read_piece: int = 0
+    width: int = 0
+    workspace: float = 0.0
+    arriving: int = 0
+
+
+NO_STAGING = Staging()
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationOption:
+    """One activation decision of one unit. `swap_in` and `swap_out` are there or absent together.
+
+    Seconds are compute; the fetch serves the unit's backward, the way out starts after forward.
+    """
+
+    decision: Activations
+    cost: FormCost
+    swapped: int  # of `cost.kept_bytes`: they leave the device
+    holdings: tuple[Holding, ...]
+    swap_in: Fetch | None = None
+    swap_out: Leaving | None = None
+    tier_bytes: dict[TierName, int] = field(default_factory=dict[TierName, int])
+
+    @property
+    def forward_s(self) -> float:
+        return self.cost.forward_s
+
+    @property
+    def backward_s(self) -> float:
+        return self.cost.backward_s
+
+
+@dataclass(frozen=True, slots=True)
+class StateOption:
+    """One placement of one chunk.
+
+    whole, own     the chunk as it stands on the device while it is used, and this rank's part
+    home           where gradients wait for the update; None: with persistent states
+    fetches        parameters, one per stay on the device; of several devices: this rank's shard
+    gathers        the same of all ranks' shards
+    summed_bytes   gradients that are summed for all ranks, after the unit's backward slot
+    scattered      gradients that are summed for the rank that has them
+    gradients      what leaves after the chunk's last backward slot and is gone when it is moved
+    in_place       what leaves only when the whole chain read -> update -> write is through
+    num_updates    pieces in which the optimizer on the host works on it; 0: it does not
+    read_bytes     optimizer states that come from disk for the update (after `update_slot`)
+    write_bytes    what the update writes back to disk
+    staging        what the host's step asks of the memory that it runs in
+    tier_bytes     what it takes of the tiers below the device, staging apart
+
+    and, with a profile's costs:
+
+    holdings       what stands on the device
+    num_stepped    parameters that the device's optimizer steps, after the last slot
+    device_s       seconds of that
+    update_s       seconds of the optimizer on the host
+    device_workspace   bytes of the workspace of the device's step, and of norms
+    """
+
+    decision: Placement
+    whole: ChunkSize
+    own: ChunkSize
+    home: GradientHome | None = None
+    fetches: tuple[Fetch, ...] = ()
+    gathers: tuple[Gathered, ...] = ()
+    summed_bytes: int = 0
+    scattered: Scattered | None = None
+    gradients: Leaving | None = None
+    in_place: Leaving | None = None
+    update_slot: int = 0
+    num_updates: int = 0
+    read_bytes: int = 0
+    write_bytes: int = 0
+    staging: Staging = NO_STAGING
+    tier_bytes: dict[TierName, int] = field(default_factory=dict[TierName, int])
+    holdings: tuple[Holding, ...] = ()
+    num_stepped: int = 0
+    device_s: float = 0.0
+    update_s: float = 0.0
+    device_workspace: float = 0.0
+
+    @property
+    def parameters_read(self) -> int:
+        """How often as many bytes as the gradients' are read with the states for an update.
+
+        Parameters come with the states, and gradients where they were on disk too.
+        """
+        return {None: 0, "in place": 0, "device": 1, "host": 1, "disk": 2}[self.home]
+
+    @property
+    def arriving(self) -> tuple[Fetch, ...] | tuple[Gathered, ...]:
+        """What takes room on the device before its slot, if it comes ahead."""
+        return self.gathers or self.fetches
+
+    @property
+    def leaving(self) -> Scattered | Leaving | None:
+        """What stands on the device after its slot until it has left."""
+        return self.scattered or self.gradients or self.in_place
+
+
+class Implications:
+    """What the decisions about a profile's units imply; each is worked out once."""
+
+    def __init__(self, profile: Profile, settings: Settings) -> None:
+        self.profile, self.settings = profile, settings
+        self.chunks = [chunk_size(unit) for unit in profile.units]
+        self._activations: dict[tuple[int, Activations], ActivationOption] = {}
+        self._states: dict[tuple[int, Placement], StateOption] = {}
+
+    def activations(self, index: int, decision: Activations) -> ActivationOption:
+        """Of a decision about the activations of unit `index`; KeyError where it has no costs."""
+        known = self._activations.get((index, decision))
+        if known is None:
+            unit = self.profile.units[index]
+            known = _activation_option(index, decision, unit, len(self.chunks))
+            self._activations[index, decision] = known
+        return known
+
+    def states(self, index: int, decision: Placement) -> StateOption:
+        """Of a placement of the states first used in unit `index`."""
+        known = self._states.get((index, decision))
+        if known is None:
+            bare = placed(index, decision, self.chunks[index], len(self.chunks), self.settings)
+            known = _with_costs(bare, index, self.profile, self.settings)
+            self._states[index, decision] = known
+        return known
+
+
+# Activations
+
+
+def costs_of(activations: Activations, unit: Unit) -> tuple[FormCost, TierName | None]:
+    """The form that a decision implies, and the tier to which what can be swapped of it goes."""
+    match activations:
+        case Keep(form=form) | Recompute(form=form):
+            return unit.cost(form), None
+        case Swap(tier=tier, form=form) | SwapInput(tier=tier, form=form):
+            return unit.cost(form), tier
+        case _:
+            assert_never(activations)
+
+
+def _activation_option(
+    index: int, decision: Activations, unit: Unit, count: int
+) -> ActivationOption:
+    cost, tier = costs_of(decision, unit)
+    swapped = cost.swappable_bytes if tier else 0
+    served = 2 * count - 1 - index
+    # What the unit's own slots need above the levels around them, and its level in between; all
+    # its kept bytes stand in its backward.
+    level, backward = cost.kept_bytes - swapped, cost.backward_peak_bytes + swapped
+    option = ActivationOption(
+        decision,
+        cost,
+        swapped,
+        holdings=(
+            Holding("activations", index, index, index, cost.forward_peak_bytes),
+            Holding("activations", index, index + 1, served, level),
+            Holding("activations", index, served, served, backward),
+        ),
+    )
+    if tier is None:
+        return option
+    pieces = cost.swap_pieces or (swapped,)
+    return replace(
+        option,
+        swap_in=Fetch(tier, served, index + 1, swapped, pieces),
+        swap_out=Leaving(tier, index, swapped, pieces, pieces),
+        tier_bytes={tier: swapped},
+    )
+
+
+# States
+
+
+def chunk_size(unit: Unit) -> ChunkSize:
+    """The chunk of a profile's unit, as programmes are compiled from."""
+    return ChunkSize(
+        parameter_bytes=unit.parameter_bytes,
+        gradient_bytes=unit.gradient_bytes,
+        state_bytes=unit.state_bytes,
+        num_parameters=unit.num_parameters,
+        used_by=unit.used_by,
+        parameter_pieces=unit.parameter_pieces,
+        gradient_pieces=unit.gradient_pieces,
+    )
+
+
+def placed(
+    index: int, decision: Placement, chunk: ChunkSize, count: int, settings: Settings
+) -> StateOption:
+    """What a placement of the chunk of unit `index`, of `count`, moves; without a profile's costs.
+
+    On one device, its shard of a chunk is the chunk.
+    """
+    several = settings.num_devices > 1
+    if isinstance(decision, Persistent):
+        summed = chunk.gradient_bytes if several else 0
+        return StateOption(decision, chunk, chunk, summed_bytes=summed)
+    tier, home = decision.tier, gradient_home(decision, settings)
+    whole, own = padded(chunk, settings), shard_of(chunk, settings)
+    fetches: list[Fetch] = []
+    gathers: list[Gathered] = []
+    earliest = 0  # a chunk is not fetched again before its last stay has ended
+    for stay in residencies(decision, chunk.used_by, count) if chunk.used_by else ():
+        size = own.parameter_bytes
+        if tier != "device":
+            fetches.append(Fetch(tier, stay.first, earliest, size, own.each_parameters))
+        if several:
+            size = whole.parameter_bytes
+            gathers.append(Gathered(stay.first, earliest, size, whole.each_parameters))
+        earliest = stay.last + 1
+    option = StateOption(
+        decision,
+        whole,
+        own,
+        home,
+        fetches=tuple(fetches),
+        gathers=tuple(gathers),
+        tier_bytes=_tier_bytes(tier, home, own, settings),
+    )
+    if not chunk.used_by or not chunk.num_parameters:
+        return option
+    slot = 2 * count - 1 - index
+    in_backward = settings.updates == "in backward"
+    read = write = 0
+    if tier != "device" and TIERS[tier].staged:
+        write = own.state_bytes + own.gradient_bytes
+        read = own.state_bytes + option.parameters_read * own.gradient_bytes
+    scattered = gradients = in_place = None
+    parts = held = own.each_gradients
+    if home in ("host", "disk"):
+        gradients = Leaving(home, slot, own.gradient_bytes, parts, parts)
+    elif home == "in place":
+        held = own.each_parameters
+        if settings.micro_batches == 1:  # else the gradients' room stays
+            held = tuple(map(sum, zip(held, parts, strict=True)))
+        assert tier != "device"
+        in_place = Leaving(tier, slot, write, own.each_parameters, held)
+    elif tier != "device" and in_backward:
+        # The shard of the gradients has left with the last piece that is updated.
+        in_place = Leaving(tier, slot, write, (write,), (own.gradient_bytes,))
+    if several:
+        parts = whole.each_gradients
+        held = parts
+        if gradients:
+            held = tuple(map(sum, zip(parts, own.each_gradients, strict=True)))
+        elif in_place:
+            held = (*parts[:-1], parts[-1] + own.gradient_bytes)
+        scattered = Scattered(slot, whole.gradient_bytes, parts, held, sum(held) - sum(parts))
+    num_updates = 0
+    if tier != "device":
+        num_updates = num_pieces(own, settings.piece_bytes) if TIERS[tier].staged else 1
+    return replace(
+        option,
+        scattered=scattered,
+        gradients=gradients,
+        in_place=in_place,
+        update_slot=slot if in_backward else 2 * count - 1,
+        num_updates=num_updates,
+        read_bytes=read,
+        write_bytes=write,
+        staging=_staging(option, num_updates, settings),
+    )
+
+
+def _tier_bytes(
+    tier: StateTier, home: GradientHome, own: ChunkSize, settings: Settings
+) -> dict[TierName, int]:
+    """What an offloaded chunk takes of tiers: its states, and gradients on their way."""
+    found: dict[TierName, int] = {}
+    for name in get_args(TierName):
+        regions = [own.parameter_bytes, own.state_bytes] if tier == name else []
+        regions += [own.gradient_bytes] if home == name else []
+        size = sum(regions)
+        if TIERS[name].pinned and is_accelerator(settings.device):
+            # Each region is pinned by itself, each of up to STATE_REGIONS optimizer states too.
+            parts = STATE_REGIONS if tier == name else 0
+            size = sum(pinned_bytes(region) for region in regions) + parts * PAGE_BYTES
+        if size and own.used_by:
+            found[name] = size
+    return found
+
+
+def _staging(option: StateOption, num_updates: int, settings: Settings) -> Staging:
+    """The staging of one chunk; nothing for what the device updates."""
+    own, states = option.own, option.decision
+    if not num_updates or isinstance(states, Persistent):
+        return NO_STAGING
+    largest = -(-own.num_parameters // num_updates)
+    gradient_width = -(-own.gradient_bytes // own.num_parameters)
+    adds = settings.micro_batches > 1 and settings.num_devices == 1
+    staging = Staging(
+        workspace=largest * gradient_width * 1.0,
+        arriving=own.gradient_bytes if option.home == "host" and adds else 0,
+    )
+    if not TIERS[states.tier].staged:
+        return staging
+    width = -(-own.state_bytes // own.num_parameters) + option.parameters_read * gradient_width
+    return staging._replace(read_piece=largest * width, width=width)
+
+
+def _with_costs(
+    option: StateOption, index: int, profile: Profile, settings: Settings
+) -> StateOption:
+    """A placement with what stands on the device, and the optimizers' seconds and workspace."""
+    decision, own, optimizer = option.decision, option.own, profile.optimizer
+    on_device = isinstance(decision, Persistent) or decision.tier == "device"
+    stepped = own.num_parameters if on_device else 0
+    return replace(
+        option,
+        holdings=tuple(
+            held
+            for held in _chunk_holdings(option, index, profile, settings)
+            if held.first <= held.last
+        ),
+        num_stepped=stepped,
+        device_s=stepped / optimizer.device_parameters_per_s,
+        update_s=update_seconds(optimizer, own.num_parameters, num_pieces=option.num_updates)
+        if option.num_updates
+        else 0.0,
+        device_workspace=_device_workspace(option, profile.units[index], profile, settings),
+    )
+
+
+def update_seconds(optimizer: OptimizerCost, num_parameters: int, *, num_pieces: int = 1) -> float:
+    """Seconds of the optimizer's steps on the host, when nothing interferes."""
+    alone = num_parameters / optimizer.host_parameters_per_s
+    return num_pieces * optimizer.host_piece_s + alone
+
+
+def _device_workspace(
+    option: StateOption, unit: Unit, profile: Profile, settings: Settings
+) -> float:
+    """What the device's update asks for besides: the workspace of its step on what it has.
+
+    Of a gradient that waits below the device, the norm may be asked for after it has left: one at a
+    time comes back.
+    """
+    fraction = profile.optimizer.workspace_fraction
+    if isinstance(option.decision, Persistent):
+        return unit.gradient_bytes * fraction * unit.reached
+    if settings.num_devices > 1:
+        return option.own.gradient_bytes * fraction if option.decision.tier == "device" else 0.0
+    if settings.updates == "after backward" and option.gradients:
+        return max(option.gradients.pieces)
+    return 0.0
+
+
+def _chunk_holdings(
+    option: StateOption, index: int, profile: Profile, settings: Settings
+) -> list[Holding]:
+    """A chunk's states or buffers, and the gradients that wait between slots.
+
+    On one device, gradients to which micro-batches add up there stand all the time, and those of
+    persistent chunks until the update. On several, all are added up there, whole, until they are
+    reduced. A persistent chunk that no gradient reaches is its parameters alone, on one device; an
+    offloaded one has room for all.
+    """
+    unit, count, states = profile.units[index], len(profile.units), option.decision
+    if not unit.used_by:
+        return []
+    end, several = 2 * count, settings.num_devices > 1
+    # The gradient of a tied parameter grows from its last use to its first.
+    first_gradient, last_gradient = end - 1 - max(unit.used_by), end - 1 - min(unit.used_by)
+    add_up = settings.micro_batches > 1
+    found: list[Holding] = []
+
+    def hold(kind: HoldingKind, first: int, last: int, size: int) -> None:
+        found.append(Holding(kind, index, first, last, size))
+
+    if isinstance(states, Persistent):
+        trained = unit.reached or several
+        hold("states", 0, end, unit.parameter_bytes + (unit.state_bytes if trained else 0))
+        if not trained:
+            return found
+    else:
+        for stay in residencies(states, unit.used_by, count):
+            hold("buffers", stay.first, stay.last, option.whole.parameter_bytes)
+        if states.tier == "device":
+            hold("states", 0, end, option.own.parameter_bytes + option.own.state_bytes)
+    if add_up and (several or option.home in (None, "in place", "device")):
+        hold("gradients", 0, end - 1 if several else end, unit.gradient_bytes)
+    stays = option.home is None and not add_up and not several
+    hold("gradients", first_gradient + 1, end if stays else last_gradient, unit.gradient_bytes)
+    if not several:
+        return found
+    if isinstance(states, Persistent):
+        hold("gradients", end if add_up else last_gradient + 1, end, unit.gradient_bytes)
+    elif unit.num_parameters:
+        hold(
+            "gradients",
+            last_gradient,
+            last_gradient,
+            _room_to_copy(option, index, profile, add_up=add_up),
+        )
+        # The shard that an update in backward takes away leaves with a move of the programme.
+        waits = settings.updates == "after backward" or states.tier == "device"
+        if waits and option.home == "device":
+            # Before the update it stands, if at all, in place of what was added up.
+            own = option.own.gradient_bytes
+            more = max(0, own - unit.gradient_bytes) if add_up else own
+            hold("gradients", last_gradient + 1, end - 1, more)
+            hold("gradients", end, end, own)
+    return found
+
+
+def _room_to_copy(option: StateOption, index: int, profile: Profile, *, add_up: bool) -> int:
+    """What is copied when a chunk's last slot has ended, as far as it exceeds the slot's own peak.
+
+    The largest group of the gradients is copied while it stands, beside the rank's shards. Of the
+    unit's activations nothing is left by then but what the slot after this one starts with.
+    """
+    unit = profile.units[index]
+    copies = max(option.whole.each_gradients) + option.own.gradient_bytes
+    following = profile.units[index - 1].forms if index else ()
+    passed_on = min((form.backward_peak_bytes for form in following), default=0)
+    stands = 0 if add_up else unit.gradient_bytes
+    peak = min(form.kept_bytes + form.backward_peak_bytes for form in unit.forms)
+    return max(0, passed_on + stands + copies - peak)
+
+
+# All units together
+
+
+def staging_bytes(states: Sequence[StateOption], profile: Profile) -> int:
+    """Bytes of the buffers that optimizer states pass through, with the step's workspace.
+
+    The largest piece and the widest states count; a piece may be cut up to PIECE_ALIGNMENT
+    elements later than its even share.
+    """
+    chunks = [state.staging for state in states]
+    workspace = max(chunk.workspace for chunk in chunks) * profile.optimizer.workspace_fraction
+    pieces = max(chunk.read_piece for chunk in chunks) + PIECE_ALIGNMENT * max(
+        chunk.width for chunk in chunks
+    )
+    arriving = ARRIVING_GRADIENTS * max(chunk.arriving for chunk in chunks)
+    return round(workspace) + STAGING_PIECES * pieces + arriving
+
+
+def tier_bytes(
+    tier: TierName,
+    activations: Sequence[ActivationOption],
+    states: Sequence[StateOption],
+    implications: Implications,
+) -> int:
+    """The most that a tier below the device holds: states, swapped activations, and staging."""
+    total = sum(option.tier_bytes.get(tier, 0) for option in activations)
+    total += sum(option.tier_bytes.get(tier, 0) for option in states)
+    if TIERS[tier].pinned and is_accelerator(implications.settings.device):
+        total += host_staging_bytes(activations, states, implications.profile)
+    return total
+
+
+def host_staging_bytes(
+    activations: Sequence[ActivationOption], states: Sequence[StateOption], profile: Profile
+) -> int:
+    """What passes through host memory beside an accelerator: to the optimizer, and to files."""
+    sizes = [option.tier_bytes for options in (activations, states) for option in options]
+    passing = PASSAGES * PASSAGE_BYTES if any("disk" in one for one in sizes) else 0
+    return staging_bytes(states, profile) + passing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundProgram(Program):
+    """A programme with the plan that it is of, and what its decisions imply for a profile."""
+
+    units: tuple[UnitPlan, ...]
+    implications: Implications = field(compare=False)
+    activations: tuple[ActivationOption, ...]
+    states: tuple[StateOption, ...]
+
+    @property
+    def profile(self) -> Profile:
+        return self.implications.profile
+
+    def tier_bytes(self, tier: TierName) -> int:
+        """The most that a tier below the device holds."""
+        return tier_bytes(tier, self.activations, self.states, self.implications)

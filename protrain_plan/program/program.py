@@ -1,0 +1,461 @@
+"""A plan compiled: the ordered moves of one training step, on named lanes, with what they wait for.
+
+The simulator reads a `Program` with a profile's durations; the runtime executes the same one. Unit
+u of U computes in slot u (forward) and in slot 2U - 1 - u (backward).
+
+What happens around a slot, in this order, in both readers:
+
+1. the `drained` moves have ended: their bytes have left the device;
+2. the `submit` moves (fetches) enter their lanes;
+3. the `ready` moves have ended: what the slot reads is on the device;
+4. the slot computes;
+5. the chunks in `release` leave the device, and the `finish` moves (what the slot produced) enter
+   their lanes.
+
+After the last slot the moves in `reduced` have ended, and the device updates the persistent chunks
+and its shares of those that are sharded over the devices. Where offloaded chunks are updated
+after backward, all moves end first (clipping needs the norm of all gradients), and the `last` moves
+enter their lanes when that update begins.
+
+A lane runs its moves one at a time in the order in which they were submitted; a move starts when
+the moves in `after` have ended. Every move waits only for moves submitted before it, so no order
+of events can deadlock. Since each wait is stated here and none depends on a clock, the bytes that
+can stand on the device in a slot do not depend on how fast the lanes are.
+
+On several devices every rank has the same programme. All collectives are on the one lane
+`collect`, so that every rank meets them in the same order. A chunk's buffers are padded so that
+each rank's shard of a group is a range of `shard_bytes`; `padded` and `shard_of` say what that
+makes of a chunk. What a slot reads is then a fetch of the rank's own range and an all-gather of the
+others', and a unit's gradients are summed when its own backward slot has ended: those of a
+persistent chunk for every rank, those of others for the rank that has them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from math import floor
+from typing import Literal, NamedTuple
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.records.hardware import DeviceKind, TierName, is_accelerator
+from protrain_plan.records.plan import (
+    Offload,
+    Plan,
+    UnitPlan,
+    Updates,
+)
+from protrain_plan.records.profile import Unit
+
+MoveKind = Literal[
+    "fetch",  # a chunk's parameters to the device; of several devices: the rank's shard of them
+    "all-gather",  # the other ranks' shards to this device
+    "all-reduce",  # a persistent chunk's gradients, summed over all ranks
+    "reduce-scatter",  # a sharded chunk's gradients, summed; each rank keeps its shard of them
+    "swap in",  # a unit's swapped activations back to the device
+    "swap out",  # a unit's activations off the device
+    "spill gradients",  # a chunk's gradients to where its optimizer runs
+    "add gradients",  # to those of the micro-batches before
+    "read states",  # a piece of optimizer states from disk to where the optimizer runs
+    "update",  # the optimizer's step on a piece
+    "write states",  # the piece's new parameters and states to disk
+]
+Direction = Literal["fetch", "read", "spill", "write", "update", "collect"]
+
+SAVING_BYTES = 2**20
+"""What bytes pass through on their way to a checkpoint and back, in host memory."""
+
+STAGING_PIECES = 3
+"""Pieces of optimizer states in memory at once: one being read, one updated, one written."""
+
+ARRIVING_GRADIENTS = 2
+"""Chunks whose gradients are in memory at once to be added to those of micro-batches before: one
+arriving, one added."""
+
+BLOCK_BYTES = 512
+"""What allocators of accelerators round every tensor up to, and let it begin at a multiple of
+(c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize; others' are built alike)."""
+
+PIECE_ALIGNMENT = 64
+"""Within a parameter, pieces are cut at multiples of this many elements. Fused CPU optimizers
+finish a range that is no multiple of the vector width in scalar code, which may round otherwise;
+64 elements cover the widest vectors, so that every element meets the code it would meet uncut."""
+
+
+class Lane(NamedTuple):
+    """A lane beside compute: transfers to or from a tier, or the host's optimizer on its chunks.
+
+    What compute waits for is fetched and spilled on lanes of its own; "read" and "write" carry
+    optimizer states, of which there is so much that nothing should stand behind them in a queue.
+    Updates of chunks on disk wait for their states, those of chunks in host memory do not: they
+    have a lane each, too. `COLLECT` is the network between devices: no tier.
+    """
+
+    direction: Direction
+    tier: TierName | None
+
+    def __str__(self) -> str:
+        return self.direction if self.tier is None else f"{self.direction} {self.tier}"
+
+
+COLLECT = Lane("collect", None)
+"""All collectives, in one order."""
+
+SHARD_ALIGNMENT = 256
+"""Parameters of sharded chunks start, and are cut, at multiples of this many bytes: 64 float32
+elements, so that a rank's optimizer meets the code that it would meet on the whole parameter (see
+PIECE_ALIGNMENT; twice the widest vectors is what kernels that are unrolled ask for)."""
+
+
+MAX_PIECES = 8
+"""Pieces that a chunk's parameters, or a unit's swapped activations, move in at most. A decoder
+block has about as many large tensors, and tensors are not cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What holds for a whole step: the machine's kind, and how the optimizer runs.
+
+    piece_bytes    optimizer states move and are updated in pieces of at most this size
+    updates        of offloaded chunks: while backward goes on, or after it (clipping)
+    micro_batches  forwards and backwards per update
+    num_devices    ranks of the data-parallel group
+    num_replicas   groups of ranks that each have a whole copy of the sharded states
+    num_nodes      that the ranks are on, as many on each
+    """
+
+    device: DeviceKind
+    piece_bytes: int
+    updates: Updates = "in backward"
+    micro_batches: int = 1
+    num_devices: int = 1
+    num_replicas: int = 1
+    num_nodes: int = 1
+
+    @staticmethod
+    def of(plan: Plan, device: DeviceKind) -> "Settings":
+        """What a plan says of its whole step, on a device of that kind."""
+        return Settings(
+            device=device,
+            piece_bytes=plan.piece_bytes,
+            updates=plan.updates,
+            micro_batches=plan.micro_batches,
+            num_devices=plan.num_devices,
+            num_replicas=plan.num_replicas,
+            num_nodes=plan.num_nodes,
+        )
+
+    @property
+    def num_shards(self) -> int:
+        """The ranks that share the states of a chunk."""
+        return self.num_devices // self.num_replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkSize:
+    """Bytes of the chunk of states first used in a unit, and the units that read it.
+
+    The pieces are the same bytes in groups of whole parameters (see `grouped`); empty: one group.
+    """
+
+    parameter_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    num_parameters: int  # trainable
+    used_by: tuple[int, ...]
+    parameter_pieces: tuple[int, ...] = ()
+    gradient_pieces: tuple[int, ...] = ()
+
+    @property
+    def each_parameters(self) -> tuple[int, ...]:
+        """Bytes of each piece of the parameters."""
+        return self.parameter_pieces or (self.parameter_bytes,)
+
+    @property
+    def each_gradients(self) -> tuple[int, ...]:
+        """Bytes of each piece of the gradients."""
+        return self.gradient_pieces or (self.gradient_bytes,)
+
+
+def shard_bytes(num_bytes: int, num_shards: int) -> int:
+    """A rank's range of a buffer that all of them share."""
+    return -(-num_bytes // (num_shards * SHARD_ALIGNMENT)) * SHARD_ALIGNMENT
+
+
+def shard_of(chunk: ChunkSize, settings: Settings) -> ChunkSize:
+    """What one rank has of a sharded chunk; on one device, the chunk itself.
+
+    In each group of whole parameters, the trainable ones and the frozen ones are shared by
+    themselves. Padding counts as trainable parameters.
+    """
+    if settings.num_devices == 1:
+        return chunk
+    parameters, gradients = chunk.each_parameters, chunk.each_gradients
+    count = settings.num_shards
+    trainable = tuple(shard_bytes(size, count) for size in gradients)
+    pieces = tuple(
+        own + shard_bytes(size - gradient, count)
+        for own, size, gradient in zip(trainable, parameters, gradients, strict=True)
+    )
+    num_parameters = state_bytes = 0
+    if chunk.num_parameters:
+        num_parameters = sum(trainable) * chunk.num_parameters // chunk.gradient_bytes
+        state_bytes = -(-chunk.state_bytes * num_parameters // chunk.num_parameters)
+    several = bool(chunk.parameter_pieces)
+    return replace(
+        chunk,
+        parameter_bytes=sum(pieces),
+        gradient_bytes=sum(trainable),
+        state_bytes=state_bytes,
+        num_parameters=num_parameters,
+        parameter_pieces=pieces if several else (),
+        gradient_pieces=trainable if several else (),
+    )
+
+
+def padded(chunk: ChunkSize, settings: Settings) -> ChunkSize:
+    """What all ranks that share a chunk have of it together: the size of its buffers."""
+    if settings.num_devices == 1:
+        return chunk
+    own, count = shard_of(chunk, settings), settings.num_shards
+    return replace(
+        own,
+        parameter_bytes=own.parameter_bytes * count,
+        gradient_bytes=own.gradient_bytes * count,
+        state_bytes=own.state_bytes * count,
+        num_parameters=own.num_parameters * count,
+        parameter_pieces=tuple(size * count for size in own.parameter_pieces),
+        gradient_pieces=tuple(size * count for size in own.gradient_pieces),
+    )
+
+
+class Move(NamedTuple):
+    """One transfer or update. (Not a dataclass: searches make millions, and tuples are quick.)
+
+    `bytes` are 0 for updates, and for swaps where no profile says what a unit's activations are:
+    the runtime meets them when they are saved. Of a collective, they are those of the buffers that
+    it fills or sums on each rank, of which others have all but the rank's own shard.
+
+    `start:stop` are the trainable parameters of a piece of states. `share` is the part of a
+    chunk's or a unit's bytes that a fetch, a swap or a spill moves; see `pieces_in`. That of
+    "write states" after an update in place is the part of the chunk's parameters and gradients
+    that leaves the device with it.
+    """
+
+    kind: MoveKind
+    unit: int
+    slot: int  # the slot that it serves (fetches), or that produced what it moves
+    lane: Lane
+    bytes: int = 0
+    start: int = 0
+    stop: int = 0
+    after: tuple[int, ...] = ()
+    share: tuple[float, float] = (0.0, 1.0)
+
+
+@dataclass(slots=True, kw_only=True)
+class Slot:
+    """One compute step and the moves around it, as indices into `Program.moves`."""
+
+    unit: int
+    forward: bool
+    drained: list[int] = field(default_factory=list[int])
+    submit: list[int] = field(default_factory=list[int])
+    ready: list[int] = field(default_factory=list[int])
+    release: list[int] = field(default_factory=list[int])  # units whose chunk buffer goes
+    finish: list[int] = field(default_factory=list[int])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The moves of one forward and backward, and the slots that they stand around.
+
+    `updating` where an update follows: not in the micro-batches before the last, which end when
+    every move has ended.
+    """
+
+    moves: tuple[Move, ...]
+    slots: tuple[Slot, ...]
+    last: tuple[int, ...]  # moves that are submitted when the device's update begins
+    settings: Settings
+    updating: bool
+    reduced: tuple[int, ...] = ()  # that have ended before backward does: sums of gradients
+
+    @property
+    def num_units(self) -> int:
+        return len(self.slots) // 2
+
+    def slot_name(self, index: int) -> str:
+        """A slot's name in a timeline; that after the last slot is the device's update."""
+        if index == len(self.slots):
+            return "update on the device"
+        slot = self.slots[index]
+        return f"{'forward' if slot.forward else 'backward'} {slot.unit}"
+
+    def move_name(self, index: int) -> str:
+        """A name that the simulated and the recorded timeline share."""
+        move = self.moves[index]
+        piece = f" [{move.start}:{move.stop}]" if move.stop else ""
+        if move.share != (0.0, 1.0) and not move.stop:
+            piece += f" ({move.share[0]:g}-{move.share[1]:g})"
+        return f"{move.kind} {move.unit} @{move.slot}{piece}"
+
+
+def slot_words(units: Sequence[Unit | UnitPlan], slot: int) -> str:
+    """A slot in words: `backward of layers.3`, and last `update on the device`."""
+    count = len(units)
+    if slot == 2 * count:
+        return "update on the device"
+    unit = units[min(slot, 2 * count - 1 - slot)]
+    return f"{'forward' if slot < count else 'backward'} of {unit.name}"
+
+
+def grouped(sizes: Sequence[int]) -> list[range]:
+    """Consecutive tensors in at most MAX_PIECES groups of about equal bytes, by their indices."""
+    total, groups = sum(sizes), list[range]()
+    first = done = 0
+    for index, size in enumerate(sizes):
+        done += size
+        # The group ends with the tensor that brings it to its share of what is left, the last group
+        # with the last tensor (which may be empty).
+        left = MAX_PIECES - len(groups)
+        full = left > 1 and done >= (total - sum(sizes[:first])) / left
+        if full or index == len(sizes) - 1:
+            groups.append(range(first, index + 1))
+            first, done = index + 1, 0
+    return groups
+
+
+def pieces_in(sizes: Sequence[int], share: tuple[float, float]) -> range:
+    """The pieces that lie in a share of the bytes, first to last; a cut one is in the later share.
+
+    So the shares (0, f) and (f, 1) hold every piece once.
+    """
+    return range(_pieces_before(sizes, share[0]), _pieces_before(sizes, share[1]))
+
+
+def _pieces_before(sizes: Sequence[int], fraction: float) -> int:
+    if fraction <= 0:
+        return 0
+    if fraction >= 1:
+        return len(sizes)
+    limit, done = fraction * sum(sizes) * (1 + 1e-9), 0
+    for index, size in enumerate(sizes):
+        done += size
+        if done > limit:
+            return index
+    return len(sizes)
+
+
+def shares(slots: float) -> tuple[int, float]:
+    """A lead or drain as whole slots, and the fraction of the bytes that has one slot more."""
+    whole = floor(slots)
+    return whole, slots - whole
+
+
+PASSAGE_BYTES = 2 * 2 * 2**20
+"""Of pinned memory that a thread's bytes pass through between a file and an accelerator: while the
+file has one half, the device copies the other. A half takes the device some 100 us."""
+
+PASSAGES = 3
+"""Threads whose bytes pass so: the lanes that fetch from disk and spill there, and the one that
+loads and saves."""
+
+PAGE_BYTES = 4096
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """What a pinned host buffer takes: whole pages of the operating system."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class Residency(NamedTuple):
+    """One stay of a chunk's parameters on the device, from its fetch to its release."""
+
+    first: int  # the slot that the fetch serves
+    last: int  # the last slot before the release
+
+
+def residencies(states: Offload, used_by: Sequence[int], num_units: int) -> list[Residency]:
+    """When an offloaded chunk stands on the device.
+
+    For each run of consecutive slots that read it; kept gathered, from the first use to the last.
+    """
+    # Forward of its users, then their backward.
+    slots = [*used_by, *(2 * num_units - 1 - unit for unit in reversed(used_by))]
+    if states.keep_gathered:
+        return [Residency(slots[0], slots[-1])]
+    stays = [Residency(slots[0], slots[0])]
+    for slot in slots[1:]:
+        if slot == stays[-1].last + 1:
+            stays[-1] = Residency(stays[-1].first, slot)
+        else:
+            stays.append(Residency(slot, slot))
+    return stays
+
+
+def block_bytes(device: DeviceKind) -> int:
+    """What a tensor's bytes are rounded up to where devices of this type have it."""
+    return BLOCK_BYTES if is_accelerator(device) else 1
+
+
+def in_blocks(num_bytes: int, block: int) -> int:
+    """What a tensor of `num_bytes` takes in blocks of `block` bytes."""
+    return -(-num_bytes // block) * block
+
+
+GradientHome = Literal["in place", "device", "host", "disk"]
+"""See `gradient_home`."""
+
+
+def gradient_home(states: Offload, settings: Settings) -> GradientHome:
+    """Where the gradients of an offloaded chunk wait for its update, after the chunk's backward.
+
+    host       in host memory, where the optimizer runs (and where micro-batches add up)
+    in place   on the device with the parameters: of a CPU machine's chunk on disk, whose optimizer
+               runs in the device's memory. There it is one chain: read states, update, write.
+    disk       on disk, if that update comes after backward
+    device     on the device, if it comes after backward and micro-batches add up there
+
+    Of several devices, each one's shard of the sum is in host memory (with its states) or on the
+    device.
+    """
+    stepped_there = states.tier == "disk" and not is_accelerator(settings.device)
+    if settings.num_devices > 1:
+        return "device" if states.tier == "device" or stepped_there else "host"
+    if not stepped_there:
+        return "host"
+    if settings.updates == "in backward":
+        return "in place"
+    return "disk" if settings.micro_batches == 1 else "device"
+
+
+def written_share(chunk: ChunkSize, start: int, stop: int) -> tuple[float, float]:
+    """The part of a chunk's parameters that no later piece needs, once `start:stop` is written."""
+    sizes = chunk.each_parameters
+    ends = [done * chunk.num_parameters for done in accumulate(chunk.each_gradients)]
+    total, fractions = sum(sizes), []
+    for element in (start, stop):
+        past = sum(end <= element * chunk.gradient_bytes for end in ends[:-1])
+        fractions.append(sum(sizes[:past]) / total if total else 0.0)
+    return (fractions[0] if start else 0.0, 1.0 if stop == chunk.num_parameters else fractions[1])
+
+
+MAX_PIECES_OF_STATES = 60_000
+"""Pieces of optimizer states in a step, each read, updated and written: more take minutes to look
+at, and gain nothing. Pieces of 8 MiB are those of 500 GB."""
+
+
+def num_pieces(chunk: ChunkSize, piece_bytes: int) -> int:
+    """In how many pieces a chunk's states are read, updated and written."""
+    return max(1, -(-max(chunk.state_bytes, chunk.parameter_bytes) // piece_bytes))
+
+
+def refuse_many_pieces(pieces: int) -> None:
+    """ProtrainError where the states on disk are in more pieces than a step may have."""
+    if pieces > MAX_PIECES_OF_STATES:
+        raise ProtrainError(
+            f"the states on disk would move in {pieces} pieces, and {MAX_PIECES_OF_STATES} are the"
+            " most",
+            key="piece_bytes",
+            fix="larger pieces, such as of 8MiB",
+        )

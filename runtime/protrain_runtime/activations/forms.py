@@ -1,0 +1,59 @@
+"""Executors: what runs a block's forward so that its activations wait in a form.
+
+`protrain_plan.records.forms.FORMS` names one for every form. An executor takes the code of a
+block's forward and the block's module, and returns the code that runs instead: it may let the
+forward run again in backward (`recompute`), or stand around it with hooks of its own that keep
+something else in place of what autograd saves. Such hooks hand what they keep to `outer_hooks()`,
+so that it can be swapped, and the buffers of offloaded parameters go, as without them. Profiler and
+runtime wrap blocks in the same way, so that a profile's bytes and seconds are a run's.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import cast
+
+import torch
+from torch import nn
+
+from protrain_plan.records.forms import FORMS
+from protrain_plan.records.profile import Form
+from protrain_runtime.activations.compiled import code_of, replace_code
+
+Code = Callable[..., object]
+"""What a call of a module runs."""
+Executor = Callable[[Code, nn.Module], Code]
+
+
+@cache
+def _imported(executor: str) -> Executor:
+    module, _, name = executor.partition(":")
+    found: Executor = getattr(import_module(module), name)
+    return found
+
+
+def in_form(form: Form, forward: Code, module: nn.Module) -> Code:
+    """What runs in place of `forward`, the code of `module`, so that its activations wait so."""
+    return _imported(FORMS[form].executor)(forward, module)
+
+
+def wrap_forward(module: nn.Module, form: Form) -> Callable[[], None]:
+    """Let the module's activations wait in `form` whenever it is called; returns the undo."""
+    if form == "keep":
+        return lambda: None
+    return replace_code(module, in_form(form, code_of(module), module))
+
+
+Hooks = tuple[Callable[[torch.Tensor], object], Callable[[object], torch.Tensor]]
+
+
+def outer_hooks() -> Hooks:
+    """The saved-tensor hooks that are active here (pack, unpack): the runtime's or the profiler's.
+
+    Autograd calls the innermost hooks alone, so that these have to call the ones around them.
+    """
+    active: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if active is not None:
+        return active
+    # Detached: the tensor itself would hold the graph that holds it.
+    return torch.Tensor.detach, lambda kept: cast(torch.Tensor, kept)

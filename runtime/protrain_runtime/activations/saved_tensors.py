@@ -1,0 +1,228 @@
+"""Saved tensors: what autograd keeps for backward, kept in another form.
+
+`SavedTensors` is the pair of hooks that is active while a unit's forward runs. What it is handed
+falls into three kinds:
+
+- a tensor that lies in a chunk's buffers is saved as a place in that chunk (`InChunk`) and rebuilt
+  when the chunk is back, so that the buffers can go in between;
+- where the unit swaps, a tensor that belongs to the unit alone is saved as a place in a swapped
+  storage (`InSwapped`), each storage once, however many tensors share it;
+- everything else is saved as it is.
+"""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import torch
+
+from protrain_runtime.devices.lanes import num_holders
+from protrain_runtime.states.chunks import Chunk
+
+MIN_SWAP_BYTES = 16 * 1024
+"""Storages below this stay: a transfer's fixed cost outweighs them, and they add up to nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a tensor lies in its storage, in elements, and what it is read as.
+
+    Autograd saves lazy views: of the conjugate, and of its imaginary part with the other sign.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    is_conj: bool
+    is_neg: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "Geometry":
+        offset = int(tensor.storage_offset())
+        return Geometry(
+            tensor.dtype, tensor.shape, tensor.stride(), offset, tensor.is_conj(), tensor.is_neg()
+        )
+
+    def view(self, storage: torch.Tensor) -> torch.Tensor:
+        """The tensor again, in a storage given as uint8 [bytes]."""
+        usable = storage.numel() // self.dtype.itemsize * self.dtype.itemsize
+        typed = storage[:usable].view(self.dtype)
+        found = typed.as_strided(self.shape, self.stride, self.offset)
+        if self.is_conj:
+            found = found.conj()
+        return torch._neg_view(found) if self.is_neg else found
+
+
+class SwappedStorage:
+    """One storage that leaves the device and comes back.
+
+    `source` holds the bytes on the device until the way out has ended; `restored` holds them from
+    the start of the way back. The saved tensors own the record, so that `restored` is freed when
+    autograd has used the last of them, as it would free the storage itself.
+    """
+
+    __slots__ = ("__weakref__", "_saved", "_version", "num_bytes", "offset", "restored", "source")
+
+    def __init__(self, storage: torch.UntypedStorage, saved: torch.Tensor) -> None:
+        self.source: torch.Tensor | None = as_bytes(storage)
+        # Counts the writes to what was saved, as autograd does where no hooks take it.
+        self._saved: torch.Tensor | None = saved.detach()
+        self._version = saved._version
+        self.num_bytes = storage.nbytes()
+        self.offset = -1  # in the tier's store
+        self.restored: torch.Tensor | None = None
+
+    def leave(self) -> None:
+        """The way out has ended: the bytes are in the store, as they were saved."""
+        self._check()
+        self.source = self._saved = None
+
+    def stay(self) -> None:
+        """Serve the bytes from where they are, as an unswapped saved tensor would be."""
+        self.restored, self.source = self.source, None
+
+    def stay_no_longer(self) -> None:
+        """Go with the next unit, which has saved the bytes as well."""
+        self.restored, self.source = None, self.restored
+
+    def _check(self) -> None:
+        if self._saved is not None and self._saved._version != self._version:
+            raise RuntimeError(
+                "an activation was written in place after it was saved for backward, and the plan"
+                " swaps it: profile the model as it runs now"
+            )
+
+    def held_elsewhere(self) -> bool:
+        """Whether anybody holds the storage besides this record."""
+        assert self.source is not None
+        return num_holders(self.source.untyped_storage()) > 2  # `source` and `_saved`
+
+    def bytes(self) -> torch.Tensor:
+        """The bytes from where they are now: back already, or not gone yet."""
+        self._check()
+        held = self.restored if self.restored is not None else self.source
+        if held is None:
+            raise RuntimeError("a swapped activation was asked for before it came back")
+        return held
+
+
+HandedOn = WeakValueDictionary[int, SwappedStorage]
+"""By data pointer; the saved tensors own the records."""
+
+
+def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A tensor over a whole storage.  # uint8 [bytes]"""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+@dataclass(frozen=True, slots=True)
+class InChunk:
+    """A saved tensor that is a view of a chunk's parameters, in the buffer of one group."""
+
+    chunk: Chunk
+    group: int
+    geometry: Geometry
+
+    def tensor(self) -> torch.Tensor:
+        assert self.group in self.chunk.buffers, "a chunk is gathered before its backward slot"
+        return self.geometry.view(self.chunk.buffers[self.group])
+
+
+@dataclass(frozen=True, slots=True)
+class InSwapped:
+    """A saved tensor that is a view of a swapped storage."""
+
+    storage: SwappedStorage
+    geometry: Geometry
+
+    def tensor(self) -> torch.Tensor:
+        return self.geometry.view(self.storage.bytes())
+
+
+Saved = torch.Tensor | InChunk | InSwapped
+
+
+class SavedTensors:
+    """The hooks for one unit's forward.
+
+    `chunks` are the offloaded chunks that the unit reads. If `swaps`, storages that belong to the
+    unit are collected in `swapped`; `foreign` are the storages that do not (data pointers of the
+    model's parameters, and of inputs that other units use as well). `own` are inputs that nobody
+    else will hold, once the caller's frame has let go of them. `handed_on` are those that the unit
+    before would swap and has handed on: a block that returns its input. They leave with this unit,
+    for both.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        swaps: bool,
+        foreign: frozenset[int],
+        own: Set[int] = frozenset(),
+        handed_on: "HandedOn | None" = None,
+    ) -> None:
+        self._buffers = {
+            buffer.untyped_storage().data_ptr(): (chunk, group)
+            for chunk in chunks
+            for group, buffer in chunk.buffers.items()
+            if buffer.numel()  # all that are empty have one address
+        }
+        self._swaps, self._foreign, self._own = swaps, foreign, own
+        self._before = HandedOn() if handed_on is None else handed_on
+        self.handed_on = HandedOn()
+        self._by_pointer: dict[int, SwappedStorage] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def __enter__(self) -> None:
+        self._open = True
+        self._hooks.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        if self._open:
+            self._open = False
+            self._hooks.__exit__()
+
+    def swapped(self, *, outputs: frozenset[int]) -> list[SwappedStorage]:
+        """The storages to take away, first saved first; the caller gives them up again.
+
+        Those of the unit's `outputs` stay, which the next unit has, and those that somebody holds
+        besides autograd, such as an attribute: a swap would free nothing.
+        """
+        storages: list[SwappedStorage] = []
+        for pointer, storage in self._by_pointer.items():
+            if pointer in outputs:
+                storage.stay()
+                self.handed_on[pointer] = storage
+            elif pointer not in self._own and storage.held_elsewhere():
+                storage.stay()
+            else:
+                storages.append(storage)
+        self._by_pointer.clear()
+        return storages
+
+    def _pack(self, tensor: torch.Tensor) -> Saved:
+        if tensor.layout != torch.strided:
+            return tensor.detach()  # a sparse one is of several tensors
+        storage = tensor.untyped_storage()
+        pointer = storage.data_ptr()
+        place = self._buffers.get(pointer)
+        if place is not None:
+            return InChunk(*place, Geometry.of(tensor))
+        if not self._swaps or pointer in self._foreign or storage.nbytes() < MIN_SWAP_BYTES:
+            # The tensor itself would hold the graph that holds it.
+            return tensor.detach()
+        swapped = self._by_pointer.get(pointer)
+        if swapped is None:
+            swapped = self._before.pop(pointer, None)
+            if swapped is None:
+                swapped = SwappedStorage(storage, tensor)
+            else:
+                swapped.stay_no_longer()
+            self._by_pointer[pointer] = swapped
+        return InSwapped(swapped, Geometry.of(tensor))
+
+
+def _unpack(saved: Saved) -> torch.Tensor:
+    return saved if isinstance(saved, torch.Tensor) else saved.tensor()

@@ -1,0 +1,338 @@
+"""Partial recomputation: what a block's expensive operators computed is kept, all else runs again.
+
+*Expensive* are products of matrices (`mm`, `addmm`, `bmm`, grouped and scaled ones), convolutions
+and attention kernels, told by their names. Norms, activation functions, element-wise operators,
+look-ups and views are cheap. A form keeps the outputs of the first so many expensive operators of
+a block's forward:
+
+    lite   all of them
+    mlp    up to the one after the last attention, which is its output projection
+    attn   up to the last attention
+
+Attention is a kernel of that name, or two batched products with a softmax between them. A block
+without attention keeps nothing in the forms mlp and attn. Of a compiled block only the operators
+that its compiled code calls are seen.
+
+In backward the block's forward runs again, and in place of these operators their outputs are
+handed out, in the same order, and given up.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, Self, assert_never
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from protrain_runtime.activations.forms import Code, outer_hooks
+from protrain_runtime.activations.recompute import recomputed
+from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.devices import device as devices
+
+
+def lite(forward: Code, module: nn.Module) -> Code:
+    """The executor of the form `lite`."""
+    return recomputed(forward, module, _keeping_first(lambda found: found.num_outputs))
+
+
+def mlp(forward: Code, module: nn.Module) -> Code:
+    """The executor of the form `mlp`."""
+
+    def to_projection(found: "_Keeping") -> int:
+        return found.num_to_attention + 1 if found.num_to_attention else 0
+
+    return recomputed(forward, module, _keeping_first(to_projection))
+
+
+def attn(forward: Code, module: nn.Module) -> Code:
+    """The executor of the form `attn`."""
+    return recomputed(forward, module, _keeping_first(lambda found: found.num_to_attention))
+
+
+def _keeping_first(count: "Callable[[_Keeping], int]") -> Code:
+    """What runs a forward twice, and keeps the inputs and the first `count` expensive outputs.
+
+    What is kept is handed to the saved-tensor hooks around the call, as the inputs are.
+    """
+
+    def run_twice(forward: Code, *inputs: object) -> object:
+        keeping, replaying = _Keeping(), _Replaying()
+        outputs = checkpoint(
+            forward, *inputs, use_reentrant=False, context_fn=lambda: (keeping, replaying)
+        )
+        replaying.take(keeping.kept(count(keeping), handed_on=tensors_in(outputs)))
+        return outputs
+
+    return run_twice
+
+
+Kind = Literal["cheap", "in place", "softmax", "product", "batched product", "attention"]
+
+
+@cache
+def kind_of(operator: Any) -> Kind:
+    """What an operator is to a form, by its name: the overloads of one are the same."""
+    name = operator.name().rpartition("::")[2].partition(".")[0]
+    schema = getattr(operator, "_schema", None)  # operators of higher order have none
+    if schema is not None and schema.is_mutable:
+        return "in place"
+    if "attention" in name or "attn" in name:
+        return "attention"
+    if name in ("bmm", "baddbmm"):
+        return "batched product"
+    if name.endswith(("mm", "mv")) or any(word in name for word in _PRODUCTS):
+        return "product"
+    return "softmax" if "softmax" in name else "cheap"
+
+
+_PRODUCTS = ("convolution", "matmul", "gemm", "gemv")
+
+
+@dataclass(slots=True)
+class _Output:
+    """What an expensive operator gave.
+
+    num_saved     tensors that autograd had saved in the block when the operator ran
+    random_state  after the operator, where it may have drawn random numbers
+    """
+
+    operator: Any
+    result: Any  # a tree with tensors in it
+    num_saved: int
+    random_state: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class _Count:
+    value: int = 0
+
+
+class _Mode(TorchDispatchMode):
+    """What both modes tell PyTorch: compiled code stays compiled, and is not looked into."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class _Keeping(_Mode):
+    """The forward: collects the outputs of all expensive operators.
+
+    Which of them the form keeps is known when the block has ended. Until then they stand together,
+    in a slot that holds no more than the block's backward slot, where everything is back.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._outputs: list[_Output] = []
+        self.num_to_attention = 0  # outputs up to the last attention
+        self._last: Kind = "cheap"
+        self._num_saved = _Count()
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self._outputs)
+
+    def __enter__(self) -> Self:
+        # See [Note: what early stopping makes superfluous]. The hooks hold the count and not this
+        # object: saved tensors hold hooks, and would hold what it collects.
+        pack, unpack = outer_hooks()
+        count = self._num_saved
+
+        def counted(tensor: torch.Tensor) -> object:
+            count.value += 1
+            return pack(tensor)
+
+        self._hooks = saved_tensors_hooks(counted, unpack)
+        self._hooks.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._hooks.__exit__(*error)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        kind = kind_of(func)
+        match kind:
+            case "cheap":
+                pass
+            case "softmax":
+                if self._last == "batched product":
+                    self._last = kind
+            case "in place":
+                self._copy_before_writes(written_arguments(func, args, kwargs))
+            case "product" | "batched product" | "attention":
+                num_saved = self._num_saved.value
+                result = func(*args, **kwargs)
+                state = _random_state(result) if _draws(func, args, kwargs) else None
+                held = tree_map_only(torch.Tensor, _alias, result)
+                self._outputs.append(_Output(func, held, num_saved, state))
+                if kind == "attention" or (kind == "batched product" and self._last == "softmax"):
+                    self.num_to_attention = len(self._outputs)
+                self._last = kind
+                return result
+            case _:
+                assert_never(kind)
+        return func(*args, **kwargs)
+
+    def _copy_before_writes(self, written: list[torch.Tensor]) -> None:
+        """Let what is kept survive a write to it; recomputation writes to the copy."""
+        storages = {tensor.untyped_storage()._cdata for tensor in written}
+
+        def kept(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone() if tensor.untyped_storage()._cdata in storages else tensor
+
+        for output in self._outputs:
+            output.result = tree_map_only(torch.Tensor, kept, output.result)
+
+    def kept(self, count: int, *, handed_on: list[torch.Tensor]) -> list[_Output]:
+        """The first `count` outputs, given up here.
+
+        What the block hands on belongs to whoever gets it, so that it is copied if it is kept.
+        """
+        # [Note: what early stopping makes superfluous]
+        # Recomputation ends when the last tensor that autograd saved is there again. Operators that
+        # ran after that, such as a block's last product, are never reached.
+        total = self._num_saved.value
+        self._outputs = [one for one in self._outputs[:count] if one.num_saved < total]
+        self._copy_before_writes(handed_on)
+        kept, self._outputs = self._outputs, []
+        return kept
+
+
+class _Replaying(_Mode):
+    """The recomputation: hands out what was kept in place of running the operators again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._outputs: list[_Output] | None = None
+        self._saved: Any = None
+        self._left: deque[_Output] = deque()
+
+    def take(self, outputs: list[_Output]) -> None:
+        """Hold the outputs until backward, their tensors as the hooks around the block will."""
+        tensors = tensors_in([output.result for output in outputs])
+        anchor = torch.empty(0, requires_grad=True)
+        self._saved = _Saved.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
+        for output in outputs:
+            output.result = tree_map_only(torch.Tensor, lambda _: _Hole(), output.result)
+        self._outputs = outputs
+
+    def __enter__(self) -> Self:
+        if self._outputs is None:
+            raise RuntimeError(
+                "a block that is recomputed in part was recomputed before its forward had ended, or"
+                " a second time: what it keeps is there for one backward"
+            )
+        outputs, self._outputs = self._outputs, None
+        saved, self._saved = self._saved, None
+        tensors: Iterator[torch.Tensor] = iter(saved.grad_fn.saved_tensors)
+        for output in outputs:
+            # What came back from a tier is a view of its bytes, which the block may not write to.
+            output.result = tree_map_only(_Hole, lambda _: _alias(next(tensors)), output.result)
+        self._left.extend(outputs)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._left.clear()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if not self._left or kind_of(func) not in ("product", "batched product", "attention"):
+            return func(*args, **(kwargs or {}))
+        output = self._left.popleft()
+        if func is not output.operator:
+            raise RuntimeError(
+                f"a block that is recomputed in part ran {func} in backward where it had run"
+                f" {output.operator} in forward: it has to compute the same every time"
+            )
+        if output.random_state is not None:
+            _set_random_state(output.result, output.random_state)
+        return output.result
+
+
+class _Hole:
+    """Stands for a tensor in a tree."""
+
+
+class _Saved(torch.autograd.Function):
+    """Saves tensors through the hooks that are active. `anchor` lets a graph be recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty_like(anchor)
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its place in the graph, which would hold what holds it.
+
+    PyTorch counts a write to either for both. It tells where the block's code has left the tensor
+    with somebody who writes to it before backward, unless the block had reshaped it first.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def _named(func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
+    """The arguments of a call by their names, defaults included."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return dict(kwargs)
+    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    names = (argument.name for argument in schema.arguments)
+    return defaults | dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def written_arguments(
+    func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> list[torch.Tensor]:
+    """The tensors that an operator writes to."""
+    named = _named(func, args, kwargs)
+    return tensors_in(
+        [
+            named.get(argument.name)
+            for argument in func._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+    )
+
+
+def _draws(func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
+    """Whether an expensive operator may draw random numbers: an attention with dropout."""
+    return kind_of(func) == "attention" and _named(func, args, kwargs).get("dropout_p") != 0
+
+
+def _random_state(result: object) -> torch.Tensor:
+    """The state of the generator of the device that a result is on."""
+    return devices.random_state(tensors_in(result)[0].device)
+
+
+def _set_random_state(result: object, state: torch.Tensor) -> None:
+    devices.set_random_state(tensors_in(result)[0].device, state)

@@ -1,0 +1,322 @@
+"""What the runtime asks of a device: streams, events, memory, random numbers.
+
+Everything is asked through the names that PyTorch has for all accelerators (`torch.accelerator`,
+`torch.Stream`, `torch.Event`, `torch.get_device_module`), always with the device's index: the
+device that is current in a thread may be another one. What only one type of device has is an entry
+of `TYPES`, and a type without an entry gets along without.
+"""
+
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from protrain_plan.errors import OutOfMemoryError, ProtrainError
+from protrain_plan.program.program import BLOCK_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceType:
+    """What PyTorch has no common name for. All of it may be absent.
+
+    pin           makes host pages the device's to copy from and to by itself, given their address
+                  and bytes; returns what undoes it. Without it pinned memory is PyTorch's own,
+                  which may round sizes up to powers of two
+    memory_limit  the most bytes that the allocator may reserve, where a cap is set
+    """
+
+    pin: Callable[[int, int], Callable[[], None]] | None = None
+    memory_limit: Callable[[torch.device], int | None] | None = None
+
+
+def _pin_cuda(address: int, num_bytes: int) -> Callable[[], None]:
+    """Register host pages, so that the card copies from and to them; returns what undoes it.
+
+    PyTorch's own pinned memory is rounded up to powers of two, and is never given back.
+    """
+    runtime = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
+    return partial(runtime.cudaHostUnregister, address)
+
+
+def _memory_limit_cuda(device: torch.device) -> int | None:
+    """The cap of `set_per_process_memory_fraction`; it holds for what the allocator reserves."""
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return int(torch.cuda.get_per_process_memory_fraction(device) * total)
+
+
+TYPES: dict[str, DeviceType] = {
+    "cuda": DeviceType(pin=_pin_cuda, memory_limit=_memory_limit_cuda),
+}
+"""By the name of the type: a new type is one entry. ROCm's devices are called cuda, and are."""
+
+HOST = torch.device("cpu")
+
+ALIGNMENT_BYTES = BLOCK_BYTES
+"""Where the allocators of accelerators let a tensor begin (c10/cuda/CUDACachingAllocator.cpp,
+kMinBlockSize), and what they round sizes up to."""
+
+HOST_ALIGNMENT_BYTES = 64
+"""What PyTorch's CPU allocator aligns tensors to (c10/core/alignment.h, gAlignment)."""
+
+
+def of_type(device: torch.device) -> DeviceType:
+    """What only devices of this type have."""
+    return TYPES.get(device.type, DeviceType())
+
+
+def on_host(device: torch.device) -> bool:
+    """Whether the device's memory is the host's, and its work is done when a call returns."""
+    return device.type == "cpu"
+
+
+def alignment(device: torch.device) -> int:
+    """Where a tensor of its own would begin, in bytes: kernels may look at it."""
+    return HOST_ALIGNMENT_BYTES if on_host(device) else ALIGNMENT_BYTES
+
+
+def found(name: str) -> torch.device:
+    """The device called `name`, with its index; ProtrainError where it cannot be trained on.
+
+    An accelerator has to have streams, events, memory statistics and pinned memory.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ProtrainError(
+            f"PyTorch knows no device called '{name}'",
+            fix="cpu, cuda, xpu, or another type that this build of PyTorch names",
+        ) from error
+    if on_host(device):
+        return torch.device("cpu")
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if here is None or here.type != device.type:
+        others = "" if here is None else f", and has one of type '{here.type}'"
+        raise ProtrainError(
+            f"this machine has no device of type '{device.type}' that torch can use{others}",
+            fix=f"a build of PyTorch for {device.type} on a machine that has one, or cpu",
+        )
+    index = torch.accelerator.current_device_index() if device.index is None else device.index  # type: ignore[redundant-expr] # typed as an int
+    if index >= torch.accelerator.device_count():
+        raise ProtrainError(
+            f"there is no '{device}': this machine has"
+            f" {torch.accelerator.device_count()} of type '{device.type}'"
+        )
+    device = torch.device(device.type, index)
+    require(device)
+    return device
+
+
+def require(device: torch.device) -> None:
+    """ProtrainError where an accelerator lacks what plans are carried out with."""
+    if on_host(device):
+        return
+    for what, ask in _NEEDED.items():
+        try:
+            ask(device)
+        except (RuntimeError, AttributeError, NotImplementedError, ValueError) as error:
+            raise ProtrainError(
+                f"devices of type '{device.type}' have no {what} that PyTorch knows of, which"
+                f" transfers beside compute need: {str(error).splitlines()[0]}",
+                fix="train on another device, or without a plan",
+            ) from error
+
+
+def name(device: torch.device) -> str:
+    """What an accelerator is called; its type where it has no other name."""
+    asked = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if asked is None else str(asked(device))
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """The stream to which this thread submits what runs on the device."""
+    return torch.accelerator.current_stream(device)
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """A stream of its own."""
+    return torch.Stream(device=device)
+
+
+def record_event(device: torch.device, *, timing: bool = False) -> torch.Event:
+    """The moment at which the device's current stream has done what was submitted to it."""
+    event = torch.Event(device=device, enable_timing=timing)
+    event.record(current_stream(device))
+    return event
+
+
+def synchronize(device: torch.device) -> None:
+    """Block until the device has done all that was submitted to it."""
+    if not on_host(device):
+        torch.accelerator.synchronize(device)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What the allocator has given out."""
+    return torch.accelerator.memory_allocated(device)
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """What the allocator has taken from the device, given out or not."""
+    return torch.accelerator.memory_reserved(device)
+
+
+def peak_allocated_bytes(device: torch.device) -> int:
+    """The most that was given out at once since `reset_peaks`."""
+    return torch.accelerator.max_memory_allocated(device)
+
+
+def peak_reserved_bytes(device: torch.device) -> int:
+    """The most that was reserved at once since `reset_peaks`."""
+    return torch.accelerator.max_memory_reserved(device)
+
+
+def reset_peaks(device: torch.device) -> None:
+    """Let the peaks begin at what stands now."""
+    torch.accelerator.reset_peak_memory_stats(device)
+
+
+def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
+    """What nobody has of the device's memory, and all of it."""
+    free, total = torch.accelerator.get_memory_info(device)
+    return int(free), int(total)
+
+
+def context_bytes(device: torch.device) -> int:
+    """What is taken of the device's memory besides this process's allocator."""
+    free, total = free_and_total_bytes(device)
+    return total - free - reserved_bytes(device)
+
+
+def room_bytes(device: torch.device) -> int:
+    """What this process's allocator may have: what is free or reserved, within a cap on it."""
+    room = free_and_total_bytes(device)[0] + reserved_bytes(device)
+    limit = of_type(device).memory_limit
+    cap = None if limit is None else limit(device)
+    return room if cap is None else min(room, cap)
+
+
+def collectives(device: torch.device) -> str:
+    """The library that PyTorch's collectives between devices of this type run in by default.
+
+    ProtrainError where there is none.
+    """
+    try:
+        return torch.distributed.get_default_backend_for_device(device.type)
+    except ValueError as error:
+        raise ProtrainError(
+            f"PyTorch knows no collectives between devices of type '{device.type}'",
+            fix="import the package that has them, or plan for one device",
+        ) from error
+
+
+def free_cached(device: torch.device) -> None:
+    """Give back what the allocator has reserved and nobody has."""
+    if not on_host(device):
+        torch.accelerator.empty_cache()
+
+
+# --- random numbers -------------------------------------------------------------------------------
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """The state of the device's own generator."""
+    if on_host(device):
+        return torch.get_rng_state()
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    """Go on from a state of the device's own generator."""
+    if on_host(device):
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def all_random_states() -> tuple[str, list[torch.Tensor]]:
+    """The type of this machine's accelerators, and the states of those in use; else nothing."""
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if here is None or not _in_use(here):
+        return "", []
+    devices = [torch.device(here.type, n) for n in range(torch.accelerator.device_count())]
+    return here.type, [random_state(device) for device in devices]
+
+
+def set_all_random_states(kind: str, states: list[torch.Tensor]) -> None:
+    """Go on from what `all_random_states` gave, where there are as many devices of that type."""
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if here is None or here.type != kind or torch.accelerator.device_count() != len(states):
+        return
+    for index, state in enumerate(states):
+        set_random_state(torch.device(kind, index), state)
+
+
+def _in_use(device: torch.device) -> bool:
+    """Whether the type was used already: asking for a state would start it."""
+    return bool(torch.get_device_module(device).is_initialized())
+
+
+def _can_time_and_wait(device: torch.device) -> None:
+    start, end = (record_event(device, timing=True) for _ in range(2))
+    current_stream(device).wait_event(start)
+    end.synchronize()
+    start.elapsed_time(end)
+
+
+def _can_pin(device: torch.device) -> None:
+    if of_type(device).pin is None:
+        torch.empty(1, dtype=torch.uint8, pin_memory=True)
+
+
+_NEEDED: dict[str, Callable[[torch.device], object]] = {
+    "streams": new_stream,
+    "events": _can_time_and_wait,
+    "memory statistics": lambda device: (room_bytes(device), peak_reserved_bytes(device)),
+    "pinned memory": _can_pin,
+    "random states": random_state,
+    # Without it, dropout that is recomputed draws other numbers, and nobody says so.
+    "flag by which torch.utils.checkpoint knows that random states are in use": lambda device: (
+        torch.get_device_module(device)._initialized
+    ),
+}
+
+
+@contextmanager
+def explained_exhaustion(*, fix: str, what: str = "out of memory") -> Iterator[None]:
+    """OutOfMemoryError, with a way out, where an allocator inside found no memory."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not out_of_memory(error):
+            raise
+        raise OutOfMemoryError(f"{what}: {refusal(error)}", fix=fix) from error
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether an allocator of PyTorch or Python found no memory, here or on a lane."""
+    if error is None:
+        return False
+    seen = str(error)
+    return (
+        isinstance(error, MemoryError | torch.OutOfMemoryError)
+        or (isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN))
+        or "out of memory" in seen  # also what CUDA says of host memory that it cannot pin
+        or "not enough memory" in seen
+        or "can't allocate memory" in seen
+        or out_of_memory(error.__cause__)
+    )
+
+
+def refusal(error: BaseException) -> str:
+    """What the allocator said, in one line."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    line = next((line for line in lines if "memory" in line), lines[0])
+    return line.rpartition("] ")[2].strip()

@@ -1,0 +1,479 @@
+"""Lanes: queues of work that run beside compute, one item at a time, in order.
+
+A lane is a worker thread where Python must act (files, the optimizer on the host, every lane of a
+CPU machine) and a stream where the hardware copies by itself. Submitting returns a `Ticket`;
+waiting for it is the only way in which compute and lanes meet.
+"""
+
+import ctypes
+import mmap
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import torch
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.program.program import pinned_bytes
+from protrain_plan.units import format_bytes
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.device import explained_exhaustion
+
+WAIT_LIMIT_S = 600.0
+"""No transfer of one chunk takes ten minutes; a wait that does is a fault, not a slow disk."""
+
+PATIENCE_S = 10.0
+"""What a collective that fails may take to find out which rank is missing, and more."""
+
+LONGEST_NAP_S = 1e-3
+"""Between two looks at an event: what a wait for one may take too long, at most."""
+
+STACK_BYTES = 2 * 2**20
+"""A lane calls nothing deep, and a stack counts against a limit on the process's memory."""
+
+
+HUGE_PAGES_FROM = 4 * 2**20
+"""Buffers that surely hold a huge page of 2 MiB. Reading 14 MiB from the page cache into a fresh
+buffer ran at 1.9 GB/s without and 4.4-5.0 GB/s with them (see docs/decisions.md)."""
+
+
+class LaneError(ProtrainError, RuntimeError):
+    """Work on a lane failed, or did not end in time; a failure's cause is chained."""
+
+
+class ThreadTicket:
+    """The end of work on a worker thread; `wait` and `synchronize` raise LaneError if it failed."""
+
+    def __init__(self, what: str, lane: str, limit_s: float) -> None:
+        self._what, self._lane, self._limit_s = what, lane, limit_s
+        self._event = threading.Event()
+        self._error: BaseException | None = None
+
+    def finish(self, error: BaseException | None) -> None:
+        """Called by the lane, once."""
+        self._error = error
+        self._event.set()
+
+    def done(self) -> bool:
+        """Whether the work has ended, without waiting."""
+        return self._event.is_set()
+
+    def issued(self) -> bool:
+        """Whether `wait` returns at once: the work has ended, or is on a stream."""
+        return self.done()
+
+    def wait(self) -> None:
+        """Make what this thread submits from now on, to its current stream, wait for the work."""
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the work has ended."""
+        if not self._event.wait(self._limit_s):
+            raise _too_late(self._what, self._lane, self._limit_s)
+        if self._error is not None:
+            cause, failed = self._error, f"{self._what} failed on lane '{self._lane}'"
+            if isinstance(cause, ProtrainError):
+                message = f"{failed}: {cause.message}"
+                raise LaneError(message, source=cause.source, fix=cause.fix) from cause
+            raise LaneError(f"{failed}: {cause}") from cause
+
+
+class StreamTicket:
+    """The end of work on a stream: an event there, once the work is submitted to the stream."""
+
+    def __init__(self, what: str, lane: str, device: torch.device, limit_s: float) -> None:
+        self._what, self._lane, self._limit_s = what, lane, limit_s
+        self._device = device
+        self._event: torch.Event | None = None
+        self._issue = ThreadTicket(what, lane, limit_s)
+
+    def issue(self, event: torch.Event | None, error: BaseException | None = None) -> None:
+        """Called by the lane, once: `event` stands behind the work, or the work failed."""
+        self._event = event
+        self._issue.finish(error)
+
+    def done(self) -> bool:
+        return self._event is not None and bool(self._event.query())
+
+    def issued(self) -> bool:
+        return self._issue.done()
+
+    def wait(self) -> None:
+        devices.current_stream(self._device).wait_event(self._end())
+
+    def synchronize(self) -> None:
+        # The event's own `synchronize` has no limit. Naps grow with the wait, a twentieth of it.
+        event, start = self._end(), time.perf_counter()
+        while not event.query():
+            waited = time.perf_counter() - start
+            if waited > self._limit_s:
+                raise _too_late(self._what, self._lane, self._limit_s)
+            time.sleep(min(LONGEST_NAP_S, waited / 20))
+
+    def _end(self) -> torch.Event:
+        if self._event is None:
+            self._issue.synchronize()
+        assert self._event is not None
+        return self._event
+
+
+Ticket = ThreadTicket | StreamTicket
+"""The end of one item of work."""
+
+
+def _too_late(what: str, lane: str, limit_s: float) -> LaneError:
+    return LaneError(
+        f"{what} did not end on lane '{lane}' within {limit_s:g} s",
+        fix="see whether the device or the disk hangs; where they are slow, pass a larger"
+        " wait_limit_s= to prepare()",
+    )
+
+
+def refuse_forked(process: int, what: str) -> None:
+    """LaneError in another process than this one: a fork has none of its threads."""
+    if os.getpid() != process:
+        raise LaneError(
+            f"{what} cannot be done in a forked process, which has none of the threads that do it",
+            fix="do it in the process that called prepare()",
+        )
+
+
+def only_here(undo: Callable[[], object]) -> Callable[[], None]:
+    """`undo`, which does nothing in a process that was forked from this one.
+
+    What ends there with the process (memory, threads, descriptors) is this one's own.
+    """
+    process = os.getpid()
+
+    def run() -> None:
+        if os.getpid() == process:
+            undo()
+
+    return run
+
+
+class ThreadLane:
+    """A lane on a worker thread.
+
+    `device` is the accelerator whose memory the work may touch. `delay`, if given, returns seconds
+    to sleep before each item: a test's way to make a missing wait show up as a wrong number.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        delay: Callable[[], float] | None = None,
+        device: torch.device | None = None,
+        limit_s: float = WAIT_LIMIT_S,
+    ) -> None:
+        self.name = name
+        self.on_stream = False
+        self._process = os.getpid()
+        self._delay, self._limit_s, self._device = delay, limit_s, device
+        # With an accelerator, the work's copies run on a stream of the lane's own.
+        self._stream = None if device is None else devices.new_stream(device)
+        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
+        self._thread = started(f"protrain {name}", self._run)
+
+    def submit(self, what: str, work: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
+        """Queue `work`, to start when the work before it and all of `after` have ended.
+
+        What the calling thread has submitted to the device has ended by then, too: sources are
+        written, and buffers that compute's allocator handed out are no longer in use by what had
+        them before. The calling thread goes on at once. `what` names the work in errors.
+        """
+        refuse_forked(self._process, what)
+        ticket = ThreadTicket(what, self.name, self._limit_s)
+        fence = None if self._device is None else devices.record_event(self._device)
+        self._queue.put(_Item(work, after, fence, ticket.finish))
+        return ticket
+
+    def close(self) -> None:
+        """Let queued work end, then free the lane."""
+        self._queue.put(None)
+        self._thread.join(self._limit_s)
+
+    def _run(self) -> None:
+        take_one_thread()
+        while (item := self._queue.get()) is not None:
+            error: BaseException | None = None
+            try:
+                if self._delay is not None:
+                    time.sleep(self._delay())
+                for other in item.after:
+                    other.synchronize()
+                self._do(item)
+            except BaseException as raised:  # noqa: BLE001 - raised again where it is waited for
+                error = raised
+            # Work and what it refers to are dropped first: the engine frees, not the lane.
+            finish = item.finish
+            del item
+            finish(error)
+
+    def _do(self, item: "_Item") -> None:
+        if self._stream is None or item.fence is None:
+            item.work()
+            return
+        with self._stream:
+            # Copies wait for what compute was given, on the stream; what the work does in host
+            # memory alone need not.
+            self._stream.wait_event(item.fence)
+            item.work()
+        self._stream.synchronize()
+
+
+class _Item(NamedTuple):
+    """Work in a lane's queue. `fence` is the end of what compute was given before it."""
+
+    work: Callable[[], None]
+    after: Sequence[Ticket]
+    fence: torch.Event | None
+    finish: Callable[[BaseException | None], None]
+
+
+def started(name: str, run: Callable[[], None]) -> threading.Thread:
+    """A thread of the small kind that lanes are."""
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    usual = threading.stack_size(STACK_BYTES)
+    try:
+        thread.start()
+    finally:
+        threading.stack_size(usual)
+    return thread
+
+
+class StreamLane:
+    """A lane on a stream of its own.
+
+    Work is submitted to the stream by the thread that computes, unless it follows work of a thread
+    that has not ended (a read from disk, a sum on the host): then by a thread of the lane, which
+    waits in the place of the one that computes.
+    """
+
+    def __init__(self, name: str, device: torch.device, *, limit_s: float) -> None:
+        self.name = name
+        self.on_stream = True
+        self._process = os.getpid()
+        self._device, self._limit_s = device, limit_s
+        self._stream = devices.new_stream(device)
+        self._queue: SimpleQueue[tuple[_Item, StreamTicket] | None] = SimpleQueue()
+        self._waiting: StreamTicket | None = None  # the last that was left to the thread
+        self._thread: threading.Thread | None = None
+
+    def submit(self, what: str, work: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
+        refuse_forked(self._process, what)
+        ticket = StreamTicket(what, self.name, self._device, self._limit_s)
+        item = _Item(work, after, devices.record_event(self._device), lambda _: None)
+        if self._waiting is not None and self._waiting.issued():
+            self._waiting = None
+        if self._waiting is None and all(other.issued() for other in after):
+            ticket.issue(self._issue(item))
+            return ticket
+        if self._thread is None:
+            self._thread = started(f"protrain {self.name}", self._run)
+        self._waiting = ticket
+        self._queue.put((item, ticket))
+        return ticket
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(self._limit_s)
+        self._stream.synchronize()
+
+    def _issue(self, item: _Item) -> torch.Event:
+        assert item.fence is not None
+        with self._stream:
+            self._stream.wait_event(item.fence)
+            for other in item.after:
+                other.wait()
+            item.work()
+            return devices.record_event(self._device)
+
+    def _run(self) -> None:
+        while (queued := self._queue.get()) is not None:
+            item, ticket = queued
+            event: torch.Event | None = None
+            error: BaseException | None = None
+            try:
+                event = self._issue(item)
+            except BaseException as raised:  # noqa: BLE001 - raised again where it is waited for
+                error = raised
+            del item, queued
+            ticket.issue(event, error)
+            del ticket
+
+
+WorkLane = ThreadLane | StreamLane
+"""What the engine submits work to; `on_stream`: work only queues copies there, to run later."""
+
+
+def ask_for_huge_pages(buffer: torch.Tensor) -> None:
+    """Let Linux back a CPU buffer with huge pages where it can; a hint, and elsewhere nothing.
+
+    A lane is the first to touch a fresh buffer. With pages of 4 KiB that is most of its time.
+    """
+    advise = getattr(_libc(), "madvise", None) if sys.platform == "linux" else None
+    if advise is None:
+        return
+    page = mmap.PAGESIZE
+    start = -(-buffer.data_ptr() // page) * page
+    end = (buffer.data_ptr() + buffer.numel()) // page * page
+    advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+SWITCH_INTERVAL_S = 5e-4
+"""Python's threads take turns of at most this while a plan launches work on an accelerator. With
+its usual 5 ms, a lane's thread that computes in Python keeps the launching one waiting as long as
+many kernels take."""
+
+
+def quick_turns() -> Callable[[], None]:
+    """Let Python's threads take short turns; returns what undoes it."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(min(usual, SWITCH_INTERVAL_S))
+    return partial(sys.setswitchinterval, usual)
+
+
+class Backend:
+    """The few things that differ between the host's own memory and an accelerator.
+
+    `limit_s` is how long a wait for a lane may take before it is a fault.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        delay: Callable[[], float] | None = None,
+        limit_s: float = WAIT_LIMIT_S,
+    ) -> None:
+        self.device = device
+        self.on_host = devices.on_host(device)
+        self._delay, self._limit_s = delay, limit_s
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """A new buffer on the device.  # uint8 [num_bytes]"""
+        with torch.inference_mode(mode=False):  # of parameters, whatever forward brings them
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        if self.on_host and num_bytes >= HUGE_PAGES_FROM:
+            ask_for_huge_pages(buffer)
+        return buffer
+
+    def empty_host(self, num_bytes: int) -> torch.Tensor:
+        """A new buffer in host memory, pinned where there is an accelerator.  # uint8 [num_bytes]
+
+        Whole pages and no more, where the type of device lets pages be pinned: PyTorch's own
+        pinned allocator rounds up to powers of two. OutOfMemoryError where the system refuses.
+        """
+        if self.on_host or not num_bytes:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        pin = devices.of_type(self.device).pin
+        with explained_exhaustion(
+            fix="let the process pin more (ulimit -l), or plan with a smaller --host-memory",
+            what=f"{format_bytes(num_bytes)} of host memory cannot be pinned",
+        ):
+            if pin is None:
+                return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            pages = mmap.mmap(-1, pinned_bytes(num_bytes))
+            buffer = torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes)
+            if num_bytes >= HUGE_PAGES_FROM:  # before they are pinned, which touches them
+                ask_for_huge_pages(buffer)
+            unpin = pin(buffer.data_ptr(), len(pages))
+        # The pages live as long as a view of them; they stay pinned while the buffer itself lives.
+        weakref.finalize(buffer, only_here(unpin))
+        return buffer
+
+    def lane(self, name: str, *, on_device: bool, patient: bool = False) -> WorkLane:
+        """A lane; `on_device` where the device's copy engines can do its work.
+
+        A `patient` one has work with a time limit of its own, which is to say first what is late.
+        """
+        limit_s = self._limit_s * (2 if patient else 1) + (PATIENCE_S if patient else 0)
+        if on_device and not self.on_host:
+            return StreamLane(name, self.device, limit_s=limit_s)
+        threads = torch.get_num_threads()
+        device = None if self.on_host else self.device
+        lane = ThreadLane(name, delay=self._delay, device=device, limit_s=limit_s)
+        lane.submit("the start", nothing, ()).synchronize()
+        # The worker's own number of threads also became the default of threads to come.
+        torch.set_num_threads(threads)
+        return lane
+
+    def synchronize(self) -> None:
+        """Block until the device has done all that was submitted to it."""
+        devices.synchronize(self.device)
+
+
+def take_one_thread() -> None:
+    """Let the calling thread have one intra-op thread: a second team would contend with compute's.
+
+    It is asked for its number first: a thread that was never asked takes the process's own when it
+    first needs one, whatever it has set. What it sets also becomes the process's own, for threads
+    to come: whoever started this one sets that back.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(1)
+
+
+def nothing() -> None:
+    """Work that does nothing: it ends when all before it has."""
+
+
+class Buffers:
+    """Makes buffers on the device; those given up at a slot's boundary serve first.
+
+    On a CPU a fresh buffer costs a page fault per page, in the lane that fills it first: reading a
+    chunk from the page cache runs at a third of its speed then (docs/decisions.md, *Buffers are
+    handed on*). Blocks are alike, so a chunk that leaves after a slot has buffers of just the sizes
+    that the fetch at the next slot's start asks for. What no fetch of that boundary takes is freed
+    before the boundary ends. An accelerator's allocator keeps freed blocks by itself.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._spare: list[torch.Tensor] = []
+
+    def new(self, num_bytes: int) -> torch.Tensor:
+        """A buffer of that size, with any content.  # uint8 [num_bytes]"""
+        for place, buffer in enumerate(self._spare):
+            if buffer.numel() == num_bytes:
+                return self._spare.pop(place)
+        return self._backend.empty(num_bytes)
+
+    def give_up(self, buffers: Iterable[torch.Tensor]) -> None:
+        """Let these serve again, but for those that somebody else still looks into."""
+        if self._backend.on_host:
+            self._spare += [buffer for buffer in buffers if not is_held(buffer)]
+
+    def keep_for(self, sizes: Iterable[int]) -> None:
+        """Free what is spare beyond a buffer for each of `sizes`."""
+        wanted, kept = Counter(sizes), list[torch.Tensor]()
+        for buffer in self._spare:
+            if wanted[buffer.numel()]:
+                wanted[buffer.numel()] -= 1
+                kept.append(buffer)
+        self._spare = kept
+
+
+def is_held(buffer: torch.Tensor) -> bool:
+    """Whether another tensor has the buffer's storage: a model may hand a parameter's view on."""
+    return num_holders(buffer.untyped_storage()) > 1
+
+
+def num_holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors hold a storage, besides the object that is asked about."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1

@@ -1,0 +1,368 @@
+"""What memory a piece of code takes: live tensor bytes to the byte, and what the process holds.
+
+`MemoryMeter` counts tensors, with one interface on CPU and accelerators. The functions below it ask
+the operating system about the whole process (Linux; they do nothing elsewhere).
+"""
+
+import ctypes
+import gc
+import os
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from protrain_plan.program.program import block_bytes, in_blocks
+from protrain_runtime.devices import device as devices
+
+_MARK = "protrain::mark::"  # the profiler's events of this name are marks; a number follows
+
+
+_END = "protrain::end::"  # of a storage from before the profile; its bytes follow
+
+
+def _note_end(num_bytes: int) -> None:
+    with record_function(f"{_END}{num_bytes}"):
+        pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Live tensor bytes from one mark to the next (the last one: to the meter's end)."""
+
+    label: str
+    start_bytes: int
+    peak_bytes: int
+    end_bytes: int
+
+
+class MemoryMeter:
+    """Live tensor bytes at marks, and the highest value between two marks.
+
+        with MemoryMeter(device) as meter:
+            meter.mark("forward")
+            ...
+        meter.segments
+
+    Bytes are counted from `start_bytes` at entry: pass the bytes of the tensors that are alive
+    then (`storage_bytes`) to get absolute numbers, or nothing to get what the code adds.
+
+    On an accelerator the numbers are those of its allocator (whole blocks of 512 bytes); its peak
+    statistics are reset at every mark, and `reserved_and_allocated` are the highest of them. On a
+    CPU they are exact, intra-operator temporaries included, but come from the profiler's allocation
+    events, so:
+
+    - only the entering thread is seen; a backward of CPU tensors runs in the thread that calls it;
+    - a block that another thread frees counts until its address is given out again;
+    - a block from before the meter counts as alive until the end (an allocator sees its release),
+      unless it is the memory of a storage that is given as `standing`.
+
+    `segments` is there after the exit, in the order of the marks. Meters cannot be nested on a
+    CPU (the profiler runs once per process). The profiler slows the code: do not time it.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        start_bytes: int = 0,
+        standing: Iterable[torch.UntypedStorage] = (),
+    ) -> None:
+        self._device = torch.device(device)
+        self._on_host = devices.on_host(self._device)
+        self._start_bytes = start_bytes
+        self._ends = [
+            weakref.finalize(storage, _note_end, storage.nbytes()) for storage in standing
+        ]
+        for end in self._ends:
+            end.atexit = False
+        self._labels: list[str] = []
+        self._segments: tuple[Segment, ...] | None = None
+        self._profile: profile | None = None  # CPU, while inside
+        # On an accelerator: (peak until the mark, bytes at it), the allocator's bytes at entry, and
+        # the most that it reserved.
+        self._readings: list[tuple[int, int]] = []
+        self._entry_bytes = 0
+        self._reserved_bytes = 0
+
+    def __enter__(self) -> Self:
+        if not self._on_host:
+            self._entry_bytes = devices.allocated_bytes(self._device)
+            devices.reset_peaks(self._device)
+        else:
+            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            with _without_chatter():
+                self._profile.start()
+        return self
+
+    def mark(self, label: str) -> None:
+        """End the segment that runs, if any, and start the one called `label`."""
+        if not self._on_host:
+            self._read()
+        else:
+            with record_function(f"{_MARK}{len(self._labels)}"):
+                pass
+        self._labels.append(label)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self._on_host:
+            self._read()
+            self._segments = self._read_segments()
+        else:
+            assert self._profile is not None
+            with _without_chatter():
+                self._profile.stop()
+            for end in self._ends:
+                end.detach()
+            if error is None:
+                self._segments = _cpu_segments(self._profile, self._labels, self._start_bytes)
+            self._profile = None
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments, in the order of the marks; RuntimeError before the meter has ended."""
+        if self._segments is None:
+            raise RuntimeError("MemoryMeter: segments are known after the with block has ended")
+        return self._segments
+
+    @property
+    def reserved_and_allocated(self) -> tuple[int, int]:
+        """The most bytes that an accelerator's allocator held, and gave out; zeros on a CPU."""
+        return self._reserved_bytes, max((peak for peak, _ in self._readings), default=0)
+
+    def _read(self) -> None:
+        # The allocator counts on the host when an operator is issued: no synchronisation.
+        peak = devices.peak_allocated_bytes(self._device)
+        self._readings.append((peak, devices.allocated_bytes(self._device)))
+        reserved = devices.peak_reserved_bytes(self._device)
+        self._reserved_bytes = max(self._reserved_bytes, reserved)
+        devices.reset_peaks(self._device)
+
+    def _read_segments(self) -> tuple[Segment, ...]:
+        shift = self._start_bytes - self._entry_bytes
+        return tuple(
+            Segment(
+                label=label,
+                start_bytes=start[1] + shift,
+                peak_bytes=max(start[1], end[0]) + shift,
+                end_bytes=end[1] + shift,
+            )
+            for label, start, end in zip(
+                self._labels, self._readings, self._readings[1:], strict=False
+            )
+        )
+
+
+@contextmanager
+def _without_chatter() -> Iterator[None]:
+    """Drop what kineto prints to the process's standard error when it starts and stops."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+
+
+PARTS = "_protrain_parts"
+"""What a fake sparse tensor was made of: its own indices and values are empty."""
+
+
+def strided_parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors that have storages: for a sparse tensor its indices and values, in its place."""
+    for tensor in tensors:
+        if tensor.layout == torch.strided:
+            yield tensor
+        elif PARTS in tensor.__dict__:
+            yield from tensor.__dict__[PARTS]
+        elif tensor.layout == torch.sparse_coo:
+            yield from (tensor._indices(), tensor._values())
+        else:
+            plain = tensor.detach()
+            yield from (getattr(plain, name)() for name in _COMPRESSED[tensor.layout])
+            yield plain.values()
+
+
+def addresses(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+    """Where the storages behind tensors begin."""
+    return frozenset(part.untyped_storage().data_ptr() for part in strided_parts(tensors))
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The distinct storages behind `tensors`, by identity."""
+    with torch._C.DisableTorchFunctionSubclass():  # stand-ins refuse the question
+        found = [part.untyped_storage() for part in strided_parts(tensors)]
+    return {storage._cdata: storage for storage in found}
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor], *, block: int = 1) -> int:
+    """Bytes of the distinct storages behind `tensors` (a view counts its whole storage once).
+
+    Each storage takes whole blocks of `block` bytes.
+    """
+    return sum(in_blocks(storage.nbytes(), block) for storage in storages_of(tensors).values())
+
+
+def reachable_bytes(device: torch.device) -> int:
+    """Bytes of all tensors on an accelerator that Python can reach, in the allocator's blocks.
+
+    What the allocator has given out beyond these has been taken by libraries, for themselves.
+    """
+    return storage_bytes(reachable(device), block=block_bytes(device.type))
+
+
+def reachable(device: torch.device) -> list[torch.Tensor]:
+    """All tensors on a device that Python can reach; fake ones are on none."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    with torch._C.DisableTorchFunctionSubclass():  # what stands for gradients refuses questions
+        return [t for t in found if not _is_fake(t) and t.device == device]
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor only says that it is on its device."""
+    return isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's parameters are; some may have no memory, and be on `meta`."""
+    return next(p.device for p in model.parameters() if not p.is_meta)
+
+
+def _cpu_segments(finished: profile, labels: list[str], start_bytes: int) -> tuple[Segment, ...]:
+    """Replay the allocation events of one profile between its marks.
+
+    Accounted per address, because the profiler remembers blocks across profiles: it reports the
+    release of a block that an earlier profile saw, and no release of one that none saw.
+    """
+    assert finished.profiler is not None
+    results = finished.profiler.kineto_results
+    assert results is not None
+    events = sorted(_flat(results.experimental_event_tree()), key=lambda e: e.start_time_ns)
+    segments: list[Segment] = []
+    sizes: dict[int, int] = {}  # address -> bytes of the live blocks seen
+    live = start = peak = start_bytes
+    current: str | None = None
+
+    def close() -> None:
+        if current is not None:
+            segments.append(
+                Segment(label=current, start_bytes=start, peak_bytes=peak, end_bytes=live)
+            )
+
+    for event in events:
+        if event.name.startswith(_MARK):
+            close()
+            current = labels[int(event.name.removeprefix(_MARK))]
+            start = peak = live
+        elif event.name.startswith(_END):
+            live -= int(event.name.removeprefix(_END))
+        elif event.tag.name == "Allocation":
+            block = event.extra_fields
+            # An allocation at a live address: another thread has freed the block meanwhile.
+            live -= sizes.pop(block.ptr, 0)
+            if block.alloc_size > 0:
+                sizes[block.ptr] = block.alloc_size
+                live += block.alloc_size
+                peak = max(peak, live)
+    close()
+    return tuple(segments)
+
+
+def _flat(events: list[Any]) -> Iterator[Any]:
+    """All events of a profiler's tree, each before its children, without recursion."""
+    stack = list(reversed(events))
+    while stack:
+        event = stack.pop()
+        yield event
+        stack.extend(reversed(event.children))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessMemory:
+    """What the operating system counts for this process (Linux: /proc/self/status).
+
+    data_bytes           VmData: private writable memory, touched or not (what RLIMIT_DATA limits)
+    resident_bytes       VmRSS
+    peak_resident_bytes  VmHWM: the highest VmRSS since the start or `reset_peak_rss`
+    """
+
+    data_bytes: int
+    resident_bytes: int
+    peak_resident_bytes: int
+
+
+def process_memory() -> ProcessMemory:
+    """Memory of this process now; OSError where there is no /proc/self/status."""
+    fields: dict[str, int] = {}
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(":")
+        if value.endswith(" kB"):
+            fields[key] = int(value.removesuffix(" kB")) * 1024
+    return ProcessMemory(
+        data_bytes=fields["VmData"],
+        resident_bytes=fields["VmRSS"],
+        peak_resident_bytes=fields["VmHWM"],
+    )
+
+
+def reset_peak_rss() -> None:
+    """Make `peak_resident_bytes` start again from the present resident bytes (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+_M_TRIM_THRESHOLD = -1  # glibc's malloc.h
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+
+
+def return_freed_memory(threshold_bytes: int = 65536) -> bool:
+    """Let glibc give a freed block of `threshold_bytes` or more back to the system at once.
+
+    From then on resident memory follows the tensors; every such allocation costs page faults
+    (10-35 % of step time), so this is for runs under a hard limit and for memory measurements,
+    not for timing. False where the C library is not glibc: nothing has changed then.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        os.confstr("CS_GNU_LIBC_VERSION")
+        libc = ctypes.CDLL("libc.so.6")
+    except (OSError, ValueError):
+        return False
+    # Setting the trim threshold too turns off glibc's habit of raising both on its own.
+    # One arena: every further thread would otherwise take address space of its own.
+    settings = (
+        (_M_MMAP_THRESHOLD, threshold_bytes),
+        (_M_TRIM_THRESHOLD, threshold_bytes),
+        (_M_ARENA_MAX, 1),
+    )
+    done = all(libc.mallopt(option, value) == 1 for option, value in settings)
+    libc.malloc_trim(0)  # what was freed before
+    return done

@@ -1,0 +1,241 @@
+"""Before anything is allocated: whether this machine, and this process, have the room a plan takes.
+
+A plan's predicted peaks are upper bounds, so a plan that passes here does not run out of what was
+there at the start. Where the system does not say how much there is, nothing is refused.
+"""
+
+import os
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.escaping import one_line
+from protrain_plan.records.plan import Plan
+from protrain_plan.units import format_bytes, format_seconds
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.memory_meter import process_memory
+
+PROBE_BYTES = 16 * 2**20
+"""Written to the spill directory and read back: some 20 ms through the page cache."""
+
+SLOW_FROM = 3.0
+"""Spilling alone takes so many predicted steps: no noise of a short probe, another file system."""
+
+
+class NoRoomError(ProtrainError):
+    """There are `missing_bytes` less of memory than the plan takes."""
+
+    exit_code: ClassVar[int] = 4
+
+    def __init__(self, message: str, *, missing_bytes: int, fix: str) -> None:
+        super().__init__(message, fix=fix)
+        self.missing_bytes = missing_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What there is before a run; None where the system does not say.
+
+    memory_bytes    RAM that can be had without swapping, within the process's control group
+    swap_bytes      free swap space: not for pinned memory
+    resident_bytes  of this process in RAM already
+    data_limit      the most private memory that the system lets it hold (RLIMIT_DATA)
+    device_bytes    what this process's allocator may have of an accelerator, context apart
+    disk_bytes      free in the spill directory
+    file_limit      the longest file that the process may write (RLIMIT_FSIZE)
+    disk_is_memory  the spill directory is a tmpfs
+    """
+
+    memory_bytes: int | None = None
+    swap_bytes: int = 0
+    resident_bytes: int = 0
+    data_limit: int | None = None
+    device_bytes: int | None = None
+    disk_bytes: int | None = None
+    file_limit: int | None = None
+    disk_is_memory: bool = False
+
+
+def for_each(room: Room, num_ranks: int) -> Room:
+    """What each of a machine's ranks can have; limits of processes and devices are each one's own.
+
+    The ranks start at the same time, so that what each of them holds already is still to come.
+    """
+
+    def part(num_bytes: int | None) -> int | None:
+        return None if num_bytes is None else num_bytes // num_ranks
+
+    return replace(
+        room,
+        memory_bytes=part(room.memory_bytes),
+        swap_bytes=room.swap_bytes // num_ranks,
+        disk_bytes=part(room.disk_bytes),
+    )
+
+
+def check_room(plan: Plan, room: Room, directory: Path) -> None:
+    """NoRoomError or ProtrainError where `plan` takes more than there is."""
+    takes = plan.prediction.peak_bytes
+    in_memory = takes.disk if room.disk_is_memory else 0
+    if plan.workload.device == "cpu":
+        process = takes.device + takes.context + takes.host
+        _memory(
+            "this process", process, room.data_limit, "the system lets it have {} (RLIMIT_DATA)"
+        )
+        available = room.memory_bytes
+        if available is not None:
+            available += room.resident_bytes + room.swap_bytes
+        _memory("this process", process + in_memory, available, "the machine has {} left for it")
+    else:
+        # What is free is free beside this process's context, which is there by now.
+        _memory("the device", takes.reserved, room.device_bytes, "it has room for {}", "device")
+        pinned, what = takes.host + in_memory, "the machine has {} left for pinned memory"
+        _memory("host memory", pinned, room.memory_bytes, what, "host")
+    fix = "free some space there, or name another spill directory"
+    if room.disk_bytes is not None and takes.disk > room.disk_bytes:
+        raise ProtrainError(
+            f"the plan keeps up to {format_bytes(takes.disk)} on disk, and"
+            f" {format_bytes(room.disk_bytes)} are free",
+            source=str(directory),
+            fix=fix,
+        )
+    if room.file_limit is not None and takes.disk > room.file_limit:
+        raise ProtrainError(
+            f"the plan keeps up to {format_bytes(takes.disk)} in one file on disk, and this process"
+            f" may write {format_bytes(room.file_limit)} (RLIMIT_FSIZE)",
+            source=str(directory),
+            fix="raise the limit (ulimit -f)",
+        )
+
+
+def check_free(num_bytes: int, device: torch.device, what: str) -> None:
+    """NoRoomError where less than `num_bytes` are free on the device, beside what is there now."""
+    room = room_here(device, Path.cwd())
+    if not devices.on_host(device):
+        left = room.device_bytes
+    else:
+        left = room.memory_bytes
+        if left is not None:
+            left += room.swap_bytes
+        if room.data_limit is not None:
+            data = room.data_limit - process_memory().data_bytes
+            left = data if left is None else min(left, data)
+    if left is not None and num_bytes > left:
+        raise NoRoomError(
+            f"{what} take {format_bytes(num_bytes)}, and {format_bytes(max(left, 0))} are free",
+            missing_bytes=num_bytes - left,
+            fix="take them unit by unit: units=[...]",
+        )
+
+
+def _memory(whose: str, takes: int, there: int | None, what: str, option: str = "device") -> None:
+    if there is not None and takes > there:
+        raise NoRoomError(
+            f"the plan takes up to {format_bytes(takes)} of {whose}, and "
+            + what.format(format_bytes(there)),
+            missing_bytes=takes - there,
+            fix=f"plan with a smaller --{option}-memory, and run that plan",
+        )
+
+
+def room_here(device: torch.device, directory: Path) -> Room:
+    """What this machine and this process have now."""
+    free = None
+    if not devices.on_host(device):
+        free = devices.room_bytes(device)
+    if not sys.platform.startswith("linux"):
+        return Room(device_bytes=free)
+    import resource
+
+    memory, swap = _memory_and_swap()
+    disk = os.statvfs(directory) if directory.is_dir() else None
+    return Room(
+        memory_bytes=memory,
+        swap_bytes=swap,
+        resident_bytes=process_memory().resident_bytes,
+        data_limit=_limit(resource.getrlimit(resource.RLIMIT_DATA)[0]),
+        device_bytes=free,
+        disk_bytes=disk.f_bavail * disk.f_frsize if disk else None,
+        file_limit=_limit(resource.getrlimit(resource.RLIMIT_FSIZE)[0]),
+        disk_is_memory=_file_system(directory.resolve()) == "tmpfs",
+    )
+
+
+def free_host_bytes() -> int:
+    """Host memory that this process can still take; a large number where nobody says."""
+    room = room_here(devices.HOST, Path())
+    free = sys.maxsize if room.memory_bytes is None else room.memory_bytes
+    if room.data_limit is not None:
+        free = min(free, room.data_limit - process_memory().data_bytes)
+    return max(free, 0)
+
+
+def _limit(number: int) -> int | None:
+    return number if number >= 0 else None  # RLIM_INFINITY is -1
+
+
+def _memory_and_swap() -> tuple[int, int]:
+    """MemAvailable and SwapFree, both within what a control group leaves."""
+    fields = dict(
+        line.split(":", 1) for line in Path("/proc/meminfo").read_text("ascii").splitlines()
+    )
+    memory, swap = (int(fields[k].split()[0]) * 1024 for k in ("MemAvailable", "SwapFree"))
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        current = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        left = limit - current + int(stat["inactive_file"])  # the page cache gives way
+    except (OSError, ValueError, KeyError):  # no group, no limit ("max"), or an older kernel
+        return memory, swap
+    return min(memory, left), 0 if left < memory else swap
+
+
+def _file_system(directory: Path) -> str:
+    """The type of the file system that a directory lies in."""
+    mounts: dict[str, str] = {}  # the last mount at a place is the one that is seen
+    for line in Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
+        fields, _, kind = line.partition(" - ")
+        mounts[fields.split()[4]] = kind.split()[0]
+    return next((mounts[str(p)] for p in (directory, *directory.parents) if str(p) in mounts), "")
+
+
+def warn_of_slow_disk(plan: Plan, directory: Path) -> None:
+    """Warn where a step's spilling takes far longer here than the whole step was predicted to."""
+    if plan.prediction.peak_bytes.disk < PROBE_BYTES:
+        return
+    start = time.perf_counter()
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            file.write(bytes(PROBE_BYTES))
+            file.seek(0)
+            file.read()
+    except OSError:  # no room for the probe: the plan's own is reserved already
+        return
+    message = slow_disk(plan, time.perf_counter() - start)
+    if message:
+        warnings.warn(f"{one_line(str(directory))}: {message}", stacklevel=3)
+
+
+def slow_disk(plan: Plan, probe_s: float) -> str | None:
+    """What to say where writing and reading PROBE_BYTES took `probe_s` seconds.
+
+    A step writes and reads about what is on disk, once each.
+    """
+    spilled = plan.prediction.peak_bytes.disk
+    seconds = spilled / PROBE_BYTES * probe_s
+    if seconds < SLOW_FROM * plan.prediction.step_seconds:
+        return None
+    return (
+        f"writing and reading the plan's {format_bytes(spilled)} takes about"
+        f" {format_seconds(seconds)} a step here, and the whole step was predicted to take"
+        f" {format_seconds(plan.prediction.step_seconds)}: name a faster spill directory, or"
+        " profile with this one"
+    )

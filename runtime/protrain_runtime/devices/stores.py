@@ -1,0 +1,579 @@
+"""Stores: where bytes live below the device. One address space of bytes per store.
+
+Host memory is a set of buffers (pinned where there is a device to copy to). Disk is one unnamed
+file: it has no directory entry, so the operating system frees it when the process ends, however
+it ends.
+"""
+
+import ctypes
+import errno
+import os
+import tempfile
+import threading
+import zlib
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from threading import RLock
+from typing import NamedTuple
+
+import torch
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.program.program import PASSAGE_BYTES
+from protrain_plan.records.plan import StateTier
+from protrain_plan.units import format_bytes
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.lanes import Backend
+
+
+class HostStore:
+    """A tier in host memory. Every reservation is a buffer of exactly its size.
+
+    [Note: reads and writes of a store]
+    Reads and writes may overlap if their ranges do not. `read` and `write` have ended when they
+    return. A lane uses `start_read` and `start_write`: what the hardware can do by itself is only
+    submitted to the current stream, and the lane's ticket tells its end. Until then nobody may free
+    either side, or look at the host's.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._starts: list[int] = []  # of the buffers, ascending
+        self._buffers: list[torch.Tensor] = []  # uint8 [bytes]
+        self.num_bytes = 0  # how far the store reaches
+
+    def reserve(self, num_bytes: int) -> int:
+        """Room for `num_bytes` more; returns its offset. ProtrainError where there is none."""
+        return self.hold(self._empty(num_bytes))
+
+    def _empty(self, num_bytes: int) -> torch.Tensor:
+        return self._backend.empty_host(num_bytes)
+
+    def hold(self, buffer: torch.Tensor) -> int:
+        """Take a buffer that there is as a reservation; returns its offset.  # uint8 [bytes]"""
+        offset = self.num_bytes
+        self._starts.append(offset)
+        self._buffers.append(buffer)
+        self.num_bytes += buffer.numel()
+        return offset
+
+    def view(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """The bytes in place, for whoever changes none, or is inside `in_place`.  # uint8"""
+        index = bisect_right(self._starts, offset) - 1
+        start = offset - self._starts[index]
+        return self._buffers[index][start : start + num_bytes]
+
+    def in_place(self, offset: int, num_bytes: int) -> AbstractContextManager[torch.Tensor]:
+        """The bytes for the host to change where they are.  # uint8 [num_bytes]"""
+        return nullcontext(self.view(offset, num_bytes))
+
+    def write(self, offset: int, source: torch.Tensor) -> None:
+        """Copy `source` (uint8, contiguous, on the device or the host) to the store."""
+        # A copy from here may be on its way still, of an evaluation that nobody has looked at: the
+        # device's own copies queue behind it, the host's would not.
+        if devices.on_host(source.device):
+            self._backend.synchronize()
+        self.view(offset, source.numel()).copy_(source)
+
+    def read(self, offset: int, target: torch.Tensor) -> None:
+        """Fill `target` (uint8, contiguous, on the device or the host) from the store."""
+        target.copy_(self.view(offset, target.numel()))
+
+    def start_write(self, offset: int, source: torch.Tensor) -> None:
+        """`write`, on the current stream."""
+        self.view(offset, source.numel()).copy_(source, non_blocking=True)
+
+    def start_read(self, offset: int, target: torch.Tensor) -> None:
+        """`read`, on the current stream."""
+        target.copy_(self.view(offset, target.numel()), non_blocking=True)
+
+    def close(self) -> None:
+        """Free everything. What is in flight has ended before."""
+        self._backend.synchronize()  # pages are not unpinned under a copy
+        self._starts.clear()
+        self._buffers.clear()
+
+
+class DeviceStore(HostStore):
+    """Shards on the device itself. Every reservation is a buffer of exactly its size."""
+
+    def _empty(self, num_bytes: int) -> torch.Tensor:
+        return self._backend.empty(num_bytes)
+
+
+class DiskStore:
+    """A tier in one unnamed file in `directory`, read and written through the page cache.
+
+    See [Note: reads and writes of a store]. Between the file and an accelerator bytes pass through
+    pinned memory of the calling thread.
+    """
+
+    def __init__(self, directory: Path, backend: Backend | None = None) -> None:
+        self._directory, self._backend = directory, backend
+        self._own = threading.local()
+        self.num_bytes = 0
+        self.pinned_bytes = 0  # of all threads' passages
+        try:
+            self._file = tempfile.TemporaryFile(dir=directory, prefix="protrain-spill-")  # noqa: SIM115 - ours until `close`
+        except OSError as error:
+            raise ProtrainError(
+                f"cannot write spill files: {error.strerror}",
+                source=str(directory),
+                fix="name a directory with spill_directory= (or --spill-directory)",
+            ) from error
+
+    def reserve(self, num_bytes: int) -> int:
+        offset = self.num_bytes
+        try:
+            if num_bytes:
+                os.posix_fallocate(self._file.fileno(), offset, num_bytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                raise
+            raise ProtrainError(
+                f"no room for {format_bytes(num_bytes)} of spilled bytes: {error.strerror}",
+                source=str(self._directory),
+                fix="free some space there, or name another spill directory",
+            ) from error
+        self.num_bytes += num_bytes
+        return offset
+
+    def write(self, offset: int, source: torch.Tensor) -> None:
+        if source.device.type == "cpu":
+            self._write(offset, source)
+        else:
+            self._passage.down(source, lambda start, half: self._write(offset + start, half))
+
+    def read(self, offset: int, target: torch.Tensor) -> None:
+        if target.device.type == "cpu":
+            self._read(offset, target)
+        else:
+            self._passage.up(target, lambda start, half: self._read(offset + start, half))
+
+    start_write, start_read = write, read  # files are the thread's own work
+
+    @property
+    def _passage(self) -> "_Passage":
+        if not hasattr(self._own, "passage"):
+            assert self._backend is not None, "only an accelerator's bytes pass through"
+            self._own.passage = _Passage(self._backend)
+            self.pinned_bytes += PASSAGE_BYTES
+        passage: _Passage = self._own.passage
+        return passage
+
+    def _write(self, offset: int, source: torch.Tensor) -> None:
+        view = memory_of(source)
+        while view:
+            try:
+                written = os.pwrite(self._file.fileno(), view, offset)
+            except OSError as error:
+                raise self._failed("written", error.strerror) from error
+            view, offset = view[written:], offset + written
+
+    def _read(self, offset: int, target: torch.Tensor) -> None:
+        view = memory_of(target)
+        while view:
+            try:
+                count = os.preadv(self._file.fileno(), [view], offset)
+            except OSError as error:
+                raise self._failed("read back", error.strerror) from error
+            if count == 0:
+                raise self._failed("read back", "the file is shorter than what was written to it")
+            view, offset = view[count:], offset + count
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _failed(self, what: str, reason: str | None) -> ProtrainError:
+        return ProtrainError(
+            f"spilled bytes cannot be {what}: {reason}",
+            source=str(self._directory),
+            fix="see whether its disk is full or faulty; train on from a checkpoint",
+        )
+
+
+class _Passage:
+    """Two halves of pinned memory: while the file has one, the device copies the other."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._device = backend.device
+        half = PASSAGE_BYTES // 2
+        whole = backend.empty_host(PASSAGE_BYTES)
+        self._whole = whole  # pinned while it lives
+        self._halves = (whole[:half], whole[half:])
+
+    def down(self, source: torch.Tensor, write: Callable[[int, torch.Tensor], None]) -> None:
+        """Copy from the device, in the current stream, and hand every part to `write`."""
+        pending: tuple[int, torch.Tensor, torch.Event] | None = None
+        for start, half in self._parts(source.numel()):
+            half.copy_(source[start : start + half.numel()], non_blocking=True)
+            arrived = devices.record_event(self._device)
+            if pending is not None:
+                pending[2].synchronize()
+                write(*pending[:2])
+            pending = start, half, arrived
+        if pending is not None:
+            pending[2].synchronize()
+            write(*pending[:2])
+
+    def up(self, target: torch.Tensor, read: Callable[[int, torch.Tensor], None]) -> None:
+        """Let `read` fill every part, and copy it to the device in the current stream."""
+        gone: list[torch.Event] = []
+        for start, half in self._parts(target.numel()):
+            if len(gone) > 1:
+                gone[-2].synchronize()  # the half is the device's until then
+            read(start, half)
+            target[start : start + half.numel()].copy_(half, non_blocking=True)
+            gone.append(devices.record_event(self._device))
+        for event in gone[-2:]:
+            event.synchronize()
+
+    def _parts(self, num_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+        size = PASSAGE_BYTES // 2
+        for number, start in enumerate(range(0, num_bytes, size)):
+            yield start, self._halves[number % 2][: num_bytes - start]
+
+
+Store = HostStore | DiskStore
+"""Where a tier's bytes lie, at offsets."""
+
+Describe = Callable[[Store, int, int], str]
+"""What lies between two offsets of a store, in words."""
+
+
+class CheckedHostStore(HostStore):
+    """Host memory that is checked: its lanes are threads, whatever the hardware could do."""
+
+    def __init__(self, backend: Backend, describe: Describe) -> None:
+        super().__init__(backend)
+        self._describe = describe
+        self._sums = BlockSums(self._damaged)
+
+    def reserve(self, num_bytes: int) -> int:
+        offset = super().reserve(num_bytes)
+        self.view(offset, num_bytes).zero_()
+        self._sums.reserve(offset, num_bytes)
+        return offset
+
+    def start_write(self, offset: int, source: torch.Tensor) -> None:
+        on_host = devices.on_host(source.device)
+
+        def put(start: int, stop: int) -> None:
+            # Blocking: what is summed next has arrived.
+            self.view(start, stop - start).copy_(source[start - offset : stop - offset])
+
+        held = memory_of(source) if on_host else None
+        self._sums.write(offset, source.numel(), put, self._look, held)
+
+    def start_read(self, offset: int, target: torch.Tensor) -> None:
+        self._sums.check(offset, target.numel(), self._look)
+        super().start_read(offset, target)
+
+    def write(self, offset: int, source: torch.Tensor) -> None:
+        if devices.on_host(source.device):
+            self._backend.synchronize()  # as without sums
+        self.start_write(offset, source)
+
+    def read(self, offset: int, target: torch.Tensor) -> None:
+        self._sums.check(offset, target.numel(), self._look)
+        super().read(offset, target)
+
+    @contextmanager
+    def in_place(self, offset: int, num_bytes: int) -> Iterator[torch.Tensor]:
+        with self._sums.changed_in_place(offset, num_bytes, self._look):
+            yield self.view(offset, num_bytes)
+
+    def _look(self, start: int, stop: int) -> memoryview:
+        return memory_of(self.view(start, stop - start))
+
+    def _damaged(self, problem: str, start: int, stop: int) -> ProtrainError:
+        return ProtrainError(
+            f"spilled bytes in host memory {problem}: {self._describe(self, start, stop)}",
+            fix="have the machine's memory tested; train on from a checkpoint",
+        )
+
+
+class CheckedDiskStore(DiskStore):
+    """The spill file, checked."""
+
+    def __init__(self, directory: Path, backend: Backend | None, describe: Describe) -> None:
+        super().__init__(directory, backend)
+        self._describe = describe
+        self._sums = BlockSums(self._damaged)
+
+    def reserve(self, num_bytes: int) -> int:
+        offset = super().reserve(num_bytes)
+        self._sums.reserve(offset, num_bytes)
+        return offset
+
+    def _write(self, offset: int, source: torch.Tensor) -> None:
+        def put(start: int, stop: int) -> None:
+            write(start, source[start - offset : stop - offset])
+
+        write = super()._write
+        self._sums.write(offset, source.numel(), put, self._look, memory_of(source))
+
+    def _read(self, offset: int, target: torch.Tensor) -> None:
+        super()._read(offset, target)
+        self._sums.check(offset, target.numel(), self._look, memory_of(target))
+
+    def _look(self, start: int, stop: int) -> memoryview:
+        held = torch.empty(stop - start, dtype=torch.uint8)
+        super()._read(start, held)
+        return memory_of(held)
+
+    def _damaged(self, problem: str, start: int, stop: int) -> ProtrainError:
+        return ProtrainError(
+            f"spilled bytes on disk {problem}: {self._describe(self, start, stop)}",
+            source=str(self._directory),
+            fix="have the disk and the machine's memory tested; train on from a checkpoint",
+        )
+
+
+TIERS: dict[
+    StateTier,
+    tuple[
+        Callable[[Backend, Path], Store],
+        Callable[[Backend, Path, Describe], Store] | None,
+    ],
+] = {
+    "device": (lambda backend, _: DeviceStore(backend), None),
+    "host": (
+        lambda backend, _: HostStore(backend),
+        lambda backend, _, describe: CheckedHostStore(backend, describe),
+    ),
+    "disk": (
+        lambda backend, directory: DiskStore(directory, backend),
+        lambda backend, directory, describe: CheckedDiskStore(directory, backend, describe),
+    ),
+}
+"""What opens a tier's store, and what opens one that checks its bytes: a new tier is one entry."""
+
+
+class Stores:
+    """One store per tier that the plan uses, opened when first asked for.
+
+    With `checked`, those below the device compare what is read with what was written; `describe` is
+    what their errors name bytes by.
+    """
+
+    def __init__(self, backend: Backend, directory: Path, *, checked: bool = False) -> None:
+        self._backend, self._directory, self.checked = backend, directory, checked
+        self._stores: dict[StateTier, Store] = {}
+        self.describe: Describe = lambda *_: "the model's"
+
+    def get(self, tier: StateTier) -> Store:
+        if tier not in self._stores:
+            plain, checked = TIERS[tier]
+            self._stores[tier] = (
+                checked(self._backend, self._directory, self._name)
+                if self.checked and checked is not None
+                else plain(self._backend, self._directory)
+            )
+        return self._stores[tier]
+
+    def _name(self, store: Store, start: int, stop: int) -> str:
+        return self.describe(store, start, stop)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of its tier, and of what passes through to the disk."""
+        tier = self._stores["host"].num_bytes if "host" in self._stores else 0
+        disk = self._stores.get("disk")
+        return tier + (disk.pinned_bytes if isinstance(disk, DiskStore) else 0)
+
+    @property
+    def disk_bytes(self) -> int:
+        return self._stores["disk"].num_bytes if "disk" in self._stores else 0
+
+    def close(self) -> None:
+        for store in self._stores.values():
+            store.close()
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous uint8 CPU tensor, which it keeps alive."""
+    assert tensor.is_contiguous() and tensor.dtype == torch.uint8
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    array = (ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())
+    array.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
+
+
+# --- checksums of what is spilled, for `prepare(..., check="spills")` -----------------------------
+
+# [Note: who holds a region's lock]
+# Ranges that are read and written at once do not overlap, but the blocks at their ends may be the
+# same ones. Whoever looks at a part of a block, or changes bytes in place, holds the lock of the
+# region meanwhile. Whole blocks belong to one range, and need none.
+
+BLOCK_BYTES = 2**16
+"""A sum's four bytes are 1/16,384 of it. Half the size costs as much again in calls of `crc32`; a
+write of a few bytes has to look at all of a block."""
+
+Look = Callable[[int, int], memoryview]
+"""The store's bytes between two offsets."""
+
+
+class _Region(NamedTuple):
+    """What was reserved at once; its first block has number `first`."""
+
+    start: int
+    num_bytes: int
+    first: int
+    lock: AbstractContextManager[object]
+
+
+class _Block(NamedTuple):
+    number: int
+    start: int
+    stop: int
+
+
+class _Part(NamedTuple):
+    """A range that is whole blocks, or lies in one block and is not all of it."""
+
+    start: int
+    stop: int
+    blocks: list[_Block]
+    whole: bool
+    lock: AbstractContextManager[object]
+
+
+class BlockSums:
+    """CRC-32 of every block of BLOCK_BYTES of a store, of what was reserved at once.
+
+    They are computed as bytes are written and compared as they are read, by the thread that writes
+    or reads. A write to a part of a block compares the rest of it first, so that no damage is
+    summed up as if it had been written; a read of a part looks at the whole block. What the host's
+    optimizer changes in place is compared before, and summed anew after it. `damaged` makes the
+    error for bytes that differ.
+    """
+
+    def __init__(self, damaged: Callable[[str, int, int], ProtrainError]) -> None:
+        self._damaged = damaged
+        self._regions: list[_Region] = []
+        self._sums = array("I")
+        self._lost: set[int] = set()  # blocks of which a write has failed
+
+    def reserve(self, start: int, num_bytes: int) -> None:
+        """Room for zeros, behind all that there is."""
+        first = len(self._sums)
+        self._regions.append(_Region(start, num_bytes, first, RLock()))
+        full, rest = divmod(num_bytes, BLOCK_BYTES)
+        self._sums.extend(array("I", [_ZEROS]) * full)
+        if rest:
+            self._sums.append(zlib.crc32(bytes(rest)))
+
+    def check(
+        self, start: int, num_bytes: int, look: Look, copied: memoryview | None = None
+    ) -> None:
+        """Compare a range, or the copy that was made of it.
+
+        Of a block that is copied in part, the copy is made anew, from the bytes that were compared.
+        """
+        for part in self._parts(start, num_bytes):
+            with part.lock:
+                for block in part.blocks:
+                    if copied is not None and part.whole:
+                        self._compare(block, copied[block.start - start : block.stop - start])
+                        continue
+                    found = look(block.start, block.stop)
+                    self._compare(block, found)
+                    if copied is not None:
+                        here = found[part.start - block.start : part.stop - block.start]
+                        copied[part.start - start : part.stop - start] = here
+
+    def write(
+        self,
+        start: int,
+        num_bytes: int,
+        put: Callable[[int, int], None],
+        look: Look,
+        source: memoryview | None,
+    ) -> None:
+        """Let `put` write a range in parts, and sum it, from the `source` where the host has it."""
+        for part in self._parts(start, num_bytes):
+            with part.lock:
+                beside = memoryview(b"")
+                if not part.whole:
+                    beside = look(part.blocks[0].start, part.blocks[0].stop)
+                    if part.blocks[0].number not in self._lost:
+                        self._compare(part.blocks[0], beside)
+                try:
+                    put(part.start, part.stop)
+                except BaseException:
+                    self._lost.update(block.number for block in part.blocks)
+                    raise
+                for block in part.blocks:
+                    if source is None:
+                        found = zlib.crc32(look(block.start, block.stop))
+                    elif part.whole:
+                        found = zlib.crc32(source[block.start - start : block.stop - start])
+                    else:
+                        found = zlib.crc32(beside[: part.start - block.start])
+                        found = zlib.crc32(source[part.start - start : part.stop - start], found)
+                        found = zlib.crc32(beside[part.stop - block.start :], found)
+                    self._set(block, found)
+
+    @contextmanager
+    def changed_in_place(self, start: int, num_bytes: int, look: Look) -> Iterator[None]:
+        """Compare a range and, when it has been changed, sum it anew."""
+        if not num_bytes:
+            yield
+            return
+        with self._region(start).lock:
+            self.check(start, num_bytes, look)
+            try:
+                yield
+            finally:
+                for block in self._blocks(start, num_bytes):
+                    self._set(block, zlib.crc32(look(block.start, block.stop)))
+
+    def _set(self, block: _Block, found: int) -> None:
+        self._sums[block.number] = found
+        self._lost.discard(block.number)
+
+    def _compare(self, block: _Block, found: memoryview) -> None:
+        if block.number in self._lost:
+            raise self._damaged("were not written to their end", block.start, block.stop)
+        if zlib.crc32(found) != self._sums[block.number]:
+            raise self._damaged("are not those that were written", block.start, block.stop)
+
+    def _parts(self, start: int, num_bytes: int) -> Iterator[_Part]:
+        blocks = self._blocks(start, num_bytes)
+        stop = start + num_bytes
+        whole = [block for block in blocks if start <= block.start and block.stop <= stop]
+        for block in blocks[:1] + blocks[1:][-1:]:
+            if block not in whole[:1] + whole[-1:]:
+                part = max(start, block.start), min(stop, block.stop)
+                yield _Part(*part, [block], False, self._region(start).lock)
+        if whole:
+            yield _Part(whole[0].start, whole[-1].stop, whole, True, nullcontext())
+
+    def _blocks(self, start: int, num_bytes: int) -> list[_Block]:
+        if not num_bytes:
+            return []
+        region = self._region(start)
+        low = (start - region.start) // BLOCK_BYTES
+        high = -(-(start - region.start + num_bytes) // BLOCK_BYTES)
+        end = region.start + region.num_bytes
+        starts = range(region.start + low * BLOCK_BYTES, end, BLOCK_BYTES)[: high - low]
+        return [
+            _Block(region.first + low + place, begin, min(begin + BLOCK_BYTES, end))
+            for place, begin in enumerate(starts)
+        ]
+
+    def _region(self, offset: int) -> _Region:
+        return self._regions[bisect_right(self._regions, offset, key=_start_of) - 1]
+
+
+_ZEROS = zlib.crc32(bytes(BLOCK_BYTES))
+
+
+def _start_of(region: _Region) -> int:
+    return region.start

@@ -1,0 +1,183 @@
+"""Who may use a planned model now: one thread at a time, in the process that prepared it.
+
+A step is one thread's: its forwards, its backwards and its `optimizer.step()`. Steps may come from
+different threads, one after the other. Whoever comes while another thread's step is under way, or
+while another thread evaluates, saves or loads, is refused, and the other one goes on. Backward is
+told by autograd, which calls hooks in threads of its own: those are nobody's, and never refused.
+
+A forked process has none of the threads that carry transfers out, and shares the spill file with
+the process that goes on: what would need either is refused there.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+
+from torch import nn
+
+from protrain_plan.errors import ProtrainError
+
+Owner = TypeVar("Owner")
+Rest = ParamSpec("Rest")
+Result = TypeVar("Result")
+
+
+class TurnError(ProtrainError, RuntimeError):
+    """The model is another thread's now, or another process's."""
+
+
+class Turns:
+    """`graph_lives`: whether a backward may come yet through the last forward.
+
+    Nothing here looks at a tensor: the other thread may be changing it, and a gradient that is read
+    while it is dropped is a crash.
+    """
+
+    def __init__(self, graph_lives: Callable[[], bool]) -> None:
+        self._process = os.getpid()
+        self._graph_lives = graph_lives
+        # What holds the model, as long as that runs. A dict, whose `setdefault` cannot be cut in
+        # two: a lock could be held by another thread when the process is forked.
+        self._now: dict[None, tuple[threading.Thread, str]] = {}
+        self._step_of: threading.Thread | None = None
+        self._stepped = True  # `optimizer.step()` of the last step has ended
+        self._gradients = False  # a backward has left some, and nobody has dropped them
+        self.num_steps = 0  # training forwards that have begun
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that prepared the model."""
+        return os.getpid() != self._process
+
+    def at_home(self, what: str) -> None:
+        """TurnError, saying `what`, in a forked process."""
+        if self.forked:
+            raise TurnError(
+                f"{what} in a forked process: the transfers of the plan are carried out by threads"
+                " and with files of the process that called prepare()",
+                fix="do it in that process; or build the model anew in the fork, and prepare it"
+                " there",
+            )
+
+    def check(self, what: str, *, step: bool = False) -> None:
+        """TurnError, saying `what`, where the model is another thread's now.
+
+        `step`: that is to begin a step, which finds no gradients of another thread's.
+        """
+        holder = self._now.get(None)
+        if holder is not None and _is_another(holder[0]) and not self.forked:
+            raise _refused(what, holder[0], holder[1])
+        if self.of_another or (step and self._foreign() and self._gradients):
+            assert self._step_of is not None
+            raise _refused(what, self._step_of, "a training step")
+
+    @property
+    def of_another(self) -> bool:
+        """Whether a step of another thread is under way."""
+        if self._stepped or not self._foreign():
+            return False
+        return self._graph_lives() or self._gradients
+
+    def _foreign(self) -> bool:
+        """Whether the last step was of another thread, that may go on with it."""
+        owner = self._step_of
+        return owner is not None and _is_another(owner) and not self.forked
+
+    @contextmanager
+    def taken(self, what: str, doing: str, *, step: bool = False) -> Iterator[None]:
+        """Hold the model inside; TurnError, saying `what`, where it is another thread's.
+
+        `doing` is what others are told that it is used for. With `step`, a step of this thread is
+        under way from here on.
+        """
+        mine = threading.current_thread(), doing
+        holder = self._now.setdefault(None, mine)
+        if holder is not mine and not holder[0].is_alive():
+            self._now[None] = holder = mine  # of a process that this one was forked from
+        try:
+            self.check(what, step=step)
+            if step:
+                self._step_of, self._stepped = mine[0], False
+                self.num_steps += 1
+            yield
+        finally:
+            if holder is mine:
+                del self._now[None]
+
+    def torn(self, what: str) -> NoReturn:
+        """TurnError: a step has begun while values were read."""
+        raise TurnError(
+            f"another thread trained while {what} was called: some values are of before its step",
+            fix="call it between the steps of the thread that trains",
+        )
+
+    def end_backward(self) -> None:
+        """A backward of the step that is under way has ended."""
+        self._gradients = True
+
+    def drop_gradients(self) -> None:
+        """There are no gradients now, or zeros."""
+        self._gradients = False
+
+    def end_step(self) -> None:
+        """The step that was under way has ended; its gradients may still be there."""
+        self._stepped = True
+
+
+def in_turn(
+    what: str, turns_of: Callable[[Any], Turns | None]
+) -> Callable[
+    [Callable[Concatenate[Owner, Rest], Result]], Callable[Concatenate[Owner, Rest], Result]
+]:
+    """Let a function hold the model that its first argument is of, if that follows a plan."""
+
+    def held(
+        function: Callable[Concatenate[Owner, Rest], Result],
+    ) -> Callable[Concatenate[Owner, Rest], Result]:
+        @wraps(function)
+        def run(owner: Owner, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
+            turns = turns_of(owner)
+            if turns is None:
+                return function(owner, *args, **kwargs)
+            with turns.taken(f"{what} was called", what):
+                return function(owner, *args, **kwargs)
+
+        return run
+
+    return held
+
+
+def watch_zero_grad(model: nn.Module, turns: Turns) -> Callable[[], None]:
+    """Let `model.zero_grad()` be refused during another thread's step, and noted; with the undo."""
+    own = model.__dict__.get("zero_grad")
+    drop: Callable[[bool], None] = model.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        turns.check("zero_grad() was called")
+        drop(set_to_none)
+        turns.drop_gradients()
+
+    def undo() -> None:
+        if own is None:
+            model.__dict__.pop("zero_grad", None)
+        else:
+            model.__dict__["zero_grad"] = own
+
+    model.__dict__["zero_grad"] = zero_grad
+    return undo
+
+
+def _is_another(thread: threading.Thread) -> bool:
+    return thread is not threading.current_thread() and thread.is_alive()
+
+
+def _refused(what: str, other: threading.Thread, doing: str) -> TurnError:
+    return TurnError(
+        f"{what} in thread '{threading.current_thread().name}' while {doing} is under way in thread"
+        f" '{other.name}': a model under a plan is used by one thread at a time",
+        fix="let that end first: a step is one thread's from its forward to optimizer.step() and"
+        " zero_grad(), or until its loss and gradients are dropped",
+    )

@@ -1,0 +1,222 @@
+"""`check="bitwise"`: the first steps beside a plain copy of the model, which must compute the same.
+
+The copy trains on the same batches, from the same random states and with the gradients that the
+training loop gave the model's outputs, so that the loop's own loss needs no second look. Compared
+are the outputs, the gradients that can be read after backward, and the parameters after the step.
+The copy takes the memory that plain training takes.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from protrain_plan.errors import ProtrainError
+from protrain_runtime.activations.compiled import replace_code
+from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.devices import device as devices
+from protrain_runtime.model.optimizer import PlannedOptimizer
+from protrain_runtime.states.stand_ins import ConsumedGradient, OffloadedGradient
+
+CHECKED_STEPS = 3
+"""The second step is the first that reads optimizer states, the third that reads what it wrote."""
+
+
+class DifferenceError(ProtrainError):
+    """A step under the plan computed other bits than plain PyTorch."""
+
+    exit_code: ClassVar[int] = 1
+
+
+@dataclass(slots=True)
+class _MicroBatch:
+    """A forward as it was called, what it returned, and the gradients that came back for that."""
+
+    args: Any
+    kwargs: Any
+    random_states: "_RandomStates"
+    outputs: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    gradients: list[torch.Tensor | None] = field(default_factory=list[torch.Tensor | None])
+
+
+class _RandomStates:
+    """The generators' states on the host and on an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host = torch.get_rng_state()
+        self._own = devices.random_state(device)
+
+    def set(self) -> None:
+        torch.set_rng_state(self._host)
+        devices.set_random_state(self._device, self._own)
+
+
+class _Tap(torch.autograd.Function):
+    """Hands tensors on, and tells of the gradients that come back for them from outside."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tell: Callable[[Sequence[torch.Tensor | None]], None], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.tell = tell
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.tell(gradients)
+        return (None, *gradients)
+
+
+def _tapped(
+    tell: Callable[[Sequence[torch.Tensor | None]], None], tensors: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    return _Tap.apply(tell, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Check:
+    """Compares the first CHECKED_STEPS of `model`, then takes itself off.
+
+    Made before the model follows its plan, and started after. `values` reads the parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make: Callable[[nn.Module], torch.optim.Optimizer],
+        values: Callable[[], Iterator[tuple[str, torch.Tensor]]],
+    ) -> None:
+        self._model, self._values = model, values
+        self._plain = copy.deepcopy(model)
+        self._optimizer = make(self._plain)
+        self._device = next(model.parameters()).device
+        self._micro_batches: list[_MicroBatch] = []
+        self._gradients: Mapping[str, torch.Tensor] = {}  # after the last backward, as it left them
+        self._steps = 0
+        self._undo: list[Callable[[], None]] = []
+
+    def start(self, optimizer: PlannedOptimizer) -> None:
+        """Watch the model's forward, and the optimizer's steps."""
+        self._planned = optimizer
+        self._forward: Callable[..., Any] = self._model.forward
+        self._undo = [
+            optimizer.register_step_pre_hook(lambda *_: self._before_step()).remove,
+            optimizer.register_step_post_hook(lambda *_: self._after_step()).remove,
+            replace_code(self._model, self._run),
+        ]
+
+    def stop(self) -> None:
+        """Take everything off the model again; a second time does nothing."""
+        while self._undo:
+            self._undo.pop()()
+        self._micro_batches.clear()
+
+    def _run(self, *args: object, **kwargs: object) -> object:
+        if not torch.is_grad_enabled():
+            result: object = self._forward(*args, **kwargs)
+            return result
+        if all(parameter.grad is None for parameter in self._model.parameters()):
+            self._micro_batches.clear()  # a loss scaler skipped the step
+        copied_args, copied_kwargs = tree_map(_copied, (args, kwargs))
+        called = _MicroBatch(copied_args, copied_kwargs, _RandomStates(self._device))
+        result = self._forward(*args, **kwargs)
+        outputs = tensors_in(result)
+        called.outputs = [_copied(tensor) for tensor in outputs]
+        tapped = [tensor for tensor in outputs if tensor.requires_grad]
+        self._micro_batches.append(called)
+
+        def tell(gradients: Sequence[torch.Tensor | None]) -> None:
+            called.gradients = [None if g is None else g.clone() for g in gradients]
+            # Called when backward has ended, and then once more after the engine has seen that.
+            end = torch.autograd.Variable._execution_engine.queue_callback
+            end(lambda: end(self._after_backward))
+
+        given = dict(zip(map(id, tapped), _tapped(tell, tapped), strict=True))
+        return tree_map(lambda leaf: given.get(id(leaf), leaf), result)
+
+    def _after_backward(self) -> None:
+        self._gradients = {
+            name: gradient.clone() for name, gradient in _readable_gradients(self._model)
+        }
+
+    def _before_step(self) -> None:
+        now = _RandomStates(self._device)
+        try:
+            for called in self._micro_batches:
+                self._run_plainly(called)
+        finally:
+            now.set()
+        own = dict(self._plain.named_parameters())
+        expected = {name: own[name].grad for name in self._gradients}
+        self._compare("gradient of", self._gradients, expected)
+        for name, gradient in _readable_gradients(self._model):
+            own[name].grad = gradient.clone()  # clipped or unscaled meanwhile
+
+    def _run_plainly(self, called: _MicroBatch) -> None:
+        called.random_states.set()
+        outputs = tensors_in(self._plain(*called.args, **called.kwargs))
+        names = [f"{index + 1} of the forward" for index in range(len(outputs))]
+        self._compare(
+            "output",
+            dict(zip(names, called.outputs, strict=True)),
+            dict(zip(names, outputs, strict=True)),
+        )
+        roots = [tensor for tensor in outputs if tensor.requires_grad]
+        used = [(r, g) for r, g in zip(roots, called.gradients, strict=True) if g is not None]
+        torch.autograd.backward([root for root, _ in used], [gradient for _, gradient in used])
+
+    def _after_step(self) -> None:
+        planned = self._planned.param_groups  # a scheduler may have changed their options
+        for mine, theirs in zip(self._optimizer.param_groups, planned, strict=True):
+            mine.update({key: value for key, value in theirs.items() if key != "params"})
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        plain = dict(self._plain.named_parameters())
+        self._compare("parameter", dict(self._values()), plain)
+        self._micro_batches.clear()
+        self._steps += 1
+        if self._steps == CHECKED_STEPS:
+            self.stop()
+
+    def _compare(
+        self,
+        what: str,
+        found: Mapping[str, torch.Tensor],
+        expected: Mapping[str, torch.Tensor | None],
+    ) -> None:
+        different = [name for name in found if not _same_bits(found[name], expected[name])]
+        if different:
+            self.stop()
+            more = f" and of {len(different) - 1} more" if len(different) > 1 else ""
+            raise DifferenceError(
+                f"step {self._steps + 1} differs from plain PyTorch: {what} {different[0]}{more}",
+                fix="see whether the model computes the same twice (torch.use_deterministic_"
+                "algorithms) and keeps no state between forwards; report it if it does",
+            )
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _same_bits(one: torch.Tensor, two: torch.Tensor | None) -> bool:
+    if two is None or (one.dtype, one.shape) != (two.dtype, two.shape):
+        return False
+    # As bytes, so that a NaN equals itself, and zero is not minus zero.
+    flat = [t.detach().to("cpu").contiguous().view(-1).view(torch.uint8) for t in (one, two)]
+    return torch.equal(*flat)
+
+
+def _readable_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gradients that no update has taken yet, an offloaded one at a time."""
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if isinstance(gradient, OffloadedGradient):
+            yield name, gradient.stored.whole()
+        elif gradient is not None and not isinstance(gradient, ConsumedGradient):
+            yield name, gradient

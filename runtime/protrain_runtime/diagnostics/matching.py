@@ -1,0 +1,474 @@
+"""Whether a model, its optimizer, its batches and the devices that there are can follow a plan.
+
+A fingerprint says that a model is another one; a model's tensors, in lines short enough for a plan,
+say where. A line is a tensor's name, then its shape, dtype and role (trainable, frozen or buffer),
+or what it is tied to. Where only an integer in the name counts up, one line stands for all of them:
+
+    model.layers.0-29.mlp.up_proj.weight 1536x576 float32 trainable
+"""
+
+import hashlib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.records.folding import MAX_RUN, fold, runs
+from protrain_plan.records.hardware import is_accelerator
+from protrain_plan.records.plan import Keep, Persistent, Plan, UnitPlan
+from protrain_plan.records.profile import Workload
+from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.model.optimizer import PlannedOptimizer
+from protrain_runtime.ranks.group import check_ranks
+from protrain_runtime.states.chunks import Chunk
+from protrain_runtime.states.layout import overlapping
+from protrain_runtime.states.update_rules import OptimizerFactory, UpdateRule, check_elementwise
+
+
+def keeps_everything(plan: Plan) -> bool:
+    """Whether nothing is to be done: plain PyTorch is what the plan says."""
+    return plan.num_devices == 1 and all(
+        unit.activations == Keep() and isinstance(unit.states, Persistent) for unit in plan.units
+    )
+
+
+def check_model(model: nn.Module, plan: Plan) -> list[nn.Module | None]:
+    """Each unit's module, None for a part. ProtrainError if the plan is for another model."""
+    found = model_fingerprint(model)
+    if found != plan.model_fingerprint and plan.tensors:
+        changes = model_changes(plan.tensors, model, plan.units)
+        same = ["parameters and buffers are the same; a module has another class or place"]
+        raise ProtrainError(
+            "\n    ".join(["the plan was made for another model:", *(changes or same)]),
+            key="model_fingerprint",
+            fix="profile and plan this model",
+        )
+    modules: list[nn.Module | None] = []
+    for index, unit in enumerate(plan.units):
+        module = None
+        if unit.kind == "block":
+            try:
+                module = model.get_submodule(unit.name)
+            except AttributeError as error:
+                raise ProtrainError(
+                    f"the model has no module '{unit.name}'",
+                    key=f"units[{index}]",
+                    fix="profile and plan this model; the plan was made for another one",
+                ) from error
+        modules.append(module)
+    if found != plan.model_fingerprint:
+        raise ProtrainError(
+            f"the plan was made for another model: its fingerprint is"
+            f" {plan.model_fingerprint}, this model's is {found}",
+            key="model_fingerprint",
+            fix="profile and plan this model (layers, shapes, dtypes and what is trainable count)",
+        )
+    return modules
+
+
+def check_kernels(plan: Plan) -> None:
+    """ProtrainError where an accelerator would not take the kernels that were profiled.
+
+    Deterministic ones are others: attention takes another algorithm, with other bytes and seconds.
+    A CPU's take what they take, and are not asked about.
+    """
+    profiled, here = plan.workload.deterministic, torch.are_deterministic_algorithms_enabled()
+    if profiled == here or not is_accelerator(plan.workload.device):
+        return
+    if profiled:
+        raise ProtrainError(
+            "the plan is for deterministic kernels, and PyTorch is not told to take them alone:"
+            " others may take more memory than was profiled",
+            key="workload.deterministic",
+            fix="torch.use_deterministic_algorithms(True) before prepare(), on CUDA with"
+            " CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment, or profile without"
+            " --deterministic",
+        )
+    raise ProtrainError(
+        "PyTorch is told to take deterministic kernels alone, and the plan is for its usual ones:"
+        " these may take more memory than was profiled",
+        key="workload.deterministic",
+        fix="profile with --deterministic and plan again, or"
+        " torch.use_deterministic_algorithms(False) before prepare()",
+    )
+
+
+def check_devices(
+    model: nn.Module,
+    plan: Plan,
+    group: ProcessGroup | None,
+    *,
+    copies: bool,
+) -> None:
+    """ProtrainError where the plan is not for the devices that there are.
+
+    `copies`: a plain copy of the model is to train beside it.
+    """
+    check_ranks(plan, group)
+    if plan.num_devices % plan.num_replicas:
+        raise ProtrainError(
+            f"{plan.num_devices} devices cannot be {plan.num_replicas} replicas of the same size",
+            key="num_replicas",
+            fix="let it divide num_devices",
+        )
+    if plan.num_devices == 1:
+        for index, unit in enumerate(plan.units):
+            if not isinstance(unit.states, Persistent) and unit.states.tier == "device":
+                raise ProtrainError(
+                    "one device has nobody to share states with",
+                    key=f"units[{index}].states",
+                    fix="let them be persistent, or plan with --num-devices",
+                )
+        return
+    if copies:
+        raise ProtrainError(
+            'check="bitwise" trains a plain copy on this rank alone, which is another training than'
+            " that of several devices",
+            fix="check a plan for one device, or compare with DistributedDataParallel",
+        )
+    from torch.distributed.tensor import DTensor  # takes a second to import
+
+    distributed = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    if distributed:
+        raise ProtrainError(
+            f"the parameter '{distributed[0]}' is a DTensor: it is spread over devices already, and"
+            " a chunk is made of whole parameters",
+            fix="prepare the model before it is made tensor-parallel, without it, or leave tensor"
+            " parallelism to DistributedDataParallel or FSDP",
+        )
+
+
+def check_pieces(plan: Plan, chunks: Sequence[Chunk], factory: OptimizerFactory) -> None:
+    """ProtrainError where an offloaded chunk cannot be updated in pieces."""
+    updated: set[torch.dtype] = set()
+    shared = overlapping(chunks)
+    for chunk, unit in zip(chunks, plan.units, strict=True):
+        if isinstance(unit.states, Persistent):
+            continue
+        if chunk.unit in shared:
+            raise ProtrainError(
+                f"{unit.name} has parameters that share memory, and states that leave the device"
+                " are of parameters by themselves",
+                fix="give every parameter its own memory, or let the unit be persistent",
+            )
+        dtypes = {part.dtype for part in chunk.slices if part.trainable}
+        if len(dtypes) > 1:
+            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            raise ProtrainError(
+                f"{unit.name} has trainable parameters of several dtypes ({names}), and states"
+                " that leave the device are of one",
+                fix="convert them to one dtype, or freeze those of the others",
+            )
+        updated |= dtypes
+    for dtype in updated:
+        check_elementwise(factory, dtype)
+
+
+def check_groups(plan: Plan, chunks: Sequence[Chunk], optimizer: PlannedOptimizer) -> None:
+    """ProtrainError where an offloaded parameter that is trained is in no parameter group."""
+    grouped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for chunk, unit in zip(chunks, plan.units, strict=True):
+        if isinstance(unit.states, Persistent):
+            continue
+        for part in chunk.slices:
+            if part.trainable and part.parameter not in grouped:
+                raise ProtrainError(
+                    f"{part.name!r} requires a gradient and is in no parameter group, and the plan"
+                    f" offloads the states of {unit.name!r}",
+                    key="param_groups",
+                    fix="give it to the optimizer, or requires_grad_(False) before the model is"
+                    " profiled",
+                )
+
+
+def rule_of(
+    factory: OptimizerFactory, dtype: torch.dtype, optimizer: PlannedOptimizer
+) -> UpdateRule:
+    """The rule of every group. ProtrainError where groups differ in their elementwise states."""
+    found = [
+        UpdateRule.of(factory, dtype, {k: v for k, v in group.items() if k != "params"})
+        for group in optimizer.param_groups
+    ]
+    if any(rule.states != found[0].states for rule in found):
+        raise ProtrainError(
+            "the parameter groups' options give them different optimizer states",
+            fix="give all groups the same options of this kind, such as amsgrad",
+        )
+    return found[0]
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """A digest of the module tree, and of all parameters and buffers by name, shape and dtype.
+
+    Values do not count, nor does the device; what is trainable and what is tied does.
+    """
+    digest = hashlib.sha256()
+    for name, module in model.named_modules():
+        digest.update(f"module {name} {type(module).__qualname__}\n".encode())
+    first_names = {parameter: name for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shape = "x".join(map(str, parameter.shape))
+        trainable = "trainable" if parameter.requires_grad else "frozen"
+        first = first_names[parameter]
+        tied = "" if first == name else f" tied to {first}"
+        line = f"parameter {name} {shape} {parameter.dtype} {trainable}{tied}\n"
+        digest.update(line.encode())
+    for name, buffer in model.named_buffers():
+        shape = "x".join(map(str, buffer.shape))
+        digest.update(f"buffer {name} {shape} {buffer.dtype}\n".encode())
+    return f"sha256:{digest.hexdigest()[:24]}"
+
+
+MOST_LINES, MOST_WORDS, MOST_NAMES = 12, 6, 3
+"""Of one message, of one of its lines, and of equal changes in one: who changed more has another
+model in mind."""
+
+_RUN = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
+
+
+def model_tensors(model: nn.Module) -> tuple[str, ...]:
+    """All parameters and buffers of the model in lines, as a profile and its plans keep them."""
+    return _folded(_contents(model))
+
+
+def model_changes(planned: Iterable[str], model: nn.Module, units: Sequence[UnitPlan]) -> list[str]:
+    """What is different in `model` from the `planned` lines, unit by unit; empty: no tensor is."""
+    before, after = _unfolded(planned), _contents(model)
+    own = {name: unit.name for unit in units for name in unit.parameters}
+    blocks = {unit.name for unit in units if unit.kind == "block"}
+    held: dict[str, dict[str, list[str]]] = {}  # unit -> change -> names
+    counts: dict[str, list[int]] = {}
+    for name in dict.fromkeys([*before, *after]):
+        unit = own.get(name) or next((path for path in _paths(name) if path in blocks), "")
+        count = counts.setdefault(unit, [0, 0])
+        for side, tensors in enumerate((before, after)):
+            count[side] += name in tensors and not tensors[name].endswith(" buffer")
+        change = _change(before.get(name), after.get(name))
+        if change:
+            short = name.removeprefix(f"{unit}.")
+            held.setdefault(unit, {}).setdefault(change, []).append(short)
+    names = list(held)
+    texts = [_in_words(held[name], counts[name]) for name in names]
+    lines: list[str] = []
+    for run in runs(names, texts):
+        first, last = names[run[0]], names[run[-1]]
+        head = f"{first}: " if len(run) == 1 else f"{fold(first, last)}, each: "
+        lines.append((head if first else "in no planned unit: ") + texts[run[0]])
+    more = len(lines) - MOST_LINES
+    return lines if more <= 0 else [*lines[:MOST_LINES], f"and {more} more"]
+
+
+def _contents(model: nn.Module) -> dict[str, str]:
+    contents: dict[str, str] = {}
+    first_names = {parameter: name for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (first := first_names[parameter]) != name:
+            contents[name] = f"tied to {first}"
+        else:
+            role = "trainable" if parameter.requires_grad else "frozen"
+            contents[name] = f"{_shape_and_dtype(parameter)} {role}"
+    for name, buffer in model.named_buffers():
+        contents[name] = f"{_shape_and_dtype(buffer)} buffer"
+    return contents
+
+
+def _shape_and_dtype(tensor: Tensor) -> str:
+    shape = "x".join(map(str, tensor.shape)) or "scalar"
+    return f"{shape} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _folded(contents: Mapping[str, str]) -> tuple[str, ...]:
+    """Names that differ in one integer that counts up become one: the last integer first."""
+    entries = [(tuple(name.split(".")), content) for name, content in contents.items()]
+    for place in reversed(range(max((len(parts) for parts, _ in entries), default=0))):
+        groups: dict[object, list[tuple[tuple[str, ...], str]]] = {}
+        for parts, content in entries:
+            counted = place < len(parts) and parts[place].isdecimal()
+            key = (parts[:place], parts[place + 1 :], content) if counted else (parts, content)
+            groups.setdefault((counted, key), []).append((parts, content))
+        entries = []
+        for group in groups.values():
+            numbers = [parts[place] if place < len(parts) else "" for parts, _ in group]
+            for run in runs(numbers, [None] * len(numbers)):
+                parts, content = group[run[0]]
+                if len(run) > 1:
+                    count = f"{numbers[run[0]]}-{numbers[run[-1]]}"
+                    parts = (*parts[:place], count, *parts[place + 1 :])
+                entries.append((parts, content))
+    return tuple(f"{'.'.join(parts)} {content}" for parts, content in entries)
+
+
+def _unfolded(lines: Iterable[str]) -> dict[str, str]:
+    contents: dict[str, str] = {}
+    for line in lines:
+        name, _, content = line.partition(" ")
+        choices = [_counted(part) for part in name.split(".")]
+        if prod(len(choice) for choice in choices) > MAX_RUN:  # a slip of the pen
+            choices = [[part] for part in name.split(".")]
+        for parts in product(*choices):
+            contents[".".join(parts)] = content
+    return contents
+
+
+def _counted(part: str) -> Sequence[str]:
+    match = _RUN.fullmatch(part)
+    if match is None or int(match[2]) - int(match[1]) >= MAX_RUN:
+        return [part]
+    return [str(number) for number in range(int(match[1]), int(match[2]) + 1)]
+
+
+def _paths(name: str) -> Iterator[str]:
+    """The modules that a tensor lies in, the innermost first."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _change(before: str | None, after: str | None) -> str:
+    if before == after:
+        return ""
+    if before is None:
+        return f"new ({after})"
+    if after is None:
+        return f"missing ({before})"
+    pairs = list(zip(before.split(), after.split(), strict=False))
+    if len(before.split()) != len(after.split()) or "tied" in (pairs[0]):
+        return f"{before} -> {after}"
+    return ", ".join(f"{one} -> {two}" for one, two in pairs if one != two)
+
+
+def _in_words(changes: Mapping[str, Sequence[str]], counts: Sequence[int]) -> str:
+    if counts[0] and not counts[1]:
+        return f"missing, with its {counts[0]} parameters"
+    words: list[str] = []
+    if counts[0] != counts[1]:
+        words.append(f"{counts[0]} -> {counts[1]} parameters")
+    for change, names in changes.items():
+        which = ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} tensors"
+        words.append(f"{which}: {change}")
+    more = len(words) - MOST_WORDS
+    return "; ".join(words if more <= 0 else [*words[:MOST_WORDS], f"and {more} more"])
+
+
+def refuse_larger_batches(model: nn.Module, workload: Workload) -> Callable[[], None]:
+    """Let training calls raise where there is more in them than was planned; returns the undo.
+
+    Either way: more sequences, or longer ones. Smaller batches are welcome, and so is any size
+    where no graph is recorded. Of a factory's batches, every tensor is compared with that of the
+    same argument in the profiled batch; arguments that this one had not are not looked at. Where
+    images come with tokens, only sequences count: tokens that stand for images are among them.
+    """
+    if workload.model_config:
+        check = _tokens_within(workload)
+    elif workload.inputs:
+        check = _inputs_within(model, workload.inputs)
+    else:
+        return lambda: None
+
+    def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        if torch.is_grad_enabled():
+            check(args, kwargs)
+
+    return model.register_forward_pre_hook(hook, with_kwargs=True).remove
+
+
+def with_batch_sizes(workload: Workload, model: nn.Module, batch: object) -> Workload:
+    """The workload with the sizes of a factory's batch; a configuration's batches have its own.
+
+    `batch_size` is the first dimension of the first tensor in it that has one. `seq_len` is the
+    second of the first tensor of integers with two dimensions and as many rows, which are token ids
+    [batch, tokens]; else of the first tensor with three, features [batch, sequence, width]; 1 where
+    there is neither.
+    """
+    if workload.model_config:
+        return workload
+    args: tuple[object, ...] = ()
+    kwargs: Mapping[str, object] = {}
+    if isinstance(batch, Mapping):
+        kwargs = batch
+    else:
+        args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    sizes = _sizes(inspect.signature(model.forward), args, kwargs)
+    batch_size, seq_len = _batch_and_sequence([t for t in tensors_in(batch) if t.dim()])
+    return replace(
+        workload,
+        inputs=tuple(f"{name} {_product(size)}" for name, size in sizes),
+        batch_size=batch_size,
+        seq_len=seq_len,
+    )
+
+
+def _batch_and_sequence(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+    batch_size = tensors[0].shape[0] if tensors else 1
+    rows = [tensor for tensor in tensors if tensor.shape[0] == batch_size]
+    tokens = [t for t in rows if t.dim() == 2 and not (t.is_floating_point() or t.is_complex())]
+    features = [t for t in rows if t.dim() == 3]
+    found = [*tokens, *features]
+    return max(1, batch_size), max(1, found[0].shape[1]) if found else 1
+
+
+Check = Callable[[tuple[object, ...], Mapping[str, object]], None]
+
+
+def _tokens_within(workload: Workload) -> Check:
+    most = (workload.batch_size, workload.seq_len)
+
+    def check(args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2:
+            return
+        longer = tokens.shape[1] > most[1] and "pixel_values" not in kwargs
+        if tokens.shape[0] > most[0] or longer:
+            raise _too_large(f"is {tokens.shape[0]} x {tokens.shape[1]} tokens", most)
+
+    return check
+
+
+def _inputs_within(model: nn.Module, inputs: tuple[str, ...]) -> Check:
+    signature = inspect.signature(model.forward)
+    planned: dict[str, tuple[int, ...]] = {}
+    for name, _, size in (line.rpartition(" ") for line in inputs):
+        planned[name] = tuple(int(length) for length in size.split("x"))
+
+    def check(args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        for name, size in _sizes(signature, args, kwargs):
+            most = planned.get(name)
+            if most is None or len(size) != len(most):
+                continue
+            if any(length > limit for length, limit in zip(size, most, strict=True)):
+                raise _too_large(f"has {' x '.join(map(str, size))} in {name!r}", most)
+
+    return check
+
+
+def _too_large(what: str, most: tuple[int, ...]) -> RuntimeError:
+    return RuntimeError(
+        f"the batch {what}, and the plan was made for at most {' x '.join(map(str, most))}: it"
+        " would take more memory than planned. Profile and plan the largest batch"
+    )
+
+
+def _sizes(
+    signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The tensors in a call by argument, however it was passed; not those of a single number."""
+    try:
+        arguments = signature.bind_partial(*args, **kwargs).arguments
+    except TypeError:  # the call itself will say what is wrong
+        return
+    for name, argument in arguments.items():
+        for path, leaf in tree_flatten_with_path(argument)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.dim():
+                yield f"{name}{keystr(path)}".replace(" ", ""), tuple(leaf.shape)
+
+
+def _product(size: tuple[int, ...]) -> str:
+    return "x".join(str(length) for length in size)

@@ -1,0 +1,271 @@
+"""What a step took, as it ran: memory slot by slot, and when its slots and moves ran.
+
+`measure_step` and `record` look at steps when they are asked to; a `Watch` compares the first steps
+of a training loop with what their plan promises. On an accelerator the allocator counts by itself;
+its peak statistics start anew at every slot. On a CPU the profiler counts, which costs a step
+several times its seconds, and memory that stays: there a watch is asked for, and looks away where
+the process has a limit, or another profiler runs.
+"""
+
+import gc
+import resource
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.program.recording import Recording
+from protrain_plan.records import fingerprint
+from protrain_plan.records.commands import profile_command
+from protrain_plan.records.plan import Plan, TierBytes
+from protrain_plan.simulation.promises import exceeded
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.memory_meter import (
+    MemoryMeter,
+    Segment,
+    device_of,
+    process_memory,
+    reachable,
+    storage_bytes,
+    storages_of,
+)
+from protrain_runtime.engine.engine import Engine, Observer
+from protrain_runtime.engine.step_times import StepTimes
+from protrain_runtime.model.optimizer import PlannedOptimizer
+from protrain_runtime.model.prepared import below_device, engine_of, plan_of
+from protrain_runtime.states.stand_ins import ConsumedGradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """Bytes in one step.
+
+    device_bytes   the peak of tensors on the device
+    slot_bytes     that of every slot, and of the optimizer's step after them; without an engine
+                   only the last one is told apart
+    context_bytes  on a CPU, what the process held besides tensors, at most, at the marks
+    """
+
+    device_bytes: int
+    slot_bytes: tuple[int, ...]
+    context_bytes: int
+
+
+def measure_step(
+    model: nn.Module, step: Callable[[Observer], None], *, besides_bytes: int = 0
+) -> StepMemory:
+    """Run `step` once and count its bytes, without `besides_bytes` of tensors that stand by.
+
+    `step` calls its argument with "update" before the optimizer's step. Counting takes time and,
+    afterwards, some memory: measure one step, the last of a run.
+    """
+    device = device_of(model)
+    engine = engine_of(model)
+    gc.collect()
+    standing, start = live(model, device)
+    meter = MemoryMeter(device, start_bytes=start - besides_bytes, standing=standing)
+    del standing
+    held: list[int] = []  # by the whole process, at the marks
+
+    def observe(what: str) -> None:
+        meter.mark(what)
+        held.append(process_memory().data_bytes - besides_bytes if device.type == "cpu" else 0)
+
+    if engine is not None:
+        engine.observer = observe
+    try:
+        with meter:
+            observe("start")
+            step(observe)
+    finally:
+        if engine is not None:
+            engine.observer = None
+    segments = meter.segments
+    return StepMemory(
+        device_bytes=max(segment.peak_bytes for segment in segments),
+        slot_bytes=slot_peaks(segments),
+        context_bytes=max(
+            data - segment.start_bytes for data, segment in zip(held, segments, strict=True)
+        )
+        if device.type == "cpu"
+        else 0,
+    )
+
+
+def slot_peaks(segments: Sequence[Segment]) -> tuple[int, ...]:
+    """The peaks of every slot, and of the update, of segments under an engine's labels."""
+    slots: dict[str, int] = {}  # micro-batches meet the same ones
+    for segment in segments:
+        if segment.label.startswith(("slot", "update")):
+            slots[segment.label] = max(segment.peak_bytes, slots.get(segment.label, 0))
+    return tuple(slots.values())
+
+
+def live(model: nn.Module, device: torch.device) -> tuple[list[torch.UntypedStorage], int]:
+    """The storages of all tensors on `device` that Python can reach, and their bytes.
+
+    On a CPU the buffers of a host tier are told apart from the device's tensors. An accelerator's
+    allocator knows its bytes.
+    """
+    if not devices.on_host(device):
+        return [], devices.allocated_bytes(device)
+    # Those that stand for gradients have a few bytes each.
+    found = [t for t in reachable(device) if not isinstance(t, ConsumedGradient)]
+    storages = storages_of(found)
+    host, _ = below_device(model)
+    return list(storages.values()), storage_bytes(found) - host
+
+
+class Recorder:
+    """What `record` saw: the last whole step that ran in it."""
+
+    def __init__(self, times: StepTimes, plan: Plan) -> None:
+        self._times, self._plan = times, plan
+
+    def recording(self, *, slot_bytes: Sequence[int] = ()) -> Recording:
+        """The step's slots and moves, with `slot_bytes` of a measured step (`measure_step`).
+
+        RuntimeError where no step has ended.
+        """
+        step = self._times.last
+        if step is None:
+            raise RuntimeError("nothing was recorded: no step has ended")
+        return Recording(
+            plan_fingerprint=fingerprint(self._plan),
+            step_seconds=step.step_seconds,
+            events=step.events(),
+            slot_bytes=tuple(slot_bytes),
+        )
+
+
+@contextmanager
+def record(model: nn.Module) -> Iterator[Recorder]:
+    """Note when the slots and moves of steps run, under the names of the simulated timeline.
+
+        with protrain_runtime.record(model) as recorder:
+            ...  # a step or more
+        write_recording(recorder.recording(), "recording.json")
+
+    A step is a planned one up to the end of `optimizer.step()`; with micro-batches, the last of
+    them and the update after it. ProtrainError where the model follows no plan, or one that keeps
+    everything: that installs nothing, and nothing runs beside compute.
+    """
+    plan, engine = plan_of(model), engine_of(model)
+    if plan is None:
+        raise ProtrainError("the model follows no plan", fix="call prepare(model, plan, ...) first")
+    if engine is None:
+        raise ProtrainError(
+            "nothing to record: this plan keeps everything on the device, so that plain PyTorch is"
+            " what runs"
+        )
+    if engine.recorder is not None:
+        raise RuntimeError("the model is being recorded already")
+    engine.recorder = StepTimes(engine.program, device_of(model))
+    try:
+        yield Recorder(engine.recorder, plan)
+    finally:
+        engine.recorder = None
+
+
+_FIRST, _LAST = 1, 2
+"""Of the steps watched, from 0: all optimizer states are there from the second on."""
+
+
+class Watch:
+    """Compares the second step, on an accelerator the third too, and warns once of more.
+
+    Whatever fails here ends the watch, and not the training.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, engine: Engine, optimizer: PlannedOptimizer
+    ) -> None:
+        self._plan, self._device = plan, device_of(model)
+        self._last = _FIRST if devices.on_host(self._device) else _LAST
+        # The engine holds this; a model that is dropped is freed at once.
+        self._model, self._engine = weakref.ref(model), weakref.ref(engine)
+        self._num_steps = 0
+        self._evaluations = 0  # calls of the model in this step that were no forward of it
+        self._meter: MemoryMeter | None = None
+        engine.observer = self._observe
+        self._hooks = (
+            optimizer.register_step_pre_hook(lambda *_: self._observe("update")),
+            optimizer.register_step_post_hook(lambda *_: self._end_step()),
+        )
+
+    def stop(self) -> None:
+        """Look no more."""
+        for hook in self._hooks:
+            hook.remove()
+        engine = self._engine()
+        if engine is not None and engine.observer == self._observe:
+            engine.observer = None
+        meter, self._meter = self._meter, None
+        if meter is not None:
+            with suppress(Exception):
+                meter.__exit__(None, None, None)
+
+    def _observe(self, what: str) -> None:
+        try:
+            if what == "slot 0" and self._meter is None and self._num_steps >= _FIRST:
+                self._begin_step()
+            elif what in ("begin", "slot 0"):
+                self._evaluations += 1 if what == "begin" else -1
+            if self._meter is not None:
+                self._meter.mark(what)
+        except Exception:  # noqa: BLE001 (training goes on)
+            self.stop()
+
+    def _begin_step(self) -> None:
+        model = self._model()
+        if model is None or not _may_count(self._device):
+            self.stop()
+            return
+        standing, start = live(model, self._device)
+        meter = MemoryMeter(self._device, start_bytes=start, standing=standing)
+        meter.__enter__()
+        self._meter, self._evaluations = meter, 0
+
+    def _end_step(self) -> None:
+        self._num_steps += 1
+        meter, self._meter = self._meter, None
+        said = None
+        try:
+            if meter is not None:
+                meter.__exit__(None, None, None)
+                if not self._evaluations:  # those are promised apart (`plan --explain`)
+                    said = self._said(meter)
+        except Exception:  # noqa: BLE001 (training goes on)
+            self.stop()
+        if said is not None or self._num_steps > self._last:
+            self.stop()
+        if said is not None:
+            warnings.warn(said, RuntimeWarning, stacklevel=3)
+
+    def _said(self, meter: MemoryMeter) -> str | None:
+        plan = self._plan
+        peak = TierBytes(
+            device=max(segment.peak_bytes for segment in meter.segments), context=0, host=0, disk=0
+        )
+        found = exceeded(plan, peak, slot_peaks(meter.segments))
+        if not found:
+            return None
+        command = profile_command(plan.workload, optimizer=plan.optimizer, output="profile.yaml")
+        return (
+            f"step {self._num_steps} took more memory than its plan promises, with all tensors of"
+            f" this process on {self._device}: {found[0]}. If no other tensors of yours are there,"
+            f" measure and plan again: {command}. prepare(..., watch=False) does not look"
+        )
+
+
+def _may_count(device: torch.device) -> bool:
+    """Whether counting bytes is possible without harm to what else the process does."""
+    if not devices.on_host(device):
+        return True
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return limit == resource.RLIM_INFINITY and not torch._C._autograd._profiler_enabled()

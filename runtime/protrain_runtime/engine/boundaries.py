@@ -1,0 +1,380 @@
+"""Where one unit ends and the next begins, seen from hooks on the model.
+
+A model's units alternate between blocks (modules) and parts (what runs before, between and after
+blocks). `Boundaries` calls `Listener.enter(slot)` when a slot begins, in the order of the
+programme, forward and backward:
+
+- a block's forward slot begins when the block is called, a part's when the block before it returns
+  (or when the model is called);
+- a unit's backward slot begins when the gradient of what it handed on is complete: of a block's
+  outputs, of the inputs of the block after a part, and of the model's outputs for the last part.
+
+A step may skip blocks: what comes next begins the slots in between. It may not repeat them or run
+them in another order, which no slot is there for.
+
+Nothing here knows what a slot does.
+"""
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MethodType
+from typing import Any, NoReturn, Protocol
+from weakref import finalize, ref
+
+import torch
+from torch import nn
+
+from protrain_runtime.activations.compiled import code_of, is_compiled_in_place, replace_code
+from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.devices.turns import TurnError, Turns
+
+
+class Listener(Protocol):
+    """What a runner of slots is told."""
+
+    def begin(self, *, training: bool) -> None:
+        """The model was called; slot 0 begins. `training`: a graph is being recorded."""
+        ...
+
+    def begin_between(self) -> None:
+        """The model was called without a graph, while its last forward waits for its backward.
+
+        Slots of that call are entered and left up to `end_forward`.
+        """
+        ...
+
+    def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
+        """Slot `slot` begins, and all before it have ended; `inputs` are a block's tensors."""
+        ...
+
+    def leave(self, outputs: Sequence[torch.Tensor]) -> None:
+        """The current forward slot's computation has ended with these tensors."""
+        ...
+
+    def differentiate(self, unit: int) -> None:
+        """The forward that runs asks for gradients itself, through what this unit handed on."""
+        ...
+
+    def end_forward(self) -> None:
+        """The model returned."""
+        ...
+
+    def end_backward(self) -> None:
+        """The backward pass is over."""
+        ...
+
+    def abort(self) -> None:
+        """The model raised."""
+        ...
+
+    def backward_failed(self) -> None:
+        """The backward pass raised, what will be seen where it was called."""
+        ...
+
+
+def _method_of(module: nn.Module, run: Callable[..., object]) -> Callable[..., object]:
+    """`run` as a method of the module, with the signature that its forward has now.
+
+    Libraries look at a model's forward: for the arguments that it takes (`generate`), and for the
+    function behind the method, which Accelerate wraps in autocast and binds to the model again.
+    """
+
+    def forward(_: nn.Module, /, *args: object, **kwargs: object) -> object:
+        return run(*args, **kwargs)
+
+    method = MethodType(forward, module)
+    parameters = inspect.signature(module.forward).parameters.values()
+    own = inspect.signature(forward).parameters["_"]
+    forward.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
+    return method
+
+
+class Boundaries:
+    """Hooks on `model` and on its blocks; `units` gives each unit's module, None for a part.
+
+    `names` are the units' names. That of a part is the path of the first module that runs in it,
+    where there is one: its call begins the part if the blocks before it were skipped. `turns` says
+    which thread may call the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[nn.Module | None],
+        listener: Listener,
+        *,
+        names: Sequence[str] = (),
+        turns: Turns | None = None,
+    ) -> None:
+        self._model, self._units, self._listener = model, tuple(units), listener
+        self._names, self._turns = tuple(names), turns
+        self._thread = 0  # that runs the forward
+        self._undo: list[Callable[[], None]] = []
+        self._step = 0  # counts forwards, so that hooks know an abandoned graph
+        self._backward_began = False
+        self._training = False
+        self._unit = -1  # that a running forward is in; -1: none runs
+        self.skipped: tuple[int, ...] = ()  # blocks that the last forward did not call
+        self._in_block = False
+        self._graph: ref[Callable[..., None]] | None = None  # alive as long as the last forward's
+        self._forward: Callable[..., Any] = model.forward
+        self._undo.append(replace_code(model, _method_of(model, self._run)))
+        for index, module in enumerate(self._units):
+            if module is not None:
+                self._watch_calls(module, self._before(index), self._after(index))
+        for index, module in self._first_modules():
+            hook = module.register_forward_pre_hook(self._at_part(index), with_kwargs=True)
+            self._undo.append(hook.remove)
+
+    def _first_modules(self) -> Iterator[tuple[int, nn.Module]]:
+        """The module that runs first in a part, where it is known by the part's name alone."""
+        modules = dict(self._model.named_modules())
+        for index, name in enumerate(self._names):
+            twice = "#" in name or f"{name}#2" in self._names
+            if index and self._units[index] is None and name in modules and not twice:
+                yield index, modules[name]
+
+    def remove(self) -> None:
+        """Take everything off the model again."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _watch_calls(
+        self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]
+    ) -> None:
+        if is_compiled_in_place(module):
+            self._undo.append(replace_code(module, _between(module, before, after)))
+            return
+        for handle in (
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after),
+        ):
+            self._undo.append(handle.remove)
+
+    def _run(self, *args: object, **kwargs: object) -> object:
+        training = torch.is_grad_enabled()
+        if training and _in_backward() and (self._turns is None or not self._turns.of_another):
+            self._refuse_in_backward()
+        if self._turns is None:
+            return self._call(args, kwargs)
+        doing = "a training step" if training else "an evaluation"
+        with self._turns.taken("the model was called", doing, step=training):
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        if self._unit >= 0:
+            raise RuntimeError("the model was called inside its own forward: a plan is for one")
+        if self._awaits_backward() and not torch.is_grad_enabled():
+            return self._run_between(args, kwargs)
+        self._step += 1
+        self._backward_began = False
+        self._training = torch.is_grad_enabled()
+        if self._training:
+            self._graph = None
+        self._listener.begin(training=self._training)
+        try:
+            result = self._run_forward(args, kwargs)
+            if self._training:
+                # Its loss, or what a loop makes one of: backward comes through one of them first.
+                self._graph = ref(self._watch(tensors_in(result), len(self._units)))
+            self._listener.leave(tensors_in(result))
+            self._listener.end_forward()
+        except BaseException:
+            self._listener.abort()
+            raise
+        return result
+
+    def _run_forward(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        self._unit, self._in_block, self._thread = 0, False, threading.get_ident()
+        self._called: set[int] = set()
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            self._unit = -1
+            blocks = (index for index, module in enumerate(self._units) if module is not None)
+            self.skipped = tuple(index for index in blocks if index not in self._called)
+
+    def _refuse_in_backward(self) -> NoReturn:
+        self._step += 1
+        self._listener.abort()
+        raise RuntimeError(
+            "the model was called inside backward(), as torch.utils.checkpoint around it does: a"
+            " plan says itself what is recomputed. Call the model without that"
+        )
+
+    def _awaits_backward(self) -> bool:
+        """Whether backward may still come through the last forward."""
+        return self._training and not self._backward_began and self.graph_lives
+
+    @property
+    def graph_lives(self) -> bool:
+        """Whether anybody holds the graph of the last training forward."""
+        return self._graph is not None and self._graph() is not None
+
+    def _run_between(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        self._training = False
+        try:
+            self._listener.begin_between()
+            result = self._run_forward(args, kwargs)
+            self._listener.end_forward()
+        except BaseException:
+            self._step += 1  # the forward that waits is given up as well
+            self._listener.abort()
+            raise
+        self._training = True
+        return result
+
+    @property
+    def running(self) -> bool:
+        """Whether the model's forward runs."""
+        return self._unit >= 0
+
+    def begin_part(self, index: int, inputs: Sequence[torch.Tensor] = ()) -> bool:
+        """Begin a part whose blocks before it were skipped; False where that cannot be."""
+        can_begin = self._unit >= 0 and not self._in_block and self._units[index] is None
+        if not can_begin or index <= self._unit:
+            return False
+        self._pass_on(inputs)
+        self._unit = index
+        self._listener.enter(index, ())
+        return True
+
+    def _pass_on(self, tensors: Sequence[torch.Tensor]) -> None:
+        """What runs, if it is a part, has ended, and hands on these."""
+        if self._units[self._unit] is None:
+            if self._training:
+                self._watch(tensors, 2 * len(self._units) - 1 - self._unit)
+            self._listener.leave(tensors)
+
+    def _at_part(self, index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            self.begin_part(index, tensors_in((args, kwargs)))
+
+        return hook
+
+    def _before(self, index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            if self._unit < 0:
+                return  # called by itself, or again in backward
+            self._refuse_other_threads(self._name(index))
+            inputs = tensors_in((args, kwargs))
+            if self._training:
+                self._refuse_another_order(index)
+            self._pass_on(inputs)
+            self._unit, self._in_block = index, True
+            self._called.add(index)
+            self._listener.enter(index, inputs)
+
+        return hook
+
+    def _after(self, index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, __: object, output: object) -> None:
+            if self._unit < 0:
+                return
+            self._in_block = False
+            outputs = tensors_in(output)
+            if self._training:
+                self._watch(outputs, 2 * len(self._units) - 1 - index)
+            self._listener.leave(outputs)
+            if index + 1 < len(self._units) and self._units[index + 1] is None:
+                self._unit = index + 1
+                self._listener.enter(index + 1, ())
+
+        return hook
+
+    def _refuse_other_threads(self, name: str) -> None:
+        """TurnError where a block is called beside the forward that runs."""
+        if self._turns is None or threading.get_ident() == self._thread or _in_backward():
+            return
+        raise TurnError(
+            f"{name} was called in thread '{threading.current_thread().name}' while the model's"
+            " forward runs in another: a model under a plan is used by one thread at a time",
+            fix="call blocks where the model is called, and the model in one thread",
+        )
+
+    def _refuse_another_order(self, index: int) -> None:
+        at_part = self._units[self._unit] is None
+        if index > self._unit or (index == self._unit and at_part):
+            return
+        what = "a second time" if index == self._unit else f"after {self._name(self._unit)}"
+        raise RuntimeError(
+            f"{self._name(index)} was called {what} in one forward, and the plan was made for"
+            " blocks that run once, in the profiled order: they may be skipped, not repeated or"
+            " moved. Profile the model as it runs now"
+        )
+
+    def _name(self, index: int) -> str:
+        return repr(self._names[index]) if self._names else f"unit {index}"
+
+    def _watch(self, tensors: Sequence[torch.Tensor], slot: int) -> Callable[..., None]:
+        """Enter `slot` when the first of these tensors' gradients is complete.
+
+        Returns what their graph holds from now on, and nobody else.
+        """
+        step = self._step
+
+        def hook(*_: object) -> None:
+            if self._unit >= 0 and step == self._step:
+                # The forward differentiates: its graph is one with the step's.
+                self._listener.differentiate(2 * len(self._units) - 1 - slot)
+                return
+            if step != self._step:
+                raise RuntimeError(
+                    "backward ran through a forward that was not the last one: under a plan every"
+                    " forward has its backward before the next begins. Where one loss compares"
+                    " several inputs, give them to one forward, as one batch"
+                )
+            if not self._backward_began:
+                self._backward_began = True
+                end = _Ending(self._listener)
+                torch.autograd.Variable._execution_engine.queue_callback(end)
+            self._listener.enter(slot, ())
+
+        for tensor in tensors:
+            # The node and not the tensor: a tensor that is written in place afterwards has another
+            # node, and PyTorch 2.13 crashes where one has hooks from before and after. Not leaves,
+            # whose gradients come in no order with those of parameters. A view that is written in
+            # place leaves its node out of the graph, and not that of its base.
+            base = tensor._base if tensor._is_view() else None
+            for each in (tensor, base):
+                if each is not None and each.grad_fn is not None:
+                    each.grad_fn.register_prehook(hook)
+        return hook
+
+
+class _Ending:
+    """What backward calls at its end. Where it raises, it drops this uncalled.
+
+    It has no `__del__`: behind a backward in another thread that would be the first code that
+    Python runs, and the KeyboardInterrupt that waits for it would be dropped there.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._dropped = finalize(self, listener.backward_failed)
+        self._dropped.atexit = False
+
+    def __call__(self) -> None:
+        self._dropped.detach()
+        self._listener.end_backward()
+
+
+def _in_backward() -> bool:
+    """Whether autograd calls this, in whichever thread."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def _between(
+    module: nn.Module, before: Callable[..., None], after: Callable[..., None]
+) -> Callable[..., object]:
+    """The module's compiled code between what hooks would do."""
+    code = code_of(module)
+
+    def run(*args: object, **kwargs: object) -> object:
+        before(module, args, kwargs)
+        output: object = code(*args, **kwargs)
+        after(module, args, output)
+        return output
+
+    return run

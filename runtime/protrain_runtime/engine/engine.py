@@ -1,0 +1,799 @@
+"""The engine: walks the slots of a `Program` while the model computes.
+
+A step is one programme or several: micro-batches before the one that updates have their own. At
+every boundary that `Boundaries` reports it does what the programme says around a slot, in the
+programme's order: wait for what must have left, submit fetches, wait for what the slot reads, let
+it compute, release, submit what it produced.
+
+In a forward without a graph, what each unit reads is brought, and taken away after it. One may run
+between a training forward and that forward's backward, as losses do that compare a model with
+itself without its adapters. It finds some chunks on the device, and some on their way there: those
+it leaves as they were.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import NamedTuple
+from weakref import ref
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from protrain_plan.program.program import COLLECT, Lane, Program
+from protrain_plan.records.plan import Keep, Persistent, Swap, SwapInput, UnitPlan
+from protrain_runtime.activations.saved_tensors import HandedOn, SavedTensors
+from protrain_runtime.devices.lanes import Backend, LaneError, Ticket, WorkLane, is_held, nothing
+from protrain_runtime.devices.memory_meter import addresses
+from protrain_runtime.devices.stores import DeviceStore
+from protrain_runtime.devices.turns import Turns
+from protrain_runtime.engine.boundaries import Boundaries
+from protrain_runtime.engine.moves import Moves
+from protrain_runtime.engine.state import MemorySnapshot, Phase, StepState, all_bytes, held_bytes
+from protrain_runtime.engine.step_times import StepTimes
+from protrain_runtime.ranks.group import Ranks
+from protrain_runtime.states.chunks import Chunk, Slice, refuse_reading
+from protrain_runtime.states.stand_ins import ConsumedGradient
+from protrain_runtime.states.unchanged_model import UnchangedModel
+
+
+class _Lent(NamedTuple):
+    """Groups of a chunk that the model has for this forward: brought for it, and found unbound."""
+
+    brought: list[int]
+    found: list[int]
+
+
+def refuse_written(chunk: Chunk) -> None:
+    """RuntimeError where a forward wrote to parameters that are about to be taken away."""
+    if name := chunk.written:
+        raise RuntimeError(
+            f"the forward wrote to {name!r}, and the plan keeps that below the device: what was"
+            " written would be lost. Profile the model as it runs now, which keeps it on the device"
+        )
+
+
+class Evaluation:
+    """One forward without a graph over the offloaded `chunks`.
+
+    `arrived` waits for a chunk's groups that are on their way; `collect` runs a collective.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        moves: Moves,
+        *,
+        arrived: Callable[[Chunk], None],
+        collect: Callable[[str, Callable[[], None]], None],
+    ) -> None:
+        self._chunks, self._moves = chunks, moves
+        self._arrived, self._collect = arrived, collect
+        self._lent: dict[int, _Lent] = {}  # by unit
+
+    def enter(self, unit: int) -> None:
+        """Bring what the unit reads, and take away what only the units before it read."""
+        for chunk in self._chunks:
+            if unit in chunk.used_by:
+                self.lend(chunk)
+            elif chunk.unit in self._lent:
+                refuse_written(chunk)
+                self._take_back(chunk)
+
+    def end(self, *, check: bool = True) -> None:
+        """Leave the chunks as they were. Without `check`, whatever was written to them."""
+        for chunk in self._chunks if check else ():
+            if chunk.unit in self._lent:
+                refuse_written(chunk)
+        for chunk in self._chunks:
+            self._take_back(chunk)
+
+    def lend(self, chunk: Chunk) -> None:
+        """Bring a chunk until a unit begins that does not read it."""
+        if chunk.unit in self._lent:
+            return
+        self._arrived(chunk)
+        brought = [group for group in chunk.every_group if group not in chunk.buffers]
+        found = [group for group in chunk.hollow if group in chunk.buffers]
+        self._lent[chunk.unit] = _Lent(brought, found)
+        if brought and not isinstance(chunk.store, DeviceStore):
+            self._moves.fetch(chunk, brought)()
+        unbound = sorted((*brought, *found))
+        if unbound and chunk.sharding is not None:
+            # What was found may be this rank's part alone, and all of it may be gathered twice.
+            self._collect(f"all-gather {chunk.unit}", self._moves.all_gather(chunk, unbound))
+        chunk.bind(unbound)
+
+    def _take_back(self, chunk: Chunk) -> None:
+        lent = self._lent.pop(chunk.unit, None)
+        if lent is not None:
+            chunk.release(lent.brought)
+            chunk.unbind(lent.found)
+
+
+Observer = Callable[[str], None]
+"""Told of every boundary: "begin", "slot 3" when what must leave before slot 3 has left, and
+"backward ended"."""
+
+
+class Engine:
+    """Executes the programmes of a step.
+
+    `program` ends with the update of offloaded chunks, `accumulating` is that of a micro-batch
+    before. `shared` are the storages of persistent parameters and of buffers. `checked`: whoever
+    brings bytes to a tier or back looks at them, which the hardware by itself does not.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        accumulating: Program,
+        plans: Sequence[UnitPlan],
+        chunks: Sequence[Chunk],
+        moves: Moves,
+        *,
+        backend: Backend,
+        shared: frozenset[int],
+        ranks: Ranks | None = None,
+        checked: bool = False,
+        shared_buffers: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._updating, self._accumulating, self._program = program, accumulating, program
+        self._plans, self._chunks = plans, chunks
+        self._moves, self._backend, self._shared = moves, backend, shared
+        self._ranks, self._buffers = ranks, tuple(shared_buffers)
+        self.observer: Observer | None = None
+        self.boundaries: ref[Boundaries] | None = None  # the model's own, which begin parts
+        self.unchanged: ref[UnchangedModel] | None = None  # looks at the model before a step
+        self.refuses_views = True  # of parameters, that are held from step to step
+        self.held_views: set[int] = set()  # units of which views were held after their slot
+        self.gathered = ""  # what has parameters on the device, in words: `full_parameters`
+        self._modified = False  # they may change there
+        self._lent: Evaluation | None = None
+        self.recorder: StepTimes | None = None  # of steps of `program`
+        self._times: StepTimes | None = None  # the recorder, while such a step runs
+        self.lanes: Mapping[Lane, WorkLane] = {
+            lane: backend.lane(
+                str(lane),
+                on_device=lane.tier == "host" and lane.direction != "update" and not checked,
+            )
+            for lane in sorted({move.lane for move in program.moves} - {COLLECT}, key=str)
+        }
+        if ranks is not None:
+            self.lanes = {
+                **self.lanes,
+                COLLECT: backend.lane(str(COLLECT), on_device=True, patient=True),
+            }
+        self._offloaded = [chunk for chunk in chunks if chunk.store is not None]
+        for chunk in self._offloaded:
+            # A lane's work may hold a chunk for longer than the model lives.
+            chunk.bring = partial(_bring, ref(self))
+            chunk.settle = partial(_settle, ref(self))
+        self._reads = [
+            [chunk for chunk in self._offloaded if unit in chunk.used_by]
+            for unit in range(program.num_units)
+        ]
+        self._in_backward = program.settings.updates == "in backward"
+        updates = any(move.kind == "update" for move in program.moves)
+        self._state = StepState(
+            program.num_units,
+            program.settings.micro_batches,
+            updates_in_backward=updates and self._in_backward,
+        )
+        self.turns = Turns(self._graph_lives)
+        self._shown: list[Slice] = []  # the parameters whose gradients the last backward took
+        self._given_up: MemorySnapshot | None = None  # when the last forward was cut short
+        self._reset()
+
+    def _reset(self) -> None:
+        self._state.end_slots()
+        self._tickets: dict[int, Ticket] = {}
+        self._running: set[int] = set()  # submitted, and not yet seen to end
+        self._saved: SavedTensors | None = None
+        self._handed_on: HandedOn | None = None
+        self._evaluation: Evaluation | None = None
+        self._outputs: frozenset[int] = frozenset()
+        self._lingering: list[tuple[int, StorageWeakRef]] = []  # by unit: buffers that are held
+
+    @property
+    def program(self) -> Program:
+        """That of the micro-batch which ends with the update."""
+        return self._updating
+
+    # ---- what Boundaries reports ------------------------------------------------------------
+
+    def begin(self, *, training: bool) -> None:
+        self._at_home("the model was called", self.lanes if training else self._offloaded)
+        if training:
+            self.outside("a training step began")
+            unchanged = self.unchanged() if self.unchanged is not None else None
+            if unchanged is not None:
+                unchanged.check()
+        if self._state.slot >= 0:
+            self._give_up()  # the last forward had no backward, or was cut short
+        self._state.settle("a second forward began" if training else "the model was evaluated")
+        if training:
+            self._refuse_micro_batch()
+        # What was refused until here, no rank has begun: see [Note: what is told when].
+        with self._failing("a forward"):
+            self._begin(training=training)
+
+    def _begin(self, *, training: bool) -> None:
+        self._share_buffers()
+        self._times, self._given_up = None, None
+        if training:
+            self._begin_micro_batch()
+        self._observe("begin")
+        if not training:
+            self._state.evaluate(0)
+            self.begin_between()
+            return
+        if self._program is self._updating and self.recorder is not None:
+            self._times = self.recorder
+            self._times.begin()
+        self._begin_slot(0, ())
+
+    def begin_between(self) -> None:
+        """The model is evaluated, perhaps while its last forward waits for its backward."""
+        self._at_home("the model was evaluated", self._offloaded)
+        self._evaluation = self._evaluated(self._offloaded)
+        self._enter(0, ())
+
+    def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
+        if slot < self._program.num_units or self._state.slot < 0:
+            self._enter(slot, inputs)  # `abort` is told of what is wrong in a forward
+            return
+        with self._failing("a backward"):
+            self._enter(slot, inputs)
+
+    def _enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
+        evaluating = self._state.phase is Phase.EVALUATING
+        if not evaluating:
+            self._at_home("backward ran", self.lanes)
+        if self._evaluation is not None:
+            if evaluating:
+                self._state.evaluate(slot)
+            self._evaluation.enter(slot)
+            return
+        if self._state.slot < 0:
+            raise RuntimeError(
+                "backward ran once more through one forward: under this plan a forward has one"
+                " backward"
+            )
+        while self._state.slot < slot:
+            self._end_slot()
+            following = self._state.slot + 1
+            self._begin_slot(following, inputs if following == slot else ())
+
+    def leave(self, outputs: Sequence[torch.Tensor]) -> None:
+        if self._evaluation is not None:
+            return
+        self._outputs = addresses(outputs)
+        if self._saved is not None:
+            self._saved.__exit__()  # what follows is not the unit's, even where no slot begins now
+
+    def differentiate(self, unit: int) -> None:
+        plan = self._plans[unit]
+        if plan.activations == Keep() and isinstance(plan.states, Persistent):
+            return
+        raise RuntimeError(
+            f"the forward asks for gradients itself (torch.autograd.grad) through {plan.name!r},"
+            " and the plan has taken away what this needs. Profile the model as it runs now"
+        )
+
+    def end_forward(self) -> None:
+        if self._evaluation is None:
+            self._close_saved()  # the last unit's; its slot ends when backward begins
+            self.held_views |= {unit for unit, view in self._lingering if not view.expired()}
+            for chunk in self._offloaded:
+                refuse_written(chunk)
+            return
+        self._evaluation.end()
+        self._evaluation = None
+        if self._state.phase is Phase.EVALUATING:
+            self._state.end_slots()
+
+    def end_backward(self) -> None:
+        with self._failing("a backward"):
+            self._end_backward()
+
+    def _end_backward(self) -> None:
+        self._enter(len(self._program.slots) - 1, ())
+        self._end_slot()
+        # Updates of a step run on into `optimizer.step()`, which waits for them; what a micro-batch
+        # before it has moved is needed, or in the way, in the next forward.
+        if not (self._state.updates_in_backward and self._program is self._updating):
+            self._end_moves()
+        for number in self._program.reduced:
+            if number in self._running:
+                self._end(number)
+        self._moves.pass_boundary(())
+        if self.refuses_views:
+            self._refuse_held_views()
+        self._state.end_backward()
+        self.turns.end_backward()
+        for chunk in self._offloaded:
+            chunk.show_consumed()
+        self._shown = [part for chunk in self._offloaded for part in chunk.consumed]
+        if self._state.updated:
+            self._refuse_late_gradients()
+        self._observe("backward ended")
+
+    def abort(self) -> None:
+        """The model raised, on this rank perhaps alone."""
+        if self.turns.forked and self.lanes:
+            return  # the step that was under way is that of another process
+        if self._ranks is not None:
+            self._state.cut_short = True
+            try:
+                self._ranks.tell_end(sys.exception(), "a forward")
+            finally:
+                self._give_up()
+            return
+        self._give_up()
+
+    def backward_failed(self) -> None:
+        """Backward raised, what is not known yet."""
+        if self._ranks is not None:
+            self._state.cut_short = True
+            self._ranks.meeting.doubt("a backward")
+
+    @contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        """What other ranks wait in: an error is told to them, and this rank goes on with none."""
+        try:
+            yield
+        except BaseException as error:
+            if self._ranks is not None:
+                self._state.cut_short = True
+                self._ranks.tell_end(error, what)
+            raise
+
+    def _give_up(self) -> None:
+        """Give the forward and backward up: nothing in flight, no buffers, no hooks.
+
+        Gradients of micro-batches before it stay what they are, unless its backward had begun.
+        """
+        state = self._state
+        in_backward = state.in_backward
+        if in_backward and state.updating:
+            state.tear()
+        with suppress(MemoryError):  # what this is for must not keep anything from being freed
+            self._given_up = self.memory_snapshot()
+        self._close_saved()
+        state.cut_short |= in_backward and self._ranks is not None
+        ends = [lane.submit("the end", nothing, ()) for lane in self.lanes.values()]
+        for end in ends:
+            # Behind everything that is in flight, also where a signal came before its ticket was
+            # noted. What failed was raised where compute waited for it, or does not matter now.
+            with suppress(LaneError):
+                end.synchronize()
+        for number in sorted(self._running):
+            with suppress(RuntimeError):  # of what was saved, and nobody needs any more
+                self._moves.end(number)
+        for chunk in self._offloaded:
+            chunk.release(chunk.every_group)
+            if in_backward:
+                chunk.clear_gradients()
+            else:
+                chunk.show_consumed()
+        if in_backward:
+            state.num_backwards = 0
+        self._moves.clear(self._program)
+        self._reset()
+
+    def memory_snapshot(self) -> MemorySnapshot | None:
+        """What stands in the slot that runs, or stood in the one that was given up."""
+        stepping = self._state.phase is Phase.STEPPING
+        slot = len(self._program.slots) if stepping else self._state.slot
+        if slot < 0:
+            return self._given_up
+        device = self._backend.device
+        moving, staging = self._moves.in_transit()
+        parameters = [parameter for chunk in self._chunks for parameter in chunk.parameters]
+        taken = [gradient for chunk in self._chunks for gradient in chunk.gradients.values()]
+        buffers = [buffer for chunk in self._chunks for buffer in chunk.buffers.values()]
+        kept = [p for chunk in self._chunks if chunk.store is None for p in chunk.parameters]
+        return MemorySnapshot(
+            slot=slot,
+            states=held_bytes(kept, device),
+            gradients=held_bytes((*(p.grad for p in parameters), *taken), device),
+            transfers=held_bytes((*buffers, *moving), device),
+            staging=held_bytes(staging, device),
+            in_all=all_bytes(device),
+        )
+
+    def _refuse_micro_batch(self) -> None:
+        """RuntimeError where what the training loop has left of gradients has no room beside it."""
+        if self._ranks is not None:
+            self._ranks.meeting.refuse_lost()
+        if self._state.cut_short:
+            raise RuntimeError(
+                "a forward or backward was cut short on this rank, and the others have gone on:"
+                " start all ranks again, from a checkpoint"
+            )
+        for chunk in self._offloaded:
+            chunk.forget_dropped()
+        count = self._state.micro_batches
+        waiting = any(chunk.offloaded_gradients for chunk in self._offloaded)
+        done = 0 if self._no_gradients() else self._state.num_backwards
+        summed = self._ranks is not None and done >= count
+        if summed or (waiting and count == 1):
+            raise RuntimeError(
+                "a second forward began between backward() and optimizer.step(): this plan has room"
+                " for the gradients of one backward; to add several up, plan with --accumulate"
+            )
+
+    def _no_gradients(self) -> bool:
+        """There are none so far, or they were dropped: a loss scaler skips steps."""
+        return all(part.parameter.grad is None for chunk in self._chunks for part in chunk.slices)
+
+    def _begin_micro_batch(self) -> None:
+        """Choose the programme."""
+        state = self._state
+        if self._no_gradients():
+            state.num_backwards = 0
+        for chunk in self._offloaded:
+            chunk.hide_consumed()
+        any_may_be = not self._in_backward and self._ranks is None
+        last = any_may_be or state.num_backwards + 1 == state.micro_batches
+        self._program = self._updating if last else self._accumulating
+        self._moves.clear(self._program)
+        self._moves.make_staging()
+
+    def _graph_lives(self) -> bool:
+        boundaries = self.boundaries() if self.boundaries is not None else None
+        return boundaries is not None and boundaries.graph_lives
+
+    def _at_home(self, what: str, needed: Collection[object]) -> None:
+        """TurnError, saying `what`, in a forked process, where that needs what only one has."""
+        if needed:
+            self.turns.at_home(what)
+
+    # ---- the end of a step ------------------------------------------------------------------
+
+    def settle(self, what: str) -> None:
+        """RuntimeError, saying `what`, where some parameters are updated and some are not.
+
+        So it is between backward and `optimizer.step()`, where updates are in backward, and after a
+        step, or such a backward, that a signal or an error has ended.
+        """
+        self._at_home(what, self._offloaded)
+        self.turns.check(what)
+        if self._modified:
+            self.outside(what)
+        self._state.settle(what)
+
+    def outside(self, what: str) -> None:
+        """RuntimeError, saying `what`, inside `full_parameters(model)`."""
+        if self.gathered:
+            raise RuntimeError(f"{what} inside {self.gathered}: leave it first")
+
+    def check_step(self) -> None:
+        """RuntimeError where `optimizer.step()` does not belong."""
+        self._at_home("optimizer.step() was called", self._offloaded)
+        self.outside("optimizer.step() was called")
+        state = self._state
+        if state.phase is Phase.STEPPING:
+            self.settle("optimizer.step() was called")
+        if not state.num_backwards and (name := self._used_gradient()):
+            raise RuntimeError(
+                f"optimizer.step() was called again after one backward(): the gradient of {name!r},"
+                " which is offloaded, is used up. Run a backward() before every step"
+            )
+        if state.updated:
+            self._refuse_other_gradients()
+        if state.slot >= 0:
+            raise RuntimeError("optimizer.step() was called before backward() had ended")
+        count = state.micro_batches
+        if self._ranks is not None and 0 < state.num_backwards < count:
+            raise RuntimeError(
+                f"optimizer.step() was called after {state.num_backwards} of {count} micro-batches:"
+                f" this plan sums gradients over the devices in backward {count}. Run {count} per"
+                " step"
+            )
+        if state.updates_in_backward and state.num_backwards and not state.updated:
+            raise RuntimeError(
+                f"optimizer.step() was called after {state.num_backwards} of {count} micro-batches:"
+                f" this plan updates offloaded parameters in backward {count}. Run {count} per"
+                " step, or plan with --clip: updates then come after backward, however many there"
+                " were"
+            )
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """`optimizer.step()`, once it is not refused."""
+        if self._ranks is not None:
+            self._ranks.meeting.refuse_lost()
+        with self._failing("optimizer.step()"):
+            yield
+
+    def meet(self, what: str) -> None:
+        """Of several ranks, all have come here, or all raise."""
+        if self._ranks is not None:
+            self._ranks.meet(what)
+
+    def telling(self, what: str) -> AbstractContextManager[None]:
+        """What is for all ranks: it ends well on all of them or on none."""
+        return nullcontext() if self._ranks is None else self._ranks.telling(what)
+
+    def begin_update(self) -> None:
+        """Let the updates start that waited for the end of backward."""
+        self._state.begin_step()
+        if self._times is not None:
+            self._times.enter(len(self._program.slots))
+        if self._in_backward or not self._state.num_backwards:
+            return
+        for chunk in self._offloaded:
+            chunk.forget_dropped()
+            chunk.take_gradients()
+            if chunk.sharding is not None and chunk.gradients:
+                raise RuntimeError(
+                    "a gradient was replaced between backward() and optimizer.step(): on several"
+                    " devices each one has a part of it; clip it, unscale it, or set it to None"
+                )
+        for number in self._updating.last:
+            self._submit(number)
+
+    def update_shards(self) -> None:
+        """Update what this rank has on the device of chunks that are shared."""
+        if not self._state.num_backwards:
+            return
+        for chunk in self._offloaded:
+            if isinstance(chunk.store, DeviceStore):
+                self._moves.update_shard(chunk)
+
+    def finish_step(self) -> None:
+        """Wait until every move has ended. Called by the optimizer's step."""
+        if self._times is not None:
+            self._times.leave()
+        self._end_moves()
+        if self._times is not None:
+            self._times.end()
+            self._times = None
+        for chunk in self._offloaded:
+            chunk.clear_gradients()
+        self._state.end_step()
+        self.turns.end_step()
+
+    def _end_moves(self) -> None:
+        for number in sorted(self._running):
+            if self._program.moves[number].lane == COLLECT:
+                self._tickets[number].wait()  # the host looks at none of it
+            else:
+                self._tickets[number].synchronize()
+            self._moves.end(number)
+        self._moves.clear(self._program)
+        self._reset()
+
+    def close(self) -> None:
+        """End the lanes."""
+        if self._state.slot >= 0 or self._tickets:
+            self._give_up()
+        for lane in self.lanes.values():
+            lane.close()
+
+    # ---- parameters between steps -----------------------------------------------------------
+
+    def gather(self, chunks: Sequence[Chunk], what: str, *, modify: bool) -> None:
+        """Have these chunks' parameters on the device until `ungather`; `what` has them there."""
+        if modify and self._state.slot >= 0:
+            raise RuntimeError(f"{what} was entered while a forward waits for its backward")
+        self._lent = self._evaluated(chunks)
+        self.gathered, self._modified = what, modify
+        try:
+            with self._failing("full_parameters()"):
+                for chunk in chunks:
+                    self._lent.lend(chunk)
+        except BaseException:
+            self.ungather()
+            raise
+
+    def ungather(self) -> None:
+        """Leave the chunks as they were."""
+        assert self._lent is not None
+        self._lent.end(check=False)
+        self._lent, self.gathered, self._modified = None, "", False
+
+    def _evaluated(self, chunks: Sequence[Chunk]) -> Evaluation:
+        return Evaluation(chunks, self._moves, arrived=self._await_fetches, collect=self._collect)
+
+    # ---- slots ------------------------------------------------------------------------------
+
+    def _begin_slot(self, index: int, inputs: Sequence[torch.Tensor]) -> None:
+        if index == self._program.num_units:
+            self._refuse_unzeroed()
+        self._state.enter(index)
+        slot = self._program.slots[index]
+        for number in [n for n in self._running if self._tickets[n].done()]:
+            self._end(number)
+        for number in slot.drained:
+            # What entered the lane before it has ended too: the pieces of a chunk are written in
+            # order, and only the last of them that has to have left is named.
+            lane = self._program.moves[number].lane
+            for earlier in sorted(n for n in self._running if n <= number):
+                if self._program.moves[earlier].lane == lane:
+                    self._end(earlier)
+        # After the drained moves have ended, whose buffers may serve these fetches, and before the
+        # observer looks: what nobody takes is no part of this slot.
+        self._moves.pass_boundary(slot.submit)
+        self._observe(f"slot {index}")
+        for number in slot.submit:
+            self._submit(number)
+        for number in slot.ready:
+            # On a stream, compute waits behind the copy and this thread goes on: buffers that are
+            # not filled yet may be bound, since only kernels behind the copy read them.
+            self._tickets[number].wait()
+            self._moves.arrive(number)
+        if slot.forward:
+            self._open_saved(slot.unit, inputs)
+        if self._times is not None:
+            self._times.enter(index)
+
+    def _end_slot(self) -> None:
+        slot = self._program.slots[self._state.slot]
+        if self._times is not None:
+            self._times.leave()
+        # Before the release below: saved tensors that lie in a chunk's buffer are places by now.
+        self._close_saved()
+        if not slot.forward and slot.finish:  # gradients go where these moves take them
+            self._chunks[slot.unit].take_gradients()
+        for unit in slot.release:
+            chunk = self._chunks[unit]
+            if slot.forward:
+                refuse_written(chunk)
+            released = chunk.release(chunk.every_group)
+            if slot.forward:
+                held = [
+                    StorageWeakRef(each.untyped_storage()) for each in released if is_held(each)
+                ]
+                self._lingering += [(unit, storage) for storage in held]
+            self._moves.buffers.give_up(released)
+            del released
+        for number in slot.finish:
+            self._submit(number)
+
+    def _submit(self, number: int) -> None:
+        move = self._program.moves[number]
+        self._state.updating |= move.kind == "update"
+        lane = self.lanes[move.lane]
+        after = [self._tickets[other] for other in move.after]
+        # This thread allocates what the move fills; until `_end` the moves own it, not the lane.
+        work = self._moves.start(number)
+        if self._times is not None:
+            work = self._times.timed(number, work, lane)
+        self._tickets[number] = lane.submit(self._program.move_name(number), work, after)
+        self._running.add(number)
+
+    def _end(self, number: int) -> None:
+        self._tickets[number].wait()  # on a stream: what is freed below serves again behind it
+        self._running.discard(number)
+        self._moves.end(number)
+
+    def _open_saved(self, unit: int, inputs: Sequence[torch.Tensor]) -> None:
+        """Install saved-tensor hooks where the unit needs them."""
+        plan = self._plans[unit]
+        swaps = isinstance(plan.activations, Swap | SwapInput)
+        if not swaps and not self._reads[unit]:
+            return
+        own = addresses([inputs[index] for index in plan.own_inputs if index < len(inputs)])
+        foreign = self._shared | (addresses(inputs) - own)
+        self._saved = SavedTensors(
+            self._reads[unit], swaps=swaps, foreign=foreign, own=own, handed_on=self._handed_on
+        )
+        self._saved.__enter__()
+
+    def _close_saved(self) -> None:
+        if self._saved is None:
+            return
+        saved, self._saved = self._saved, None
+        saved.__exit__()
+        unit = self._program.slots[self._state.slot].unit
+        self._moves.take_swapped(unit, saved.swapped(outputs=self._outputs))
+        self._handed_on = saved.handed_on
+
+    # ---- what a step may not do ---------------------------------------------------------------
+
+    def bring(self, chunk: Chunk, name: str) -> None:
+        """Code reads a parameter that is away: in a forward there may be a way."""
+        if self._evaluation is not None:
+            self._evaluation.lend(chunk)
+            return
+        boundaries = self.boundaries() if self.boundaries is not None else None
+        if boundaries is not None and boundaries.running:
+            later = [unit for unit in chunk.used_by if unit > self._state.slot]
+            if not any(map(boundaries.begin_part, later)):
+                raise RuntimeError(
+                    f"{self._plans[self._state.slot].name!r} reads {name!r}, which it did not when"
+                    " it was profiled, and the plan has it away from the device. Profile the model"
+                    " as it runs now"
+                )
+        if chunk.hollow:
+            refuse_reading(name)
+
+    def _refuse_held_views(self) -> None:
+        """RuntimeError where a view of parameters that have left the device outlives the step.
+
+        In the next one it would have the values of this.
+        """
+        held = [unit for unit, view in self._lingering if not view.expired()]
+        if held:
+            raise RuntimeError(
+                f"the model keeps a view of parameters of {self._plans[held[0]].name!r} from step"
+                " to step (in an attribute or a list), and the plan takes them off the device, so"
+                " that it would have old values: keep none, or plan with"
+                f' --pin "{self._plans[held[0]].name}: persistent"'
+            )
+
+    def _refuse_unzeroed(self) -> None:
+        if name := self._used_gradient():
+            raise RuntimeError(
+                f"the gradient of {name!r} was not zeroed after optimizer.step(): plain PyTorch"
+                " would add the next one to it, and this plan has used it up. Call"
+                " optimizer.zero_grad() in every step; to add gradients up, plan with --accumulate"
+            )
+
+    def _used_gradient(self) -> str | None:
+        """An offloaded parameter whose gradient the last step used, and nobody has zeroed."""
+        return next((name for chunk in self._offloaded for name in chunk.used), None)
+
+    def _refuse_late_gradients(self) -> None:
+        """RuntimeError where a gradient came when its chunk had been updated."""
+        shown = {part.name for part in self._shown}
+        for part in (part for chunk in self._offloaded for part in chunk.slices):
+            if part.parameter.grad is not None and part.name not in shown:
+                self._state.tear()
+                raise RuntimeError(
+                    f"a gradient of {part.name!r} came after the plan had updated it: it was used"
+                    " outside of the units that read it when the model was profiled. Profile the"
+                    " model as it runs now, and go on from a checkpoint"
+                )
+
+    def _refuse_other_gradients(self) -> None:
+        for part in self._shown:
+            if not isinstance(part.parameter.grad, ConsumedGradient):
+                raise RuntimeError(
+                    f"the gradient of {part.name!r} was replaced or set to None between backward()"
+                    " and optimizer.step(): this plan has updated it in backward. Plan with --clip:"
+                    " updates then come after backward"
+                )
+
+    def _share_buffers(self) -> None:
+        """Let every rank compute with the buffers of rank 0, from the first micro-batch on."""
+        if self._ranks is None or self._state.num_backwards or not self._buffers:
+            return
+        ranks, buffers = self._ranks, self._buffers
+        self._collect("broadcast buffers", lambda: ranks.broadcast(buffers))
+
+    def _collect(self, what: str, work: Callable[[], None]) -> None:
+        """Run a collective on its lane, behind all before it, and wait for it."""
+        self.lanes[COLLECT].submit(what, work, ()).wait()
+
+    def _await_fetches(self, chunk: Chunk) -> None:
+        """Wait for what is on its way to a chunk's buffers; of ranks, for this one's part.
+
+        All parts are gathered anew, behind what is on its way.
+        """
+        for number in sorted(self._running):
+            move = self._program.moves[number]
+            if move.unit == chunk.unit and move.kind == "fetch":
+                self._tickets[number].wait()
+
+    def _observe(self, what: str) -> None:
+        if self.observer is not None:
+            self.observer(what)
+
+
+def _bring(engine: "ref[Engine]", chunk: Chunk, name: str) -> None:
+    there = engine()
+    if there is None:
+        refuse_reading(name)
+    else:
+        there.bring(chunk, name)
+
+
+def _settle(engine: "ref[Engine]", what: str) -> None:
+    there = engine()
+    if there is not None:
+        there.settle(what)

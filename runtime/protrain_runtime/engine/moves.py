@@ -1,0 +1,455 @@
+"""What each move of a programme does: the work for its lane, and what stands until it has ended.
+
+[Note: who frees what]
+Buffers are allocated and freed by the thread that computes, at slot boundaries only. A lane's work
+borrows the tensors that it reads or fills: `start` is called when the move enters its lane, and
+`end` when the engine has seen its end or has told compute to wait for it. On an accelerator that
+order makes the caching allocator safe, whose blocks serve again at once in compute's stream: a
+buffer is freed after compute was ordered behind the copy out of it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, assert_never
+from weakref import ref
+
+import torch
+
+from protrain_plan.program.program import (
+    STAGING_PIECES,
+    Move,
+    Program,
+    gradient_home,
+    grouped,
+    pieces_in,
+)
+from protrain_plan.records.hardware import TierName
+from protrain_plan.records.plan import Persistent, Swap, SwapInput, UnitPlan
+from protrain_runtime.activations.saved_tensors import SwappedStorage
+from protrain_runtime.devices.lanes import Backend, Buffers
+from protrain_runtime.devices.stores import DeviceStore, HostStore, Store
+from protrain_runtime.engine.gradients import GradientMoves, Reductions, Work, dense
+from protrain_runtime.ranks.group import Ranks
+from protrain_runtime.states.chunks import Chunk, flat_storage_order
+from protrain_runtime.states.update_rules import OptimizerFactory
+from protrain_runtime.states.updates import Piece, UpdateTeam
+
+Options = Mapping[str, Mapping[str, Any]]
+"""Hyperparameters by parameter name."""
+
+NUM_NAMED = 3
+"""Tensors that an error names: a block of checked bytes may hold many small ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedUnit:
+    """What a unit's forward saved and a swap takes away, first saved first, in groups.
+
+    The saved tensors own the storages, and may be dropped at any time: the groups are of all that
+    there were, so that the way out and the way back mean the same ones.
+    """
+
+    storages: tuple[ref[SwappedStorage], ...]
+    groups: tuple[range, ...]
+    group_bytes: tuple[int, ...]
+
+    @staticmethod
+    def of(storages: Sequence[SwappedStorage]) -> "SwappedUnit":
+        groups = tuple(grouped([storage.num_bytes for storage in storages]))
+        return SwappedUnit(
+            tuple(ref(storage) for storage in storages),
+            groups,
+            tuple(sum(storages[place].num_bytes for place in group) for group in groups),
+        )
+
+    def in_share(self, share: tuple[float, float]) -> Iterator[SwappedStorage]:
+        """The storages in a share of the bytes that are still there."""
+        for group in pieces_in(self.group_bytes, share):
+            for place in self.groups[group]:
+                storage = self.storages[place]()
+                if storage is not None:
+                    yield storage
+
+
+class Moves:
+    """The data side of a programme: chunks, swapped activations, optimizer pieces.
+
+    `program` is the one that ends with an update, which has every kind of move; `clear` sets which
+    one runs. `options` returns the hyperparameters that hold now. `team` updates beside compute.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        plans: Sequence[UnitPlan],
+        chunks: Sequence[Chunk],
+        *,
+        backend: Backend,
+        swap_stores: Mapping[TierName, Store],
+        factory: OptimizerFactory,
+        options: Callable[[], Options],
+        ranks: Ranks | None = None,
+        team: UpdateTeam | None = None,
+    ) -> None:
+        self._team = UpdateTeam() if team is None else team
+        self._program, self._plans, self._chunks = program, plans, chunks
+        self._backend, self._swap_stores = backend, swap_stores
+        self.buffers = Buffers(backend)
+        self._factory, self._options = factory, options
+        reads = [n for n, move in enumerate(program.moves) if move.kind == "read states"]
+        self._reads = [program.moves[number] for number in reads]
+        self._ring_place = {number: place % STAGING_PIECES for place, number in enumerate(reads)}
+        self._ring: list[torch.Tensor] = []
+        # By unit: offsets and bytes of what is reserved for what it swaps.
+        self._swap_regions: dict[int, list[tuple[int, int]]] = {}
+        self._gradients = GradientMoves(program, backend)
+        self._reductions = None if ranks is None else Reductions(program, ranks, backend)
+        self.clear(program)
+
+    def clear(self, program: Program) -> None:
+        """Forget the programme that ran, and do the moves of this one."""
+        self._program = program
+        self.buffers.keep_for(())
+        self._gradients.clear()
+        if self._reductions is not None:
+            self._reductions.clear()
+        self._swapped: dict[int, SwappedUnit] = {}  # what a unit's forward left
+        # By move: what stands until it has ended.
+        self._held: dict[int, list[torch.Tensor]] = {}
+        self._leaving: dict[int, list[SwappedStorage]] = {}
+        self._arriving: dict[int, list[SwappedStorage]] = {}
+        self._pieces: dict[tuple[int, int], Piece] = {}
+        self._chosen: Options | None = None  # the hyperparameters of this run's updates
+
+    def make_staging(self) -> None:
+        """Allocate the staging buffers, once there is something to read.
+
+        Called between steps: a step reads all states or none. Parameters and gradients are read
+        from the first.
+        """
+        self._gradients.make_rooms(self._chunks)
+        if self._ring:
+            return
+        reads = self._reads
+        chunks = [self._chunks[move.unit].own for move in reads]
+        if not any(chunk.updated or self._read_with_states(chunk)[0] for chunk in chunks):
+            return
+        largest = 0
+        for move, chunk in zip(reads, chunks, strict=True):
+            count = chunk.cut(move.stop) - chunk.cut(move.start)
+            width = sum(state.dtype.itemsize for state in chunk.states)
+            width += sum(self._read_with_states(chunk)) * (
+                chunk.gradient_bytes // chunk.num_trainable
+            )
+            largest = max(largest, count * width)
+        for _ in range(min(STAGING_PIECES, len(self._ring_place))):
+            self._ring.append(self._backend.empty_host(largest))
+
+    def in_transit(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The tensors that are on their way, and those that others pass through."""
+        storages = [
+            storage
+            for storages in (*self._leaving.values(), *self._arriving.values())
+            for storage in storages
+        ]
+        moving = [tensor for held in self._held.values() for tensor in held]
+        moving += [t for s in storages for t in (s.source, s.restored) if t is not None]
+        return moving, [*self._ring, *self._gradients.rooms]
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory for what passes through to an optimizer there: from disk, and to be added.
+
+        On a CPU these buffers count as the device's.
+        """
+        if self._backend.on_host:
+            return 0
+        return sum(buffer.numel() for buffer in (*self._ring, *self._gradients.rooms))
+
+    def describe(self, store: Store, start: int, stop: int) -> str:
+        """What lies between two offsets of a store: tensors, and the unit that they are of."""
+        found = [
+            (unit, what)
+            for unit, what, place, num_bytes in self._places(store)
+            if place < stop and start < place + num_bytes
+        ]
+        if not found:
+            return "averages, or what lies between tensors"
+        units = list(dict.fromkeys(self._plans[unit].name for unit, _ in found))
+        names = list(dict.fromkeys(what for _, what in found))
+        more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+        return f"{', '.join(names[:NUM_NAMED])}{more}, of unit {', '.join(map(repr, units))}"
+
+    def _places(self, store: Store) -> Iterator[tuple[int, str, int, int]]:
+        """What lies in a store: its unit and name, its offset and bytes."""
+        for chunk in self._chunks:
+            own = chunk.own
+            for part in own.slices:
+                if own.store is store:
+                    place = own.offset + part.offset
+                    yield chunk.unit, f"parameter {part.name!r}", place, part.num_bytes
+                if not part.trainable:
+                    continue
+                for layout in own.states if own.store is store else ():
+                    size = part.numel * layout.dtype.itemsize
+                    yield (
+                        chunk.unit,
+                        f"{layout.key} of {part.name!r}",
+                        layout.place(part.start),
+                        size,
+                    )
+                if own.gradient_store is store:
+                    place = own.gradient_offset + part.start * part.dtype.itemsize
+                    yield chunk.unit, f"gradient of {part.name!r}", place, part.num_bytes
+        for unit, regions in self._swap_regions.items():
+            activations = self._plans[unit].activations
+            assert isinstance(activations, Swap | SwapInput)
+            if self._swap_stores[activations.tier] is store:
+                yield from ((unit, "swapped activations", *region) for region in regions)
+
+    def _read_with_states(self, chunk: Chunk) -> tuple[bool, bool]:
+        """Whether the optimizer of a chunk on disk has its parameters and its gradients from there.
+
+        Parameters, where it is updated elsewhere than on the device; gradients that waited there.
+        """
+        states = self._plans[chunk.unit].states
+        assert not isinstance(states, Persistent)
+        home = gradient_home(states, self._program.settings)
+        return home != "in place", home == "disk"
+
+    def start(self, number: int) -> Work:
+        """The move's work; what it needs is allocated now."""
+        move = self._program.moves[number]
+        chunk = self._chunks[move.unit]
+        match move.kind:
+            case "fetch":
+                return self.fetch(chunk, chunk.groups_in(move.share))
+            case "all-gather":
+                return self.all_gather(chunk, chunk.groups_in(move.share))
+            case "all-reduce":
+                assert self._reductions is not None
+                return self._reductions.all_reduce(number, chunk)
+            case "reduce-scatter":
+                assert self._reductions is not None
+                states = self._plans[chunk.unit].states
+                return self._reductions.reduce_scatter(number, move, chunk, states)
+            case "swap out":
+                return self._swap_out(number, move)
+            case "swap in":
+                return self._swap_in(number, move)
+            case "spill gradients":
+                spills = self._gradients if self._reductions is None else self._reductions
+                work, self._held[number] = spills.spill(move, chunk)
+                return work
+            case "add gradients":
+                return self._gradients.add(move)
+            case "read states":
+                return self._read_states(number, move, chunk.own)
+            case "update":
+                return self._update(move, chunk.own)
+            case "write states":
+                return self._write_states(move)
+            case _:
+                assert_never(move.kind)
+
+    def arrive(self, number: int) -> None:
+        """A fetch has ended and its slot begins: give what it brought to the model."""
+        move = self._program.moves[number]
+        chunk = self._chunks[move.unit]
+        if move.kind == "all-gather" or (move.kind == "fetch" and chunk.sharding is None):
+            chunk.bind(chunk.groups_in(move.share))
+        elif move.kind == "swap in":
+            # From here on the saved tensors alone own what came back.
+            self._arriving.pop(number, None)
+
+    def end(self, number: int) -> None:
+        """The move has ended: free what stood for it."""
+        self._held.pop(number, None)
+        for storage in self._leaving.pop(number, ()):
+            storage.leave()
+        move = self._program.moves[number]
+        chunk = self._chunks[move.unit]
+        if self._reductions is not None:
+            if move.kind in ("all-reduce", "reduce-scatter"):
+                self._reductions.end(move, number, chunk)
+            elif move.kind == "write states" and move.stop == chunk.own.num_trainable:
+                # With the last piece, the sum of its gradients has been used.
+                chunk.offloaded_gradients.clear()
+        elif move.kind == "write states":
+            # Updated in place, and no later piece needs them: these groups' last bytes are written.
+            gone = chunk.groups_in(move.share)
+            self.buffers.give_up(chunk.release(gone))
+            for part in chunk.slices:
+                if part.group in gone:
+                    chunk.gradients.pop(part.name, None)
+
+    def pass_boundary(self, fetches: Iterable[int]) -> None:
+        """Free what these fetches, the next to start, do not take of what left before them."""
+        sizes: list[int] = []
+        for move in (self._program.moves[number] for number in fetches):
+            if move.kind == "all-gather" and move.after:
+                continue  # into the buffers of a gather
+            if move.kind in ("fetch", "all-gather"):
+                groups = self._chunks[move.unit].groups
+                chosen = self._chunks[move.unit].groups_in(move.share)
+                sizes += [groups[group].num_bytes for group in chosen]
+            else:
+                swapped = self._swapped[move.unit].in_share(move.share)
+                sizes += [storage.num_bytes for storage in swapped]
+        self.buffers.keep_for(sizes)
+
+    def fetch(self, chunk: Chunk, groups: Iterable[int]) -> Work:
+        """Bring groups of a chunk to the device, one read per group.
+
+        Of a shared chunk, this rank's ranges, each into its place among the others'.
+        """
+        store, sharding = chunk.store, chunk.sharding
+        assert store is not None
+        pairs: list[tuple[int, torch.Tensor]] = []
+        for number in groups:
+            group = chunk.own.groups[number]
+            buffer = self.buffers.new(chunk.groups[number].num_bytes)
+            chunk.buffers[number] = buffer
+            if sharding is None:
+                pairs.append((chunk.offset + group.offset, buffer))
+                continue
+            for region in sharding.regions[number]:
+                place = chunk.own.offset + group.offset + region.own
+                pairs.append((place, region.of(buffer, sharding.ranks.shard)))
+
+        def work() -> None:
+            for offset, buffer in pairs:
+                store.start_read(offset, buffer)
+
+        return work
+
+    def all_gather(self, chunk: Chunk, groups: Iterable[int]) -> Work:
+        """Bring the other ranks' ranges of groups; shards on the device are read by it."""
+        sharding, own = chunk.sharding, chunk.own
+        assert sharding is not None
+        ranks = sharding.ranks
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for number in groups:
+            if number not in chunk.buffers:
+                chunk.buffers[number] = self.buffers.new(chunk.groups[number].num_bytes)
+            buffer = chunk.buffers[number]
+            for region in sharding.regions[number]:
+                mine = region.of(buffer, ranks.shard)
+                if isinstance(own.store, DeviceStore):
+                    place = own.offset + own.groups[number].offset + region.own
+                    mine = own.store.view(place, region.shard)
+                pairs.append((region.whole(buffer, ranks.num_shards), mine))
+
+        def work() -> None:
+            for whole, mine in pairs:
+                ranks.all_gather(whole, mine)
+
+        return work
+
+    def update_shard(self, chunk: Chunk) -> None:
+        """The optimizer's step on a shard on the device, by the thread that computes."""
+        piece = Piece(chunk.own, 0, chunk.own.num_trainable)
+        piece.view_store()
+        piece.update(self._factory, self._options(), {})
+        piece.write(parameters=False)
+
+    def take_swapped(self, unit: int, storages: Sequence[SwappedStorage]) -> None:
+        """What a unit's forward saved for a swap to take away, each with its place in the store.
+
+        They lie one after the other in the regions that the unit has: a step that saves other ones
+        than those before reserves no more than it saves beyond them.
+        """
+        self._swapped[unit] = SwappedUnit.of(storages)
+        if not storages:
+            return
+        activations = self._plans[unit].activations
+        assert isinstance(activations, Swap | SwapInput)
+        store = self._swap_stores[activations.tier]
+        if unit not in self._swap_regions:
+            needed = sum(storage.num_bytes for storage in storages)
+            self._swap_regions[unit] = [(store.reserve(needed), needed)]
+        regions = self._swap_regions[unit]
+        used = [0] * len(regions)
+        for storage in storages:
+            size = storage.num_bytes
+            fits = (n for n, (_, room) in enumerate(regions) if used[n] + size <= room)
+            place = next(fits, None)
+            if place is None:
+                place = len(regions)
+                regions.append((store.reserve(size), size))
+                used.append(0)
+            storage.offset = regions[place][0] + used[place]
+            used[place] += size
+
+    def _swap_out(self, number: int, move: Move) -> Work:
+        store = self._swap_store(move)
+        storages = self._leaving[number] = []
+        storages.extend(self._swapped[move.unit].in_share(move.share))
+
+        def work() -> None:
+            for storage in storages:
+                assert storage.source is not None
+                store.start_write(storage.offset, storage.source)
+
+        return work
+
+    def _swap_in(self, number: int, move: Move) -> Work:
+        storages = list(self._swapped[move.unit].in_share(move.share))
+        for storage in storages:
+            storage.restored = self.buffers.new(storage.num_bytes)
+        self._arriving[number] = storages
+        store = self._swap_store(move)
+        pairs = [(storage.offset, storage.restored) for storage in storages]
+
+        def work() -> None:
+            for offset, restored in pairs:
+                assert restored is not None
+                store.start_read(offset, restored)
+
+        return work
+
+    def _swap_store(self, move: Move) -> Store:
+        assert move.lane.tier is not None
+        return self._swap_stores[move.lane.tier]
+
+    def _read_states(self, number: int, move: Move, chunk: Chunk) -> Work:
+        piece = Piece(chunk, chunk.cut(move.start), chunk.cut(move.stop))
+        self._pieces[move.unit, move.start] = piece
+        parameters, gradients = self._read_with_states(chunk)
+        if not parameters:
+            piece.view_device()
+        if not self._ring:
+            return lambda: None  # before the first step there is nothing to read
+        ring = self._ring[self._ring_place[number]]
+        return lambda: piece.read(ring, parameters=parameters, gradients=gradients)
+
+    def _update(self, move: Move, chunk: Chunk) -> Work:
+        on_host = isinstance(chunk.store, HostStore)
+        if on_host:
+            piece = Piece(chunk, move.start, move.stop)
+        else:
+            piece = self._pieces[move.unit, move.start]
+        if self._chosen is None:
+            self._chosen = self._options()
+        options = self._chosen
+        gradients: dict[str, torch.Tensor] = {}
+        for part, low, high in piece.parts():
+            gradient = chunk.gradients.get(part.name)
+            if gradient is not None:
+                # Kept, so that a parameter in several pieces is copied once at most.
+                gradient = chunk.gradients[part.name] = dense(gradient, part.stride)
+                gradients[part.name] = flat_storage_order(gradient)[low:high]
+
+        def work() -> None:
+            with piece.in_place():
+                if on_host:
+                    piece.view_store()
+                piece.update(self._factory, options, gradients, self._team)
+            if on_host:
+                piece.write(parameters=False)
+
+        return work
+
+    def _write_states(self, move: Move) -> Work:
+        piece = self._pieces.pop((move.unit, move.start))
+        return lambda: piece.write(parameters=True)

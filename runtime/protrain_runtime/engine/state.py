@@ -1,0 +1,154 @@
+"""Where a step is: one phase and all that changes it; and what the step holds at one moment."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.memory_meter import process_memory, storage_bytes
+from protrain_runtime.states.stand_ins import ConsumedGradient
+
+
+class Phase(Enum):
+    """What the engine is in the middle of.
+
+    IDLE -> FORWARD -> BACKWARD -> IDLE    a micro-batch
+    IDLE -> STEPPING -> IDLE               `optimizer.step()`
+    IDLE -> EVALUATING -> IDLE             a forward without a graph
+    BACKWARD, IDLE -> TORN                 some parameters are updated and some are not: for good
+
+    A forward or backward that is given up goes back to IDLE, a step that raises stays STEPPING.
+    """
+
+    IDLE = auto()
+    EVALUATING = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+    STEPPING = auto()
+    TORN = auto()
+
+
+@dataclass(slots=True)
+class StepState:
+    """The phase of a step of `micro_batches` backwards, each of 2 x `num_units` slots.
+
+    updates_in_backward  whether the last of these backwards updates offloaded parameters
+    slot                 that runs; -1 between forwards, backwards and steps
+    updating             the backward that runs, or ran last, has submitted an update
+    num_backwards        that have ended since the last update
+    cut_short            of several ranks, this one left the others in the middle of a step
+    """
+
+    num_units: int
+    micro_batches: int
+    updates_in_backward: bool
+    phase: Phase = Phase.IDLE
+    slot: int = -1
+    updating: bool = False
+    num_backwards: int = 0
+    cut_short: bool = False
+
+    def evaluate(self, slot: int) -> None:
+        """A unit of a forward without a graph begins."""
+        self.phase, self.slot = Phase.EVALUATING, slot
+
+    def enter(self, slot: int) -> None:
+        """A slot of a training forward or of its backward begins."""
+        self.phase = Phase.FORWARD if slot < self.num_units else Phase.BACKWARD
+        self.slot = slot
+
+    def end_slots(self) -> None:
+        """The forward and its backward have ended, or are given up."""
+        if self.slot >= 0 and self.phase is not Phase.TORN:
+            self.phase = Phase.IDLE
+        self.slot = -1
+
+    def end_backward(self) -> None:
+        """The gradients of a micro-batch are there."""
+        self.end_slots()
+        self.num_backwards += 1
+
+    def tear(self) -> None:
+        """Some parameters are updated and some are not, and nothing can mend it."""
+        self.phase = Phase.TORN
+
+    def begin_step(self) -> None:
+        """`optimizer.step()` changes parameters from here on."""
+        if self.phase is not Phase.TORN:
+            self.phase = Phase.STEPPING
+
+    def end_step(self) -> None:
+        """All parameters are updated."""
+        if self.phase is Phase.STEPPING:
+            self.phase = Phase.IDLE
+        self.num_backwards, self.updating = 0, False
+
+    @property
+    def in_backward(self) -> bool:
+        return self.slot >= self.num_units
+
+    @property
+    def updated(self) -> bool:
+        """Whether backward updated offloaded parameters, and `optimizer.step()` has not come."""
+        return self.updates_in_backward and self.num_backwards >= self.micro_batches
+
+    def settle(self, what: str) -> None:
+        """RuntimeError, saying `what`, where some parameters are updated and some are not."""
+        if self.phase is Phase.TORN or (self.updating and self.in_backward):
+            raise RuntimeError(
+                f"{what} after backward() was cut short: this plan updates offloaded parameters"
+                " during backward, so that some are updated and some are not. Go on from a"
+                " checkpoint, with a model that is built anew; under a plan with --clip a step that"
+                " is cut short is given up"
+            )
+        if self.phase is Phase.STEPPING:
+            raise RuntimeError(
+                f"{what} after optimizer.step() was cut short: some parameters are updated and some"
+                " are not. Go on from a checkpoint, with a model that is built anew"
+            )
+        if self.updated:
+            count = self.micro_batches
+            needs = "every backward needs" if count == 1 else f"every {count} backwards need"
+            raise RuntimeError(
+                f"{what} between backward() and optimizer.step(): this plan updates offloaded"
+                f" parameters during backward, so {needs} its step"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySnapshot:
+    """Bytes in one slot, as they stand.
+
+    slot       the programme's slot; the one after the last is the device's update
+    states     persistent parameters (the optimizer's states are the optimizer's to tell)
+    gradients  of all parameters, while they are on the device
+    transfers  buffers of chunks, and swapped activations on their way
+    staging    what optimizer states and gradients pass through
+    in_all     CPU: what the process holds of the kind that RLIMIT_DATA counts; on an accelerator
+               what its allocator gave out
+    """
+
+    slot: int
+    states: int
+    gradients: int
+    transfers: int
+    staging: int
+    in_all: int
+
+
+def held_bytes(tensors: Iterable[torch.Tensor | None], device: torch.device) -> int:
+    """Of those tensors that are on `device`, each storage once; stand-ins hold nothing."""
+    real = [t for t in tensors if t is not None and not isinstance(t, ConsumedGradient)]
+    return storage_bytes(t for t in real if t.device == device)
+
+
+def all_bytes(device: torch.device) -> int:
+    """What the process holds of the memory that `device` has; 0 where the system does not say."""
+    if not devices.on_host(device):
+        return devices.allocated_bytes(device)
+    try:
+        return process_memory().data_bytes
+    except OSError:
+        return 0

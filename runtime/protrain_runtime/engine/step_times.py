@@ -1,0 +1,131 @@
+"""When the slots and moves of a step ran, seen where they start and end.
+
+What runs on the host is timed by the host's clock. What runs on a stream is timed by events in
+that stream, which cost no wait; both count from one moment, at which the device had nothing to do.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from protrain_plan.program.program import Program
+from protrain_plan.program.recording import Event
+from protrain_plan.simulation.report import COMPUTE
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.lanes import WorkLane
+
+Stamp = float | torch.Event
+"""A moment: the host's clock, or an event that a stream reaches."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    lane: str
+    name: str
+    start: Stamp
+    end: Stamp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedStep:
+    """A step that ended. `spans` are in the order in which they ended."""
+
+    origin_s: float  # by the host's clock
+    origin_event: torch.Event | None
+    spans: tuple[_Span, ...]
+    step_seconds: float
+
+    def events(self) -> tuple[Event, ...]:
+        """What ran, by when it started; the device has come to the step's end."""
+        events = [
+            Event(
+                lane=span.lane,
+                name=span.name,
+                start_s=self._seconds(span.start),
+                end_s=self._seconds(span.end),
+            )
+            for span in self.spans
+        ]
+        return tuple(sorted(events, key=lambda event: (event.start_s, event.end_s)))
+
+    def _seconds(self, stamp: Stamp) -> float:
+        if isinstance(stamp, float):
+            return stamp - self.origin_s
+        assert self.origin_event is not None
+        milliseconds: float = self.origin_event.elapsed_time(stamp)
+        return milliseconds / 1e3
+
+
+class StepTimes:
+    """What an engine tells of the steps of `program`; `last` is the last one that ended."""
+
+    def __init__(self, program: Program, device: torch.device) -> None:
+        self._program, self._device = program, device
+        self._on_host = devices.on_host(device)
+        self.last: TimedStep | None = None
+        self._spans: list[_Span] = []
+        self._slot: tuple[str, Stamp] | None = None  # that computes, and since when
+
+    def begin(self) -> None:
+        """A step begins; what was seen of one that did not end is forgotten."""
+        self._spans, self._slot = [], None
+        self._origin_event = None
+        devices.synchronize(self._device)
+        before = after = time.perf_counter()
+        if not self._on_host:
+            self._origin_event = self._event()
+            self._origin_event.synchronize()
+            after = time.perf_counter()
+        self._origin_s = (before + after) / 2  # the event came in between
+
+    def enter(self, slot: int) -> None:
+        """A slot begins to compute; the one after the last is the device's update."""
+        self._slot = (self._program.slot_name(slot), self._now())
+
+    def leave(self) -> None:
+        """The slot has computed."""
+        if self._slot is not None:
+            name, start = self._slot
+            self._spans.append(_Span(COMPUTE, name, start, self._now()))
+            self._slot = None
+
+    def timed(self, number: int, work: Callable[[], None], lane: WorkLane) -> Callable[[], None]:
+        """The work of a move, which notes when its lane runs it."""
+        name, lane_name = self._program.move_name(number), str(self._program.moves[number].lane)
+        spans = self._spans  # of this step, whenever the lane comes to it
+        stamp: Callable[[], Stamp] = self._event if lane.on_stream else _host_time
+
+        copies = self._program.moves[number].lane.direction in ("fetch", "spill")
+
+        def run() -> None:
+            if copies and not (self._on_host or lane.on_stream):
+                devices.current_stream(self._device).synchronize()  # it starts behind compute
+            start = stamp()
+            work()
+            if not (self._on_host or lane.on_stream):
+                devices.current_stream(self._device).synchronize()  # the lane's own, for its copies
+            spans.append(_Span(lane_name, name, start, stamp()))
+
+        return run
+
+    def end(self) -> None:
+        """Every move of the step has ended, and so has the device's update."""
+        devices.synchronize(self._device)
+        self.last = TimedStep(
+            origin_s=self._origin_s,
+            origin_event=self._origin_event,
+            spans=tuple(self._spans),
+            step_seconds=time.perf_counter() - self._origin_s,
+        )
+
+    def _now(self) -> Stamp:
+        return _host_time() if self._on_host else self._event()
+
+    def _event(self) -> torch.Event:
+        return devices.record_event(self._device, timing=True)
+
+
+def _host_time() -> float:
+    return time.perf_counter()

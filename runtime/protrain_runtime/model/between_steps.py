@@ -1,0 +1,297 @@
+"""What users do with a planned model between steps.
+
+`full_parameters` has offloaded parameters on the device, to look at or change. `MovingAverage`
+keeps averaged parameters where the parameters are.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.program.program import SAVING_BYTES
+from protrain_runtime.devices.memory_meter import device_of
+from protrain_runtime.devices.preflight import check_free
+from protrain_runtime.devices.turns import in_turn
+from protrain_runtime.engine.engine import Engine
+from protrain_runtime.model.copies import offloaded_parameters
+from protrain_runtime.model.prepared import prepared_of, turns_of
+from protrain_runtime.states.chunks import Chunk, Slice, flat_storage_order, write_parameter
+
+
+class FullParameters:
+    """What `full_parameters` returns. `num_bytes` are what it takes of the device while inside."""
+
+    def __init__(self, model: nn.Module, *, modify: bool, units: Collection[str] | None) -> None:
+        self._model, self._modify = model, modify
+        prepared = prepared_of(model)
+        self._engine: Engine | None = prepared.engine if prepared else None
+        self._chunks: Sequence[Chunk] = ()
+        if prepared is not None:
+            names = [unit.name for unit in prepared.plan.units]
+            for unit in units or ():
+                if unit not in names:
+                    raise ProtrainError(
+                        f"the plan has no unit {unit!r}", fix=f"its units are {', '.join(names)}"
+                    )
+            self._chunks = [
+                chunk
+                for chunk in prepared.chunks
+                if chunk.store is not None and (units is None or names[chunk.unit] in units)
+            ]
+        self.num_bytes = sum(chunk.parameter_bytes for chunk in self._chunks)
+
+    def __enter__(self) -> Self:
+        if self._engine is None or not self._chunks:
+            return self
+        with self._engine.telling("full_parameters()"):
+            self._engine.settle("full_parameters() was entered")
+            self._engine.outside("full_parameters() was entered")
+            check_free(self.num_bytes, device_of(self._model), "the parameters")
+        what = ", modify=True" if self._modify else ""
+        self._engine.gather(self._chunks, f"full_parameters(model{what})", modify=self._modify)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._engine is None or not self._chunks:
+            return
+        changed: list[str] = []
+        try:
+            for chunk in self._chunks:
+                for part in chunk.slices:
+                    _check_kind(part)
+                    if self._modify:
+                        write_parameter(chunk, part, part.parameter)
+                    elif kind is None and _differs(chunk, part):
+                        changed.append(part.name)
+        finally:
+            self._engine.ungather()
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise RuntimeError(
+                f"{changed[0]!r}{more} changed inside full_parameters(model), and the changes are"
+                " dropped: say full_parameters(model, modify=True)"
+            )
+
+
+def full_parameters(
+    model: nn.Module, modify: bool = False, *, units: Collection[str] | None = None
+) -> FullParameters:
+    """A context in which the model's parameters are on its device, whole, between steps.
+
+        with protrain_runtime.full_parameters(model):
+            norms = [parameter.norm() for parameter in model.parameters()]
+
+    `units` are names of the plan's units: those alone are brought, so that a loop over them takes
+    the memory of the largest. What is written stays with `modify=True`, and is an error without.
+    `.num_bytes` of what this returns says what it takes before it is entered; where there is less,
+    entering raises NoRoomError. Models that follow no plan have all of theirs: nothing happens.
+    On several devices all ranks enter it together, and write the same. Training steps, saving and
+    loading come after it. Raises ProtrainError for a unit that the plan does not have.
+    """
+    return FullParameters(model, modify=modify, units=units)
+
+
+def _check_kind(part: Slice) -> None:
+    found = part.parameter
+    if found.shape != part.shape or found.dtype != part.dtype:
+        raise RuntimeError(
+            f"{part.name!r} has another shape or dtype than the plan placed"
+            f" ({tuple(found.shape)}, {found.dtype}): restore(model) before such changes"
+        )
+
+
+def _differs(chunk: Chunk, part: Slice) -> bool:
+    """Whether a parameter's bytes are others than those in the store, looked at in pieces."""
+    here = part.parameter.detach()
+    if here.stride() != part.stride:
+        return True  # another tensor was put there
+    flat = flat_storage_order(here).view(torch.uint8)
+    return any(
+        not torch.equal(flat[start : start + stored.numel()].cpu(), stored)
+        for start, stored in _stored(chunk, part)
+    )
+
+
+def _stored(chunk: Chunk, part: Slice) -> Iterator[tuple[int, torch.Tensor]]:
+    """What the store has of a parameter, in pieces; of ranks, this one's range.
+
+    With the byte of the parameter at which each begins.
+    """
+    assert chunk.store is not None
+    own, begin = part, 0
+    if chunk.sharding is not None:
+        mine = chunk.sharding.part_of(part.name)
+        if mine is None:
+            return
+        own, begin = mine, mine.first * part.dtype.itemsize
+    for start in range(0, own.num_bytes, SAVING_BYTES):
+        piece = torch.empty(min(SAVING_BYTES, own.num_bytes - start), dtype=torch.uint8)
+        chunk.store.read(chunk.own.offset + own.offset + start, piece)
+        yield begin + start, piece
+
+
+Average = Callable[[list[torch.Tensor], list[torch.Tensor], int], None]
+"""Changes averages in place, given the current values and how many were averaged before: what
+`torch.optim.swa_utils.AveragedModel` takes as `multi_avg_fn`."""
+
+
+@dataclass(slots=True)
+class _Below:
+    """The average of an offloaded chunk: another set of its parameters in its store."""
+
+    chunk: Chunk  # this rank's part, where ranks share it
+    offset: int  # bytes from the start of the store
+
+
+class MovingAverage:
+    """The averages that `AveragedModel` computes, to the bit, one parameter at a time.
+
+        average = protrain_runtime.MovingAverage(model)
+        ...
+        optimizer.step()
+        average.update()
+        ...
+        with average.applied():
+            evaluate(model)
+
+    `multi_avg_fn` is that of `torch.optim.swa_utils`: by default an exponential average with a
+    decay of 0.999. The average of an offloaded parameter is in the tier of its unit's states, that
+    of another one on the device: `num_bytes` in all, as much again as the parameters, which plans
+    do not count. An update brings the largest parameter and its average to the device. Averages
+    end with `restore(model)`. ProtrainError where a tier has no room for them.
+    """
+
+    def __init__(self, model: nn.Module, multi_avg_fn: Average | None = None) -> None:
+        self._model = model
+        self._average: Average = multi_avg_fn or get_ema_multi_avg_fn(0.999)
+        self._engine = _engine(model)
+        self.n_averaged = 0
+        prepared = prepared_of(model)
+        chunks = prepared.chunks if prepared else ()
+        self._offloaded = offloaded_parameters(chunks)
+        self._below: list[_Below] = []
+        for chunk in chunks:
+            if chunk.store is not None:
+                offset = chunk.store.reserve(chunk.own.parameter_bytes)
+                self._below.append(_Below(chunk.own, offset))
+        self._held = {
+            name: parameter.detach().clone()
+            for name, parameter in model.named_parameters()
+            if name not in self._offloaded
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the averages, of ranks this one's, in all tiers."""
+        below = sum(each.chunk.parameter_bytes for each in self._below)
+        return below + sum(held.nbytes for held in self._held.values())
+
+    @in_turn("MovingAverage.update()", lambda average: turns_of(average._model))
+    @torch.no_grad()
+    def update(self) -> None:
+        """Average the parameters as they are now. Between steps; RuntimeError elsewhere."""
+        self._check("MovingAverage.update() was called")
+        parameters = dict(self._model.named_parameters())
+        for name, held in self._held.items():
+            self._add(held, parameters[name].detach())
+        for each in self._below:
+            store = each.chunk.store
+            assert store is not None
+            for part in each.chunk.slices:
+                device = part.parameter.device
+                places = [each.offset + part.offset, each.chunk.offset + part.offset]
+                flat = torch.empty(2, part.num_bytes, dtype=torch.uint8, device=device)
+                for place, target in zip(places, flat, strict=True):
+                    store.read(place, target)
+                values = [t.view(part.dtype).as_strided(part.shape, part.stride) for t in flat]
+                self._add(*values)
+                store.write(places[0], flat[0])
+        self.n_averaged += 1
+
+    def _add(self, average: torch.Tensor, current: torch.Tensor) -> None:
+        if self.n_averaged == 0:
+            average.copy_(current)
+        else:
+            self._average([average], [current], self.n_averaged)
+
+    @contextmanager
+    def applied(self) -> Iterator[nn.Module]:
+        """The model with its averages in place of its parameters, at no memory.
+
+        For evaluation and state dicts; training comes after it.
+        """
+        if not self.n_averaged:
+            raise RuntimeError("MovingAverage.applied() was entered before the first update()")
+        self._check("MovingAverage.applied() was entered")
+        self._exchange()
+        if self._engine is not None:
+            self._engine.gathered = "MovingAverage.applied()"
+        try:
+            yield self._model
+        finally:
+            if self._engine is not None:
+                self._engine.gathered = ""
+            self._exchange()
+
+    def _exchange(self) -> None:
+        for each in self._below:
+            each.chunk.offset, each.offset = each.offset, each.chunk.offset
+        parameters = dict(self._model.named_parameters())
+        for name, held in self._held.items():
+            self._held[name], parameters[name].data = parameters[name].data, held
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages by name, as copies in memory all at once, and how many were averaged."""
+        names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        with self.applied():
+            state = self._model.state_dict()
+            averages = {name: state[name].clone() for name in state if name in names}
+        return {"n_averaged": self.n_averaged, "parameters": averages}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave, under any plan. ProtrainError for another model."""
+        averages: Mapping[str, torch.Tensor] = state_dict["parameters"]
+        shapes = {name: parameter.shape for name, parameter in self._model.named_parameters()}
+        for name, shape in shapes.items():
+            if name not in averages or averages[name].shape != shape:
+                raise ProtrainError(
+                    "the averages are of another model",
+                    key=name,
+                    fix="load those that were saved with this model",
+                )
+        self._check("MovingAverage.load_state_dict() was called")
+        self.n_averaged = max(1, int(state_dict["n_averaged"]))
+        with self.applied():
+            parameters = dict(self._model.named_parameters())
+            for name in self._held:
+                parameters[name].copy_(averages[name])
+            for name, (chunk, part) in self._offloaded.items():
+                write_parameter(chunk, part, averages[name].to(part.dtype))
+
+    def _check(self, what: str) -> None:
+        if _engine(self._model) is not self._engine:
+            raise RuntimeError(
+                f"{what} after restore(), or a new prepare(): averages are kept with the states of"
+                " a plan. Take state_dict() before, and load it into a new MovingAverage"
+            )
+        if self._engine is not None:
+            self._engine.settle(what)
+            self._engine.outside(what)
+
+
+def _engine(model: nn.Module) -> Engine | None:
+    prepared = prepared_of(model)
+    return prepared.engine if prepared else None

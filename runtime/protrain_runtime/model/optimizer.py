@@ -1,0 +1,253 @@
+"""`PlannedOptimizer`: a real `torch.optim.Optimizer` over parameters that live in several places.
+
+Parameters of persistent chunks are updated by the user's optimizer itself, in `step()`. Those of
+offloaded chunks are updated piece by piece: while backward runs, or in `step()` too where the
+plan's updates come after backward; `step()` waits for the last of them. Every update is done by the
+user's own class with the options that its group holds.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from protrain_runtime.devices.turns import Turns, in_turn
+from protrain_runtime.engine.engine import Engine
+from protrain_runtime.states.chunks import Chunk, read_state, write_state
+from protrain_runtime.states.master_weights import MasterOptimizer
+from protrain_runtime.states.stand_ins import UsedGradient
+from protrain_runtime.states.update_rules import OptimizerFactory
+
+ParameterGroups = Sequence[Mapping[str, Any]]
+
+
+class PlannedOptimizer(torch.optim.Optimizer):
+    """What `prepare` returns. `param_groups` are the user's: schedulers and edits act on them."""
+
+    def __init__(self, inner: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
+        self._inner = inner
+        self._names = dict(names)
+        self._chunks: Sequence[Chunk] = ()
+        self._persistent: Sequence[Chunk] = ()
+        self._engine: Engine | None = None
+        self._used: list[dict[str, Any]] = []  # the groups' options when backward updated with them
+        # The groups are shared with the inner optimizer, not copied: one set of options.
+        super().__init__(inner.param_groups, inner.defaults)
+        self.state = inner.state
+
+    @property
+    def kind(self) -> type[torch.optim.Optimizer]:
+        """The user's class, which does the updates."""
+        return type(self._inner)
+
+    def attach(self, chunks: Sequence[Chunk], engine: Engine) -> None:
+        """Take charge of offloaded `chunks`; `engine` updates them."""
+        self._chunks = [chunk for chunk in chunks if chunk.store is not None]
+        self._persistent = [chunk for chunk in chunks if chunk.store is None]
+        self._engine = engine
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """RuntimeError once prepared: a plan is made for the parameters that there were."""
+        if self._engine is not None:
+            raise RuntimeError("add parameter groups before prepare(), with param_groups=")
+        super().add_param_group(param_group)
+
+    def options(self) -> dict[str, dict[str, Any]]:
+        """The options that hold now, by parameter name; called when backward updates a chunk."""
+        self._used = self._group_options()
+        options: dict[str, dict[str, Any]] = {}
+        for group, chosen in zip(self.param_groups, self._used, strict=True):
+            for parameter in group["params"]:
+                if parameter in self._names:  # others are the inner optimizer's own affair
+                    options[self._names[parameter]] = chosen
+        return options
+
+    def _group_options(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update the persistent parameters, and the others or wait until they are updated.
+
+        A `closure` runs first, once: the forwards and backwards of the step. Its loss is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._engine is None:
+            self._inner.step()
+            return loss
+        what = "optimizer.step()"
+        with self._engine.turns.taken(f"{what} was called", what):
+            self._step(self._engine)
+        return loss
+
+    def _step(self, engine: Engine) -> None:
+        engine.check_step()
+        if self._used and self._used != self._group_options():
+            raise RuntimeError(
+                "a parameter group's options changed between backward() and step(): this plan has"
+                " updated offloaded parameters with the old ones; change them before backward()"
+            )
+        with engine.stepping():
+            engine.begin_update()
+            used = [parameter for chunk in self._chunks for parameter in chunk.drop_consumed()]
+            engine.update_shards()
+            if isinstance(self._inner, MasterOptimizer):
+                # What the plan counts: the workspace of a step on the largest chunk.
+                self._inner.room_elements = max(map(_due_elements, self._persistent), default=0)
+            self._inner.step()
+            engine.finish_step()
+        for parameter in used:
+            parameter.grad = UsedGradient.standing_for(parameter)
+        self._used = []
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or zero them. TurnError during another thread's step."""
+        if self._turns is not None:
+            self._turns.check("optimizer.zero_grad() was called")
+        super().zero_grad(set_to_none)
+        if self._turns is not None:
+            self._turns.drop_gradients()
+
+    @in_turn("optimizer.state_dict()", lambda optimizer: optimizer._turns)
+    def state_dict(self) -> dict[str, Any]:
+        """All states in the layout of the user's optimizer, in host memory where offloaded.
+
+        That is memory for all of them at once; `protrain_runtime.save` takes one buffer.
+        """
+        self._settle("optimizer.state_dict() was called")
+        added: list[nn.Parameter] = []
+        for parameter, scalars, states in self._offloaded_states():
+            self._inner.state[parameter] = scalars | states
+            added.append(parameter)
+        try:
+            return self._inner.state_dict()
+        finally:
+            for parameter in added:
+                del self._inner.state[parameter]
+
+    @in_turn("optimizer.load_state_dict()", lambda optimizer: optimizer._turns)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, here or in plain PyTorch, under any plan."""
+        self._settle("optimizer.load_state_dict() was called")
+        below = self._states_below(state_dict)
+        # The inner optimizer brings what it loads to the parameters' device: not these.
+        others = {k: v for k, v in state_dict["state"].items() if k not in below}
+        self._inner.load_state_dict({**state_dict, "state": others})
+        states = {
+            name: state_dict["state"][number]
+            for number, name in below.items()
+            if number in state_dict["state"]
+        }
+        # Loading replaced the inner optimizer's groups and states by new objects. The list of
+        # groups stays the same one: an optimizer that was adopted (and its schedulers) has it too.
+        self.param_groups[:] = self._inner.param_groups
+        self._inner.param_groups, self.state = self.param_groups, self._inner.state
+        for chunk in self._chunks:
+            for part in chunk.slices:
+                if part.name not in states:
+                    chunk.updated.discard(part.name)
+                    continue
+                state = dict(states[part.name])
+                for layout in chunk.own.states:
+                    write_state(chunk, layout, part, state.pop(layout.key))
+                # A fused optimizer has its counters on the device, that of a chunk steps here.
+                chunk.scalars[part.name] = _moved(state, torch.device("cpu"))
+                chunk.updated.add(part.name)
+
+    def _states_below(self, state_dict: Mapping[str, Any]) -> dict[int, str]:
+        """The numbers under which a state dict has offloaded parameters' states, with their names.
+
+        ValueError where the groups are other ones.
+        """
+        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        if sizes != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError(
+                "the state dict has parameter groups of other sizes than the optimizer"
+            )
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        offloaded = {part.name for chunk in self._chunks for part in chunk.slices}
+        names = (
+            (number, self._names.get(parameter, ""))
+            for number, parameter in zip(saved, own, strict=True)
+        )
+        return {number: name for number, name in names if name in offloaded}
+
+    def give_back(self) -> None:
+        """Bring every state home to the inner optimizer, and act as it from now on."""
+        counts_on_device = {
+            parameter
+            for group in self.param_groups
+            if group.get("fused") or group.get("capturable")
+            for parameter in group["params"]
+        }
+        for parameter, scalars, states in self._offloaded_states():
+            if parameter in counts_on_device:
+                scalars = _moved(scalars, parameter.device)
+            self._inner.state[parameter] = scalars | _moved(states, parameter.device)
+        self._chunks, self._persistent, self._engine = (), (), None
+
+    def _offloaded_states(self) -> Iterator[tuple[nn.Parameter, dict[str, Any], dict[str, Any]]]:
+        """Of each offloaded parameter that has states: what is not elementwise, and what is."""
+        for chunk in self._chunks:
+            scalars = _scalars(chunk)
+            for part in chunk.slices:
+                if part.name in scalars:
+                    states = {
+                        layout.key: read_state(chunk, layout, part) for layout in chunk.own.states
+                    }
+                    if scalars[part.name] or states:  # plain SGD has none
+                        yield part.parameter, dict(scalars[part.name]), states
+
+    @property
+    def _turns(self) -> Turns | None:
+        return self._engine.turns if self._engine is not None else None
+
+    def _settle(self, what: str) -> None:
+        if self._engine is not None:
+            self._engine.settle(what)
+
+
+def _moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {k: v.to(device) if torch.is_tensor(v) else v for k, v in state.items()}
+
+
+def _due_elements(chunk: Chunk) -> int:
+    """Elements of the chunk's parameters that have gradients."""
+    return sum(each.numel() for each in chunk.parameters if each.grad is not None)
+
+
+def _scalars(chunk: Chunk) -> dict[str, dict[str, Any]]:
+    """What the optimizer keeps besides elementwise states of each parameter that it updated.
+
+    Of what ranks share, all of them ask for it: one may have nothing of a parameter.
+    """
+    own = {name: chunk.scalars[name] for name in chunk.updated if chunk.has_states(name)}
+    if chunk.sharding is None:
+        return own
+    merged: dict[str, dict[str, Any]] = {}
+    for of_rank in chunk.sharding.ranks.all_objects(own, "optimizer.state_dict()"):
+        merged |= of_rank
+    return merged
+
+
+def make_inner(
+    factory: OptimizerFactory,
+    model: nn.Module,
+    groups: ParameterGroups | None,
+) -> torch.optim.Optimizer:
+    """The user's optimizer over the model's trainable parameters, in its groups."""
+    if groups is None:
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        return factory([{"params": trainable}])
+    return factory([dict(group) for group in groups])

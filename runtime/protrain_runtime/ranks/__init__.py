@@ -1,0 +1,1 @@
+"""This rank among the others. In: a launcher's environment. Out: groups, and what others tell."""

@@ -1,0 +1,431 @@
+"""This rank among the others: the groups that collectives run in, agreement, and who is missing.
+
+Every rank runs the same programme, so that all of them meet in the same collectives in the same
+order. A rank that does not come makes the others wait. A rank that fails tells them why (see
+`telling`), and a thread of each ends the collective that it waits in. Collectives have a time limit
+besides, and who fails in one asks at the ranks' store who is still there: that thread answers. On
+accelerators a collective is submitted to a stream, and nothing fails where it was: the thread looks
+how long collectives take, and says who is missing before the library of collectives ends the
+process.
+"""
+
+import ctypes
+import gc
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
+from threading import Thread
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.records.plan import Plan
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.lanes import PATIENCE_S
+from protrain_runtime.ranks.telling import START_AGAIN, Meeting, RanksError, abandoned, known
+
+GRACE_S = 1.0
+"""A collective that began before another rank failed may end well; it has so long."""
+
+CHECKPOINT_LIMIT_S = 3600.0
+"""What a rank may take longer than another one to write its part of a checkpoint."""
+
+
+# Their names since PyTorch 2.13, and before.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Ranks:
+    """The ranks of one data-parallel group, of which this one is number `rank` of `count`.
+
+    They meet at their store first, and `connect` for collectives. `shard` of `num_shards` is then
+    this one's place among those that share the states of a chunk.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        limit_s: float,
+    ) -> None:
+        self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+        self.num_shards, self.shard, self.on_stream = 1, 0, False
+        self._under_way: deque[tuple[torch.Event, float]] = deque()  # on the stream, since when
+        self._waits: dict[int, tuple[float, tuple[dist.ProcessGroup, ...]]] = {}  # by thread
+        self._asked = False  # of one that did not end in time
+        self._late = ""  # what was said of it
+        self._limit_s = limit_s
+        self._checkpoints: dist.ProcessGroup | None = None
+        self._world = dist.group.WORLD
+        self._groups: tuple[dist.ProcessGroup, ...] = ()
+        self._members = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        own = PrefixStore(f"protrain/{'-'.join(map(str, self._members))}", _get_default_store())
+        # Every rank calls `prepare` as often as the others, whatever came of it.
+        serial = own.add(f"calls/{self.rank}", 1)
+        store = PrefixStore(str(serial), own)
+        self.meeting = Meeting(store, self.rank, self.count, limit_s=limit_s)
+        self.meeting.look = self._look
+        _connected.add(self)
+
+    def connect(self, facts: Mapping[str, str], *, num_replicas: int, device: torch.device) -> None:
+        """Make groups for collectives. RanksError where not all ranks have the same `facts`."""
+        library = devices.collectives(device)
+        self._agree(facts)
+        self._device, self.on_stream = device, not devices.on_host(device)
+        self.num_shards = self.count // num_replicas
+        self.shard = self.rank % self.num_shards
+        first = self.rank - self.shard
+
+        def made(ranks: Sequence[int]) -> dist.ProcessGroup:
+            members = tuple(self._members[rank] for rank in ranks)
+            limit_s = self._limit_s + (PATIENCE_S if self.on_stream else 0)
+            return _group(members, library, limit_s)
+
+        self._all = made(range(self.count))
+        self._sharing = self._replicas = self._all
+        if 1 < self.num_shards < self.count:
+            self._sharing = made(range(first, first + self.num_shards))
+            self._replicas = made(range(self.shard, self.count, self.num_shards))
+        self._groups = tuple(
+            {id(g): g for g in (self._all, self._sharing, self._replicas)}.values()
+        )
+
+    def close(self) -> None:
+        """Answer no more. The groups stay, for the next one: see `_group`."""
+        self.meeting.close()
+
+    def _agree(self, facts: Mapping[str, str]) -> None:
+        """Let every rank see every other's facts: all of them raise, or none."""
+        what = "prepare()"
+        given_up = next(filter(None, self.meeting.meet(what, _given_up(self._members))), "")
+        if given_up:
+            raise known(RanksError(given_up, fix=_ANEW))
+        fixes = _ALIKE.items()
+        self.meeting.agree(
+            what, facts, lambda name: next(fix for kind, fix in fixes if kind in name or not kind)
+        )
+
+    # ---- telling ------------------------------------------------------------------------------
+
+    def telling(
+        self, what: str, *, final: bool = False, limit_s: float | None = None
+    ) -> AbstractContextManager[None]:
+        """See `Meeting.telling`."""
+        return self.meeting.telling(what, final=final, limit_s=limit_s)
+
+    def meet(self, what: str, *, limit_s: float | None = None) -> None:
+        """All ranks have come here, or all of them raise."""
+        self.meeting.meet(what, limit_s=limit_s)
+
+    def tell_end(self, error: BaseException | None, what: str) -> None:
+        """This rank cannot go on from where it is, and the others are on their way to there.
+
+        RanksError where another one failed before: see `Meeting.explain`.
+        """
+        if error is not None:
+            self.meeting.explain(error)
+            self.meeting.tell(error, what, final=True)
+
+    def _look(self) -> None:
+        """End a collective in which this rank waits for one that has failed."""
+        self._look_for_late()
+        failure = self.meeting.failure
+        if failure is None or self._world is not dist.group.WORLD:  # destroyed, and its groups
+            return
+        now = time.monotonic()
+        if self._under_way and now - max(self._under_way[0][1], failure[1]) > GRACE_S:
+            self._give_up(self._groups)
+        for since, groups in list(self._waits.values()):
+            if now - max(since, failure[1]) > GRACE_S:
+                self._give_up(groups)
+
+    def _give_up(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        self._note_given_up()
+        for group in groups:
+            if id(group) not in _ended:
+                _end(group)
+
+    def _note_given_up(self) -> None:
+        if self._world is _world[0]:  # not where all was begun anew meanwhile
+            _given_up_of[self._members] = (
+                "these ranks' collectives were given up when one of them failed"
+            )
+
+    # ---- collectives --------------------------------------------------------------------------
+
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+        """Fill `whole` with the shards of all ranks that share it; `own` may lie in its place.
+
+        Gloo's own all-gather makes a copy of `whole`: there, each rank sends its range to all.
+        """
+        if self.on_stream and self.num_shards > 1:
+            with self._collective():
+                _gather(whole, own, group=self._sharing)
+            return
+        size, first = own.numel(), self.rank - self.shard
+        mine = whole[self.shard * size : (self.shard + 1) * size]
+        if own.data_ptr() != mine.data_ptr():
+            mine.copy_(own)
+        if self.num_shards == 1:
+            return
+        with self._collective():
+            for shard in range(self.num_shards):
+                place = whole[shard * size : (shard + 1) * size]
+                source = self._members[first + shard]
+                dist.broadcast(_lent(place), src=source, group=self._sharing)
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        """The sum over all ranks, in place."""
+        with self._collective():
+            dist.all_reduce(_lent(values), group=self._all)
+
+    def sum_of_shards(self, values: torch.Tensor) -> None:
+        """The sum over the ranks that share states, in place."""
+        if self.num_shards > 1:
+            with self._collective():
+                dist.all_reduce(_lent(values), group=self._sharing)
+
+    def reduce_scatter(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+        """The sum of `whole` over all ranks: this rank's range of it goes to `own`.
+
+        `whole` is used up. Gloo's own reduce-scatter sums a copy of it.
+        """
+        size = own.numel()
+        mine = whole[self.shard * size : (self.shard + 1) * size]
+        with self._collective():
+            if self.num_shards > 1 and self.on_stream:
+                _reduce_scatter(mine, whole, group=self._sharing)
+            elif self.num_shards > 1:
+                dist.all_reduce(_lent(whole), group=self._sharing)
+            if self.num_shards < self.count:
+                dist.all_reduce(_lent(mine), group=self._replicas)
+        own.copy_(mine)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Rank 0's values on every rank.  # dense tensors"""
+        with self._collective():
+            for tensor in tensors:
+                values = tensor.detach()
+                dense = values.contiguous()
+                flat = dense.view(-1).view(torch.uint8)
+                dist.broadcast(flat, src=self._members[0], group=self._all)
+                if dense is not values:
+                    values.copy_(dense)
+
+    def all_objects(self, mine: Any, what: str = "a call for all ranks") -> list[Any]:
+        """What every rank has, by rank; from host to host, whatever they train on."""
+        return self.meeting.meet(self.meeting.phases.get(threading.get_ident(), what), mine)
+
+    def checkpoint_group(self) -> dist.ProcessGroup:
+        """All ranks, for what runs beside training; made when it is first asked for, by all."""
+        if self._checkpoints is None:
+            self._checkpoints = _group(self._members, "gloo", CHECKPOINT_LIMIT_S)
+        return self._checkpoints
+
+    @contextmanager
+    def waiting(self, groups: Sequence[dist.ProcessGroup], limit_s: float) -> Iterator[None]:
+        """Where ranks wait in collectives: RanksError, with the reason, for RuntimeError."""
+        me, since = threading.get_ident(), time.monotonic()
+        self._waits[me] = since, tuple(groups)
+        try:
+            yield
+        except RanksError:
+            raise
+        except RuntimeError as error:
+            self._note_given_up()
+            raise self._why(limit_s, in_time=time.monotonic() - since < limit_s) from error
+        finally:
+            del self._waits[me]
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """`waiting`, while a checkpoint is written in `checkpoint_group`.
+
+        A save that goes on beside training is not given up: who failed may still write its part.
+        """
+        inside = threading.get_ident() in self.meeting.phases
+        with self.waiting((self.checkpoint_group(),) if inside else (), CHECKPOINT_LIMIT_S):
+            yield
+
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        """`meeting`, of what may be on a stream when it is left."""
+        if self._late:
+            raise RanksError(self._late, fix=START_AGAIN)
+        self.meeting.refuse_lost()
+        with self.waiting(self._groups, self._limit_s):
+            yield
+        if self.on_stream:
+            self._under_way.append((devices.record_event(self._device), time.monotonic()))
+
+    def _look_for_late(self) -> None:
+        """Say once, of a collective on a stream that has not ended in time, who is missing."""
+        while self._under_way and self._under_way[0][0].query():
+            self._under_way.popleft()
+        if self._asked or not self._under_way:
+            return
+        if time.monotonic() - self._under_way[0][1] > self._limit_s:
+            self._asked = True
+            # Not in the thread that answers others who ask.
+            Thread(target=self._say_late, name="protrain asks", daemon=True).start()
+
+    def _say_late(self) -> None:
+        self._late = self._why(self._limit_s).message
+        warnings.warn(f"{self._late}; {START_AGAIN}", RuntimeWarning, stacklevel=1)
+
+    def _why(self, limit_s: float, *, in_time: bool = False) -> RanksError:
+        """What a collective that failed is to say: who failed before it, or who is missing.
+
+        One that failed `in_time` lost a connection: whoever closed it is about to say why, or gone.
+        """
+        meeting = self.meeting
+        try:
+            absent = [] if meeting.failure else meeting.missing(patient=in_time)
+        except RuntimeError:
+            return abandoned(self.rank, self.count)
+        if meeting.failure is not None:
+            return meeting.failure[0].error(self.rank, self.count)
+        if absent:
+            return meeting.tell_missing(absent)
+        return RanksError(
+            f"rank {self.rank} of {self.count} waited for the others"
+            f"{'' if in_time else f' for {limit_s:g} s'}, and all of them run: one hangs, or has"
+            " taken another path",
+            fix=START_AGAIN,
+        )
+
+
+def _lent(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor's memory as a flat tensor that does not keep it.
+
+    Gloo's own thread may hold what it was given for a moment longer than the collective takes, and
+    would then be the one that frees it: see [Note: who frees what] in `moves`.
+    """
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return tensor
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype)
+
+
+_groups: dict[tuple[tuple[int, ...], str, float], dist.ProcessGroup] = {}
+_given_up_of: dict[tuple[int, ...], str] = {}  # by members: why their groups are of no use
+_ended: set[int] = set()  # groups of which the collectives were ended, by identity
+_world: list[dist.ProcessGroup | None] = [None]  # in which they were made
+_connected: WeakSet["Ranks"] = WeakSet()
+
+_ANEW = "destroy the process group and initialize it anew, on all ranks, or start all ranks again"
+_ALIKE = {
+    "version": "install the same versions on every node",
+    "optimizer": "give prepare() the same optimizer and the same param_groups on every rank",
+    "parameter group": "give prepare() the same optimizer and the same param_groups on every rank",
+    "": "start every rank with the same model and the same plan",
+}
+
+
+def _of_this_world() -> None:
+    """Forget the groups of a world that is gone."""
+    if _world[0] is not dist.group.WORLD:
+        _groups.clear()
+        _given_up_of.clear()
+        _ended.clear()
+        _world[0] = dist.group.WORLD
+
+
+def leave() -> None:
+    """Let go of all groups, before the world that they are in is destroyed.
+
+    Gloo ends a group's threads when nobody has it any more, and what they hold needs Python to be
+    freed. A group that is kept until the interpreter ends could still run one then; and a model
+    that only a cycle keeps has ranks that answer, and groups, until the collector comes by.
+    """
+    gc.collect()
+    for ranks in list(_connected):
+        ranks.close()
+    _groups.clear()
+    _of_this_world()
+
+
+def _given_up(members: tuple[int, ...]) -> str:
+    _of_this_world()
+    return _given_up_of.get(members, "")
+
+
+def _group(members: tuple[int, ...], backend: str, limit_s: float) -> dist.ProcessGroup:
+    """The group of these ranks of the world, made when first asked for, and kept.
+
+    PyTorch names such a group by its members and by how many groups there are: one that is
+    destroyed and made anew has the name of the one before, and finds its addresses at the store.
+    """
+    _of_this_world()
+    key = members, backend, limit_s
+    if key not in _groups:
+        _groups[key] = dist.new_group(
+            list(members),
+            timeout=timedelta(seconds=limit_s),
+            backend=backend,
+            use_local_synchronization=True,
+        )
+    return _groups[key]
+
+
+def _end(group: dist.ProcessGroup) -> None:
+    """Let the collectives of a group fail, on this rank and where its peers wait for it."""
+    _ended.add(id(group))
+    if dist.get_backend(group) != "gloo":
+        with suppress(RuntimeError):  # what fails has ended
+            group.abort()
+        return
+    # Gloo cannot abort. A receive that comes too late closes all connections of its group; where
+    # the peer has closed its own it fails at once, and others may still be waited for.
+    nothing = torch.empty(1, dtype=torch.uint8)
+    for peer in range(1, group.size()):
+        with suppress(RuntimeError):
+            source = (group.rank() + peer) % group.size()
+            group.recv([nothing], source, _NO_TAG).wait(timedelta(milliseconds=1))
+
+
+_NO_TAG = 0x7C0FFEE
+"""Nobody sends under it."""
+
+
+def ranks_of(group: dist.ProcessGroup | None, *, limit_s: float) -> Ranks | None:
+    """The ranks of a group, at their store; None where this process is alone."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) <= 1:
+        return None
+    try:
+        return Ranks(group, limit_s=limit_s)
+    except RuntimeError as error:
+        raise abandoned(dist.get_rank(group), dist.get_world_size(group)) from error
+
+
+def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> int:
+    """How many ranks run; ProtrainError where the plan is for another number of them."""
+    running = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    if plan.num_devices == running:
+        return running
+    if running == 1:
+        fix = f"start it with torchrun --nproc-per-node {plan.num_devices}"
+        if not (dist.is_available() and dist.is_initialized()):
+            fix += ", and call torch.distributed.init_process_group() before prepare()"
+    else:
+        fix = f"plan with --num-devices {running}"
+    raise ProtrainError(
+        f"the plan is for {_devices(plan.num_devices)}, and {running} run"
+        + ("s" if running == 1 else ""),
+        key="num_devices",
+        fix=fix,
+    )
+
+
+def _devices(number: int) -> str:
+    return "1 device" if number == 1 else f"{number} devices"

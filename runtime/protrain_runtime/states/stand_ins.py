@@ -1,0 +1,437 @@
+"""What stands in place of parameters and gradients whose values are elsewhere.
+
+- `AwayParameter`: an offloaded parameter that is not on the device now. It keeps its shape, dtype,
+  device, gradient and hooks, and its class says so until it is back: whatever would look at values
+  raises one error that names the way.
+- `ConsumedGradient`: stands in `.grad` once a gradient has gone to its optimizer. A plan whose
+  updates are in backward has updated offloaded parameters when `backward()` ends. Code that looks
+  at their gradients there, such as clipping or a gradient scaler, would silently miss them: it gets
+  an error. After the step a `UsedGradient` stands there until gradients are zeroed, since plain
+  PyTorch would add the next ones to the last.
+- `OffloadedGradient`: between `backward()` and `step()`, the gradient is in host memory or on disk
+  for an update after backward. It answers what clipping by a norm and unscaling ask, so that
+  `torch.nn.utils.clip_grad_norm_` and `torch.amp.GradScaler` run as they are: a norm is computed
+  while the gradient is on the device (or of the whole gradient, back there by itself), and a factor
+  is noted and multiplied in, range by range, when the optimizer works on the gradient.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from protrain_runtime.devices.stores import HostStore, Store
+
+
+@cache
+def single(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The one element that stands, expanded, for all that is elsewhere.  # dtype []
+
+    One for all of them: an accelerator's allocator gives every tensor 512 bytes. It is no number
+    where there is such a value, for ways to read it that nothing can refuse (`torch.tensor(p)`).
+    """
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    with torch.inference_mode(mode=False):  # it outlives an evaluation that asks first
+        return torch.full((), value, dtype=dtype, device=device)
+
+
+class ConsumedGradient(torch.Tensor):
+    """A gradient that was used already: it has a shape, and no operation accepts it."""
+
+    @classmethod
+    def standing_for(cls, gradient: torch.Tensor) -> "ConsumedGradient":
+        """One of the gradient's shape, dtype and device that holds a single element."""
+        stands = single(gradient.dtype, gradient.device).expand(gradient.shape)
+        taken: ConsumedGradient = torch.Tensor._make_subclass(cls, stands)
+        return taken
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        """RuntimeError, whatever `func` is."""
+        raise RuntimeError(cls.reason)
+
+    reason = (
+        "the gradient of an offloaded parameter was used after backward(): this plan updates"
+        " such parameters during backward. To clip or unscale gradients, plan with --clip:"
+        " updates then come after backward"
+    )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # as torch's
+        return f"{type(self).__name__}()"
+
+
+class UsedGradient(ConsumedGradient):
+    """A gradient that `optimizer.step()` has used, until `zero_grad()`."""
+
+    reason = (
+        "the gradient of an offloaded parameter is gone after optimizer.step(): look at gradients"
+        " before it, under a plan with --clip, and zero them with set_to_none=True, the default of"
+        " zero_grad()"
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class GradientInStore:
+    """One parameter's gradient in a store.
+
+    `norm` is that of order 2 of the whole, where it was computed before the gradient left. The
+    store's bytes are multiplied by `factors`, in order, when they are read. `shared`: it is this
+    rank's part of a gradient, `norm` that of all parts, and `count` says how many ranks had one,
+    where this one had none.
+    """
+
+    store: Store
+    offset: int  # bytes from the start of the store
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device  # that of the parameter
+    norm: torch.Tensor | None = None
+    shared: bool = False
+    count: torch.Tensor | None = None
+    factors: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def whole(self) -> torch.Tensor:
+        """The gradient on the parameter's device.  # dtype [shape]"""
+        if self.shared:
+            raise RuntimeError(
+                "under a plan for several devices, a gradient is clipped by its norm of order 2"
+            )
+        flat = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+        self.store.read(self.offset, flat)
+        return scaled(flat.view(self.dtype), self.factors).as_strided(self.shape, self.stride)
+
+    def is_none(self) -> bool:
+        """Whether no rank had a gradient."""
+        return self.count is not None and not self.count.item()
+
+    def in_host(self, low: int, high: int) -> torch.Tensor:
+        """A range of the elements where they lie in host memory.  # dtype [high - low]"""
+        assert isinstance(self.store, HostStore)
+        size = self.dtype.itemsize
+        return self.store.view(self.offset + low * size, (high - low) * size).view(self.dtype)
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply the gradient by a scalar, later."""
+        self.factors.append(factor)
+        if self.norm is not None:
+            self.norm = self.norm * factor.abs().to(self.norm) if self.shared else None
+
+
+def scaled(elements: torch.Tensor, factors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Multiply elements by scalars, one after the other, in place."""
+    for factor in factors:
+        elements.mul_(factor.to(elements.device))
+    return elements
+
+
+class OffloadedGradient(ConsumedGradient):
+    """What stands for a `GradientInStore`: it can be asked for its norm, and scaled."""
+
+    stored: GradientInStore
+
+    @classmethod
+    def of(cls, stored: GradientInStore, shape: torch.Size | None = None) -> "OffloadedGradient":
+        """A stand-in of the gradient's shape, dtype and device that holds a single element.
+
+        `shape` is that of the whole gradient, where this rank has a part of it.
+        """
+        expanded = single(stored.dtype, stored.device).expand(
+            stored.shape if shape is None else shape
+        )
+        found: OffloadedGradient = torch.Tensor._make_subclass(cls, expanded)
+        found.stored = stored
+        return found
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        """RuntimeError for whatever clipping by a norm and unscaling do not use."""
+        if func in _GRADIENT_LOOKS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        answer = _GRADIENT_ANSWERS.get(func)
+        if answer is None:
+            raise RuntimeError(
+                "the gradient of an offloaded parameter waits below the device for its update: it"
+                " can be clipped by its norm (torch.nn.utils.clip_grad_norm_) and unscaled"
+                " (torch.amp.GradScaler), and nothing else"
+            )
+        return answer(*args, **(kwargs or {}))
+
+
+def _vector_norm(gradient: torch.Tensor, ord: float = 2.0) -> torch.Tensor:  # noqa: A002 (torch's)
+    assert isinstance(gradient, OffloadedGradient)
+    stored = gradient.stored
+    if ord == 2.0 and stored.norm is not None:
+        return stored.norm
+    norm: torch.Tensor = torch.linalg.vector_norm(stored.whole(), ord)
+    return norm
+
+
+def _norms(
+    gradients: Sequence[torch.Tensor],
+    ord: float = 2.0,  # noqa: A002 (torch's)
+) -> list[torch.Tensor]:
+    return [
+        _vector_norm(gradient, ord)
+        if isinstance(gradient, OffloadedGradient)
+        else torch._foreach_norm([gradient], ord)[0]
+        for gradient in gradients
+    ]
+
+
+def _mul_(gradient: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
+    assert isinstance(gradient, OffloadedGradient)
+    scalar = factor if isinstance(factor, torch.Tensor) else torch.tensor(factor)
+    if scalar.dim():
+        raise RuntimeError("a gradient that waits below the device is scaled by single numbers")
+    gradient.stored.scale(scalar)
+    return gradient
+
+
+def _foreach_mul_(gradients: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+def _unscale_(
+    gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
+) -> None:
+    unscale: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
+    for gradient in gradients:
+        if not isinstance(gradient, OffloadedGradient):
+            unscale([gradient], found_inf, inverse_scale)
+            continue
+        norm = gradient.stored.norm
+        if gradient.stored.shared and norm is not None:
+            found_inf.masked_fill_(~norm.isfinite(), 1.0)  # on every rank alike
+        elif norm is None or not norm.isfinite():
+            # A norm may overflow where no element does. A factor of one only checks.
+            unscale([gradient.stored.whole()], found_inf, torch.ones_like(inverse_scale))
+        gradient.stored.scale(inverse_scale)
+
+
+_GRADIENT_LOOKS = {
+    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__,
+    torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.numel,
+    torch.Tensor.size,
+    torch.Tensor.dim,
+}
+"""What tells nothing of a gradient's values."""
+
+_GRADIENT_ANSWERS: dict[Any, Callable[..., Any]] = {
+    torch.linalg.vector_norm: _vector_norm,
+    torch._foreach_norm: _norms,
+    torch.Tensor.mul_: _mul_,
+    torch._foreach_mul_: _foreach_mul_,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale_,
+}
+
+
+_KEY, _LISTED = "_protrain_away", "_protrain_listed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """Where a parameter is.
+
+    stride  of the parameter when it is back, in elements
+    bring   called when code of the model reads it: returns with the parameter back, or raises
+    values  a copy of its values on its device, from the store  # dtype [shape]
+    """
+
+    name: str
+    stride: tuple[int, ...]
+    bring: Callable[[str], None]
+    values: Callable[[], torch.Tensor]
+    kind: type[nn.Parameter]  # what it is when it is back
+
+
+class AwayParameter(nn.Parameter):
+    """A parameter whose values are in a store.
+
+    Questions about its shape and kind, its gradient and its hooks are answered, and tensors can be
+    made like it. A copy or a pickle of it is one of a parameter with its values.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        """RuntimeError for what needs the values, but in a forward that may bring them."""
+        kwargs = kwargs or {}
+        listed = func is torch.Tensor.detach and args[0].__dict__.pop(_LISTED, False)
+        if listed or func in _PARAMETER_LOOKS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        answer = _PARAMETER_ANSWERS.get(func)
+        if answer is not None:
+            return answer(*args, **kwargs)
+        for parameter in _away_in((args, kwargs)):
+            place_of(parameter).bring(place_of(parameter).name)
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = _with_values(self)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _with_values(self).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # as torch's
+        return f"AwayParameter({tuple(self.shape)}, {self.dtype}, {place_of(self).name!r})"
+
+
+def place_of(parameter: nn.Parameter) -> Elsewhere:
+    """Where a parameter that is away is."""
+    place: Elsewhere = parameter.__dict__[_KEY]
+    return place
+
+
+def send_away(parameter: nn.Parameter, place: Callable[[type[nn.Parameter]], Elsewhere]) -> None:
+    """Leave a parameter of the right shape that holds nothing, and refuses to be read.
+
+    An expanded single element keeps shape, dtype and device, which autograd checks gradients
+    against, at no memory.
+    """
+    kind = come_back(parameter)
+    hollow = single(parameter.dtype, parameter.device)
+    with torch.inference_mode(mode=False):
+        parameter.data = hollow.expand(parameter.shape)
+    parameter.__dict__[_KEY] = place(kind)
+    parameter.__class__ = _away(kind)
+
+
+def come_back(parameter: nn.Parameter) -> type[nn.Parameter]:
+    """Let the parameter be what it was; whoever calls this gives it values. Returns its class."""
+    parameter.__dict__.pop(_LISTED, None)
+    place: Elsewhere | None = parameter.__dict__.pop(_KEY, None)
+    if place is not None:
+        parameter.__class__ = place.kind
+    return type(parameter)
+
+
+def let_list(parameter: nn.Parameter) -> None:
+    """Let the next `detach` give the stand-in: a state dict lists it, and gets values later."""
+    if isinstance(parameter, AwayParameter):
+        parameter.__dict__[_LISTED] = True
+
+
+@cache
+def _away(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class of parameters of this class while they are away."""
+    return AwayParameter if kind is nn.Parameter else type(kind.__name__, (AwayParameter, kind), {})
+
+
+def _with_values(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of its own, with the values that are in the store."""
+    place = place_of(parameter)
+    plain = nn.Parameter(place.values(), parameter.requires_grad)
+    plain.__class__ = place.kind
+    own = {k: v for k, v in parameter.__dict__.items() if k not in (_KEY, _LISTED)}
+    plain.__dict__.update(own)
+    return plain
+
+
+def _away_in(tree: object) -> Iterator[AwayParameter]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, AwayParameter))
+
+
+def _stride(parameter: AwayParameter, dim: int | None = None) -> Any:
+    stride = place_of(parameter).stride
+    return stride if dim is None else stride[dim]
+
+
+def _like(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`make`, given one that is laid out as the parameter will be."""
+
+    def answer(parameter: AwayParameter, *args: Any, **kwargs: Any) -> torch.Tensor:
+        kwargs.setdefault("device", parameter.device)
+        stride = place_of(parameter).stride
+        shaped = torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device="meta")
+        return make(shaped, *args, **kwargs)
+
+    return answer
+
+
+_PROPERTIES = (
+    "shape dtype device layout requires_grad grad is_leaf grad_fn ndim itemsize nbytes names name"
+    " is_cpu is_cuda is_xpu is_mps is_mtia is_meta is_sparse is_sparse_csr is_quantized is_nested"
+    " is_mkldnn output_nr retains_grad _version _backward_hooks _post_accumulate_grad_hooks"
+)
+_METHODS = (
+    "size dim numel nelement ndimension element_size __len__ is_floating_point is_complex is_signed"
+    " get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad"
+    " is_inference is_same_size"
+)
+_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.is_signed, torch.numel)
+
+
+def _looks() -> Iterator[Any]:
+    for name in _PROPERTIES.split():
+        found = getattr(torch.Tensor, name, None)
+        for access in ("__get__", "__set__", "__delete__"):
+            if hasattr(found, access):
+                yield getattr(found, access)
+    yield from (getattr(torch.Tensor, name) for name in _METHODS.split())
+    yield from _FUNCTIONS
+
+
+_PARAMETER_LOOKS = frozenset(_looks())
+"""What tells nothing of a parameter's values."""
+
+_PARAMETER_ANSWERS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.stride: _stride,
+    torch.Tensor.is_contiguous: lambda parameter, **kwargs: torch.empty_strided(
+        parameter.shape, place_of(parameter).stride, device="meta"
+    ).is_contiguous(**kwargs),
+    torch.Tensor.__repr__: AwayParameter.__repr__,
+    torch.Tensor.__format__: lambda parameter, _: repr(parameter),
+    **{
+        make: _like(make)
+        for make in (
+            torch.empty_like,
+            torch.zeros_like,
+            torch.ones_like,
+            torch.full_like,
+            torch.rand_like,
+            torch.randn_like,
+            torch.Tensor.new_empty,
+            torch.Tensor.new_zeros,
+            torch.Tensor.new_ones,
+            torch.Tensor.new_full,
+        )
+    },
+}
+"""What is answered in another way than by the stand-in's single element."""

@@ -1,0 +1,106 @@
+"""A model under a plan keeps its parameters: what replaces or converts them is refused.
+
+`model.to(...)` is refused before it has changed anything. What cannot be seen as it happens
+(`module.weight = ...`, `requires_grad_()`) is refused when the next training step begins.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from protrain_runtime.states.chunks import Chunk
+
+_FIX = ": call restore(model) before such changes; profile, plan and prepare after them"
+
+
+def refuse_conversions(model: nn.Module) -> Callable[[], None]:
+    """Let `.to`, `.half`, `.cuda` and their like raise where they would change a tensor.
+
+    Where nothing would change, nothing happens: training scripts move models to the device that
+    they are on. Returns the undo.
+    """
+    modules = list(model.modules())
+    for module in modules:
+        module.__dict__["_apply"] = _guarded(module)
+
+    def undo() -> None:
+        for module in modules:
+            module.__dict__.pop("_apply", None)
+
+    return undo
+
+
+def _guarded(module: nn.Module) -> Callable[..., nn.Module]:
+    def apply(convert: Callable[[torch.Tensor], Any], recurse: bool = True) -> nn.Module:
+        tensors = (*module.parameters(recurse), *module.buffers(recurse))
+        for dtype, device, dim in {(t.dtype, t.device, t.dim()) for t in tensors}:
+            # Two elements each way: such a tensor has one memory format alone.
+            probe = torch.ones((2,) * dim, dtype=dtype, device=device)
+            if not _is_alike(convert(probe), probe):
+                raise RuntimeError(
+                    "the model follows a plan, and this would convert or move its tensors" + _FIX
+                )
+        return module
+
+    return apply
+
+
+def _is_alike(converted: Any, probe: torch.Tensor) -> bool:
+    """Whether a conversion gives the tensor itself, or a copy that nothing tells from it.
+
+    There is one host, whatever its number: `.to("cpu:0")` copies what is on `cpu`.
+    """
+    on_host = probe.device.type == "cpu"
+    if on_host and (probe.is_shared() or probe.is_pinned()):
+        return False
+    if converted is probe:
+        return True
+    return (
+        type(converted) is torch.Tensor
+        and converted.dtype == probe.dtype
+        and (converted.device == probe.device or (on_host and converted.device.type == "cpu"))
+        and converted.layout == probe.layout
+        and converted.stride() == probe.stride()
+        and not (on_host and (converted.is_shared() or converted.is_pinned()))
+        and torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (converted, probe)))
+    )
+
+
+class UnchangedModel:
+    """Compares the model's parameters with those that the plan has placed."""
+
+    def __init__(self, model: nn.Module, chunks: Sequence[Chunk]) -> None:
+        parts = {part.parameter: part for chunk in chunks for part in chunk.slices}
+        self._places = [
+            (module._parameters, name, parts[parameter])
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter in parts
+        ]
+        self._modules = [
+            (module._modules, name, child, f"{path}.{name}".lstrip("."))
+            for path, module in model.named_modules()
+            for name, child in module._modules.items()
+        ]
+
+    def check(self) -> None:
+        """RuntimeError where a module or parameter is another one, or another kind of one."""
+        for modules, name, child, path in self._modules:
+            if modules.get(name) is not child:
+                raise RuntimeError(
+                    f"{path!r} was replaced, and the plan is for what there was{_FIX}"
+                )
+        for parameters, name, part in self._places:
+            parameter = parameters.get(name)
+            if parameter is not part.parameter:
+                _refuse(part.name, "was replaced")
+            elif parameter.dtype is not part.dtype or parameter.shape != part.shape:
+                _refuse(part.name, f"has become {tuple(parameter.shape)}, {parameter.dtype}")
+            elif parameter.requires_grad and not part.trainable:
+                _refuse(part.name, "was frozen when the plan was made, and requires a gradient now")
+
+
+def _refuse(name: str, what: str) -> None:
+    raise RuntimeError(f"{name!r} {what}, and the plan is for what there was" + _FIX)

@@ -1,0 +1,407 @@
+"""The optimizer's step on offloaded chunks: pieces of a chunk, and the threads that share them out.
+
+A piece is a range of a chunk's trainable elements on its way through the optimizer. An optimizer in
+host memory is bound by what one processor can read and write. Ranges of a piece are updated by
+several at once, each by an optimizer of the user's class on a thread with one intra-op thread:
+PyTorch's own threads would cut tensors elsewhere, and beside compute.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from protrain_plan.program.program import PIECE_ALIGNMENT
+from protrain_runtime.devices.device import on_host
+from protrain_runtime.devices.lanes import STACK_BYTES, take_one_thread
+from protrain_runtime.devices.stores import HostStore
+from protrain_runtime.states.chunks import Chunk, Slice
+from protrain_runtime.states.master_weights import MasterOptimizer
+from protrain_runtime.states.stand_ins import scaled
+from protrain_runtime.states.update_rules import OptimizerFactory
+
+SMALLEST_RANGE = 2**17
+"""Elements that are worth a thread: about 150 us of AdamW's step, several times what handing a
+range to a thread and back takes (`benchmarks/results/updates.md`)."""
+
+LONGEST_SPAN = 2**20
+"""Elements that an optimizer steps on as one parameter: 4 MiB of float32, so that what it needs
+besides (a float32 gradient, the temporaries of a plain loop) is no fresh memory, whose pages the
+system clears first: twice as fast with master weights, three times as fast in a loop of operators
+(`benchmarks/results/updates.md`). Runs of a quarter cost a fused step up to a tenth."""
+
+
+def spare_threads(device: torch.device) -> int:
+    """How many threads update chunks in host memory, at least 1.
+
+    Beside an accelerator: the threads that this process has, but for one that launches its work. On
+    a CPU the processors compute: one thread updates beside them.
+    """
+    return 1 if on_host(device) else max(1, torch.get_num_threads() - 1)
+
+
+class Span(NamedTuple):
+    """Elements of one of several tensors."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+class UpdateTeam:
+    """The update lane's thread, and `num_threads` - 1 that help it.
+
+    Made by a thread with the process's own number of intra-op threads.
+    """
+
+    def __init__(
+        self, num_threads: int = 1, *, smallest: int = SMALLEST_RANGE, longest: int = LONGEST_SPAN
+    ) -> None:
+        self.num_threads, self.longest = num_threads, longest
+        self._smallest = smallest
+        self._helpers = _helpers(num_threads - 1) if num_threads > 1 else None
+
+    def ranges(self, lengths: Sequence[int]) -> list[list[Span]]:
+        """What each thread works on, of tensors of these lengths: all of their elements once.
+
+        About as much each, and nothing smaller than is worth a thread.
+        """
+        most = max(1, sum(lengths) // self._smallest)
+        return ranges(lengths, min(self.num_threads, most), longest=self.longest)
+
+    def run(self, tasks: Sequence[Callable[[], None]]) -> None:
+        """Do all of them, the first here; what one raises is raised when all have ended."""
+        assert len(tasks) <= self.num_threads
+        others = [self._helpers.submit(task) for task in tasks[1:]] if self._helpers else []
+        try:
+            for task in tasks[:1]:
+                task()
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
+
+    def close(self) -> None:
+        """Let the threads end."""
+        if self._helpers is not None:
+            self._helpers.shutdown()
+
+
+def _helpers(count: int) -> ThreadPoolExecutor:
+    """Threads that have started: each sets its own number of intra-op threads when it does."""
+    num_threads = torch.get_num_threads()
+    usual = threading.stack_size(STACK_BYTES)
+    everyone = threading.Barrier(count + 1)
+    pool = ThreadPoolExecutor(count, "protrain update", initializer=take_one_thread)
+    for _ in range(count):
+        pool.submit(everyone.wait)
+    everyone.wait()
+    threading.stack_size(usual)
+    # The helpers' number also became the default of threads to come.
+    torch.set_num_threads(num_threads)
+    return pool
+
+
+def ranges(lengths: Sequence[int], count: int, *, longest: int) -> list[list[Span]]:
+    """At most `count` ranges of about equal numbers of elements, over tensors of these lengths.
+
+    Tensors are cut at multiples of PIECE_ALIGNMENT, and so that no span is longer than `longest`,
+    which is one.
+    """
+    ends = [sum(lengths) * number // count for number in range(1, count + 1)]
+    shares: list[list[Span]] = [[] for _ in ends]
+    number = done = 0
+    for tensor, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            room = ends[number] - (done + start)
+            rest = length - start
+            taken = rest if room >= rest else room // PIECE_ALIGNMENT * PIECE_ALIGNMENT
+            if taken <= 0:
+                number += 1
+                continue
+            stop = start + min(taken, longest)
+            shares[number].append(Span(tensor, start, stop))
+            start = stop
+        done += length
+    return [share for share in shares if share]
+
+
+_PARAMETERS, _GRADIENTS = "parameters ", "gradients "
+"""Stand for these among the elementwise states, whose keys are names."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """The gradient of the elements of a parameter that a piece covers, as it lies in memory."""
+
+    part: Slice
+    low: int
+    high: int
+    elements: torch.Tensor  # [high - low]
+    factors: Sequence[torch.Tensor]  # that it is to be multiplied by, one after the other
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """What one optimizer of the user's steps on: runs of parameters, and their gradients' factors.
+
+    Ranges share nothing, so that each may be stepped on by a thread of its own.
+    """
+
+    worker: torch.optim.Optimizer
+    shadows: list[tuple[nn.Parameter, Slice, int, int]]
+    factors: list[tuple[torch.Tensor, Sequence[torch.Tensor]]]
+
+    def step(self) -> None:
+        for elements, factors in self.factors:
+            scaled(elements, factors)
+        self.worker.step()
+
+
+@dataclass(slots=True)
+class Piece:
+    """A range of a chunk's trainable elements on its way through the optimizer.
+
+    `staging` holds one tensor per elementwise state, filled by "read states" and written back by
+    "write states"; before the first step there is nothing to read, and the optimizer makes them.
+    With `stands` they are the store's own bytes.
+    `parameters` are, by name, the elements that the piece covers, where the optimizer runs, and
+    `gradients` those of gradients that waited on disk. A piece refers to nothing outside its range:
+    what other pieces need may leave the device before it.
+    """
+
+    chunk: Chunk
+    start: int
+    stop: int
+    staging: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    made: list[tuple[Slice, int, int, dict[str, Any]]] = field(
+        default_factory=list[tuple[Slice, int, int, dict[str, Any]]]
+    )
+    stands: bool = False
+
+    def parts(self) -> Iterable[tuple[Slice, int, int]]:
+        """The parameters that the piece covers, with the element range within each."""
+        for part in self.chunk.slices:
+            if not part.trainable:
+                continue
+            low = max(self.start, part.start) - part.start
+            high = min(self.stop, part.start + part.numel) - part.start
+            if low < high:
+                yield part, low, high
+
+    def read(self, ring: torch.Tensor, *, parameters: bool, gradients: bool) -> None:
+        """Fill the staging tensors from the store; `ring` is this piece's staging buffer.
+
+        `parameters` and `gradients` where the optimizer has them from there too.
+        """
+        store = self.chunk.store
+        assert store is not None
+        regions = self._regions(ring, parameters=parameters, gradients=gradients)
+        for layout in self.chunk.states if self.chunk.updated else ():
+            target = self.staging[layout.key] = regions[layout.key]
+            place = layout.place(self.start)
+            store.start_read(place, target.view(torch.uint8))
+        for part, low, high in self.parts():
+            here = slice(part.start + low - self.start, part.start + high - self.start)
+            if parameters:
+                target = self.parameters[part.name] = regions[_PARAMETERS][here]
+                place = self.chunk.offset + part.offset + low * part.dtype.itemsize
+                store.start_read(place, target.view(torch.uint8))
+            stored = self.chunk.offloaded_gradients.get(part.name)
+            if gradients and stored is not None:
+                target = self.gradients[part.name] = regions[_GRADIENTS][here]
+                place = stored.offset + low * part.dtype.itemsize
+                stored.store.start_read(place, target.view(torch.uint8))
+
+    def _regions(
+        self, ring: torch.Tensor, *, parameters: bool, gradients: bool
+    ) -> dict[str, torch.Tensor]:
+        """One region of the ring per state, and for parameters and gradients where asked for."""
+        wanted = [(layout.key, layout.dtype) for layout in self.chunk.states]
+        for key in [_PARAMETERS] * parameters + [_GRADIENTS] * gradients:
+            wanted += [(key, part.dtype) for part, _, _ in self.parts()][:1]
+        regions: dict[str, torch.Tensor] = {}
+        offset, count = 0, self.stop - self.start
+        # Wide elements first: what follows is aligned to its own.
+        for key, dtype in sorted(wanted, key=lambda region: -region[1].itemsize):
+            size = count * dtype.itemsize
+            regions[key] = ring[offset : offset + size].view(dtype)
+            offset += size
+        return regions
+
+    def view_device(self) -> None:
+        """Use the parameters in place, on the device."""
+        for part, low, high in self.parts():
+            self.parameters[part.name] = part.flat(self.chunk.buffers[part.group])[low:high]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """What the optimizer finds in host memory may be changed there, inside.
+
+        Parameters and states where the chunk's store is that, and gradients that wait there.
+        """
+        with ExitStack() as stack:
+            for store, offset, num_bytes in self._places():
+                stack.enter_context(store.in_place(offset, num_bytes))
+            yield
+
+    def _places(self) -> Iterator[tuple[HostStore, int, int]]:
+        """The ranges in host memory that `in_place` is about."""
+        parts = list(self.parts())
+        if not parts:
+            return
+        chunk, count = self.chunk, self.stop - self.start
+        if isinstance(chunk.store, HostStore):
+            (first, low, _), (last, _, high) = parts[0], parts[-1]
+            begin = first.offset + low * first.dtype.itemsize
+            end = last.offset + high * last.dtype.itemsize
+            yield chunk.store, chunk.offset + begin, end - begin
+            for layout in chunk.states if chunk.updated else ():
+                yield chunk.store, layout.place(self.start), count * layout.dtype.itemsize
+        if isinstance(chunk.gradient_store, HostStore):
+            width = parts[0][0].dtype.itemsize
+            begin = chunk.gradient_offset + self.start * width
+            yield chunk.gradient_store, begin, count * width
+
+    def view_store(self) -> None:
+        """Use the parameters and their states in place, where the store is host memory."""
+        store = self.chunk.store
+        assert isinstance(store, HostStore)
+        self.stands = True
+        for part, low, high in self.parts():
+            size = part.dtype.itemsize
+            place = store.view(self.chunk.offset + part.offset + low * size, (high - low) * size)
+            self.parameters[part.name] = place.view(part.dtype)
+        for layout in self.chunk.states if self.chunk.updated else ():
+            size = (self.stop - self.start) * layout.dtype.itemsize
+            place = store.view(layout.place(self.start), size)
+            self.staging[layout.key] = place.view(layout.dtype)
+
+    def update(
+        self,
+        factory: OptimizerFactory,
+        options: Mapping[str, Mapping[str, Any]],
+        gradients: Mapping[str, torch.Tensor],
+        team: UpdateTeam | None = None,
+    ) -> None:
+        """The optimizer's own step on this range, by the team's threads where there is one.
+
+        `options` are the hyperparameters by parameter name, `gradients` those of the elements that
+        the piece covers and that did not wait below the device, flat in storage order. Elementwise
+        optimizers compute every element by itself, so a range of a parameter gets the bits that the
+        whole would get, and every range starts from the same scalars.
+        """
+        due = list(self._due(gradients))
+        lengths = [one.high - one.low for one in due]
+        # On a device kernels have threads of their own, and the larger they are, the better.
+        longest = sum(lengths) if team is None else team.longest
+        cut = ranges(lengths, 1, longest=longest) if team is None else team.ranges(lengths)
+        # Here and not in their threads: the first optimizer of a class changes the class.
+        stepped = [
+            self._range(factory, options, [(due[i], start, stop) for i, start, stop in spans])
+            for spans in cut
+        ]
+        for each in stepped:
+            if isinstance(each.worker, MasterOptimizer):
+                # A piece's workspace is counted for all of its elements: this is no more.
+                elements = sum(shadow.numel() for shadow, *_ in each.shadows)
+                each.worker.room_elements = min(elements, longest)
+        if team is None:
+            for each in stepped:
+                each.step()
+        else:
+            team.run([each.step for each in stepped])
+        for each in stepped:
+            for shadow, part, low, high in each.shadows:
+                self.made.append((part, low, high, dict(each.worker.state[shadow])))
+
+    def _due(self, gradients: Mapping[str, torch.Tensor]) -> Iterable[_Due]:
+        """The gradients that there are, from where each of them is."""
+        for part, low, high in self.parts():
+            elements = gradients.get(part.name)
+            factors: list[torch.Tensor] = []
+            stored = self.chunk.offloaded_gradients.get(part.name)
+            if elements is None and stored is not None and not stored.is_none():
+                elements = self.gradients.get(part.name)
+                if elements is None:
+                    elements = stored.in_host(low, high)
+                # Here once, not in every thread: a factor may be on a device.
+                factors = [factor.to(elements.device) for factor in stored.factors]
+            if elements is not None:
+                yield _Due(part, low, high, elements, factors)
+
+    def _range(
+        self,
+        factory: OptimizerFactory,
+        options: Mapping[str, Mapping[str, Any]],
+        spans: Sequence[tuple[_Due, int, int]],
+    ) -> _Range:
+        """An optimizer over these elements of gradients and of the parameters that have them."""
+        shadows: list[tuple[nn.Parameter, Slice, int, int]] = []
+        scales: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
+        groups: dict[int, dict[str, Any]] = {}  # by the options that parameters share
+        for due, start, stop in spans:
+            part = due.part
+            shadow = nn.Parameter(self.parameters[part.name][start:stop])
+            shadow.grad = due.elements[start:stop]
+            if due.factors:
+                scales.append((shadow.grad, due.factors))
+            chosen = options[part.name]
+            group = groups.setdefault(id(chosen), {**chosen, "params": []})
+            group["params"].append(shadow)
+            shadows.append((shadow, part, due.low + start, due.low + stop))
+        worker = factory(groups.values())
+        for shadow, part, low, high in shadows:
+            first = part.start + low - self.start
+            if part.name in self.chunk.updated:
+                state = {
+                    key: value.clone() if isinstance(value, torch.Tensor) else value
+                    for key, value in self.chunk.scalars[part.name].items()
+                }
+                for key, values in self.staging.items():
+                    state[key] = values[first : first + high - low]
+                worker.state[shadow] = state
+        return _Range(worker, shadows, scales)
+
+    def write(self, *, parameters: bool) -> None:
+        """Bring the new states, and the parameters where asked for, to the store.
+
+        The last range of a parameter settles its scalars: until then, every range of it starts from
+        the same ones.
+        """
+        store = self.chunk.store
+        assert store is not None
+        stepped = {part.name for part, *_ in self.made}
+        for part, low, _ in self.parts() if parameters else ():
+            if part.name in stepped:
+                place = self.chunk.offset + part.offset + low * part.dtype.itemsize
+                store.start_write(place, self.parameters[part.name].view(torch.uint8))
+        for part, low, high, state in self.made:
+            first = part.start + low
+            for layout in self.chunk.states:
+                values = state.pop(layout.key)
+                if not self._stands(layout.key, first - self.start, values):
+                    place = layout.place(first)
+                    store.start_write(place, values.view(torch.uint8))
+            if high == part.numel:
+                self.chunk.scalars[part.name] = state
+                self.chunk.updated.add(part.name)
+        self.made.clear()
+        self.staging.clear()
+        self.parameters.clear()
+        self.gradients.clear()
+
+    def _stands(self, key: str, first: int, values: torch.Tensor) -> bool:
+        """Whether these are the store's own bytes, from the piece's element `first` on."""
+        if not self.stands or key not in self.staging:
+            return False
+        staged = self.staging[key]
+        return values.data_ptr() == staged.data_ptr() + first * staged.itemsize

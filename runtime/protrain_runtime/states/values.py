@@ -1,0 +1,227 @@
+"""Where a tensor's values lie, and its bytes as they come and go: a piece at a time.
+
+Bytes are in row-major order, whatever the tensor's strides are. What is not row-major passes
+through a copy of that one tensor.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from protrain_plan.program.program import SAVING_BYTES
+from protrain_runtime.devices.stores import Store
+from protrain_runtime.states.chunks import (
+    Chunk,
+    Slice,
+    StateLayout,
+    write_parameter,
+    write_state,
+)
+from protrain_runtime.states.layout import Sharding
+
+Write = Callable[[torch.Tensor], object]
+"""Takes bytes that come next: a contiguous uint8 tensor in host memory, good during the call."""
+
+Fill = Callable[[torch.Tensor], None]
+"""Fills a contiguous uint8 tensor in host memory with the bytes that come next."""
+
+
+class Value(Protocol):
+    """A tensor's values, in memory or in a store."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def copy_to(self, write: Write) -> None:
+        """Hand out its bytes, in order."""
+        ...
+
+    def copy_from(self, fill: Fill) -> None:
+        """Take new values: as many bytes as it has, in order."""
+        ...
+
+
+def num_bytes(value: Value) -> int:
+    """The bytes of a value."""
+    return value.shape.numel() * value.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor in memory, on the host or the device."""
+
+    tensor: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    def copy_to(self, write: Write) -> None:
+        flat = _flat(self.tensor.detach().contiguous())
+        if flat.device.type == "cpu":
+            write(flat)  # its own memory, no copy
+            return
+        for start in range(0, flat.numel(), SAVING_BYTES):
+            write(flat[start : start + SAVING_BYTES].cpu())
+
+    def copy_from(self, fill: Fill) -> None:
+        own = self.tensor.detach()
+        target = own if own.is_contiguous() else torch.empty_like(own, memory_format=_ROW_MAJOR)
+        flat = _flat(target)
+        if flat.device.type == "cpu" and flat.numel():
+            fill(flat)
+        elif flat.numel():
+            for start, piece in _pieces(flat.numel()):
+                fill(piece)
+                flat[start : start + piece.numel()].copy_(piece)
+        if target is not own:
+            own.copy_(target)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A dense tensor in a store, in the order of its strides."""
+
+    store: Store
+    offset: int  # bytes from the start of the store
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def copy_to(self, write: Write) -> None:
+        if not self._row_major:
+            whole = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+            self.store.read(self.offset, self._bytes_of(whole))
+            Held(whole).copy_to(write)
+            return
+        for start, piece in _pieces(num_bytes(self)):
+            self.store.read(self.offset + start, piece)
+            write(piece)
+
+    def copy_from(self, fill: Fill) -> None:
+        if not self._row_major:
+            whole = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+            Held(whole).copy_from(fill)
+            self.store.write(self.offset, self._bytes_of(whole))
+            return
+        for start, piece in _pieces(num_bytes(self)):
+            fill(piece)
+            self.store.write(self.offset + start, piece)
+
+    @property
+    def _row_major(self) -> bool:
+        return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
+
+    def _bytes_of(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+
+
+_ROW_MAJOR = torch.contiguous_format
+
+
+def _pieces(size: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Where each piece of so many bytes starts, and the one host buffer that they all use."""
+    buffer = torch.empty(min(SAVING_BYTES, size), dtype=torch.uint8)
+    for start in range(0, size, SAVING_BYTES):
+        yield start, buffer[: size - start]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory.  # uint8 [bytes]"""
+    return tensor.view(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """The elements first:first + count, in the order of storage, from `offset` on in a store."""
+
+    store: Store
+    offset: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """A tensor of which every rank has a part, and this one `local`.
+
+    All ranks hand it out together, each takes its part by itself.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    local: Local | None
+    gather: Callable[[], torch.Tensor]
+    keep: Callable[[torch.Tensor], None]
+
+    def copy_to(self, write: Write) -> None:
+        Held(self.gather()).copy_to(write)
+
+    def copy_from(self, fill: Fill) -> None:
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        Held(whole).copy_from(fill)
+        self.keep(whole)
+
+
+def stored_parameter(chunk: Chunk, part: Slice) -> Stored | Shared:
+    """An offloaded parameter."""
+    own = chunk.own
+    return _stored(
+        chunk,
+        part,
+        part.dtype,
+        place=lambda mine: own.offset + mine.offset,
+        gather=lambda sharding: part.view(sharding.gather(chunk, part.group)),
+        keep=lambda whole: write_parameter(chunk, part, whole),
+    )
+
+
+def stored_states(chunk: Chunk, part: Slice) -> dict[str, Stored | Shared]:
+    """An offloaded parameter's elementwise optimizer states, by key."""
+
+    def stored(layout: StateLayout) -> Stored | Shared:
+        return _stored(
+            chunk,
+            part,
+            layout.dtype,
+            place=lambda mine: layout.place(mine.start),
+            gather=lambda sharding: sharding.fetch_state(layout, part),
+            keep=lambda whole: write_state(chunk, layout, part, whole),
+        )
+
+    return {layout.key: stored(layout) for layout in chunk.own.states}
+
+
+def _stored(
+    chunk: Chunk,
+    part: Slice,
+    dtype: torch.dtype,
+    *,
+    place: Callable[[Slice], int],
+    gather: Callable[[Sharding], torch.Tensor],
+    keep: Callable[[torch.Tensor], None],
+) -> Stored | Shared:
+    """Values in the chunk's store, those of this device from `place` on."""
+    store, sharding = chunk.store, chunk.sharding
+    assert store is not None
+    if sharding is None:
+        return Stored(
+            store=store, offset=place(part), dtype=dtype, shape=part.shape, stride=part.stride
+        )
+    mine = sharding.part_of(part.name)
+    return Shared(
+        local=None if mine is None else Local(store, place(mine), mine.first, mine.numel),
+        dtype=dtype,
+        shape=part.shape,
+        gather=lambda: gather(sharding),
+        keep=keep,
+    )

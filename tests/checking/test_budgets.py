@@ -1,0 +1,130 @@
+"""Budgets per machine, in pyproject.toml and in budgets.yaml."""
+
+from pathlib import Path
+
+import pytest
+
+from protrain_plan.checking.budgets import MachineBudget, find_budgets
+from protrain_plan.errors import ProtrainError
+
+YAML = """\
+protrain: budgets
+version: 1
+budgets:
+  rtx-4090: {device: 22GiB, host: 1000, headroom: 5%, slowdown: 12.5%, plans: ["a/*", "b/*"]}
+  a100-80gb: {disk: 1.5TB, step_seconds: 2}
+"""
+TOML = """\
+[tool.protrain.budgets.rtx-4090]
+device = "22GiB"
+host = 1000
+headroom = "5%"
+slowdown = "12.5%"
+plans = ["a/*", "b/*"]
+
+[tool.protrain.budgets.a100-80gb]
+disk = "1.5TB"
+step_seconds = 2
+"""
+
+
+def expected(source: Path) -> dict[str, MachineBudget]:
+    return {
+        "rtx-4090": MachineBudget(
+            machine="rtx-4090",
+            source=str(source),
+            device=22 * 2**30,
+            host=1000,
+            headroom=0.05,
+            slowdown=0.125,
+            plans=("a/*", "b/*"),
+        ),
+        "a100-80gb": MachineBudget(
+            machine="a100-80gb", source=str(source), disk=1_500_000_000_000, step_seconds=2.0
+        ),
+    }
+
+
+@pytest.mark.parametrize(("name", "text"), [("budgets.yaml", YAML), ("pyproject.toml", TOML)])
+def test_both_files_say_the_same(name: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert find_budgets(None, folder=tmp_path) == expected(path)
+    assert find_budgets(path) == expected(path)
+
+
+def test_no_file_is_no_budget(tmp_path: Path) -> None:
+    assert find_budgets(None, folder=tmp_path) == {}
+    (tmp_path / "pyproject.toml").write_text("[tool.ruff]\nline-length = 100\n")
+    assert find_budgets(None, folder=tmp_path) == {}
+
+
+def test_two_files_are_one_too_many(tmp_path: Path) -> None:
+    (tmp_path / "budgets.yaml").write_text(YAML)
+    (tmp_path / "pyproject.toml").write_text(TOML)
+    with pytest.raises(ProtrainError) as caught:
+        find_budgets(None, folder=tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path}/budgets.yaml: there are budgets here and in {tmp_path}/pyproject.toml\n"
+        "  fix: keep one of them, or name it with --budgets"
+    )
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("{devise: 1GiB}", "unknown key 'devise'\n  fix: did you mean 'device'?"),
+        (
+            "{device: 22G}",
+            "device: expected a size with its unit, got '22G'\n"
+            "  fix: write 22GiB (powers of 1024) or 22GB (powers of 1000)",
+        ),
+        ("{headroom: 0.05}", "headroom: expected a percentage such as 5%, got '0.05'"),
+        ("{headroom: 100%}", "headroom: expected less than 100%"),
+        ("{step_seconds: soon}", "step_seconds: expected seconds such as 3.5, got 'soon'"),
+        ("{step_seconds: -1}", "step_seconds: expected seconds from 1e-12 to 1e+09, got '-1'"),
+        ("{plans: a/*}", "plans: expected a list of patterns such as ['plans/*']"),
+        ("{device: [1GiB]}", "device: expected a size, got a list"),
+        ("{slowdown: {by: 5%}}", "slowdown: expected a percentage such as 5%, got a mapping"),
+        ("big", "expected a mapping, got the text 'big'"),
+    ],
+)
+def test_mistakes_in_yaml_name_the_line(entry: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "budgets.yaml"
+    path.write_text(f"protrain: budgets\nversion: 1\nbudgets:\n  m: {entry}\n")
+    with pytest.raises(ProtrainError) as caught:
+        find_budgets(path)
+    key = f"{path}:4: budgets.m"
+    joint = "." if message.partition(":")[0] in entry else ": "
+    assert str(caught.value) == f"{key}{joint}{message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[tool.protrain]\nbudget = 1\n",
+            "tool.protrain: unknown key 'budget'\n  fix: did you mean 'budgets'?",
+        ),
+        ("[tool]\nprotrain = 1\n", "tool.protrain: expected a table, got 1"),
+        (
+            "[tool.protrain.budgets.m]\nheadroom = 5\n",
+            "tool.protrain.budgets.m.headroom: expected a percentage such as 5%, got '5'",
+        ),
+        (
+            "[tool.protrain.budgets.m]\nheadrom = 5\n",
+            "tool.protrain.budgets.m: unknown key 'headrom'\n  fix: did you mean 'headroom'?",
+        ),
+        (
+            "[tool\n",
+            "not readable as TOML: Expected ']' at the end of a table declaration"
+            " (at line 1, column 6)",
+        ),
+    ],
+)
+def test_mistakes_in_toml_name_the_key(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "pyproject.toml"
+    path.write_text(text)
+    with pytest.raises(ProtrainError) as caught:
+        find_budgets(path)
+    assert str(caught.value) == f"{path}: {message}"

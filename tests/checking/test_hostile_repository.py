@@ -1,0 +1,685 @@
+"""A pull request that wants `protrain check` to pass: whatever its code and its files do, it fails.
+
+The code is run by the command itself, in a repository with a plan that holds among the others.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from protrain_plan.checking.plan_files import search
+from protrain_plan.checking.reestimating import Broken, Today, look_away
+from protrain_plan.checking.run_rules import check
+from protrain_plan.checking.verdicts import Failed
+from protrain_plan.models.presets import read_config
+from protrain_plan.profiling.estimate_cache import SWITCH
+from tests.support import forked
+from tests.support.checking_cases import PROFILE, commit, offloading
+from tests.support.commands import PROTRAIN, Result
+
+ROOT = Path(__file__).parents[2]
+
+HOSTILE = """
+import atexit, ctypes, hashlib, json, mmap, os, signal, subprocess, sys, threading, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def exits():
+    sys.exit(0)
+
+
+def exits_hard():
+    os._exit(0)
+
+
+def exits_with_a_thread():
+    threading.Thread(target=time.sleep, args=(10**6,)).start()
+    atexit.register(os._exit, 0)
+    sys.exit(0)
+
+
+class Ends:
+    def __del__(self):
+        sys.exit(0)
+
+
+def ends_when_it_is_deleted():
+    Ends()
+    return Ends(), [Ends()]
+
+
+def aborts():
+    os.abort()
+
+
+def segfaults():
+    ctypes.string_at(0)
+
+
+def stops():
+    os.kill(0, signal.SIGKILL)
+
+
+def kills_its_parent():
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(10**6)
+
+
+def prints():
+    for text in ("::error::forged", "::set-output name=a::b", "::stop-commands::x", "\\x1b]0;t\\a"):
+        print(text, flush=True)
+        os.write(2, text.encode())
+        with open(f"/proc/{os.getppid()}/fd/1", "w") as file:
+            file.write(text)
+    raise RuntimeError("\\n::error::forged\\n\\x1b[2J\\u202e")
+
+
+def floods_output():
+    flood = bytes(2**20)
+    for _ in range(2**12):
+        os.write(1, flood)
+    sys.exit(0)
+
+
+def floods_memory():
+    kept = []
+    while True:
+        kept.append(bytearray(b"x") * 2**26)
+
+
+def floods_shared_memory():
+    kept = []
+    while True:
+        kept.append(mmap.mmap(-1, 2**26))
+        kept[-1].write(b"x" * 2**26)
+
+
+def leaves_a_process():
+    script = "echo $$ > left.pid; exec sleep 1000"
+    subprocess.Popen(["setsid", "sh", "-c", script], cwd=HERE)
+    while not (HERE / "left.pid").exists() or not (HERE / "left.pid").read_text():
+        time.sleep(0.01)
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            (HERE / "left again.pid").write_text(str(os.getpid()))
+            time.sleep(1000)
+        os._exit(0)
+    while not (HERE / "left again.pid").exists():
+        time.sleep(0.01)
+    sys.exit(0)
+
+
+def forges(*answers):
+    for end in range(3, 64):
+        try:
+            os.write(end, b"".join(json.dumps(answer).encode() + b"\\n" for answer in answers))
+        except OSError:
+            pass
+    time.sleep(10**6)
+
+
+AS_RECORDED = {"fingerprint": "FINGERPRINT", "changed": []}
+
+
+def forges_that_it_cannot_be_looked_at():
+    forges({"failed": "torch is not installed", "refused": True, "unknown": True})
+
+
+def forges_that_it_cannot_be_estimated():
+    forges(AS_RECORDED, {"failed": "no", "refused": True, "unknown": True})
+
+
+def forges_what_is_no_profile():
+    forges(AS_RECORDED, {"profile": "protrain: profile"})
+
+
+def forges_what_is_no_message():
+    forges([["["]] * 10**4)
+
+
+def patches():
+    from protrain_plan.checking import looking, reestimating, rules
+    from protrain_plan.checking.verdicts import Passed
+
+    for module in (rules, reestimating, looking):
+        for name in dir(module):
+            if not name.startswith("__"):
+                setattr(module, name, lambda *_, **__: Passed())
+    sys.exit(0)
+
+
+def rewrites_the_repository():
+    good = (HERE / "plans/good/plan.yaml").read_bytes()
+    for path in HERE.glob("plans/*/plan.yaml"):
+        path.write_bytes(good)
+    for path in HERE.glob("plans/*/profile.yaml"):
+        path.unlink()
+    (HERE / "budgets.yaml").unlink()
+    sys.exit(0)
+
+
+def reads_tokens():
+    found = [name for name in os.environ if "TOKEN" in name or name.startswith("GITHUB_")]
+    (HERE / "tokens.json").write_text(json.dumps(found))
+    Path(os.environ["GITHUB_ENV"]).write_text("PATH=/hostile")
+
+
+def forges_the_cache():
+    for path in Path(os.environ["XDG_CACHE_HOME"]).rglob("*.txt"):
+        told = hashlib.sha256((path.stem + "FINGERPRINT").encode()).hexdigest()
+        path.write_text(f"{told}\\nFINGERPRINT")
+        (HERE / "forged").touch()
+    sys.exit(0)
+
+
+def sleeps():
+    time.sleep(10**6)
+
+
+def spins():
+    while True:
+        pass
+
+
+def bombs():
+    while True:
+        subprocess.Popen(["sleep", "1000"])
+
+
+def ends_the_check():
+    def parent(pid):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+    os.kill(parent(os.getppid()), signal.SIGNAL)
+    time.sleep(10**6)
+""".replace("FINGERPRINT", PROFILE.model_fingerprint)
+
+DIED = "the model cannot be built: its process died: "
+ENDED = "the model cannot be built: its code ended the "
+WORDS = {
+    "exits": f"{ENDED}program: sys.exit(0) (at hostile.py:9)",
+    "exits_hard": f"{ENDED}process with exit code 0",
+    "exits_with_a_thread": f"{ENDED}program: sys.exit(0) (at hostile.py:19)",
+    "ends_when_it_is_deleted": "the model cannot be built: hostile:ends_when_it_is_deleted: the"
+    " factory returned tuple, not (nn.Module, batches)",
+    "aborts": f"{DIED}SIGABRT (at hostile.py:33)",
+    "segfaults": f"{DIED}SIGSEGV (at hostile.py:37)",
+    "stops": f"{DIED}SIGKILL",
+    "prints": "the model cannot be built: RuntimeError: ::error::forged ?[2J? (at hostile.py:",
+    "floods_output": f"{ENDED}program: sys.exit(0) (at hostile.py:",
+    "floods_memory": "the model cannot be built: MemoryError: (at hostile.py:",
+    "floods_shared_memory": "the model cannot be built: its code took more than 1.00 GiB of memory",
+    "leaves_a_process": f"{ENDED}program: sys.exit(0) (at hostile.py:",
+    "forges_that_it_cannot_be_looked_at": "the model cannot be built: torch is not installed",
+    "forges_that_it_cannot_be_estimated": "the model can no longer be estimated: no estimate: no",
+    "forges_what_is_no_profile": "the model can no longer be estimated: its estimate is no profile",
+    "forges_what_is_no_message": "the model cannot be built: its code answers in place of protrain",
+    "patches": "the model cannot be built: ",
+    "reads_tokens": "the model cannot be built: KeyError: 'GITHUB_ENV' (at hostile.py:",
+    "rewrites_the_repository": f"{ENDED}program: sys.exit(0) (at hostile.py:",
+}
+"""What is said of each, in a run where memory is limited to 1 GiB."""
+
+SHADOWS = ("yaml.py", "torch.py", "sitecustomize.py", "typer/__init__.py", "protrain_plan/cli.py")
+
+
+class Repository:
+    """A folder with the code above, and a plan for each way to use it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "hostile.py").write_text(HOSTILE.replace("SIGNAL", "SIGTERM"))
+        (folder / "leaves.py").write_text("raise SystemExit(0)\n")
+        shadow = f"open({str(folder / 'shadowed')!r}, 'w').close()\nraise SystemExit(0)\n"
+        for name in SHADOWS:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(shadow)
+        (folder / "protrain_plan/__init__.py").write_text("")
+        (folder / "budgets.yaml").write_text(
+            "protrain: budgets\nversion: 1\nbudgets:\n  box: {device: 1GiB}\n"
+        )
+
+    def commit(self, name: str, model: str) -> Path:
+        workload = replace(PROFILE.workload, model=model, model_config="")
+        profile = replace(PROFILE, workload=workload, method="estimated")
+        return commit(self.folder / "plans" / name, offloading(profile), profile)
+
+    def check(self, *arguments: str, **environment: str) -> Result:
+        return subprocess.run(
+            [PROTRAIN, "check", *arguments],
+            cwd=self.folder,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=250,
+            check=False,
+        )
+
+    def findings(self, *arguments: str, **environment: str) -> dict[str, dict[str, Any]]:
+        """What is said of each plan's model, by the plan's folder; the check fails."""
+        result = self.check("--json", *arguments, **environment)
+        assert (result.returncode, result.stderr) == (1, ""), result
+        report = json.loads(result.stdout)
+        self.failed = {
+            (f["plan"], f["code"]) for f in report["findings"] if f["verdict"] == "failed"
+        }
+        return {
+            Path(finding["plan"]).parent.name: finding
+            for finding in report["findings"]
+            if finding["code"] == "FPR001"
+        }
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Iterator[Repository]:
+    before = processes()
+    yield Repository(tmp_path)
+    assert processes() <= before
+    assert not (tmp_path / "shadowed").exists()
+
+
+def processes() -> set[str]:
+    """The processes that sleep for as long as those above do."""
+    found = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True)
+    return {line for line in found.stdout.splitlines() if line.endswith("sleep 1000")}
+
+
+GOOD = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return hidden.mean()
+
+
+def factory():
+    return Model(), [torch.ones(2, 8)]
+"""
+
+
+def commit_good(folder: Path) -> None:
+    """A model that is as it was profiled, with a plan that holds."""
+    (folder / "good.py").write_text(GOOD)
+    (folder / "plans/good").mkdir(parents=True)
+    made, options = "plans/good/profile.yaml", ("--device-memory", "1GiB")
+    for command in (
+        ("profile", "good:factory", "--on", "cpu", "-o", made),
+        ("plan", made, *options, "-o", "plans/good/plan.yaml"),
+    ):
+        result = forked.protrain(*command, folder=folder)
+        assert result.returncode == 0, result.stderr
+
+
+def test_whatever_a_model_s_code_does_fails(repository: Repository) -> None:
+    commit_good(repository.folder)
+    for name in WORDS:
+        repository.commit(name, f"hostile:{name}")
+    repository.commit("leaves", "leaves:factory")
+    plan = repository.commit("wrong", "gone:factory")  # which one of the others makes right
+    plan.write_text(plan.read_text().replace("step_seconds: ", "step_seconds: 1"))
+    job = repository.folder / "job.env"
+    tokens = {"GITHUB_ENV": str(job), "GITHUB_TOKEN": "t", "HF_TOKEN": "t", "ACTIONS_X": "t"}
+    found = repository.findings("--model-memory", "1GiB", **tokens)
+    assert found.keys() == {*WORDS, "good", "leaves", "wrong"}
+    assert found["good"]["verdict"] == "passed", found["good"]
+    for name, words in WORDS.items():
+        assert found[name]["verdict"] == "failed", found[name]
+        assert found[name]["problem"].startswith(words), found[name]
+        assert found[name]["fix"]
+    assert found["leaves"]["problem"] == f"{ENDED}program: sys.exit(0) (at leaves.py:1)"
+    assert "--model-memory" in found["floods_memory"]["fix"]
+    assert json.loads((repository.folder / "tokens.json").read_text()) == []
+    assert not job.exists()
+    assert ("plans/wrong/plan.yaml", "SIM001") in repository.failed
+
+
+SLOWER = {
+    "sleeps": "it was not done after 2 s (at hostile.py:",
+    "spins": "it was not done after 2 s (at hostile.py:",
+    "bombs": "",  # it started too many processes, or was slow to do so
+    "kills_its_parent": "its code ended the process that started it",
+}
+
+
+@pytest.mark.slow
+def test_code_that_does_not_end_fails(repository: Repository) -> None:
+    """And what comes after it is looked at."""
+    for name in SLOWER:
+        repository.commit(name, f"hostile:{name}")
+    repository.commit("with others", "hostile:exits")
+    found = repository.findings("--time-limit", "2")
+    for name, words in SLOWER.items():
+        assert found[name]["problem"].startswith(f"the model cannot be built: {words}"), found[name]
+    assert "--time-limit" in found["sleeps"]["fix"]
+    assert found["with others"]["problem"].startswith(f"{ENDED}program")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGKILL", "SIGINT", "SIGHUP"])
+def test_code_that_ends_the_check_does_not_make_it_pass(
+    signal_name: str, repository: Repository
+) -> None:
+    (repository.folder / "hostile.py").write_text(HOSTILE.replace("SIGNAL", signal_name))
+    repository.commit("ends", "hostile:ends_the_check")
+    result = repository.check()
+    assert result.returncode in (-signal.Signals[signal_name], 130)
+    assert "passed" not in result.stdout
+
+
+@pytest.mark.slow
+def test_what_the_code_prints_is_nowhere(repository: Repository) -> None:
+    repository.commit("prints", "hostile:prints")
+    result = repository.check("--format", "github")
+    assert result.returncode == 1
+    assert [line.partition(" ")[0] for line in result.stdout.splitlines()] == [
+        "::error",
+        "::notice",
+    ]
+    assert "\x1b" not in result.stdout + result.stderr
+
+
+def test_what_a_model_s_code_leaves_in_the_cache_is_not_believed(
+    repository: Repository, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Models of the libraries' code alone are looked at before any other runs."""
+    repository.commit("a", "hostile:forges_the_cache")
+    config = json.dumps(read_config("tiny-llama"), sort_keys=True, separators=(",", ":"))
+    workload = replace(PROFILE.workload, model="tiny-llama", model_config=config)
+    profile = replace(PROFILE, workload=workload)
+    commit(repository.folder / "plans/b", offloading(profile), profile)
+    commit(repository.folder / "plans/c", offloading(profile), profile)
+    cache = tmp_path_factory.mktemp("cache")
+    environment = {"XDG_CACHE_HOME": str(cache)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(SWITCH, raising=False)
+        found = repository.findings(**environment)
+    assert (repository.folder / "forged").exists()
+    for name in ("b", "c"):
+        assert found[name]["verdict"] == "failed", found[name]
+        assert found[name]["problem"].startswith("the model changed")
+
+
+# --- forms of records ----------------------------------------------------------------------------
+
+
+def wrong(text: str) -> str:
+    """A plan that some rule does not hold for."""
+    return text.replace("step_seconds: ", "step_seconds: 1")
+
+
+def as_flow(text: str) -> str:
+    return json.dumps(yaml.safe_load(text))
+
+
+FORMS: dict[str, Callable[[str], str | bytes]] = {
+    "double quotes": lambda text: text.replace("protrain: plan", 'protrain: "plan"'),
+    "single quotes": lambda text: text.replace("protrain: plan", "'protrain': 'plan'"),
+    "a quoted key": lambda text: text.replace("protrain: plan", '"protrain"   : plan  # here'),
+    "CRLF": lambda text: text.replace("\n", "\r\n").encode(),
+    "CR": lambda text: text.replace("\n", "\r").encode(),
+    "BOM": lambda text: "\ufeff" + text,
+    "two BOMs": lambda text: "\ufeff\ufeff" + text,
+    "a document's start": lambda text: f"---\n{text}...\n",
+    "a directive": lambda text: f"%YAML 1.1\n---\n{text}",
+    "a comment first": lambda text: f"# protrain: hardware\n\n{text}",
+    "the key last": lambda text: text.replace("protrain: plan\n", "") + "protrain: plan\n",
+    "flow style": as_flow,
+    "an escape": lambda text: text.replace("protrain: plan", '"protr\\u0061in": plan'),
+    "a folded escape": lambda text: text.replace("protrain: plan", '{"prot\\\n rain": plan'),
+    "a complex key": lambda text: text.replace("protrain: plan", "? protrain\n: plan"),
+    "a tag": lambda text: text.replace("protrain: plan", "!!str protrain: plan"),
+    "a tag of its kind": lambda text: text.replace("protrain: plan", "protrain: !plan plan"),
+    "an anchor": lambda text: text.replace("protrain: plan", "&a protrain: &b plan"),
+    "a merge": lambda text: f"base: &base\n  protrain: plan\n<<: *base\n{text}".replace(
+        "\nprotrain: plan\n", "\n"
+    ),
+    "twice": lambda text: f"protrain: notes\n{text}",
+    "a second document": lambda text: f"notes: nothing\n---\n{text}",
+    "a list": lambda text: f"[{as_flow(text)}]",
+    "capitals": lambda text: text.replace("protrain: plan", "Protrain: plan"),
+    "another kind": lambda text: text.replace("protrain: plan", "protrain: Plan"),
+    "a number as the kind": lambda text: text.replace("protrain: plan", "protrain: 1"),
+    "tabs": lambda text: text.replace("protrain: plan", "protrain:\tplan\t"),
+    "a tab before": lambda text: "\t" + text,
+    "indentation": lambda text: "".join(f"  {line}\n" for line in text.splitlines()),
+    "an open bracket": lambda text: text + "[",
+    "UTF-16": lambda text: text.encode("utf-16"),
+    "UTF-32": lambda text: text.encode("utf-32-be"),
+    "Latin-1": lambda text: f"# \xe9\n{text}".encode("latin-1"),
+    "a NUL": lambda text: text.replace("protrain", "protrain\0"),
+    "deep nesting": lambda text: f"{text}notes: {'[' * 10**5}\n",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_form_hides_a_plan(form: str, tmp_path: Path) -> None:
+    commit(tmp_path / "plans/good")
+    plan = commit(tmp_path / "plans/hidden")
+    content = FORMS[form](wrong(plan.read_text()))
+    plan.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert str(plan) in failed(tmp_path / "plans")
+
+
+def failed(*folders: Path, expect: int | None = None) -> dict[str, str]:
+    """The files of which rules fail, with what is said of the first."""
+    report = check(folders, look=look_away, budgets={}, expect=expect)
+    found: dict[str, str] = {}
+    for finding in report.with_verdict(Failed):
+        assert isinstance(finding.verdict, Failed)
+        found.setdefault(finding.plan, finding.verdict.problem)
+    assert report.exit_code == (1 if found else 0)
+    assert report.num_failed == len(found)
+    return found
+
+
+@pytest.mark.parametrize("form", ["double quotes", "CRLF", "CR", "BOM", "flow style"])
+def test_a_form_that_reads_is_a_plan_and_a_profile(form: str, tmp_path: Path) -> None:
+    plan = commit(tmp_path / "plans/a")
+    for path, kind in ((plan, "plan"), (plan.parent / "profile.yaml", "profile")):
+        text = path.read_text().replace(f"protrain: {kind}", "protrain: plan")
+        content = FORMS[form](text)
+        content = content if isinstance(content, bytes) else content.encode()
+        for quote in (b"", b'"'):
+            before, after = (b"%s%s%s" % (quote, word, quote) for word in (b"plan", kind.encode()))
+            content = content.replace(b"protrain: " + before, b"protrain: " + after)
+            content = content.replace(b'"protrain": ' + before, b'"protrain": ' + after)
+        path.write_bytes(content)
+    assert failed(tmp_path / "plans", expect=1) == {}
+
+
+@pytest.mark.parametrize(
+    "name", ["plan.YAML", "plan.Yml", ".plan.yaml", ".hidden/plan.yaml", "a.yaml/b/c/d/plan.yml"]
+)
+def test_no_name_hides_a_plan(name: str, tmp_path: Path) -> None:
+    commit(tmp_path / "plans/good")
+    made = commit(tmp_path / "elsewhere")
+    hidden = tmp_path / "plans" / name
+    hidden.parent.mkdir(parents=True, exist_ok=True)
+    hidden.write_text(wrong(made.read_text()))
+    assert str(hidden) in failed(tmp_path / "plans")
+
+
+def make_socket(path: Path) -> None:
+    folder = os.open(path.parent, os.O_RDONLY)  # the names of sockets are short
+    socket.socket(socket.AF_UNIX).bind(f"/proc/self/fd/{folder}/{path.name}")
+    os.close(folder)
+
+
+def make_sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(5 * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (os.mkfifo, "this is a pipe or a device"),
+        (Path.mkdir, "this is a directory, not a file"),
+        (make_socket, "cannot be read: No such device or address"),
+        (make_sparse, "this file is larger than"),
+        (lambda path: path.symlink_to("nowhere"), "cannot be read: No such file"),
+        (lambda path: path.symlink_to(path.name), "cannot be read: Too many levels"),
+        (lambda path: path.symlink_to("/dev/zero"), "this is a pipe or a device"),
+    ],
+)
+def test_what_is_no_file_fails(
+    make: Callable[[Path], object], problem: str, tmp_path: Path
+) -> None:
+    commit(tmp_path / "plans/a")
+    path = tmp_path / "plans/strange.yaml"
+    make(path)
+    assert failed(tmp_path / "plans")[str(path)].startswith(problem)
+
+
+def test_a_file_without_permission_fails(tmp_path: Path) -> None:
+    commit(tmp_path / "plans/a")
+    for path in (tmp_path / "plans/b.yaml", tmp_path / "plans/c"):
+        (path.mkdir if path.name == "c" else path.touch)(mode=0)
+    if os.access(tmp_path / "plans/b.yaml", os.R_OK):
+        pytest.skip("this user may read everything")
+    assert failed(tmp_path / "plans").keys() == {str(tmp_path / "plans/b.yaml"), str(path)}
+
+
+def test_links_are_followed_inside_and_fail_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = tmp_path / "work/plans"
+    outside, good = commit(tmp_path / "outside"), commit(plans / "good")
+    wrong_plan = commit(tmp_path / "work/elsewhere")
+    wrong_plan.write_text(wrong(wrong_plan.read_text()))
+    (tmp_path / "outside/notes.yaml").write_text("nothing: of ours\n")
+    (plans / "up").symlink_to("..")
+    (plans / "a").mkdir()
+    (plans / "a/notes.yaml").symlink_to(tmp_path / "outside/notes.yaml")
+    (plans / "again.yaml").symlink_to("good/plan.yaml")
+    (plans / "profile.yaml").symlink_to("good/profile.yaml")
+    (plans / "out.yaml").symlink_to(outside)
+    (plans / "all").symlink_to(outside.parent)
+    monkeypatch.chdir(tmp_path / "work")
+    found = failed(Path("plans"), expect=3)
+    assert found.keys() == {"plans/up/elsewhere/plan.yaml", "plans/out.yaml", "plans/all"}
+    assert (
+        found["plans/out.yaml"]
+        == found["plans/all"].replace(str(outside.parent), str(outside))
+        == f"this link leads out of the folder, to {outside}"
+    )
+    assert good.is_file()
+
+
+def test_a_profile_or_budgets_that_cannot_be_read_fail(tmp_path: Path) -> None:
+    plan = commit(tmp_path / "plans/a")
+    stray = plan.parent / "old profile.yaml"
+    stray.write_text((plan.parent / "profile.yaml").read_text() + "more: 1\n")
+    budgets = tmp_path / "plans/limits.yaml"
+    budgets.write_text("protrain: budgets\nversion: 1\nbudgets:\n  box: {devise: 1GiB}\n")
+    found = failed(tmp_path / "plans", expect=1)
+    assert found.keys() == {str(stray), str(budgets)}
+    assert found[str(stray)] == "unknown key 'more'"
+    assert "devise" in found[str(budgets)]
+
+
+def test_other_people_s_files_are_theirs(tmp_path: Path) -> None:
+    """Those of this repository, and some that speak of us."""
+    commit(tmp_path / "plans/a")
+    others = [ROOT / "mkdocs.yml", ROOT / "action.yml", ROOT / ".pre-commit-hooks.yaml"]
+    others += (ROOT / ".github/workflows").iterdir()
+    for path in others:
+        (tmp_path / "plans" / path.name).write_bytes(path.read_bytes())
+    for number, text in enumerate(
+        [
+            "services:\n  protrain: &p {image: protrain}\n  again: *p\n",
+            "kind: A\n---\nkind: B\nname: protrain\n",
+            "- uses: OWNER/protrain-plan@REF\n  with: {protrain: plan}\n",
+            "tool: {protrain: plan}\nused: !custom [protrain]\n",
+            "protrain plans are below\n",
+            "",
+            "{{ template }}\n",
+        ]
+    ):
+        (tmp_path / f"plans/other {number}.yaml").write_text(text)
+    (tmp_path / "plans/image.yaml").write_bytes(b"\xff\xfe")
+    found = search([tmp_path / "plans"])
+    assert failed(tmp_path / "plans", expect=1) == {}
+    assert (found.num_seen, found.num_records) == (2 + len(others) + 8, 2)
+
+
+def test_as_many_plans_are_checked_as_are_expected(tmp_path: Path) -> None:
+    commit(tmp_path / "plans/a")
+    commit(tmp_path / "plans/b")
+    assert failed(tmp_path / "plans", expect=2) == {}
+    (tmp_path / "plans/b/plan.yaml").rename(tmp_path / "plans/b/plan.txt")
+    assert failed(tmp_path / "plans") == {}
+    assert failed(tmp_path / "plans", expect=2) == {
+        str(tmp_path / "plans"): "2 plans are expected, and 1 are checked"
+    }
+    result = forked.protrain("check", "--records-only", "--expect", 2, folder=tmp_path)
+    assert result.returncode == 1
+    assert result.stdout.endswith("\n3 files seen, 3 records checked, 1 failed\n")
+
+
+def test_a_mistake_of_ours_is_no_reason_to_pass(tmp_path: Path) -> None:
+    """What a rule raises is a finding of its plan, and others are checked."""
+    plan = commit(tmp_path / "plans/a")
+
+    def look(_: object) -> Today:
+        def estimate(_: object) -> Broken:
+            raise ZeroDivisionError
+
+        return Today(model_fingerprint="sha256:1", changed_keys=(), estimate=estimate)
+
+    [finding] = [
+        finding
+        for finding in check([plan], look=look, budgets={}).with_verdict(Failed)
+        if finding.rule.code == "FPR001"
+    ]
+    assert finding.verdict == Failed(
+        problem="this cannot be checked: a mistake of protrain's: ZeroDivisionError()"
+    )
+
+
+@pytest.mark.parametrize("redirection", [">&-", "> /dev/full"])
+def test_a_verdict_that_cannot_be_printed_is_none(redirection: str, tmp_path: Path) -> None:
+    commit(tmp_path / "plans/a")
+    command = f"'{PROTRAIN}' check --records-only {redirection}"
+    result = subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert result.returncode
+
+
+def test_modules_in_the_working_directory_are_not_ours(repository: Repository) -> None:
+    """Neither by the command nor by `python -m`, where the package is installed."""
+    repository.commit("a", "gone:factory")
+    (repository.folder / "protrain_plan/__init__.py").unlink()
+    (repository.folder / "protrain_plan/cli.py").unlink()
+    (repository.folder / "protrain_plan").rmdir()
+    for command in ([PROTRAIN], [sys.executable, "-m", "protrain_plan.cli"]):
+        result = subprocess.run(
+            [*command, "check", "--records-only"],
+            cwd=repository.folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (result.returncode, result.stderr) == (0, ""), result

@@ -1,0 +1,841 @@
+"""Saving and resuming: any plan to any plan, and to plain PyTorch, bit for bit."""
+
+import io
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from protrain_plan.commands.run import run
+from protrain_plan.commands.training import Checkpoints, Run, train
+from protrain_plan.errors import ProtrainError
+from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.planning.outcome import Solved
+from protrain_plan.planning.questions.planner import plan as plan_within
+from protrain_plan.presentation.plans import solved_text
+from protrain_plan.program.program import SAVING_BYTES
+from protrain_plan.records import read_plan, write_plan
+from protrain_plan.records.plan import Budgets, Keep, Offload, Persistent, Plan, Swap
+from protrain_plan.records.profile import Precision, Workload
+from protrain_plan.simulation.memory import checkpoint_bytes
+from protrain_plan.units import format_bytes
+from protrain_runtime import load, prepare, restore, save, with_master_weights
+from protrain_runtime.checkpoint.folders import INDEX
+from protrain_runtime.checkpoint.loading import read_extra
+from protrain_runtime.devices.memory_meter import MemoryMeter
+from protrain_runtime.diagnostics.matching import model_fingerprint
+from tests.support.commands import MODEL, PROTRAIN, printed, protrain
+from tests.support.planning_cases import cpu, decoder
+from tests.support.runtime_cases import (
+    BATCH,
+    SEQUENCE,
+    Factory,
+    Outcome,
+    assert_bitwise,
+    batch,
+    build,
+    copied,
+    decided,
+    described,
+    differences,
+    llama,
+    mixed,
+    one_group,
+    outcome,
+    plan_for,
+    plan_of,
+    weight_decay_groups,
+)
+
+ROOT = Path(__file__).parents[2]
+SIDES = ("plain", "plan", "another plan")
+
+Pair = tuple[nn.Module, torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is trained, and in which precision."""
+
+    factory: Factory
+    dtype: torch.dtype = torch.float32
+    precision: Precision = "pure"
+    name: str = "gpt2"  # with dropout: random states matter
+
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+MOMENTUM = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+KINDS = {
+    "adamw-float32": Kind(ADAMW),
+    "adamw-bfloat16": Kind(ADAMW, torch.bfloat16),
+    "adamw-master": Kind(ADAMW, torch.bfloat16, "master"),
+    "momentum-float32": Kind(MOMENTUM),
+    "momentum-bfloat16": Kind(MOMENTUM, torch.bfloat16),
+    "momentum-master": Kind(MOMENTUM, torch.bfloat16, "master"),
+    "adamw-tied": Kind(ADAMW, name="llama-tied"),
+}
+
+
+def planned(kind: Kind, seed: int) -> Plan:
+    model = build(kind.name).to(kind.dtype)
+    workload = Workload(
+        model="",
+        model_config="",
+        batch_size=BATCH,
+        seq_len=SEQUENCE,
+        dtype="float32" if kind.dtype == torch.float32 else "bfloat16",
+        precision=kind.precision,
+        device="cpu",
+        seed=0,
+    )
+    units = mixed(described(kind.name), random.Random(seed), "disk", "host")
+    return plan_of(units, fingerprint=model_fingerprint(model), workload=workload)
+
+
+def made(kind: Kind, side: str, folder: Path, *, seed: int = 0) -> Pair:
+    model = build(kind.name, seed=seed).to(kind.dtype)
+    groups = weight_decay_groups(model)
+    if side == "plain":
+        masters = kind.precision == "master"
+        factory = with_master_weights(kind.factory) if masters else kind.factory
+        return model, factory(groups)
+    plan = planned(kind, 3 if side == "plan" else 5)
+    return prepare(model, plan, optimizer=kind.factory, param_groups=groups, spill_directory=folder)
+
+
+def steps(kind: Kind, pair: Pair, numbers: range) -> list[torch.Tensor]:
+    model, optimizer = pair
+    losses = []
+    for number in numbers:
+        loss = loss_of(call_model(model, batch(kind.name, number)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@cache
+def uninterrupted(kind: Kind) -> Outcome:
+    """Steps 0 to 3 in plain PyTorch."""
+    torch.manual_seed(1)
+    pair = made(kind, "plain", Path())
+    return outcome(*pair, steps(kind, pair, range(4)))
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.glob("*/*.safetensors")}
+
+
+QUICK = ("adamw-master",)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, kind in KINDS.items()
+    ],
+)
+def test_training_continues_bitwise_from_anywhere_to_anywhere(kind: Kind, tmp_path: Path) -> None:
+    """Saving changes nothing; what is saved does not depend on the plan; loading changes all."""
+    for first in SIDES:
+        torch.manual_seed(1)
+        pair = made(kind, first, tmp_path)
+        losses = steps(kind, pair, range(2))
+        save(*pair, tmp_path / first, extra={"step": 2}, shard_bytes=200_000)
+        on = losses + steps(kind, pair, range(2, 4))
+        assert_bitwise(outcome(*pair, on), uninterrupted(kind))
+        for second in SIDES:
+            pair = made(kind, second, tmp_path, seed=99)  # other weights
+            steps(kind, pair, range(1))  # and states to be replaced
+            assert load(*pair, tmp_path / first) == {"step": 2}
+            on = losses + steps(kind, pair, range(2, 4))
+            assert_bitwise(outcome(*pair, on), uninterrupted(kind))
+    files = [files_of(tmp_path / first) for first in SIDES]
+    assert len(files[0]) > 4
+    assert files[0] == files[1] == files[2]
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_fresh_model_resumes_with_schedule_and_random_states(side: str, tmp_path: Path) -> None:
+    kind = KINDS["adamw-float32"]
+
+    def scheduled(pair: Pair) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.CosineAnnealingLR(pair[1], T_max=4)
+
+    def run(pair: Pair, schedule: Any, numbers: range) -> list[torch.Tensor]:
+        losses = []
+        for number in numbers:
+            losses += steps(kind, pair, range(number, number + 1))
+            schedule.step()
+        return losses
+
+    torch.manual_seed(1)
+    random.seed(7)
+    pair = made(kind, "plain", tmp_path)
+    schedule = scheduled(pair)
+    losses = run(pair, schedule, range(2))
+    save(*pair, tmp_path / "saved", extra={"schedule": schedule.state_dict()})
+    drawn = random.random()
+    losses += run(pair, schedule, range(2, 4))
+    expected = outcome(*pair, losses)
+
+    pair = made(kind, side, tmp_path, seed=99)
+    schedule = scheduled(pair)
+    extra = load(*pair, tmp_path / "saved")
+    schedule.load_state_dict(extra["schedule"])
+    assert random.random() == drawn
+    losses = losses[:2] + run(pair, schedule, range(2, 4))
+    assert_bitwise(outcome(*pair, losses), expected)
+
+
+def test_a_restored_model_saves_and_an_unused_optimizer_too(tmp_path: Path) -> None:
+    kind = KINDS["adamw-float32"]
+    torch.manual_seed(1)
+    pair = made(kind, "plan", tmp_path)
+    save(*pair, tmp_path / "start")
+    losses = steps(kind, pair, range(2))
+    restore(pair[0])
+    save(*pair, tmp_path / "saved")
+    losses += steps(kind, pair, range(2, 4))
+    assert_bitwise(outcome(*pair, losses), uninterrupted(kind))
+    for side in SIDES:
+        pair = made(kind, side, tmp_path, seed=99)
+        steps(kind, pair, range(1))
+        load(*pair, tmp_path / "start")  # states go away again
+        assert pair[1].state_dict()["state"] == {}
+        losses = steps(kind, pair, range(4))
+        assert_bitwise(outcome(*pair, losses), uninterrupted(kind))
+
+
+def test_a_state_dict_without_states_takes_them_away(tmp_path: Path) -> None:
+    kind = KINDS["adamw-float32"]
+    pair = made(kind, "plan", tmp_path)
+    unused = copied(pair[1].state_dict())
+    steps(kind, pair, range(1))
+    pair[1].load_state_dict(unused)
+    assert pair[1].state_dict()["state"] == {}
+
+
+class Odd(nn.Module):
+    """Tensors of every other sort: transposed, frozen, unused, empty, scalar, buffers, a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.norm = nn.BatchNorm2d(4)
+        self.transposed = nn.Parameter(torch.randn(5, 4).t())
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("passing", torch.randn(2), persistent=False)
+        self.calls = 0
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:  # [batch, 3, 8, 8] -> []
+        self.calls += 1
+        hidden = self.norm(self.convolution(images)).mean((2, 3)) @ self.transposed
+        loss: torch.Tensor = (hidden.square() * self.scale).mean() + self.frozen.sum()
+        return loss
+
+
+def test_odd_tensors_and_modules_continue_bitwise(tmp_path: Path) -> None:
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> Outcome:
+        images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+        loss = model(images)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return outcome(model, optimizer, [loss.detach()])
+
+    torch.manual_seed(0)
+    model = Odd()
+    optimizer = ADAMW(model.parameters())
+    run(model, optimizer)
+    save(model, optimizer, tmp_path)
+    again = Odd()
+    resumed = ADAMW(again.parameters())
+    load(again, resumed, tmp_path)
+    assert again.calls == 1
+    assert_bitwise(run(again, resumed), run(model, optimizer))
+    for parameter, other in zip(model.parameters(), again.parameters(), strict=True):
+        states = (optimizer.state.get(parameter, {}), resumed.state.get(other, {}))
+        strides = [{k: v.stride() for k, v in state.items()} for state in states]
+        assert strides[0] == strides[1]
+
+
+def test_an_offloaded_parameter_need_not_be_row_major(tmp_path: Path) -> None:
+    def transposed(planned: bool, seed: int) -> Pair:
+        model = build("functional", seed=seed)
+        for name, parameter in model.named_parameters():
+            if name.endswith("qkv"):
+                parameter.data = parameter.detach().t().contiguous().t()
+        if not planned:
+            return model, ADAMW(model.parameters())
+        plan = plan_for(model, decided(described("functional"), Keep(), Offload(tier="disk")))
+        return prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+
+    kind = Kind(ADAMW, name="functional")
+    for first in (False, True):
+        pair = transposed(first, seed=0)
+        steps(kind, pair, range(1))
+        save(*pair, tmp_path / "saved")
+        expected = outcome(*pair, steps(kind, pair, range(1, 2)))
+        for second in (False, True):
+            pair = transposed(second, seed=9)
+            load(*pair, tmp_path / "saved")
+            assert_bitwise(outcome(*pair, steps(kind, pair, range(1, 2))), expected)
+
+
+# --- other readers and writers --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_hugging_face_and_safetensors_read_what_is_saved(tied: bool, tmp_path: Path) -> None:
+    kind = Kind(ADAMW, name="llama-tied" if tied else "llama")
+    pair = made(kind, "plan", tmp_path)
+    steps(kind, pair, range(2))
+    directory = tmp_path / "saved"
+    save(*pair, directory, shard_bytes=100_000)
+    model = pair[0]
+    model.config.save_pretrained(directory)  # type: ignore[operator, union-attr]
+    read, info = type(model).from_pretrained(directory, output_loading_info=True)  # type: ignore[attr-defined]
+    assert not any(info.values()), info
+    expected = copied(model.state_dict())
+    assert list(differences(read.state_dict(), expected, "parameters")) == []
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("*/model-*.safetensors")):
+        tensors |= load_file(file)
+    missing, unexpected = build(kind.name).load_state_dict(tensors, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"] if tied else [], [])
+    index = json.loads((directory / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    assert set(index["weight_map"]) == set(tensors)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("size", ["100KB", "1GB"], ids=["several files", "one file"])
+def test_parameters_of_hugging_face_load_into_a_plan(side: str, size: str, tmp_path: Path) -> None:
+    kind = Kind(ADAMW, name="llama-tied")
+    other = build(kind.name, seed=7)
+    other.save_pretrained(tmp_path / "theirs", max_shard_size=size)  # type: ignore[operator]
+    model, optimizer = made(kind, side, tmp_path)
+    assert load(model, None, tmp_path / "theirs") == {}
+    assert list(differences(model.state_dict(), copied(other.state_dict()), "parameters")) == []
+    with pytest.raises(ProtrainError) as caught:
+        load(model, optimizer, tmp_path / "theirs")
+    assert str(caught.value) == (
+        f"{tmp_path / 'theirs'}: the checkpoint is of another optimizer: it was saved without an"
+        " optimizer\n"
+        "  fix: make the optimizer as it was made for the checkpoint, or load parameters alone with"
+        " load(model, None, directory)"
+    )
+
+
+def test_every_dtype_is_written_as_the_package_writes_it(tmp_path: Path) -> None:
+    class Buffers(nn.Module):
+        pass
+
+    dtypes = [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
+    dtypes += [torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64]
+    tensors = {f"a_{d}".replace(".", "_"): torch.arange(6).view(2, 3).to(d) for d in dtypes}
+    model, again = Buffers(), Buffers()
+    for name, tensor in tensors.items():
+        model.register_buffer(name, tensor)
+        again.register_buffer(name, torch.zeros_like(tensor))
+    save(model, None, tmp_path / "ours")
+    (file,) = (tmp_path / "ours").glob("*/model-*")
+    assert list(differences(load_file(file), tensors, "")) == []
+    (tmp_path / "theirs").mkdir()
+    save_file(tensors, tmp_path / "theirs" / "all.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "all.safetensors")}
+    (tmp_path / "theirs" / INDEX).write_text(json.dumps(index))
+    load(again, None, tmp_path / "theirs")
+    assert list(differences(dict(again.named_buffers()), tensors, "")) == []
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("states", [Persistent(), Offload(tier="disk")], ids=["kept", "on disk"])
+def test_saving_and_loading_take_one_buffer(states: Any, tmp_path: Path) -> None:
+    model = llama(tied=False)
+    big = nn.Linear(2048, 1024)  # 8 MiB in one tensor
+    model.add_module("big", big)
+    forward = model.forward
+
+    def with_big(**batch: Any) -> Any:
+        output = forward(**batch)
+        return output.loss + big(torch.ones(2048)).sum() * 0
+
+    model.forward = with_big
+    units = list(decided(described("llama"), Keep(), states))
+    last = units[-1]
+    units[-1] = replace(last, parameters=(*last.parameters, "big.weight", "big.bias"))
+    plan = plan_for(model, units)
+    model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+    loss = model(**batch("llama", 0))  # type: ignore[arg-type]
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    del loss
+    with MemoryMeter() as meter:
+        meter.mark("save")
+        save(model, optimizer, tmp_path / "saved")
+        meter.mark("load")
+        load(model, optimizer, tmp_path / "saved")
+    for segment in meter.segments:
+        counters = 100_000  # AdamW's steps and random states
+        assert segment.peak_bytes <= SAVING_BYTES + counters, segment
+        assert segment.end_bytes <= counters, segment
+
+
+def test_a_plan_says_where_saving_takes_more_than_a_step() -> None:
+    """The published sizes take far more in a step; a model of a few bytes does not."""
+    tiny = decoder(
+        cpu(), blocks=1, block_parameters=64, embedding_parameters=64, kept=64, seconds=1e-6
+    )
+    for profile, more in ((tiny, True), (decoder(cpu(), blocks=1), False)):
+        solved = plan_within(profile, Budgets(device=10**12, host=0, disk=10**12))
+        assert isinstance(solved, Solved)
+        assert all(isinstance(unit.states, Persistent) for unit in solved.plan.units)
+        standing = sum(unit.parameter_bytes + unit.state_bytes for unit in profile.units)
+        expected = profile.base_bytes + standing + SAVING_BYTES
+        assert checkpoint_bytes(solved.plan.units, profile) == expected
+        console = Console(width=120, record=True, file=io.StringIO())
+        console.print(solved_text(solved, profile, Path("plan.yaml")))
+        difference = format_bytes(expected - solved.plan.prediction.peak_bytes.device)
+        line = f"saving a checkpoint takes {difference} more than a step\n"
+        text = console.export_text()
+        assert (line in text) == more == ("saving a checkpoint" in text)
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+def saved_functional(directory: Path, *, seed: int = 0) -> nn.Module:
+    model = build("functional", seed=seed)
+    save(model, ADAMW(one_group(model)), directory, extra={"seed": seed}, shard_bytes=100_000)
+    return model
+
+
+def message(use: Callable[[], object]) -> str:
+    with pytest.raises(ProtrainError) as caught:
+        use()
+    return str(caught.value)
+
+
+def state_of(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    class Small(nn.Module):
+        def __init__(self, width: int, **others: nn.Module) -> None:
+            super().__init__()
+            self.first = nn.Linear(width, 2, bias=False)
+            for name, module in others.items():
+                self.add_module(name, module)
+
+    save(Small(3, gone=nn.Linear(2, 1), norm=nn.LayerNorm(2)), None, tmp_path)
+    other = Small(4, **{f"new_{number}": nn.Linear(1, 1, bias=False) for number in range(5)})
+    before = copied(other.state_dict())
+    assert message(lambda: load(other, None, tmp_path)) == (
+        f"{tmp_path}: the checkpoint is of another model: lacking in the checkpoint: new_0.weight,"
+        " new_1.weight, new_2.weight and 2 more; lacking in the model: gone.weight, gone.bias,"
+        " norm.weight and 1 more; of another shape or dtype: first.weight (float32 [2, 3] in the"
+        " checkpoint, float32 [2, 4] in the model)\n"
+        "  fix: load it into the model that it was saved from"
+    )
+    assert list(differences(other.state_dict(), before, "")) == []
+
+
+OTHER_OPTIMIZER = (
+    "\n  fix: make the optimizer as it was made for the checkpoint, or load parameters alone with"
+    " load(model, None, directory)"
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda m: MOMENTUM(m.parameters()), "its optimizer is AdamW, this one SGD"),
+        (
+            lambda m: with_master_weights(ADAMW)(m.parameters()),
+            "its optimizer is AdamW, this one MasterOptimizer",
+        ),
+        (
+            lambda m: ADAMW(weight_decay_groups(m)),
+            "parameter group 1 differs: blocks.0.scale, blocks.0.shift, blocks.0.up_bias"
+            " and 9 more",
+        ),
+        (lambda m: ADAMW(list(m.parameters())[::-1]), "parameter group 1 differs: the order"),
+    ],
+    ids=["class", "master", "groups", "order"],
+)
+def test_a_checkpoint_of_another_optimizer_is_refused(
+    make: Callable[[nn.Module], torch.optim.Optimizer], problem: str, tmp_path: Path
+) -> None:
+    saved_functional(tmp_path)
+    model = build("functional", seed=5)
+    before = copied(model.state_dict())
+    found = message(lambda: load(model, make(model), tmp_path))
+    expected = f"{tmp_path}: the checkpoint is of another optimizer: {problem}{OTHER_OPTIMIZER}"
+    assert found == expected
+    assert list(differences(model.state_dict(), before, "")) == []
+
+
+def test_offloaded_states_have_no_room_for_others(tmp_path: Path) -> None:
+    kind = Kind(partial(torch.optim.AdamW, lr=1e-3, amsgrad=True, fused=True))
+    pair = made(kind, "plain", tmp_path)
+    steps(kind, pair, range(1))
+    save(*pair, tmp_path / "saved")
+    model = build("gpt2")
+    plan = plan_for(model, decided(described("gpt2"), Keep(), Offload(tier="disk")))
+    groups = weight_decay_groups(model)
+    model, optimizer = prepare(
+        model, plan, optimizer=ADAMW, param_groups=groups, spill_directory=tmp_path
+    )
+    assert message(lambda: load(model, optimizer, tmp_path / "saved")) == (
+        f"{tmp_path / 'saved'}: the checkpoint is of another optimizer: the states of"
+        f" transformer.wte.weight differ: max_exp_avg_sq{OTHER_OPTIMIZER}"
+    )
+
+
+def cut(path: Path, by: int) -> None:
+    os.truncate(path, path.stat().st_size - by)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "problem"),
+    [
+        ("model-00002-of-*", lambda p: cut(p, 1), "the file is cut off: it has {} bytes, and its"
+         " header says {}"),
+        ("model-00002-of-*", lambda p: os.truncate(p, 20), "the file is cut off: it has 20 bytes,"
+         " and none of its data"),
+        ("model-00001-of-*", Path.unlink, "cannot be read: No such file or directory"),
+        ("model-00001-of-*", lambda p: p.write_bytes(b"\x02" + bytes(7) + b"[]"), "this is no"
+         " safetensors file: its header is no object"),
+        ("training.pt", lambda p: cut(p, 30), "the file is damaged"),
+        ("training.pt", Path.unlink, "cannot be read: No such file or directory"),
+    ],
+    ids=["cut", "cut short", "missing", "another", "training cut", "training missing"],
+)  # fmt: skip
+def test_a_damaged_checkpoint_changes_nothing(
+    file: str, damage: Callable[[Path], object], problem: str, tmp_path: Path
+) -> None:
+    saved_functional(tmp_path)
+    (path,) = tmp_path.glob(f"*/{file}")
+    size = path.stat().st_size
+    damage(path)
+    model = build("functional", seed=5)
+    before = copied(model.state_dict())
+    found = message(lambda: load(model, ADAMW(one_group(model)), tmp_path))
+    expected = problem.format(size - 1, size)
+    assert found == f"{path}: {expected}\n  fix: load another checkpoint"
+    assert list(differences(model.state_dict(), before, "")) == []
+
+
+def test_where_there_is_no_checkpoint(tmp_path: Path) -> None:
+    model = build("functional")
+    fix = "\n  fix: name a directory that protrain_runtime.save (or --save) wrote"
+    missing = f"there is no checkpoint: {INDEX} cannot be read: No such file or directory"
+    assert message(lambda: load(model, None, tmp_path)) == f"{tmp_path}: {missing}{fix}"
+    (tmp_path / INDEX).write_text("[]")
+    found = message(lambda: load(model, None, tmp_path))
+    problem = "this is no index of safetensors files\n  fix: load another checkpoint"
+    assert found == f"{tmp_path / INDEX}: {problem}"
+
+
+def test_where_nothing_can_be_saved(tmp_path: Path) -> None:
+    model = build("functional")
+    file = tmp_path / "file"
+    file.touch()
+    fix = "\n  fix: make room there, or save to another directory; what was saved before is whole"
+    found = message(lambda: save(model, None, file))
+    assert found == f"{file}: the checkpoint cannot be written: File exists{fix}"
+    below = file / "below"
+    found = message(lambda: save(model, None, below))
+    assert found == f"{below}: the checkpoint cannot be written: Not a directory{fix}"
+    theirs = tmp_path / "theirs"
+    build("llama").save_pretrained(theirs)  # type: ignore[operator]
+    before = state_of(theirs)
+    assert message(lambda: save(model, None, theirs)) == (
+        f"{theirs / 'model.safetensors'}: the directory holds a checkpoint that protrain did not"
+        " write\n  fix: save to another directory"
+    )
+    assert state_of(theirs) == before
+    weights = tmp_path / "weights"
+    assert message(lambda: save(model, None, weights, extra={"what": object()})).startswith(
+        "extra: this cannot be saved: "
+    )
+    assert list(weights.glob("*/*")) == []
+
+
+def test_between_backward_and_step_nothing_is_saved_or_loaded(tmp_path: Path) -> None:
+    model = build("functional")
+    save(model, None, tmp_path / "saved")
+    plan = plan_for(model, decided(described("functional"), Keep(), Offload(tier="disk")))
+    model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+    loss_of(call_model(model, batch("functional", 0))).backward()
+    between = (
+        " between backward() and optimizer.step(): this plan updates offloaded parameters during"
+        " backward, so every backward needs its step"
+    )
+    for what, use in (("save", save), ("load", load)):
+        with pytest.raises(RuntimeError) as caught:
+            use(model, optimizer, tmp_path / "saved")
+        assert str(caught.value) == f"{what}() was called{between}"
+    optimizer.step()
+    save(model, optimizer, tmp_path / "saved")
+    load(model, optimizer, tmp_path / "saved")
+    strange = ADAMW(model.parameters())
+    assert message(lambda: save(model, strange, tmp_path / "saved")) == (
+        "the optimizer is not the one that prepare() returned with this model\n"
+        "  fix: pass that one; the states of offloaded parameters are with it"
+    )
+
+
+# --- protrain run ---------------------------------------------------------------------------------
+
+
+def factory() -> tuple[nn.Module, Iterable[Batch]]:
+    """For `protrain run`: GPT-2 with its dropout, on batches without end."""
+    return build("gpt2"), (batch("gpt2", number) for number in itertools.count())
+
+
+def plan_of_factory(**changes: Any) -> Plan:
+    workload = Workload(
+        model="tests.checkpoint.test_saving:factory",
+        model_config="",
+        batch_size=BATCH,
+        seq_len=SEQUENCE,
+        dtype="float32",
+        device="cpu",
+        seed=0,
+    )
+    units = decided(described("gpt2"), Swap(tier="disk"), Offload(tier="disk"))
+    fingerprint = model_fingerprint(build("gpt2"))
+    plan = plan_of(units, fingerprint=fingerprint, workload=workload)
+    return replace(plan, micro_batches=2, **changes)
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    plan, directory = tmp_path / "plan.yaml", tmp_path / "saved"
+    write_plan(plan_of_factory(), plan)
+    endless = ["--steps", "1000000", "--save", str(directory), "--save-every", "2"]
+    process = subprocess.Popen(
+        [PROTRAIN, "run", str(plan), *endless],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        while not (directory / INDEX).exists() and process.poll() is None:
+            time.sleep(0.01)
+        assert process.poll() is None, process.stderr and process.stderr.read()
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+        assert process.stderr is not None
+        process.stderr.close()
+    assert process.returncode == -signal.SIGKILL
+    done = read_extra(directory)["step"]
+    arguments = ("--steps", done + 3, "--resume", directory, "--save", directory, "--verify")
+    resumed = printed(protrain("run", plan, *arguments, "--json", folder=ROOT))
+    assert done % 2 == 0
+    assert resumed["first_step"] == done
+    assert resumed["verified"] is True
+    plain = train(read_plan(plan), num_steps=done + 3, plain=True, text=None, spill_directory=None)
+    assert resumed["losses"] == list(plain.losses[done:])
+    assert resumed["parameters_sha256"] == plain.parameters_sha256
+    assert read_extra(directory)["step"] == done + 3
+
+
+def test_a_run_refuses_what_it_cannot_resume(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+
+    def trained(plan: Plan, num_steps: int, checkpoints: Checkpoints) -> Run:
+        return train(
+            plan,
+            num_steps=num_steps,
+            plain=True,
+            text=None,
+            spill_directory=None,
+            checkpoints=checkpoints,
+        )
+
+    def refused(plan: Plan, num_steps: int, resume: Path) -> str:
+        return message(lambda: trained(plan, num_steps, Checkpoints(resume=resume)))
+
+    plan = plan_of_factory()
+    trained(plan, 1, Checkpoints(directory=saved))
+    assert refused(plan, 1, saved) == (
+        f"{saved}: the checkpoint has 1 steps done: of 1 none are left\n"
+        "  fix: --steps counts from the very first one: name a larger number"
+    )
+    other = replace(plan_of_factory(optimizer="sgd"), micro_batches=3)
+    assert refused(other, 2, saved) == (
+        f"{saved}: the checkpoint is of other training: optimizer, micro_batches differ\n"
+        "  fix: resume it with a plan for the same training, and the same --text"
+    )
+    save(build("gpt2"), None, tmp_path / "others")
+    assert refused(plan, 2, tmp_path / "others") == (
+        f"{tmp_path / 'others'}: the checkpoint was not written by protrain run\n"
+        "  fix: load it in the script that wrote it, with protrain_runtime.load"
+    )
+    (tmp_path / "file").touch()
+    unwritable = Checkpoints(directory=tmp_path / "file")
+    assert message(lambda: trained(plan, 1, unwritable)) == (
+        f"{tmp_path / 'file'}: the checkpoint cannot be written: File exists\n"
+        "  fix: make room there, or save to another directory; what was saved before is whole"
+    )
+    write_plan(plan, tmp_path / "plan.yaml")
+    assert message(lambda: run(tmp_path / "plan.yaml", save_every=1)) == (
+        "--save-every: there is no directory to save to\n  fix: --save DIR"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA")
+def test_saving_and_resuming_fit_the_predicted_peak(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+
+    def answer(*arguments: object, code: int = 0) -> Any:
+        result = protrain(*arguments, "--json", folder=tmp_path)
+        assert result.returncode == code, result.stderr
+        return json.loads(result.stdout)
+
+    answer("profile", "config.json", "--batch-size", 2, "--seq-len", 128, "--steps", 1)
+    least = answer("plan", "profile.yaml", "--device-memory", "1MiB", code=3)
+    limit = least["smallest_budget_bytes"]
+    answer("plan", "profile.yaml", "--device-memory", limit)
+    plain = answer("run", "plan.yaml", "--steps", 5, "--plain")
+    limited = ("run", "plan.yaml", "--memory-limit", limit, "--save", "saved")
+    first = answer(*limited, "--steps", 3, "--save-every", 2)
+    second = answer(*limited, "--steps", 5, "--resume", "saved")
+    assert first["losses"] + second["losses"] == plain["losses"]
+    assert second["parameters_sha256"] == plain["parameters_sha256"]
+
+
+# --- interrupted saves ----------------------------------------------------------------------------
+
+SAVES = """
+import os, resource, sys, time
+import torch
+from pathlib import Path
+from protrain_plan.errors import ProtrainError
+from protrain_plan.models.building import seeded
+from protrain_runtime import save
+from tests.support.functional_model import FunctionalStack
+how, number, directory = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+if how == "limit":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
+else:
+    sync, count = os.fsync, 0
+    def stop(descriptor):
+        global count
+        count += 1
+        if count == number:
+            print("in the middle", flush=True)
+            time.sleep(60)
+        sync(descriptor)
+    os.fsync = stop
+with seeded(1):
+    model = FunctionalStack()
+optimizer = torch.optim.AdamW(model.parameters())
+try:
+    save(model, optimizer, directory, extra={"seed": 1}, shard_bytes=100_000)
+except ProtrainError as error:
+    print(error, flush=True)
+else:
+    print("saved", flush=True)
+"""
+
+
+def saving(how: str, number: int, directory: Path) -> subprocess.Popen[str]:
+    paths = [str(ROOT), str(ROOT / "runtime")]
+    return subprocess.Popen(
+        [sys.executable, "-c", SAVES, how, str(number), str(directory)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_FSIZE")
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    saved_functional(tmp_path)
+    before = state_of(tmp_path)
+    process = saving("limit", 50_000, tmp_path)
+    said, _ = process.communicate(timeout=120)
+    assert said == (
+        f"{tmp_path}: the checkpoint cannot be written: File too large\n"
+        "  fix: make room there, or save to another directory; what was saved before is whole\n"
+    )
+    assert state_of(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("number", "left"),
+    [
+        pytest.param(2, 0, id="second file", marks=pytest.mark.slow),
+        pytest.param(13, 0, id="index"),
+        pytest.param(14, 1, id="after the index"),
+    ],
+)
+def test_a_save_that_is_killed_leaves_one_whole_checkpoint(
+    number: int, left: int, tmp_path: Path
+) -> None:
+    """At the given call of fsync. What is left is the checkpoint before (0) or the new one (1)."""
+    saved_functional(tmp_path)
+    before = state_of(tmp_path)
+    process = saving("stop", number, tmp_path)
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    assert said == "in the middle\n"
+    with pytest.raises(ProtrainError) as caught:
+        save(build("functional"), None, tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path}: another process is saving here\n"
+        "  fix: wait until it has ended, or save to another directory"
+    )
+    process.kill()
+    process.wait(timeout=30)
+    process.stdout.close()
+    model = build("functional", seed=5)
+    assert load(model, ADAMW(one_group(model)), tmp_path) == {"seed": left}
+    expected = build("functional", seed=left).state_dict()
+    assert list(differences(model.state_dict(), expected, "")) == []
+    assert (before.items() <= state_of(tmp_path).items()) or left == 1
+    saved_functional(tmp_path, seed=2)
+    assert len(list(tmp_path.iterdir())) == 2  # the index, and the one folder that it names

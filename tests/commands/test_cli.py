@@ -1,0 +1,347 @@
+"""The command line as people use it: their output and their exit codes.
+
+Most commands run in forks (`tests.support.forked`), training in a process of its own.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+
+from protrain_plan.records import read_plan, read_profile, write_profile
+from tests.support import forked
+from tests.support.commands import ROOT, printed, protrain
+from tests.support.planning_cases import cpu, decoder
+
+
+@pytest.fixture
+def synthetic(tmp_path: Path) -> Path:
+    """A profile that needs no model: planning reads nothing else."""
+    path = tmp_path / "profile.yaml"
+    write_profile(decoder(cpu(), blocks=3), path)
+    return path
+
+
+TIERS = {"device", "context", "host", "disk"}
+
+
+def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
+    profiled = json.loads(tiny_llama.with_suffix(".json").read_text())
+    assert profiled.keys() == {
+        "hardware",
+        "method",
+        "measured_over_estimated",
+        "model",
+        "model_fingerprint",
+        "num_units",
+        "num_parameters",
+        "model_states_bytes",
+        "activation_bytes",
+        "forward_seconds",
+        "backward_seconds",
+        "context_bytes",
+        "repetitions",
+        "unsteady",
+    }
+    assert (profiled["model"], profiled["num_units"]) == ("tiny-llama", 6)
+    assert profiled["num_parameters"] == 225_856
+    assert profiled["model_states_bytes"] == 16 * 225_856
+    profile = read_profile(tiny_llama)
+    assert profile.model_fingerprint == profiled["model_fingerprint"]
+
+    # Halfway between what the fastest step takes and the least that any takes. Which is fastest is
+    # measured, so that no share of it alone has to be enough.
+    ample = printed(forked.protrain("plan", tiny_llama, "--json", folder=tmp_path))
+    peak = ample["peak_bytes"]
+    assert peak["disk"] == 0
+    refused = forked.protrain(
+        "plan", tiny_llama, "--device-memory", "100MiB", "--json", folder=tmp_path
+    )
+    least = json.loads(refused.stdout)["smallest_budget_bytes"]
+    budget = (peak["context"] + peak["device"] + least) // 2
+    solved = printed(
+        protrain("plan", tiny_llama, "--device-memory", budget, "--json", folder=tmp_path)
+    )
+    assert (
+        solved.keys()
+        == ample.keys()
+        == {
+            "status",
+            "gap",
+            "lanes",
+            "lower_bound_seconds",
+            "step_seconds",
+            "expected_seconds",
+            "kept_seconds",
+            "stall_seconds",
+            "solve_seconds",
+            "peak_bytes",
+            "solver",
+        }
+    )
+    assert solved["peak_bytes"].keys() == TIERS
+    assert solved["peak_bytes"]["device"] + solved["peak_bytes"]["context"] <= budget
+    assert solved["lower_bound_seconds"] <= solved["step_seconds"]
+    plan = read_plan(tmp_path / "plan.yaml")
+    assert plan.budgets.device == budget
+    assert plan.prediction.step_seconds == solved["step_seconds"]
+
+    ran = printed(protrain("run", "plan.yaml", "--steps", 3, "--verify", "--json", folder=tmp_path))
+    assert ran.keys() == {
+        "plain",
+        "first_step",
+        "losses",
+        "step_seconds",
+        "seconds",
+        "predicted_step_seconds",
+        "expected_seconds",
+        "outside_expected",
+        "overruns",
+        "profile_again",
+        "predicted_peak_bytes",
+        "measured_peak_bytes",
+        "parameters_sha256",
+        "verified",
+    }
+    assert ran["verified"] is True
+    assert ran["plain"] is False
+    assert len(ran["losses"]) == 3
+    assert ran["predicted_peak_bytes"] == solved["peak_bytes"]
+    measured = ran["measured_peak_bytes"]
+    assert measured.keys() == TIERS
+    assert measured["device"] <= ran["predicted_peak_bytes"]["device"]
+    assert measured["disk"] == ran["predicted_peak_bytes"]["disk"]
+    # What a process holds besides tensors is the C library's business too: 0.1 % more was seen.
+    assert measured["context"] <= 1.005 * ran["predicted_peak_bytes"]["context"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [("--clip",), ("--accumulate", 2), ("--clip", "--accumulate", 3)],
+    ids=["clip", "accumulate", "both"],
+)
+def test_clipped_and_accumulated_steps_run_within_their_promise_and_verify(
+    options: tuple[object, ...], tiny_llama: Path, tmp_path: Path
+) -> None:
+    """At the smallest budget there is, equal to plain PyTorch bitwise."""
+    tight = ("plan", tiny_llama, *options, "--json", "--device-memory")
+    smallest = json.loads(forked.protrain(*tight, "100MiB", folder=tmp_path).stdout)[
+        "smallest_budget_bytes"
+    ]
+    printed(forked.protrain(*tight, smallest, folder=tmp_path))
+    steps = ("--steps", 3, "--verify", "--json")
+    result = forked.protrain("run", "plan.yaml", *steps, folder=tmp_path)
+    run = json.loads(result.stdout)
+    assert run["verified"] is True
+    # What a fork holds besides tensors is not a process's own: stacks of threads before it.
+    besides = "the process besides tensors"
+    assert [each for each in run["overruns"] if each["where"] != besides] == []
+    for tier in ("device", "host", "disk"):
+        assert run["measured_peak_bytes"][tier] <= run["predicted_peak_bytes"][tier]
+
+
+def test_infeasible_names_what_is_missing_and_the_smallest_budget_works(
+    synthetic: Path, tmp_path: Path
+) -> None:
+    arguments = ("plan", synthetic, "--device-memory", "400MiB")
+    text = forked.protrain(*arguments, folder=tmp_path)
+    assert text.returncode == 3
+    assert text.stderr == ""
+    result = forked.protrain(*arguments, "--json", folder=tmp_path)
+    assert result.returncode == 3
+    assert result.stderr == ""
+    answer = json.loads(result.stdout)
+    assert answer.keys() == {
+        "status",
+        "tier",
+        "slot",
+        "occupants",
+        "budget_bytes",
+        "shortfall_bytes",
+        "smallest_budget_bytes",
+        "advice",
+        "proven_budget_bytes",
+        "largest_batch_size",
+        "largest_seq_len",
+    }
+    assert (answer["status"], answer["tier"]) == ("infeasible", "device")
+    assert answer["slot"] in {
+        f"{way} of {unit.name}"
+        for unit in read_profile(synthetic).units
+        for way in ("forward", "backward")
+    }
+    assert answer["budget_bytes"] == 400 * 2**20
+    smallest = answer["smallest_budget_bytes"]
+    assert answer["shortfall_bytes"] == smallest - answer["budget_bytes"] > 0
+    assert sum(answer["occupants"].values()) == smallest
+    assert not (tmp_path / "plan.yaml").exists()
+    assert text.stdout.startswith("no plan fits: ")
+    assert answer["slot"] in text.stdout
+    for line in answer["advice"]:
+        assert line in " ".join(text.stdout.split())
+
+    just = printed(
+        forked.protrain("plan", synthetic, "--device-memory", smallest, "--json", folder=tmp_path)
+    )
+    assert just["peak_bytes"]["device"] + just["peak_bytes"]["context"] <= smallest
+    less = forked.protrain(
+        "plan", synthetic, "--device-memory", smallest - 1, "--json", folder=tmp_path
+    )
+    assert less.returncode == 3
+
+
+def test_every_mistake_is_one_message(synthetic: Path, tmp_path: Path) -> None:
+    forked.protrain("plan", synthetic, folder=tmp_path)
+    (tmp_path / "broken.yaml").write_text("protrain: plan\nunits: [\n")
+    (tmp_path / "typo.yaml").write_text(
+        (tmp_path / "plan.yaml").read_text().replace("persistent", "persistant")
+    )
+    size = "expected a size such as 1536MiB, 1.5GB or 4096 (bytes), got '1.5GX'"
+    directory = "/dev/null/no: the directory is missing or cannot be written\n"
+    cases: dict[tuple[object, ...], str] = {
+        ("plan", "missing.yaml"): "missing.yaml: there is no such file",
+        ("run", "missing.yaml"): "missing.yaml: there is no such file",
+        ("plan", "plan.yaml"): "plan.yaml:9: protrain: expected a profile, got 'plan'",
+        ("run", "profile.yaml"): "profile.yaml:4: protrain: expected a plan, got 'profile'",
+        (
+            "run",
+            "plan.yaml",
+            "--check",
+            "--check-spills",
+        ): "--check and --check-spills are two runs\n  fix: name one of them",
+        ("run", "plan.yaml", "--plain", "--check-spills"): "--check-spills is of planned steps\n"
+        "  fix: leave --plain out",
+        ("run", "plan.yaml", "--plain", "--verify"): "--verify runs plain PyTorch too\n"
+        "  fix: leave --plain out",
+        ("plan", synthetic, "--device-memory", "1.5GX"): f"--device-memory: {size}",
+        ("run", "plan.yaml", "--memory-limit", "1.5GX"): f"--memory-limit: {size}",
+        ("profile", "tiny-llama", "--dtype", "float33"): "--dtype: expected float32, bfloat16 or"
+        " float16, got 'float33'",
+        ("profile", "tiny-llama", "--device", "tpu"): "--device: PyTorch knows no device called"
+        " 'tpu'\n  fix: cpu, cuda, xpu, or another type that this build of PyTorch names",
+        ("plan", synthetic, "-o", "/dev/null/no/plan.yaml"): directory
+        + "  fix: name a file in another directory with -o",
+        ("profile", "tiny-llama", "-o", "."): ".: is a directory\n  fix: name a file with -o",
+        ("nonsense",): "No such command 'nonsense'.\n  try protrain --help",
+        ("run",): "Missing argument 'plan'.\n  try protrain --help",
+    }
+    for arguments, message in cases.items():
+        result = forked.protrain(*arguments, folder=tmp_path)
+        assert (result.stderr, result.stdout) == (f"error: {message}\n", ""), arguments
+        assert result.returncode == 2
+    # The reader's own tests hold these messages; here it is that they arrive whole.
+    for name in ("broken.yaml", "typo.yaml"):
+        result = forked.protrain("run", name, folder=tmp_path)
+        assert result.returncode == 2
+        assert result.stdout == ""
+        assert result.stderr.startswith(f"error: {name}:")
+        assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            "tiny-lama",
+            "no such model: 'tiny-lama' is not a preset, a config.json or package.module:factory\n"
+            "  fix: did you mean tiny-llama or tiny-gpt2?",
+        ),
+        (
+            "no.such.module:factory",
+            "no.such.module:factory: cannot import 'no.such.module': No module named 'no'\n"
+            "  fix: package.module:factory, with the package installed or in the working directory,"
+            " or path/to/file.py:factory",
+        ),
+    ],
+)
+def test_a_model_that_is_not_there_is_one_message(model: str, message: str, tmp_path: Path) -> None:
+    result = forked.protrain("profile", model, "--in-process", folder=tmp_path)
+    assert (result.stderr, result.stdout) == (f"error: {message}\n", "")
+    assert result.returncode == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_for_another_model_is_one_message(tiny_llama: Path, tmp_path: Path) -> None:
+    printed(forked.protrain("plan", tiny_llama, "--json", folder=tmp_path))
+    path = tmp_path / "plan.yaml"
+    record = yaml.safe_load(path.read_text())
+    other = path.read_text().replace(record["model_fingerprint"], "sha256:0")
+    path.write_text(other)
+    result = forked.protrain("run", path, folder=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == (
+        "error: model_fingerprint: the plan was made for another model:\n"
+        "    parameters and buffers are the same; a module has another class or place\n"
+        "  fix: profile and plan this model\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["profile", "plan", "show", "simulate", "report", "run"])
+def test_help_of_every_command_shows_an_example(command: str, tmp_path: Path) -> None:
+    result = forked.protrain(command, "--help", folder=tmp_path)
+    assert result.returncode == 0
+    assert re.search(rf"Examples?: protrain {command} ", result.stdout)
+
+
+def test_no_arguments_show_the_help(tmp_path: Path) -> None:
+    result = protrain(folder=tmp_path)
+    assert result.returncode == 2
+    assert "Usage: protrain" in result.stdout + result.stderr
+    assert "error:" not in result.stderr
+
+
+def test_piped_output_has_no_colours(synthetic: Path, tmp_path: Path) -> None:
+    for arguments in (("plan", synthetic), ("plan", "missing.yaml"), ("--version",), ("--help",)):
+        result = forked.protrain(*arguments, folder=tmp_path)
+        assert "\x1b" not in result.stdout + result.stderr
+        assert result.stdout + result.stderr
+
+
+def test_the_command_line_does_not_load_torch() -> None:
+    script = "import protrain_plan.cli, sys; print('torch' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        pytest.param(
+            *("tiny-gpt2", ("--batch-size", 2, "--seq-len", 64, "--dtype", "bfloat16")),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("tests.support.functional_model:factory", (), marks=pytest.mark.slow),
+        pytest.param(
+            *("config.json's folder", ("--batch-size", 2, "--seq-len", 32)),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["gpt2 in bfloat16", "plain nn.Module", "a config.json"],
+)
+def test_other_families_take_the_same_path(
+    model: str, options: tuple[object, ...], tmp_path: Path
+) -> None:
+    """At the smallest budget that the planner names, equal to plain PyTorch bitwise."""
+    if model == "config.json's folder":
+        catalogue = ROOT / "protrain_plan/models/catalogue"
+        (tmp_path / "config.json").write_text((catalogue / "tiny-llama.json").read_text())
+        model = str(tmp_path)
+    command = partial(forked.protrain, folder=tmp_path)
+    printed(command("profile", model, *options, "--steps", 1, "--in-process", "--json"))
+    tight = ("plan", "profile.yaml", "--json", "--device-memory")
+    refused = command(*tight, "100MiB")
+    assert refused.returncode == 3
+    smallest = json.loads(refused.stdout)["smallest_budget_bytes"]
+    printed(command(*tight, smallest))
+    run = printed(command("run", "plan.yaml", "--steps", 3, "--verify", "--json"))
+    assert run["verified"] is True
+    for tier in ("device", "host", "disk"):
+        assert run["measured_peak_bytes"][tier] <= run["predicted_peak_bytes"][tier]

@@ -1,0 +1,139 @@
+"""`protrain fit` and `protrain profile --on`: answers for machines that are not here."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from protrain_plan.records import read_profile
+from tests.support.commands import printed
+from tests.support.forked import protrain
+
+
+@pytest.mark.parametrize(
+    "machines", [["h200"], pytest.param(["cpu", "h200"], marks=pytest.mark.slow)]
+)
+def test_fit_says_what_fits_with_a_plan_and_what_binds(machines: list[str], tmp_path: Path) -> None:
+    cells = json.loads(
+        protrain(
+            *(
+                "fit",
+                "tiny-llama",
+                "--on",
+                ",".join(machines),
+                "--batch-size",
+                160,
+                "--seq-len",
+                256,
+            ),
+            *("--dtype", "float32", "--device-memory", "1200MiB", "--json"),
+            folder=tmp_path,
+        ).stdout
+    )["cells"]
+    assert [(cell["hardware"], cell["seq_len"]) for cell in cells] == [
+        (name, 256) for name in machines
+    ]
+    for cell in cells:
+        assert cell["verdict"] == "fits with a plan"
+        assert cell["plain_device_bytes"] > 1200 * 2**20
+        assert cell["plain_step_seconds"] is None
+        assert cell["peak_bytes"]["device"] + cell["peak_bytes"]["context"] <= 1200 * 2**20
+        tokens = cell["batch_size"] * cell["seq_len"]
+        assert cell["tokens_per_second"] == pytest.approx(tokens / cell["step_seconds"])
+        assert cell["binds"]
+
+
+@pytest.mark.slow
+def test_fit_needs_no_plan_where_plain_pytorch_fits(tmp_path: Path) -> None:
+    (cell,) = printed_list(tmp_path, "tiny-llama", "--on", "rtx-4090", "--seq-len", 64)
+    assert cell["verdict"] == "fits"
+    assert float(str(cell["plain_step_seconds"])) >= float(str(cell["step_seconds"]))
+    assert cell["measured_over_estimated"] is None  # no card was there to compare with
+
+
+def printed_list(folder: Path, *arguments: object) -> list[dict[str, object]]:
+    result = protrain("fit", *arguments, "--json", folder=folder)
+    assert result.stderr == ""
+    answer: list[dict[str, object]] = json.loads(result.stdout)["cells"]
+    return answer
+
+
+@pytest.mark.slow
+def test_fit_counts_the_tokens_of_all_devices(tmp_path: Path) -> None:
+    arguments = ("tiny-llama", "--on", "h100-sxm", "--seq-len", 64, "--num-devices", "1,16")
+    one, many = printed_list(tmp_path, *arguments)
+    assert "num_devices" not in one
+    assert (many["num_devices"], many["num_nodes"]) == (16, 2)
+    seconds = float(str(many["step_seconds"]))
+    assert many["tokens_per_second"] == pytest.approx(16 * 64 / seconds)
+    text = protrain("fit", *arguments, folder=tmp_path).stdout
+    assert text.splitlines()[0].split()[:3] == ["machine", "devices", "batch"]
+    assert "  16 x h100-sxm 1 x 64: " in text
+
+
+def test_fit_says_what_is_missing_where_nothing_fits(tmp_path: Path) -> None:
+    result = protrain(
+        *("fit", "tiny-llama", "--on", "cpu", "--seq-len", 64, "--device-memory", "412MiB"),
+        *("--disk", "1MiB"),
+        folder=tmp_path,
+    )
+    assert result.returncode == 3
+    assert "cpu      1 x 64  no" in result.stdout
+    assert "memory, in " in result.stdout
+    assert all(len(line) <= 80 for line in result.stdout.splitlines()[:2])
+
+
+@pytest.mark.slow
+def test_adapters_need_less_than_the_whole_model(tmp_path: Path) -> None:
+    arguments = ("tiny-llama", "--on", "rtx-3090", "--seq-len", 64)
+    (whole,) = printed_list(tmp_path, *arguments)
+    (adapters,) = printed_list(tmp_path, *arguments, "--lora", "r=2")
+    assert int(str(adapters["plain_device_bytes"])) < int(str(whole["plain_device_bytes"]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--on", "rtx-4091"),
+            "no such machine: 'rtx-4091' is neither in the catalogue nor a file",
+        ),
+        (("--on", "cpu", "--seq-len", "many"), "--seq-len: expected numbers such as 1,4,16"),
+        (("--on", "cpu", "--batch-size", "0"), "--batch-size: expected numbers such as 1,4,16"),
+        (("--on", "cpu", "--optimizer", "adan"), "adan"),
+        (
+            ("--on", "cpu", "--host-memory", "64GiB"),
+            "--host-memory: a CPU machine computes in its host memory, and has none below that",
+        ),
+        (("--on", "cpu", "--precision", "mixed"), "--precision: expected pure, master or autocast"),
+        (
+            ("--on", "cpu", "--precision", "autocast", "--dtype", "float32"),
+            "precision: autocast needs the dtype bfloat16 or float16, got float32",
+        ),
+    ],
+)
+def test_mistakes_are_one_message(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    result = protrain("fit", "tiny-llama", *arguments, folder=tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_an_estimated_profile_is_planned_like_a_measured_one(tmp_path: Path) -> None:
+    profiled = protrain(
+        *("profile", "tiny-llama", "--on", "l4", "--dtype", "bfloat16", "--seq-len", 64),
+        *("--precision", "master", "-o", "profile.yaml", "--json"),
+        folder=tmp_path,
+    )
+    assert printed(profiled)["num_units"] == 6
+    record = read_profile(tmp_path / "profile.yaml")
+    assert (record.method, record.hardware.name) == ("estimated", "l4")
+    planned = protrain("plan", "profile.yaml", "-o", "plan.yaml", "--json", folder=tmp_path)
+    assert printed(planned)["status"] == "optimal"
+
+
+def test_estimating_and_measuring_do_not_mix(tmp_path: Path) -> None:
+    result = protrain("profile", "tiny-llama", "--on", "l4", "--steps", 3, folder=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == "error: --steps: is for measuring; --on estimates\n"

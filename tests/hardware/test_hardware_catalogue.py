@@ -1,0 +1,270 @@
+"""The shipped machines, and `protrain hardware list|show`, in real processes."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.machines import CONTEXT_BYTES, MACHINES, Machine
+from protrain_plan import records
+from protrain_plan.errors import ProtrainError
+from protrain_plan.hardware.catalogue import hardware_names, load_hardware
+from protrain_plan.records.hardware import Hardware, Rates
+from tests.support import forked
+from tests.support.record_samples import HARDWARE, PLAN, PROFILE
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "protrain_plan" / "hardware" / "catalogue"
+NAMES = (
+    *("a100-40gb", "a100-80gb", "a10g", "b200", "cpu", "gh200", "h100-pcie", "h100-sxm", "h200"),
+    *("l4", "l40s", "mi300x", "rtx-3090", "rtx-4090", "rtx-5090", "rtx-6000-ada", "rtx-pro-6000"),
+)
+CARDS = tuple(name for name in NAMES if name != "cpu")
+
+
+def rates_of(machine: Hardware) -> Rates:
+    assert machine.rates is not None
+    return machine.rates
+
+
+def protrain(*arguments: object, **environment: str) -> forked.Result:
+    return forked.protrain("hardware", *arguments, folder=ROOT, **{"COLUMNS": ""} | environment)
+
+
+def printed(*arguments: object) -> dict[str, Any]:
+    result = protrain(*arguments, "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    answer: dict[str, Any] = json.loads(result.stdout)
+    return answer
+
+
+# The catalogue
+
+
+def test_these_machines_are_shipped() -> None:
+    assert hardware_names() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_machine_is_written_as_records_write_it(name: str) -> None:
+    machine = load_hardware(name)
+    assert machine.name == name
+    assert (FOLDER / f"{name}.yaml").read_text() == records.dumps_hardware(machine)
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_numbers_of_a_card_are_in_a_sane_order(name: str) -> None:
+    machine = load_hardware(name)
+    device, rates = machine.device, rates_of(machine)
+    host, disk = machine.tier("host"), machine.tier("disk")
+    assert device.kind == "cuda"
+    assert 0.3e9 <= device.context_bytes <= 1e9 < device.memory_bytes < host.capacity_bytes * 2
+    assert host.capacity_bytes < disk.capacity_bytes or name == "b200"
+    assert rates.float32_flops_per_s < rates.bfloat16_flops_per_s
+    assert disk.link.write_bytes_per_s < disk.link.read_bytes_per_s < host.link.read_bytes_per_s
+    assert host.link.read_bytes_per_s < rates.memory_bytes_per_s < rates.float32_flops_per_s
+    assert 0.4 <= rates.compute_efficiency <= 0.9
+    assert 0.7 <= rates.memory_efficiency <= 0.9
+    assert 1e-6 <= rates.operator_s <= 1e-5
+    assert (rates.error_low, rates.error_high) == (0, 0), "nothing was measured on a GPU"
+
+
+JOINED = tuple(name for name in CARDS if load_hardware(name).interconnect)
+
+
+def test_all_cards_are_joined_but_those_of_which_nothing_was_published() -> None:
+    assert set(CARDS) - set(JOINED) == {"a10g", "l4"}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_what_joins_devices_is_in_a_sane_order(name: str) -> None:
+    machine = load_hardware(name)
+    joined = machine.interconnect
+    assert joined is not None
+    link, rates = machine.tier("host").link, rates_of(machine)
+    within, far = joined.intra_node, joined.inter_node or joined.intra_node
+    assert 1e9 < far.gather_bytes_per_s <= within.gather_bytes_per_s < rates.memory_bytes_per_s
+    assert 1e9 < far.reduce_bytes_per_s <= within.reduce_bytes_per_s < rates.memory_bytes_per_s
+    # Collectives on PCIe are no faster than a copy on it, and share it; NVLink is a way of its own,
+    # and a GH200's link to its host is wide enough for both.
+    on_pcie = within.gather_bytes_per_s <= link.read_bytes_per_s and name != "gh200"
+    assert joined.link_share == (0.5 if on_pcie else 1.0)
+    assert 0 < joined.library_bytes < machine.device.memory_bytes / 20
+    assert joined.devices_per_node in ((1,) if name == "gh200" else (4, 8))
+    assert (joined.inter_node is None) == (joined.below == "of the node")
+
+
+def test_the_generic_cpu_is_a_measurement() -> None:
+    machine = load_hardware("cpu")
+    rates = rates_of(machine)
+    assert machine.device.kind == "cpu"
+    assert [tier.name for tier in machine.tiers] == ["disk"]
+    assert (rates.compute_efficiency, rates.memory_efficiency) == (1, 1)
+    assert rates.float32_flops_per_s < rates.bfloat16_flops_per_s
+
+
+def numbers(machine: Hardware) -> Iterator[str]:
+    """What a card's sources have to speak of."""
+    yield from ("memory_bytes", "context_bytes", "num_threads", "link", "contention")
+    yield from (tier.name for tier in machine.tiers)
+    yield from (
+        field.name for field in dataclasses.fields(Rates) if field.default is dataclasses.MISSING
+    )
+    if joined := machine.interconnect:
+        yield from ("intra_node", "interconnect", *(["inter_node"] if joined.inter_node else []))
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_every_number_of_a_card_has_one_source(name: str) -> None:
+    machine = load_hardware(name)
+    spoken_of = [key for text in machine.sources for key in text.partition(": ")[0].split(", ")]
+    assert sorted(set(spoken_of) - {"kind"}) == sorted(numbers(machine))
+    assert len(spoken_of) == len(set(spoken_of))
+    assert all(text.partition(": ")[2] for text in machine.sources)
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+def test_the_benchmarks_machines_are_the_same(machine: Machine) -> None:
+    """The planner's benchmarks have data sheets' numbers of their own for five machines."""
+    names = {"rtx3090": "rtx-3090", "rtx4090": "rtx-4090", "a100": "a100-80gb"}
+    shipped = load_hardware(names.get(machine.name, machine.name))
+    rates = rates_of(shipped)
+    assert rates.bfloat16_flops_per_s == machine.flops_per_s
+    assert rates.memory_bytes_per_s == machine.memory_bytes_per_s
+    assert rates.host_parameters_per_s == machine.host_parameters_per_s
+    assert shipped.device.context_bytes == CONTEXT_BYTES
+    assert shipped.write_contention == machine.hardware.write_contention
+    link = machine.hardware.tier("host").link
+    if machine.name == "rtx3090":  # in a host of PCIe 3 there, of the card's own PCIe 4 here
+        link = dataclasses.replace(link, read_bytes_per_s=24e9, write_bytes_per_s=24e9)
+    assert shipped.tier("host").link == link
+
+
+# Loading
+
+
+def test_files_of_hardware_and_of_profiles_are_machines(tmp_path: Path) -> None:
+    records.write_hardware(HARDWARE, tmp_path / "machine.yaml")
+    records.write_profile(PROFILE, tmp_path / "profile.yml")
+    assert load_hardware(tmp_path / "machine.yaml") == HARDWARE
+    assert load_hardware(str(tmp_path / "profile.yml")) == PROFILE.hardware
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("RTX 4090", "did you mean rtx-4090 or rtx-5090 or rtx-3090?"),
+        ("A100", "did you mean a100-40gb or a100-80gb?"),
+        ("toaster", f"one of {', '.join(NAMES)}"),
+        ("", f"one of {', '.join(NAMES)}"),
+    ],
+)
+def test_an_unknown_machine_is_one_error(name: str, fix: str) -> None:
+    with pytest.raises(ProtrainError) as caught:
+        load_hardware(name)
+    assert str(caught.value) == (
+        f"no such machine: {name!r} is neither in the catalogue nor a file\n  fix: {fix}"
+    )
+
+
+def test_a_file_that_holds_no_machine_is_one_error(tmp_path: Path) -> None:
+    plan, missing, text = (tmp_path / name for name in ("plan.yaml", "none.yaml", "text"))
+    records.write_plan(PLAN, plan)
+    text.write_text("just words\n")
+    for path, message in (
+        (plan, f"{plan}:9: protrain: expected hardware, got 'plan'"),
+        (missing, f"{missing}: there is no such file"),
+        (text, f"{text}:1: expected a mapping, got the text 'just words'"),
+        (tmp_path, f"{tmp_path}: this is a directory, not a file"),
+    ):
+        with pytest.raises(ProtrainError) as caught:
+            load_hardware(path)
+        assert str(caught.value) == message
+
+
+# The command line
+
+
+def test_the_list_fits_a_terminal_and_is_plain_in_a_pipe() -> None:
+    result = protrain("list")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "\x1b" not in result.stdout
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines[1 : 1 + len(NAMES)]] == list(NAMES)
+    wanted = "rtx-4090 23.50 GiB 165 82.6 1.008 TB/s 24 GB/s 64 GiB 1 TB"
+    assert wanted.split() in [line.split() for line in lines]
+    assert [machine["name"] for machine in printed("list")["machines"]] == list(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_machine_is_shown_whole(name: str) -> None:
+    result = protrain("show", name)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "\x1b" not in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    machine = load_hardware(name)
+    words = "".join(result.stdout.split())  # wherever lines are broken
+    assert machine.device.name.replace(" ", "") in words
+    assert all(source.replace(" ", "") in words for source in machine.sources)
+
+
+def test_json_is_the_record() -> None:
+    machine = load_hardware("gh200")
+    assert printed("show", "gh200") == json.loads(json.dumps(dataclasses.asdict(machine)))
+
+
+def test_a_machine_without_rates_is_shown_too(tmp_path: Path) -> None:
+    records.write_hardware(HARDWARE, tmp_path / "machine.yaml")
+    result = protrain("show", tmp_path / "machine.yaml")
+    assert result.returncode == 0
+    assert [line.rstrip() for line in result.stdout.splitlines()] == [
+        "laptop: Some CPU @ 2.5 GHz (cpu)",
+        "memory      16.00 GiB, of which a process holds 300.00 MiB besides tensors",
+        "threads     2",
+        "disk        93.13 GiB, 1.2 GB/s to the device, 0.85 GB/s from it, 50% of each",
+        "            both ways at once, latency 100 us",
+        "contention  compute keeps 95% of its speed beside reads, 95% beside writes, 50%",
+        "            beside updates",
+    ]
+
+
+def test_what_joins_devices_is_shown() -> None:
+    lines = " ".join(protrain("show", "h100-sxm").stdout.split())
+    assert (
+        "devices 8 in a node, 360 GB/s gathered or reduced, among nodes 300 GB/s gathered or"
+        " reduced; beside a collective compute keeps 82% of its speed, a link to a lower tier"
+        " 100%; 953.67 MiB held by its library; tiers are those of each device"
+    ) in lines
+
+
+def test_mistakes_are_messages() -> None:
+    result = protrain("show", "rtx-4091")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: no such machine: 'rtx-4091' is neither in the catalogue nor a file\n"
+        "  fix: did you mean rtx-4090 or rtx-5090 or rtx-3090?\n"
+    )
+    result = protrain("probe", "--device", "tpu")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: --device: PyTorch knows no device called 'tpu'\n"
+        "  fix: cpu, cuda, xpu, or another type that this build of PyTorch names\n"
+    )
+    result = protrain("probe", "-o", "/no/such/folder/machine.yaml")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: /no/such/folder: the directory is missing or cannot be written\n"
+        "  fix: name a file in another directory with -o\n"
+    )
+
+
+@pytest.mark.parametrize("command", [(), ("list",), ("show",), ("probe",)], ids=str)
+def test_help_has_examples(command: tuple[str, ...]) -> None:
+    result = protrain(*command, "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "Example" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80

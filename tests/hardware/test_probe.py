@@ -1,0 +1,239 @@
+"""This machine, measured: values that any machine's must satisfy, and nothing left behind."""
+
+import dataclasses
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.hardware.probe import host_memory_bytes, probe
+from protrain_plan.hardware.speeds import in_worker, update_speeds
+from protrain_plan.records import read_hardware, write_hardware
+from protrain_plan.records.hardware import Hardware
+from protrain_plan.records.profile import DType, Precision
+
+HOW_TO = Path(__file__).parents[2] / "docs/how-to/several-gpus.md"
+PROTRAIN, TORCHRUN = (Path(sys.executable).with_name(name) for name in ("protrain", "torchrun"))
+HERE = {"4": "2", "cuda": "cpu", "llama-3.1-8b": "tiny-llama"}  # what the how-to says, for CPUs
+
+
+def how_to(words: str) -> list[str | Path]:
+    """The command of the how-to with these words, on two ranks of this machine."""
+    [line] = [line for line in HOW_TO.read_text().splitlines() if words in line and "-o" in line]
+    named = {"protrain": PROTRAIN, "torchrun": TORCHRUN}
+    return [
+        named.get(word) or HERE.get(word, word)
+        for word in shlex.split(line)
+        if not word.startswith("OMP_NUM_THREADS=")
+    ]
+
+
+def run(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def check_rates(hardware: Hardware) -> None:
+    """Orders of magnitude that no machine leaves, however busy it is."""
+    rates = hardware.rates
+    assert rates is not None
+    assert 1e7 < rates.float32_flops_per_s < 1e15
+    assert 1e6 < rates.bfloat16_flops_per_s < 1e16
+    assert 1e7 < rates.memory_bytes_per_s < 1e14
+    assert 1e-8 < rates.operator_s < 1e-2
+    assert 1e5 < rates.host_parameters_per_s < 1e12
+    assert 0 < rates.host_piece_s < 1
+    assert 0 <= hardware.move_s < 1
+    assert (rates.compute_efficiency, rates.memory_efficiency) == (1, 1)
+    assert hardware.sources == (f"measured on the machine itself, with torch {torch.__version__}",)
+
+
+def test_this_machine_is_measured_and_left_clean(tmp_path: Path) -> None:
+    num_threads = torch.get_num_threads()
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    shares: list[float] = []
+    hardware = probe(
+        "cpu",
+        spill_directory=tmp_path,
+        name="here",
+        context_bytes=7,
+        progress=lambda what, share: shares.append(share),
+    )
+
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0, 1)
+    check_rates(hardware)
+    write_hardware(hardware, tmp_path / "here.yaml")
+    assert read_hardware(tmp_path / "here.yaml") == hardware
+    (tmp_path / "here.yaml").unlink()
+    assert hardware.name == "here"
+    assert hardware.device.kind == "cpu"
+    assert hardware.device.memory_bytes == host_memory_bytes()
+    assert hardware.device.context_bytes == 7
+    assert hardware.device.num_threads == num_threads == torch.get_num_threads()
+    assert [tier.name for tier in hardware.tiers] == ["disk"]
+    link = hardware.tier("disk").link
+    assert hardware.tier("disk").capacity_bytes > 2**26
+    assert 0 < link.read_bytes_per_s < 1e12
+    assert 0 < link.write_bytes_per_s < 1e12
+    assert link.latency_s > 0
+    assert 0.5 <= link.duplex <= 1
+    for both in (
+        hardware.read_contention,
+        hardware.write_contention,
+        hardware.update_contention,
+    ):
+        assert 0 < both.compute <= 1
+        assert 0 < both.lane <= 1
+    assert list(tmp_path.iterdir()) == []
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.slow
+def test_the_command_writes_what_records_read(tmp_path: Path) -> None:
+    """In a process of its own, as people run it."""
+    (tmp_path / "spill").mkdir()
+    result = subprocess.run(
+        [
+            *(Path(sys.executable).with_name("protrain"), "hardware", "probe", "--json"),
+            *("-o", "here.yaml", "--name", "here", "--spill-directory", "spill"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    hardware = read_hardware(tmp_path / "here.yaml")
+    assert json.loads(result.stdout) == json.loads(json.dumps(dataclasses.asdict(hardware)))
+    assert hardware.name == "here"
+    # An interpreter with torch in it holds that much on every machine, and no tensor of the probe.
+    assert 50 * 2**20 < hardware.device.context_bytes < 8 * 2**30
+    check_rates(hardware)
+    assert list((tmp_path / "spill").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_what_joins_them(tmp_path: Path) -> None:
+    """As the how-to says it, up to a plan for both; rank 0 alone writes and prints."""
+    (tmp_path / "spill").mkdir()
+    probing, profiling = how_to("hardware probe"), how_to("--interconnect")
+    options = ("--json", "--name", "here", "--spill-directory", "spill")
+    result = run(*probing, *options, folder=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    hardware = read_hardware(tmp_path / "my-machine.yaml")
+    assert json.loads(result.stdout) == json.loads(json.dumps(dataclasses.asdict(hardware)))
+    joined = hardware.interconnect
+    assert joined is not None
+    assert (joined.devices_per_node, joined.inter_node, joined.below) == (2, None, "of the node")
+    assert 1e5 < joined.intra_node.gather_bytes_per_s < 1e12
+    assert 1e5 < joined.intra_node.reduce_bytes_per_s < 1e12
+    assert 0 < joined.intra_node.latency_s < 10
+    assert 0 < joined.contention.compute <= 1
+    assert 0 < joined.contention.lane <= 1
+    assert 0.5 <= joined.link_share <= 1
+    assert 0 <= joined.library_bytes < 2**30
+    assert hardware.sources[1] == "interconnect: measured by 2 ranks, 2 in a node"
+    assert list((tmp_path / "spill").iterdir()) == []
+    sizes = ("--batch-size", "1", "--seq-len", "32", "--json")
+    profiled = run(*profiling, *sizes, folder=tmp_path)
+    assert (profiled.returncode, profiled.stderr) == (0, "")
+    planned = run(PROTRAIN, "plan", "profile.yaml", "--num-devices", "2", folder=tmp_path)
+    assert (planned.returncode, planned.stderr) == (0, "")
+    assert "on 2 devices" in planned.stdout
+
+
+@pytest.mark.slow
+def test_nodes_of_one_rank_have_nothing_within(tmp_path: Path) -> None:
+    """Two launchers, as on two nodes; what joins the nodes is written for both."""
+    (tmp_path / "spill").mkdir()
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    nodes = [
+        subprocess.Popen(
+            [
+                *(TORCHRUN, "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"),
+                *("--master-addr", "localhost", "--master-port", str(port), "--no-python"),
+                *(PROTRAIN, "hardware", "probe", "-o", f"{node}.yaml"),
+                *("--spill-directory", "spill"),
+            ],
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    ended = [node.communicate(timeout=300) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], ended
+    assert not (tmp_path / "1.yaml").exists()
+    hardware = read_hardware(tmp_path / "0.yaml")
+    joined = hardware.interconnect
+    assert joined is not None
+    assert joined.devices_per_node == 1
+    assert joined.intra_node == joined.inter_node
+    assert 1e5 < joined.intra_node.gather_bytes_per_s < 1e12
+    assert hardware.sources[1] == "interconnect: measured by 2 ranks, 1 in a node"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [("float32", "pure"), ("bfloat16", "pure"), ("bfloat16", "master"), ("bfloat16", "autocast")],
+)
+def test_update_speeds_are_those_of_a_machine(dtype: DType, precision: Precision) -> None:
+    lane, device = update_speeds(dtype, (64, 4096), precision=precision)
+    assert 0 < lane < 1e12
+    assert 0 < device < 1e12
+
+
+def test_a_lane_has_one_thread_and_later_threads_have_the_old_number() -> None:
+    num_threads = torch.get_num_threads()
+    assert in_worker(torch.get_num_threads) == 1
+    assert torch.get_num_threads() == num_threads
+
+
+def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    missing = tmp_path / "none"
+    with pytest.raises(ProtrainError) as caught:
+        probe("cpu", spill_directory=missing)
+    assert str(caught.value) == (
+        f"{missing}: cannot write spill files: No such file or directory\n"
+        "  fix: name a directory with spill_directory= (or --spill-directory)"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ProtrainError) as caught:
+        probe("cuda", spill_directory=tmp_path)
+    here = torch.accelerator.current_accelerator()  # the emulated one, where others use it
+    others = f", and has one of type '{here.type}'" if here else ""
+    assert str(caught.value) == (
+        f"this machine has no device of type 'cuda' that torch can use{others}\n"
+        "  fix: a build of PyTorch for cuda on a machine that has one, or cpu"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_has_pinned_host_memory_below_it(tmp_path: Path) -> None:
+    hardware = probe("cuda", spill_directory=tmp_path)
+    assert [tier.name for tier in hardware.tiers] == ["host", "disk"]
+    assert 1e9 < hardware.tier("host").link.read_bytes_per_s < 1e12

@@ -1,0 +1,494 @@
+"""Training in a framework under a plan equals the framework's own, bit by bit."""
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import TorchDynamoPlugin, set_seed
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR
+from torch.utils.data import DataLoader, default_collate
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.records import write_plan
+from protrain_plan.records.plan import Plan
+from protrain_plan.records.profile import Precision
+from protrain_runtime import restore, with_master_weights
+from protrain_runtime.integrations import accelerate as in_accelerate
+from protrain_runtime.integrations import transformers as in_transformers
+from protrain_runtime.integrations.adopting import follow
+from protrain_runtime.model.prepared import engine_of
+from tests.support.integration_cases import CLIPPED, plan, rows
+from tests.support.runtime_cases import (
+    ADAMW,
+    assert_bitwise,
+    build,
+    described,
+    differences,
+    mixed,
+    outcome,
+    plan_for,
+    step,
+)
+
+
+def refused(attach: Callable[[], object]) -> str:
+    with pytest.raises(ProtrainError) as caught:
+        attach()
+    return str(caught.value)
+
+
+# --- Trainer --------------------------------------------------------------------------------------
+
+TRAINING: dict[str, Any] = {
+    "max_steps": 4,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-3,
+    "warmup_steps": 2,
+    "weight_decay": 0.1,
+    "logging_steps": 1,
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "save_strategy": "no",
+}
+
+
+def trainer(name: str, folder: Path, **settings: Any) -> Trainer:
+    return Trainer(
+        build(name),
+        TrainingArguments(output_dir=str(folder), **(TRAINING | settings)),
+        train_dataset=rows(24, seed=0),
+        eval_dataset=rows(8, seed=1),
+    )
+
+
+def logged(trainer: Trainer) -> list[dict[str, float]]:
+    """Losses, norms, rates and evaluations, without what clocks say."""
+    names = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")
+    return [
+        {key: value for key, value in entry.items() if key in names}
+        for entry in trainer.state.log_history
+    ]
+
+
+def assert_same_training(found: Trainer, expected: Trainer) -> None:
+    assert logged(found) == logged(expected)
+    assert_bitwise(
+        outcome(found.model, found.optimizer, []), outcome(expected.model, expected.optimizer, [])
+    )
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "clipped": ("llama-tied", {"max_grad_norm": CLIPPED}, {}),
+    "dropout": ("gpt2", {}, {}),
+    "host": ("gpt2", {"max_grad_norm": CLIPPED}, {"tier": "host"}),
+    "not clipped": ("llama-tied", {"max_grad_norm": 0}, {}),
+    "sgd": ("llama-tied", {"optim": "sgd", "optim_args": "momentum=0.9"}, {}),
+    "accumulated": (
+        "llama-tied",
+        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+        {"micro_batches": 2},
+    ),
+    # 24 rows are 6 batches: an epoch's last update has 2 micro-batches instead of 4.
+    "accumulated, epochs": (
+        "gpt2",
+        {"gradient_accumulation_steps": 4, "max_steps": -1, "num_train_epochs": 1},
+        {"micro_batches": 4},
+    ),
+    "autocast": ("llama-tied", {"bf16": True}, {"precision": "autocast"}),
+    "autocast, dropout": ("gpt2", {"bf16": True}, {"precision": "autocast"}),
+}
+
+
+@pytest.mark.parametrize(("name", "settings", "planned"), CASES.values(), ids=CASES)
+def test_the_trainer_under_a_plan_equals_the_trainer_bitwise(
+    name: str, settings: dict[str, Any], planned: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = settings | {"eval_strategy": "steps", "eval_steps": 2}
+    expected = trainer(name, tmp_path, **settings)
+    expected.train()
+    found = trainer(name, tmp_path, **settings)
+    in_transformers.use_plan(found, plan(name, **planned), spill_directory=tmp_path)
+    found.train()
+    assert engine_of(found.model) is not None
+    assert_same_training(found, expected)
+
+
+def test_the_trainer_trains_blocks_that_are_compiled_under_a_plan_bitwise(tmp_path: Path) -> None:
+    def run(planned: bool) -> Trainer:
+        torch.compiler.reset()
+        made = trainer("llama-tied", tmp_path, max_steps=2)
+        for number in range(4):
+            made.model.get_submodule(f"model.layers.{number}").compile(backend="aot_eager")
+        if planned:
+            in_transformers.use_plan(made, plan("llama-tied"), spill_directory=tmp_path)
+        made.train()
+        return made
+
+    assert_same_training(run(planned=True), run(planned=False))
+
+
+def test_the_trainer_evaluates_and_generates_under_a_plan(tmp_path: Path) -> None:
+    def run(planned: bool) -> list[Any]:
+        made = trainer("llama-tied", tmp_path)
+        if planned:
+            in_transformers.use_plan(made, plan("llama-tied"), spill_directory=tmp_path)
+        made.train()
+        prompt = rows(2, seed=2)[0]["input_ids"][None, :8]
+        return [
+            made.evaluate()["eval_loss"],
+            made.predict(rows(4, seed=3)).predictions.tolist(),
+            made.model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, pad_token_id=0
+            ),
+        ]
+
+    assert list(differences(run(planned=True), run(planned=False), "answers")) == []
+
+
+@pytest.mark.slow
+def test_the_trainer_trains_again_and_the_model_is_given_back(tmp_path: Path) -> None:
+    def run(planned: bool) -> Trainer:
+        made = trainer("llama-tied", tmp_path)
+        if planned:
+            in_transformers.use_plan(made, plan("llama-tied"), spill_directory=tmp_path)
+        made.train()
+        made.train()
+        if planned:
+            restore(made.model)
+        return made
+
+    assert_same_training(run(planned=True), run(planned=False))
+
+
+@pytest.mark.slow
+def test_a_trainer_with_model_init_attaches_the_plan_to_every_model(tmp_path: Path) -> None:
+    def run(planned: bool) -> Trainer:
+        args = TrainingArguments(output_dir=str(tmp_path), **TRAINING)
+        made = Trainer(args=args, model_init=lambda: build("gpt2"), train_dataset=rows(24, seed=0))
+        if planned:
+            in_transformers.use_plan(made, plan("gpt2"), spill_directory=tmp_path)
+        made.train()
+        made.train()
+        return made
+
+    found, expected = run(planned=True), run(planned=False)
+    assert engine_of(found.model) is not None
+    assert_same_training(found, expected)
+
+
+@pytest.mark.parametrize(("first", "second"), [("plan", "plain"), ("plain", "plan")])
+def test_the_trainers_checkpoints_resume_bitwise_with_and_without_a_plan(
+    first: str, second: str, tmp_path: Path
+) -> None:
+    whole = trainer("gpt2", tmp_path / "whole")
+    whole.train()
+    for how, resumes in ((first, False), (second, True)):
+        made = trainer("gpt2", tmp_path / "half", save_strategy="steps", save_steps=2)
+        if how == "plan":
+            in_transformers.use_plan(made, plan("gpt2"), spill_directory=tmp_path)
+        made.train(resume_from_checkpoint=str(tmp_path / "half/checkpoint-2") if resumes else None)
+        assert_bitwise(
+            outcome(made.model, made.optimizer, []), outcome(whole.model, whole.optimizer, [])
+        )
+
+
+def test_the_trainer_saves_the_models_own_names_and_shapes(tmp_path: Path) -> None:
+    found, expected = trainer("llama-tied", tmp_path), trainer("llama-tied", tmp_path)
+    in_transformers.use_plan(found, plan("llama-tied"), spill_directory=tmp_path, check="spills")
+    for made, folder in ((found, "found"), (expected, "expected")):
+        made.train()
+        made.save_model(str(tmp_path / folder))
+    saved = load_file(tmp_path / "found/model.safetensors")
+    own = load_file(tmp_path / "expected/model.safetensors")
+    assert list(differences(saved, own, "weights")) == []
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "found")
+    assert list(differences(loaded.state_dict(), expected.model.state_dict(), "loaded")) == []
+
+
+def test_activation_checkpointing_is_switched_off_with_a_warning(tmp_path: Path) -> None:
+    expected = trainer("gpt2", tmp_path)
+    expected.train()
+    found = trainer("gpt2", tmp_path, activation_checkpointing=True)
+    message = (
+        "activation_checkpointing=True was switched off: the plan says what every block recomputes"
+    )
+    with pytest.warns(UserWarning, match=f"^{message}$"):
+        in_transformers.use_plan(found, plan("gpt2"), spill_directory=tmp_path)
+    found.train()
+    assert_same_training(found, expected)
+
+
+def test_activation_checkpointing_of_the_model_is_switched_off_with_a_warning(
+    tmp_path: Path,
+) -> None:
+    expected = trainer("gpt2", tmp_path)
+    expected.train()
+    found = trainer("gpt2", tmp_path)
+    found.model.activation_checkpointing_enable()
+    in_transformers.use_plan(found, plan("gpt2"), spill_directory=tmp_path)
+    message = (
+        "the model's own gradient checkpointing is switched off while it is profiled or follows"
+        " a plan: the plan decides which blocks are recomputed"
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
+        found.train()
+    assert_same_training(found, expected)
+
+
+WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "clips": (
+        {},
+        {"clips": False},
+        "{file}: updates: the Trainer takes the norm of all gradients before an update, and this"
+        " plan updates during backward\n  fix: plan with --clip",
+    ),
+    "accumulates": (
+        {"gradient_accumulation_steps": 4},
+        {},
+        "{file}: micro_batches: the plan is for 1 micro-batches per update, and the Trainer runs 4"
+        "\n  fix: plan with --accumulate 4, or set gradient_accumulation_steps=1",
+    ),
+    "casts": (
+        {"bf16": True},
+        {},
+        "{file}: workload.precision: the plan is for training without autocast, and the Trainer"
+        " trains under autocast to bfloat16\n  fix: set neither bf16 nor fp16, or profile with"
+        " --dtype bfloat16 --precision autocast and plan anew",
+    ),
+    "does not cast": (
+        {},
+        {"precision": "autocast"},
+        "{file}: workload.precision: the plan is for training under autocast to bfloat16, and the"
+        " Trainer trains without autocast\n  fix: bf16=True, or profile without autocast and plan"
+        " anew",
+    ),
+    "compiles": (
+        {"torch_compile": True},
+        {},
+        "{file}: the Trainer compiles the model, and a plan counts what PyTorch keeps without"
+        " compiling\n  fix: let the Trainer not compile; compile each block by itself before it"
+        " gets the model: for block in ...: block.compile()",
+    ),
+    "changes dtype": (
+        {"bf16_full_eval": True},
+        {},
+        "{file}: the Trainer would change the model's dtype for evaluation (bf16_full_eval=True),"
+        " and parameters that are offloaded keep theirs\n  fix: bf16_full_eval=False",
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "planned", "message"), WRONG.values(), ids=WRONG)
+def test_settings_of_the_trainer_that_the_plan_is_not_for_are_refused(
+    settings: dict[str, Any], planned: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.yaml"
+    write_plan(plan("llama", **planned), file)
+    made = trainer("llama", tmp_path, **settings)
+    assert refused(lambda: in_transformers.use_plan(made, file)) == message.format(file=file)
+
+
+def test_an_optimizer_that_cannot_follow_a_plan_is_refused(tmp_path: Path) -> None:
+    made = trainer("llama", tmp_path, optim="adagrad")
+    in_transformers.use_plan(made, plan("llama"), spill_directory=tmp_path)
+    assert refused(made.train) == (
+        "Adagrad has states before the plan is attached: they would stay on the device\n"
+        "  fix: attach the plan before the first step (Adagrad, which makes its states when it is"
+        " constructed, cannot follow one)"
+    )
+
+
+# --- Accelerate -----------------------------------------------------------------------------------
+
+
+def accelerator(**settings: Any) -> Accelerator:
+    """A new one: its settings are the whole process's otherwise."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return Accelerator(cpu=True, **settings)
+
+
+class Loop:
+    """A training loop as Accelerate's documentation writes it."""
+
+    def __init__(self, planned: Plan | None, spill: Path, **settings: Any) -> None:
+        set_seed(0)
+        self.accelerator = accelerator(**settings)
+        self.model: nn.Module = build("gpt2")
+        decayed = [p for p in self.model.parameters() if p.dim() > 1]
+        others = [p for p in self.model.parameters() if p.dim() <= 1]
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+            lr=1e-3,
+            fused=True,
+        )
+        schedule = LinearLR(self.optimizer, 0.1, total_iters=6)
+        loader = DataLoader(rows(24, seed=0), batch_size=4, shuffle=True)
+        if planned is not None:
+            self.optimizer = in_accelerate.use_plan(
+                self.accelerator, self.model, self.optimizer, planned, spill_directory=spill
+            )
+        self.model, self.optimizer, self.loader, self.schedule = self.accelerator.prepare(
+            self.model, self.optimizer, loader, schedule
+        )
+        self.losses: list[Tensor] = []
+
+    def run(self, *, epochs: int = 2, clips: bool) -> "Loop":
+        for _ in range(epochs):
+            for batch in self.loader:
+                with self.accelerator.accumulate(self.model):
+                    loss = self.model(**batch).loss
+                    self.accelerator.backward(loss)
+                    if clips and self.accelerator.sync_gradients:
+                        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), CLIPPED)
+                        self.losses.append(norm)
+                    self.optimizer.step()
+                    self.schedule.step()
+                    self.optimizer.zero_grad()
+                self.losses.append(loss.detach())
+            self.model.eval()
+            with torch.no_grad():
+                evaluated = self.model(**default_collate(rows(4, seed=1)))
+            self.losses.append(evaluated.loss)
+            self.model.train()
+        return self
+
+
+def assert_same_loop(found: Loop, expected: Loop) -> None:
+    assert_bitwise(
+        outcome(found.model, found.optimizer, found.losses),
+        outcome(expected.model, expected.optimizer, expected.losses),
+    )
+
+
+@pytest.mark.parametrize(
+    ("precision", "micro_batches", "clips"),
+    [("pure", 1, False), ("pure", 2, True), ("autocast", 1, True), ("autocast", 2, False)],
+)
+def test_an_accelerated_loop_under_a_plan_equals_the_loop_bitwise(
+    precision: Precision, micro_batches: int, clips: bool, tmp_path: Path
+) -> None:
+    settings = {
+        "mixed_precision": "bf16" if precision == "autocast" else "no",
+        "gradient_accumulation_steps": micro_batches,
+    }
+    made = plan("gpt2", precision=precision, micro_batches=micro_batches, clips=clips)
+    expected = Loop(None, tmp_path, **settings).run(clips=clips)
+    found = Loop(made, tmp_path, **settings).run(clips=clips)
+    assert_same_loop(found, expected)
+
+
+def test_accelerates_checkpoints_resume_bitwise(tmp_path: Path) -> None:
+    whole = Loop(None, tmp_path).run(clips=True)
+    half = Loop(plan("gpt2", seed=1), tmp_path).run(epochs=1, clips=True)
+    half.accelerator.save_state(str(tmp_path / "state"))
+    half.accelerator.save_model(half.model, str(tmp_path / "model"))
+    saved = load_file(tmp_path / "model/model.safetensors")
+    expected = half.model.state_dict()
+    assert list(differences(saved, {name: expected[name] for name in saved}, "saved")) == []
+    resumed = Loop(plan("gpt2", seed=2), tmp_path)
+    resumed.accelerator.load_state(str(tmp_path / "state"))
+    resumed.run(epochs=1, clips=True)
+    resumed.losses = half.losses + resumed.losses
+    assert_same_loop(resumed, whole)
+
+
+def test_autocast_is_taken_off_and_the_plan_stays(tmp_path: Path) -> None:
+    made = Loop(plan("gpt2", precision="autocast"), tmp_path, mixed_precision="bf16")
+    plain = made.accelerator.unwrap_model(made.model, keep_fp32_wrapper=False)
+    assert plain is made.model
+    batch = default_collate(rows(4, seed=1))
+    expected = build("gpt2").eval()(**batch).logits
+    assert torch.equal(plain.eval()(**batch).logits, expected)
+    assert engine_of(plain) is not None
+
+
+def test_settings_of_accelerate_that_the_plan_is_not_for_are_refused(tmp_path: Path) -> None:
+    def attach(**settings: Any) -> str:
+        return refused(lambda: Loop(plan("gpt2"), tmp_path, **settings))
+
+    assert attach(gradient_accumulation_steps=3) == (
+        "micro_batches: the plan is for 1 micro-batches per update, and Accelerate runs 3\n"
+        "  fix: plan with --accumulate 3, or set gradient_accumulation_steps=1"
+    )
+    assert attach(mixed_precision="bf16") == (
+        "workload.precision: the plan is for training without autocast, and Accelerate trains under"
+        ' autocast to bfloat16\n  fix: Accelerator(mixed_precision="no"), or profile with --dtype'
+        " bfloat16 --precision autocast and plan anew"
+    )
+    assert attach(dynamo_plugin=TorchDynamoPlugin(backend="eager")) == (
+        "Accelerate compiles the model, and a plan counts what PyTorch keeps without compiling\n"
+        "  fix: let Accelerate not compile; compile each block by itself before it gets the model:"
+        " for block in ...: block.compile()"
+    )
+
+
+def test_optimizers_that_are_not_of_the_model_or_were_used_are_refused(tmp_path: Path) -> None:
+    def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+        made = plan("gpt2")
+        return refused(lambda: in_accelerate.use_plan(accelerator(), model, optimizer, made))
+
+    model = build("gpt2")
+    other = nn.Linear(2, 2)
+    both = ADAMW([*model.parameters(), *other.parameters()])
+    assert attach(model, both) == (
+        "AdamW has 2 parameters that are not of the model that follows the plan\n"
+        "  fix: profile and plan the module that holds all of them"
+    )
+    used = ADAMW(model.parameters())
+    model(**default_collate(rows(4, seed=0))).loss.backward()
+    used.step()
+    assert attach(model, used) == (
+        "AdamW has states before the plan is attached: they would stay on the device\n"
+        "  fix: attach the plan before the first step (Adagrad, which makes its states when it is"
+        " constructed, cannot follow one)"
+    )
+    compiled: Any = torch.compile(build("gpt2"))
+    assert attach(compiled, ADAMW(compiled.parameters())) == (
+        "the model is compiled, and a plan acts between the blocks of one that is not\n"
+        "  fix: compile each block by itself: for block in ...: block.compile()"
+    )
+
+
+# --- optimizers that are adopted ------------------------------------------------------------------
+
+
+def test_a_schedule_made_before_the_plan_holds_with_master_weights_and_after_loading(
+    tmp_path: Path,
+) -> None:
+    def run(planned: Plan | None) -> Any:
+        model = build("llama-tied").bfloat16()
+        optimizer: torch.optim.Optimizer
+        if planned is None:
+            optimizer = with_master_weights(ADAMW)(model.parameters())
+        else:
+            optimizer = ADAMW(model.parameters())
+        schedule = LinearLR(optimizer, 0.1, total_iters=6)
+        if planned is not None:
+            optimizer = follow(model, planned, optimizer, spill_directory=tmp_path)
+        losses = []
+        for number in range(4):
+            losses.append(step("llama-tied", model, optimizer, number))
+            schedule.step()
+            if number == 1:
+                optimizer.load_state_dict(optimizer.state_dict())
+        return outcome(model, optimizer, losses)
+
+    units = mixed(described("llama-tied"), random.Random(0), "disk")
+    made = plan_for(build("llama-tied").bfloat16(), units)
+    made = replace(made, workload=replace(made.workload, precision="master", dtype="bfloat16"))
+    expected = run(None)
+    with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before `optimizer.step\(\)"):
+        found = run(made)
+    assert_bitwise(found, expected)

@@ -1,0 +1,212 @@
+"""Lightning under a plan equals Lightning, bit by bit. Skipped where `lightning` is not there."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LinearLR
+from torch.utils.data import DataLoader
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.records.plan import Plan
+from protrain_runtime import restore
+from protrain_runtime.model.prepared import engine_of
+from tests.support.integration_cases import CLIPPED, plan, rows
+from tests.support.runtime_cases import assert_bitwise, build, differences, outcome
+
+pytest.importorskip("lightning", reason="PyTorch Lightning is not installed: pip install lightning")
+
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+
+from protrain_runtime.integrations.lightning import UsePlan
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Without Lightning's greetings and tips."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(level)
+
+
+class Module(LightningModule):
+    """A language model as Lightning's documentation would write it."""
+
+    def __init__(self, name: str = "gpt2", *, seed: int = 0, fused: bool = True) -> None:
+        super().__init__()
+        self.model = build(name, seed=seed)
+        self.fused = fused
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        self.seen.append(loss.detach())
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
+        self.seen.append(self.model(**batch).loss)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, fused=self.fused, foreach=False)
+        schedule = LinearLR(optimizer, 0.1, total_iters=8)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class TwoOptimizers(Module):
+    automatic_optimization = False  # Lightning takes several there alone
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([parameter], lr=0.1) for parameter in self.parameters()][:2]
+
+
+class Losses(Module):
+    """Its network goes by another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = self.model
+        del self.model
+
+
+def fit(
+    planned: Plan | None,
+    folder: Path,
+    *,
+    epochs: int = 1,
+    checkpoint: Path | None = None,
+    module: Module | None = None,
+    **settings: Any,
+) -> tuple[Module, Trainer]:
+    callbacks = (
+        [] if planned is None else [UsePlan(planned, spill_directory=folder, check="spills")]
+    )
+    made = module or Module()
+    seed_everything(0, verbose=False)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        callbacks=callbacks,
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **({"val_check_interval": 2} | settings),
+    )
+    trainer.fit(
+        made,
+        DataLoader(rows(24, seed=0), batch_size=4),
+        DataLoader(rows(4, seed=1), batch_size=4),
+        ckpt_path=checkpoint,
+        weights_only=False,
+    )
+    return made, trainer
+
+
+def assert_same_fit(found: tuple[Module, Trainer], expected: tuple[Module, Trainer]) -> None:
+    (module, trainer), (plain, plain_trainer) = found, expected
+    assert_bitwise(
+        outcome(module.model, trainer.optimizers[0], module.seen),
+        outcome(plain.model, plain_trainer.optimizers[0], plain.seen),
+    )
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {"clips": False}),
+    "accumulated": ({"accumulate_grad_batches": 2}, {"micro_batches": 2, "clips": False}),
+    "accumulated, a rest": ({"accumulate_grad_batches": 4}, {"micro_batches": 4}),
+    "clipped": ({"gradient_clip_val": CLIPPED}, {}),
+    "autocast": (
+        {"precision": "bf16-mixed", "gradient_clip_val": CLIPPED, "accumulate_grad_batches": 2},
+        {"precision": "autocast", "micro_batches": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "planned"), CASES.values(), ids=CASES)
+def test_lightning_under_a_plan_equals_lightning_bitwise(
+    settings: dict[str, Any], planned: dict[str, Any], tmp_path: Path
+) -> None:
+    fused = "precision" not in settings  # with autocast, Lightning clips no fused optimizer's
+    made = plan("gpt2", **planned)
+    expected = fit(None, tmp_path, module=Module(fused=fused), **settings)
+    found = fit(made, tmp_path, module=Module(fused=fused), **settings)
+    assert engine_of(found[0].model) is not None
+    assert_same_fit(found, expected)
+    restore(found[0].model)
+    assert_same_fit(found, expected)
+
+
+def resumed(first: Plan | None, second: Plan | None, folder: Path) -> tuple[Module, Trainer]:
+    """An epoch from the start, and another from the checkpoint after it.
+
+    Without dropout: Lightning's checkpoints do not hold the random state.
+    """
+    file = folder / "half.ckpt"
+    half, trainer = fit(first, folder, module=Module("llama-tied"))
+    trainer.save_checkpoint(file)
+    saved = torch.load(file, weights_only=False)["state_dict"]
+    assert list(differences(saved, half.state_dict(), "saved")) == []
+    module = Module("llama-tied", seed=1)
+    module.seen = half.seen
+    return fit(second, folder, epochs=2, checkpoint=file, module=module)
+
+
+def test_lightnings_checkpoints_resume_bitwise_with_and_without_a_plan(tmp_path: Path) -> None:
+    made = plan("llama-tied")
+    expected = resumed(None, None, tmp_path)
+    assert_same_fit(resumed(made, None, tmp_path), expected)
+    assert_same_fit(resumed(None, made, tmp_path), expected)
+
+
+def test_gradients_are_gone_when_a_batch_has_ended(tmp_path: Path) -> None:
+    """Lightning itself holds the last update's through the next forward."""
+    seen: list[int] = []
+
+    class Watching(Module):
+        def on_train_batch_start(self, *_: Any) -> None:
+            seen.append(sum(p.grad is not None for p in self.parameters()))
+
+    fit(plan("gpt2"), tmp_path, module=Watching())
+    assert seen == [0] * 6
+
+
+def refused(planned: Plan, folder: Path, **settings: Any) -> str:
+    with pytest.raises(ProtrainError) as caught:
+        fit(planned, folder, **settings)
+    return str(caught.value)
+
+
+def test_settings_of_lightning_that_the_plan_is_not_for_are_refused(tmp_path: Path) -> None:
+    made = plan("gpt2", clips=False)
+    assert refused(made, tmp_path, gradient_clip_val=1.0) == (
+        "updates: Lightning takes the norm of all gradients before an update, and this plan updates"
+        " during backward\n  fix: plan with --clip"
+    )
+    assert refused(made, tmp_path, gradient_clip_val=1.0, gradient_clip_algorithm="value") == (
+        "Lightning clips gradients by value, and those that wait below the device are clipped by"
+        ' their norm alone\n  fix: Trainer(gradient_clip_algorithm="norm")'
+    )
+    assert refused(made, tmp_path, accumulate_grad_batches=2) == (
+        "micro_batches: the plan is for 1 micro-batches per update, and Lightning runs 2\n"
+        "  fix: plan with --accumulate 2, or set accumulate_grad_batches=1"
+    )
+    assert refused(made, tmp_path, precision="bf16-mixed") == (
+        "workload.precision: the plan is for training without autocast, and Lightning trains under"
+        ' autocast to bfloat16\n  fix: Trainer(precision="32-true"), or profile with --dtype'
+        " bfloat16 --precision autocast and plan anew"
+    )
+    assert refused(made, tmp_path, module=TwoOptimizers()) == (
+        "TwoOptimizers has 2 optimizers, and a plan is for one\n"
+        "  fix: let configure_optimizers return a single optimizer, with parameter groups"
+    )
+    assert refused(made, tmp_path, module=Losses()) == (
+        "Losses has no module 'model' to plan\n"
+        "  fix: UsePlan(plan, attribute=...) says which attribute holds the network"
+    )

@@ -1,0 +1,461 @@
+"""Reasons against the memory count and the simulator, limits against slower lanes and budgets."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.planning.explain.explaining import (
+    MAX_GROUPS,
+    Alternative,
+    Explanation,
+    explain,
+    in_words,
+)
+from protrain_plan.planning.explain.limiting import GIB, LaneLimit, MemoryLimit
+from protrain_plan.planning.model.fluid import Fluid
+from protrain_plan.planning.model.problem import Choice, Problem
+from protrain_plan.planning.model.solver import solve
+from protrain_plan.planning.outcome import Solved
+from protrain_plan.planning.questions.planner import plan
+from protrain_plan.planning.search.evaluation import Evaluator
+from protrain_plan.planning.search.local_search import Effort
+from protrain_plan.records.hardware import Hardware
+from protrain_plan.records.plan import (
+    Activations,
+    Budgets,
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    Plan,
+    Prediction,
+    Recompute,
+    Swap,
+    TierBytes,
+    Updates,
+)
+from protrain_plan.records.profile import FormCost, Profile
+from protrain_plan.records.writer import fingerprint
+from tests.support.messages import Speaker
+from tests.support.planning_cases import MB, decoder, gpu, random_profile
+
+PIECE_BYTES = 64 << 20
+OFFLOAD = Offload(tier="host")
+KEPT: tuple[Activations, Placement] = (Keep(), Persistent())
+
+
+def small(hardware: Hardware | None = None, *, blocks: int = 6, host_speed: float = 5e9) -> Profile:
+    return decoder(
+        hardware or gpu(),
+        blocks=blocks,
+        block_parameters=40 * MB,
+        embedding_parameters=20 * MB,
+        kept=400 * MB,
+        seconds=0.02,
+        host_speed=host_speed,
+    )
+
+
+def budgets_of(profile: Profile, device: int, host: int = 10**12) -> Budgets:
+    """Budgets with `device` bytes for tensors."""
+    return Budgets(device=device + profile.hardware.device.context_bytes, host=host, disk=10**12)
+
+
+def chosen(problem: Problem, decisions: list[tuple[Activations, Placement]]) -> Choice:
+    return tuple(
+        (
+            [option.decision for option in options.activations].index(activations),
+            [option.decision for option in options.states].index(states),
+        )
+        for options, (activations, states) in zip(problem.options, decisions, strict=True)
+    )
+
+
+def made(
+    profile: Profile,
+    budgets: Budgets,
+    choice: Choice,
+    *,
+    updates: Updates = "in backward",
+    micro_batches: int = 1,
+) -> Plan:
+    """A plan with these decisions, whether good or bad."""
+    problem = Problem.of(
+        profile,
+        budgets,
+        piece_bytes=PIECE_BYTES,
+        updates=updates,
+        micro_batches=micro_batches,
+    )
+    evaluation = Evaluator(problem).evaluate(choice)
+    assert evaluation
+    return Plan(
+        workload=profile.workload,
+        hardware=profile.hardware.name,
+        optimizer=profile.optimizer.name,
+        profile_fingerprint=fingerprint(profile),
+        model_fingerprint=profile.model_fingerprint,
+        exact=True,
+        budgets=budgets,
+        prediction=Prediction(
+            step_seconds=evaluation.seconds,
+            lower_bound_seconds=evaluation.seconds,
+            peak_bytes=TierBytes(device=0, context=0, host=0, disk=0),
+        ),
+        piece_bytes=PIECE_BYTES,
+        units=evaluation.plans,
+        updates=updates,
+        micro_batches=micro_batches,
+    )
+
+
+def problem_of(profile: Profile, plan: Plan) -> Problem:
+    return Problem.of(
+        profile,
+        plan.budgets,
+        piece_bytes=plan.piece_bytes,
+        updates=plan.updates,
+        micro_batches=plan.micro_batches,
+    )
+
+
+def choice_of(problem: Problem, plan: Plan) -> Choice:
+    return chosen(problem, [(unit.activations, unit.states) for unit in plan.units])
+
+
+def with_blocks(
+    profile: Profile, decisions: list[tuple[Activations, Placement]], *, spare: int
+) -> Plan:
+    """Parts keep everything, blocks do as told; `spare` bytes more than that stands for."""
+    problem = Problem.of(profile, budgets_of(profile, 10**11), piece_bytes=PIECE_BYTES)
+    choice = chosen(problem, [KEPT, *decisions, KEPT])
+    peak = max(problem.static_bytes(choice))
+    return made(profile, budgets_of(profile, peak + spare), choice)
+
+
+def recomputing(*, spare: int = 10 * MB) -> tuple[Profile, Plan]:
+    """Four blocks that recompute, where one that keeps would need 375 MB more; two that keep."""
+    profile = small()
+    decisions: list[tuple[Activations, Placement]] = [(Recompute(), Persistent())] * 4
+    return profile, with_blocks(profile, [*decisions, KEPT, KEPT], spare=spare)
+
+
+def alternative(explanation: Explanation, units: str, decision: str) -> Alternative:
+    group = next(group for group in explanation.groups if group.units == units)
+    return next(found for found in group.alternatives if found.decision == decision)
+
+
+# Reasons
+
+
+def test_shortfall_is_that_of_the_memory_count() -> None:
+    profile, planned = recomputing()
+    problem = problem_of(profile, planned)
+    choice = list(choice_of(problem, planned))
+    choice[3] = chosen(problem, [KEPT] * problem.count)[3]  # the third of the four blocks
+    static = problem.static_bytes(tuple(choice))
+    found = alternative(explain(profile, planned), "layers.0-3", "keep")
+    assert found.shortfall_bytes == max(static) - problem.device == 365 * MB
+    assert (found.tier, found.slot) == ("device", "backward of head")
+    assert static.index(max(static)) == problem.count  # the first backward slot
+    assert found.extra_seconds is None
+
+
+def test_a_budget_below_the_device_is_named() -> None:
+    profile, planned = recomputing()
+    planned = replace(planned, budgets=replace(planned.budgets, host=100 * MB))
+    found = alternative(explain(profile, planned), "layers.0-3", "swap to host")
+    assert (found.tier, found.slot) == ("host", "")
+    assert found.shortfall_bytes == 375 * MB - 100 * MB
+
+
+def test_extra_seconds_are_those_of_the_simulator() -> None:
+    profile, planned = recomputing()
+    problem = problem_of(profile, planned)
+    choice = choice_of(problem, planned)
+    decisions = [(unit.activations, unit.states) for unit in planned.units]
+    decisions[6] = (Recompute(), Persistent())  # the second of the two blocks that keep
+    before = Evaluator(problem).best_schedule(choice)
+    after = Evaluator(problem).best_schedule(chosen(problem, decisions))
+    assert before
+    assert after
+    found = alternative(explain(profile, planned), "layers.4-5", "recompute")
+    assert found.extra_seconds == pytest.approx(after.seconds - before.seconds)
+    assert found.extra_seconds == pytest.approx(0.02)
+
+
+def updating() -> tuple[Profile, Plan]:
+    """Six blocks whose states are updated on a slow host; the rest has nothing to wait for."""
+    profile = small(host_speed=1e8)
+    return profile, with_blocks(profile, [(Recompute(), OFFLOAD)] * 6, spare=400 * MB)
+
+
+def test_what_ties_in_one_block_tells_what_all_of_them_would_take() -> None:
+    profile, planned = updating()
+    problem = problem_of(profile, planned)
+    kept = chosen(problem, [KEPT, *[(Keep(), OFFLOAD)] * 6, KEPT])
+    found = alternative(explain(profile, planned), "layers.0-5", "keep")
+    assert found.extra_seconds is not None
+    assert found.in_all
+    assert found.in_all.bytes == max(problem.static_bytes(kept)) - problem.device
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**9))
+def test_every_plan_is_explained(seed: int) -> None:
+    rng = random.Random(seed)
+    profile, planned = random_plan(rng)
+    problem = problem_of(profile, planned)
+    explanation = explain(profile, planned)
+    assert sum(group.num_units for group in explanation.groups) == problem.count
+    for group in explanation.groups:
+        options = problem.options[[unit.name for unit in profile.units].index(first(group.units))]
+        open_to_it = len(options.activations) + len(options.states)
+        assert len(group.alternatives) == open_to_it - 2
+        for found in group.alternatives:
+            assert (found.extra_seconds is None) == (found.shortfall_bytes is not None)
+            assert (found.tier is None) == (found.shortfall_bytes is None)
+            assert found.shortfall_bytes is None or found.shortfall_bytes > 0
+    lanes = [limit for limit in explanation.limits if isinstance(limit, LaneLimit)]
+    assert sum(limit.share for limit in lanes) == pytest.approx(1.0, abs=1e-4)
+    memory = [limit for limit in explanation.limits if isinstance(limit, MemoryLimit)]
+    assert all(limit.seconds_per_gib >= 0 for limit in memory)
+    assert [limit.resource for limit in memory if not limit.where] == ["device", *problem.tiers]
+    assert len(in_words(explanation)) == 3 + len(explanation.groups) + 1
+
+
+def first(units: str) -> str:
+    """The first unit of a text such as `layers.0-3 and layers.6`."""
+    return units.split(" ")[0].split(",")[0].split("-")[0]
+
+
+def random_plan(rng: random.Random) -> tuple[Profile, Plan]:
+    """Any decisions that fit, with up to 300 MB more than they stand for."""
+    profile = random_profile(rng)
+    wide = Problem.of(profile, budgets_of(profile, 10**12), piece_bytes=PIECE_BYTES)
+    while True:
+        choice = tuple(
+            (rng.randrange(len(options.activations)), rng.randrange(len(options.states)))
+            for options in wide.options
+        )
+        if wide.within_tiers(choice):
+            break
+    updates: list[Updates] = ["in backward", "after backward"]
+    update, micro_batches = rng.choice(updates), rng.choice([1, 3])
+    problem = Problem.of(
+        profile,
+        budgets_of(profile, 10**12),
+        piece_bytes=PIECE_BYTES,
+        updates=update,
+        micro_batches=micro_batches,
+    )
+    device = max(problem.static_bytes(choice)) + rng.choice([0, 30, 300]) * MB
+    budgets = budgets_of(profile, device)
+    return profile, made(profile, budgets, choice, updates=update, micro_batches=micro_batches)
+
+
+def test_large_groups_come_first_and_small_ones_are_counted(assert_says: Speaker) -> None:
+    profile = small(blocks=20)
+    decisions = [KEPT] * 20
+    for number in range(0, 20, 2):  # alternately: two groups of blocks, each with many runs
+        decisions[number] = (Recompute(), Persistent())
+    explanation = explain(profile, with_blocks(profile, decisions, spare=0))
+    assert [group.num_units for group in explanation.groups] == [10, 10, 1, 1]
+    assert_says(explanation.groups[0].units)
+    units = tuple(
+        replace(unit, num_parameters=unit.num_parameters + number)  # no two of a class
+        for number, unit in enumerate(profile.units)
+    )
+    units = tuple(
+        replace(unit, state_bytes=unit.state_bytes + number) for number, unit in enumerate(units)
+    )
+    profile = replace(profile, units=units)
+    explanation = explain(profile, with_blocks(profile, decisions, spare=0))
+    assert len(explanation.groups) == MAX_GROUPS
+    assert explanation.num_unexplained == 22 - MAX_GROUPS
+    assert_says(in_words(explanation)[-2])
+
+
+# Limits
+
+
+def fixed_seconds(profile: Profile, planned: Plan) -> float:
+    """The relaxation's optimum with the plan's decisions."""
+    problem = problem_of(profile, planned)
+    model = Fluid(problem)
+    for (activation, state), xs, ys in zip(
+        choice_of(problem, planned), model.activations, model.states, strict=True
+    ):
+        for variables, taken in ((xs, activation), (ys, state)):
+            for number, variable in enumerate(variables):
+                variable.bounds(float(number == taken), float(number == taken))
+    return solve(model.pulp, integer=False).bound * model.second_unit
+
+
+def moving() -> tuple[Profile, Plan]:
+    """Everything matters: compute, both directions of the link, and updates."""
+    hardware = gpu(pcie=12e9)
+    profile = small(hardware, host_speed=1e9)
+    decisions: list[tuple[Activations, Placement]] = [(Swap(tier="host"), OFFLOAD)] * 4
+    return profile, with_blocks(profile, [*decisions, KEPT, KEPT], spare=150 * MB)
+
+
+def slowed(profile: Profile, lane: str, factor: float) -> Profile:
+    """The profile with one lane's, or compute's, durations times `factor`."""
+    tier, optimizer, units = profile.hardware.tiers[0], profile.optimizer, profile.units
+    link = tier.link
+    match lane:
+        case "fetch host":
+            link = replace(link, read_bytes_per_s=link.read_bytes_per_s / factor)
+        case "spill host":
+            link = replace(link, write_bytes_per_s=link.write_bytes_per_s / factor)
+        case "update":
+            speed = optimizer.host_parameters_per_s / factor
+            optimizer = replace(optimizer, host_parameters_per_s=speed)
+        case _:
+            speed = optimizer.device_parameters_per_s / factor
+            optimizer = replace(optimizer, device_parameters_per_s=speed)
+            units = tuple(
+                replace(unit, forms=tuple(slower(form, factor) for form in unit.forms))
+                for unit in units
+            )
+    hardware = replace(profile.hardware, tiers=(replace(tier, link=link),))
+    return replace(profile, hardware=hardware, optimizer=optimizer, units=units)
+
+
+def slower(form: FormCost, factor: float) -> FormCost:
+    return replace(form, forward_s=form.forward_s * factor, backward_s=form.backward_s * factor)
+
+
+@pytest.mark.parametrize("lane", ["fetch host", "spill host", "update", "compute"])
+def test_share_is_what_another_speed_of_the_lane_changes(lane: str) -> None:
+    profile, planned = moving()
+    limits = explain(profile, planned).limits
+    shares = {limit.resource: limit.share for limit in limits if isinstance(limit, LaneLimit)}
+    step = fixed_seconds(profile, planned)
+    much = 0.001
+    saved = step - fixed_seconds(slowed(profile, lane, 1 - much), planned)
+    lost = fixed_seconds(slowed(profile, lane, 1 + much), planned) - step
+    # Equal blocks and exact fits have many optima, of which the solver picks one: "about".
+    about = 0.005
+    assert saved / step / much - about <= shares[lane] <= lost / step / much + about
+    assert lost > 0
+
+
+def worth(explanation: Explanation) -> float:
+    """Seconds per byte of the device's budget, with a new plan."""
+    found = [limit for limit in explanation.limits if isinstance(limit, MemoryLimit)]
+    return next(limit.seconds_per_gib for limit in found if not limit.where) / GIB
+
+
+def test_worth_of_memory_is_what_planning_with_more_saves() -> None:
+    profile = small(host_speed=5e8)
+    before, after = (
+        plan(
+            profile,
+            budgets_of(profile, device),
+            piece_bytes=PIECE_BYTES,
+            effort=Effort(gap_target=0.001),
+        )
+        for device in (1400 * MB, 1600 * MB)
+    )
+    assert isinstance(before, Solved)
+    assert isinstance(after, Solved)
+    more = 200 * MB
+    at_first, at_last = (worth(explain(profile, one.plan)) for one in (before, after))
+    bounds = [
+        solve(model.pulp, integer=False).bound * model.second_unit
+        for model in (Fluid(problem_of(profile, one.plan)) for one in (before, after))
+    ]
+    # The bound is convex in the budget.
+    assert 0 < at_last * more <= (bounds[0] - bounds[1]) * (1 + 1e-6)
+    assert bounds[0] - bounds[1] <= at_first * more * (1 + 1e-6)
+    # No plan does better than the bound, and these are not far from it.
+    steps = [one.plan.prediction.step_seconds for one in (before, after)]
+    assert steps[1] >= bounds[0] - at_first * more
+    assert 0.5 < (steps[0] - steps[1]) / (at_first * more) < 2
+
+
+def test_slots_without_room_are_named() -> None:
+    profile, planned = moving()
+    found = [
+        limit
+        for limit in explain(profile, planned).limits
+        if isinstance(limit, MemoryLimit) and limit.where
+    ]
+    saved = sum(limit.seconds_per_gib for limit in found) / GIB * MB
+    more = replace(planned, budgets=replace(planned.budgets, device=planned.budgets.device + MB))
+    fewer = fixed_seconds(profile, planned) - fixed_seconds(profile, more)
+    assert fewer == pytest.approx(saved, rel=0.01)
+    assert fewer > 0
+
+
+# Words
+
+
+def test_sentences(assert_says: Speaker) -> None:
+    profile, planned = recomputing()
+    planned = replace(planned, budgets=replace(planned.budgets, host=0))
+    assert_says(in_words(explain(profile, planned)))
+
+
+def test_sentences_where_updates_take_most_of_the_step(assert_says: Speaker) -> None:
+    words = in_words(explain(*updating()))
+    assert_says(words[0])
+    assert_says(words[3])
+
+
+def test_where_everything_fits_the_words_say_so() -> None:
+    profile = small()
+    explanation = explain(profile, with_blocks(profile, [KEPT] * 6, spare=10**9))
+    assert in_words(explanation) == [
+        "What makes up the step, about: compute 100 %.",
+        "With these decisions 100.00 MiB more on the device would save nothing.",
+        "With a new plan 100.00 MiB more would save nothing on the device and nothing on the host.",
+        *(
+            f"{units} activations and states on the device: "
+            "there is room, and any other choice only adds work."
+            for units in ("layers.0-5 keep their", "embedding keeps its", "head keeps its")
+        ),
+        "Evaluated between a forward and its backward, the model takes up to 6.56 GiB of tensors "
+        "on the device.",
+    ]
+    assert all(
+        found.shortfall_bytes is None and found.extra_seconds is not None
+        for group in explanation.groups
+        for found in group.alternatives
+    )
+
+
+def test_a_plan_that_wastes_time_is_told_what_is_faster() -> None:
+    profile, planned = recomputing(spare=10**10)
+    words = in_words(explain(profile, planned))
+    assert "keeping them would be 20.0 ms faster per block" in words[3]
+
+
+def test_slots_without_room_in_words(assert_says: Speaker) -> None:
+    words = in_words(explain(*moving()))
+    assert_says(words[1])
+
+
+# Errors
+
+
+def test_another_profile_is_refused(assert_says: Speaker) -> None:
+    profile, planned = recomputing()
+    with pytest.raises(ProtrainError) as units:
+        explain(small(blocks=7), planned)
+    assert_says(units.value)
+    alone = replace(profile, hardware=replace(profile.hardware, tiers=()))
+    _, swapping = moving()
+    with pytest.raises(ProtrainError) as decisions:
+        explain(alone, swapping)
+    assert_says(decisions.value)
+    tight = replace(planned, budgets=replace(planned.budgets, device=10**9))
+    with pytest.raises(ProtrainError) as budgets:
+        explain(profile, tight)
+    assert_says(budgets.value)

@@ -1,0 +1,261 @@
+"""Profiles for other batch sizes and sequence lengths, and the largest that fits."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from protrain_plan.planning.model.pins import Pin, parse_pin
+from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.questions.growth import (
+    STEPS,
+    Largest,
+    Quantity,
+    grown,
+    largest,
+)
+from protrain_plan.planning.search.choices import plain_choices
+from protrain_plan.planning.search.min_memory import min_memory
+from protrain_plan.records import dumps_profile, loads_profile
+from protrain_plan.records.plan import Budgets
+from protrain_plan.records.profile import FormCost, Profile, Unit
+from tests.support.planning_cases import MB, cpu, decoder, gpu, random_profile
+
+KIB = 1024
+PIECE_BYTES = 64 << 20
+
+
+def small(
+    batch_size: int = 1, *, tokens: int = 1024, blocks: int = 2, disk: bool = True
+) -> Profile:
+    """A decoder whose activations and seconds are the same multiple of its tokens."""
+    profile = decoder(
+        gpu(disk_gb=512 if disk else 0),
+        blocks=blocks,
+        block_parameters=4 * MB,
+        embedding_parameters=20 * MB,
+        kept=20 * KIB * tokens * batch_size,
+        seconds=0.02 * batch_size * tokens / 1024,
+    )
+    workload = replace(profile.workload, batch_size=batch_size, seq_len=tokens)
+    return replace(profile, workload=workload, base_bytes=512 * batch_size * tokens)
+
+
+def with_forms(profile: Profile, index: int, *forms: FormCost) -> Profile:
+    units = list(profile.units)
+    units[index] = replace(units[index], forms=forms)
+    return replace(profile, units=tuple(units))
+
+
+def states(unit: Unit) -> Unit:
+    """All of a unit but its activations."""
+    return replace(unit, forms=())
+
+
+@pytest.mark.parametrize(("batch_size", "seq_len"), [(2, None), (None, 2048), (2, 1024)])
+def test_twice_the_tokens_are_twice_the_activations_and_the_same_states(
+    batch_size: int | None, seq_len: int | None
+) -> None:
+    profile = small()
+    twice = grown(profile, batch_size=batch_size, seq_len=seq_len)
+    assert (twice.workload.batch_size, twice.workload.seq_len) == (
+        batch_size or 1,
+        seq_len or 1024,
+    )
+    assert twice.method == profile.method
+    assert twice.hardware == profile.hardware
+    assert twice.base_bytes == 2 * profile.base_bytes
+    for unit, more in zip(profile.units, twice.units, strict=True):
+        assert states(more) == states(unit)
+        for form, grew in zip(unit.forms, more.forms, strict=True):
+            assert grew.kept_bytes == 2 * form.kept_bytes
+            assert grew.swappable_bytes == 2 * form.swappable_bytes
+            assert grew.forward_peak_bytes == 2 * form.forward_peak_bytes
+            assert grew.forward_s == pytest.approx(2 * form.forward_s)
+            assert grew.backward_s == pytest.approx(2 * form.backward_s)
+
+
+def test_growth_to_what_was_profiled_is_the_profile() -> None:
+    profile = decoder(gpu(), blocks=2)
+    assert grown(profile) is profile
+    assert grown(profile, batch_size=1, seq_len=1024) is profile
+
+
+def test_sizes_are_whole_blocks_rounded_up() -> None:
+    profile = decoder(gpu(), blocks=1, kept=600 * MB + 1)
+    for value in (2, 3, 7):
+        more = grown(profile, batch_size=value)
+        for unit, big in zip(profile.units, more.units, strict=True):
+            for form, grew in zip(unit.forms, big.forms, strict=True):
+                for name in ("forward_peak_bytes", "kept_bytes", "swappable_bytes"):
+                    assert getattr(grew, name) % 512 == 0
+                    assert getattr(grew, name) >= value * getattr(form, name)
+                # What a swap leaves on the device must not come out too small either.
+                left = form.kept_bytes - form.swappable_bytes
+                assert grew.kept_bytes - grew.swappable_bytes >= value * left
+
+
+def test_pieces_of_a_swap_add_up() -> None:
+    profile = decoder(gpu(), blocks=1)
+    keep, full = profile.units[1].forms
+    pieces = (100, keep.swappable_bytes - 1100, 1000)
+    profile = with_forms(profile, 1, replace(keep, swap_pieces=pieces), full)
+    grew = grown(profile, batch_size=3).units[1].cost("keep")
+    assert [-(-3 * piece // 512) * 512 for piece in pieces] == list(grew.swap_pieces)
+    assert sum(grew.swap_pieces) == grew.swappable_bytes
+
+
+def test_a_grown_profile_can_be_written_and_read() -> None:
+    for profile in (small(), measured(64), decoder(cpu(), blocks=2, tied=True)):
+        for value in (1, 2, 5):
+            grew = grown(profile, batch_size=value, seq_len=512)
+            assert loads_profile(dumps_profile(grew)) == grew
+
+
+def backward_peak(tokens: int, gradients: int) -> int:
+    """The peak of a unit's backward that holds 3 KiB per token first and the gradients last."""
+    return max(3 * KIB * tokens, gradients - 12 * KIB * tokens)
+
+
+def measured(tokens: int) -> Profile:
+    """One block whose backward's peak is what a slot's bytes make it, not a multiple of tokens."""
+    profile = small(tokens=tokens, blocks=1)
+    unit = profile.units[1]
+    keep, full = (
+        replace(
+            form,
+            kept_bytes=kept * tokens,
+            swappable_bytes=0,
+            forward_peak_bytes=20 * KIB * tokens,
+            backward_peak_bytes=backward_peak(tokens, unit.gradient_bytes)
+            if form.form == "keep"
+            else 3 * KIB * tokens + 16 * KIB * tokens,
+        )
+        for form, kept in zip(unit.forms, (17 * KIB, 1 * KIB), strict=True)
+    )
+    return with_forms(profile, 1, keep, full)
+
+
+TOKENS = (64, 128, 256, 512, 1024)
+
+
+@pytest.mark.parametrize("profiled", TOKENS)
+def test_a_backward_peak_is_never_promised_too_low(profiled: int) -> None:
+    for tokens in TOKENS:
+        promised, true = grown(measured(profiled), seq_len=tokens), measured(tokens)
+        for form in ("keep", "full"):
+            mine, real = promised.units[1].cost(form), true.units[1].cost(form)
+            assert mine.backward_peak_bytes >= real.backward_peak_bytes
+            assert mine.kept_bytes >= real.kept_bytes
+
+
+def test_gradients_of_parameters_do_not_grow() -> None:
+    profile = measured(64)
+    # All of this peak but what the forward could have held is gradients.
+    keep, full = profile.units[1].forms
+    profile = with_forms(profile, 1, replace(keep, backward_peak_bytes=9 * MB), full)
+    forward = keep.forward_peak_bytes
+    assert profile.units[1].gradient_bytes == 8 * MB
+    grew = grown(profile, seq_len=256).units[1].cost("keep")
+    assert grew.backward_peak_bytes == -(-(4 * forward + 9 * MB - forward) // 512) * 512
+    less = grown(profile, seq_len=32).units[1].cost("keep")
+    assert less.backward_peak_bytes == -(-(9 * MB + 8 * MB) // 2 // 512) * 512
+
+
+def test_random_state_does_not_shrink() -> None:
+    profile = measured(1024)
+    keep, full = profile.units[1].forms
+    full = replace(full, kept_bytes=1024 * KIB + 5056)
+    half = grown(with_forms(profile, 1, keep, full), seq_len=512)
+    assert half.units[1].cost("full").kept_bytes == -(-(512 * KIB + 5056) // 512) * 512
+
+
+def sized(profile: Profile, quantity: Quantity, value: int) -> Profile:
+    if quantity == "batch-size":
+        return grown(profile, batch_size=value)
+    return grown(profile, seq_len=value)
+
+
+def within(limits: Budgets, pins: Sequence[Pin] = ()) -> Callable[[Profile], Problem]:
+    return lambda profile: Problem.of(profile, limits, piece_bytes=PIECE_BYTES, pins=pins)
+
+
+def fits(profile: Profile, of: Quantity, budgets: Budgets, value: int) -> bool:
+    problem = within(budgets)(sized(profile, of, value))
+    lean = min_memory(problem)
+    return lean is not None and lean.bytes <= problem.device
+
+
+def scanned(profile: Profile, of: Quantity, budgets: Budgets) -> int:
+    """The largest value that fits, 0 where none does, found by asking one after the other."""
+    value = step = STEPS[of]
+    while fits(profile, of, budgets, value):
+        value += step
+    return value - step
+
+
+def budgets(profile: Profile, device: int, *, host: int = 10**12, disk: int = 10**12) -> Budgets:
+    context = profile.hardware.device.context_bytes
+    return Budgets(device=device + context, host=host, disk=disk)
+
+
+@pytest.mark.parametrize(
+    ("of", "device", "host"),
+    [
+        ("batch-size", 300 * MB, 10**12),
+        ("batch-size", 600 * MB, 340 * MB),
+        ("batch-size", 800 * MB, 0),
+        ("seq-len", 120 * MB, 10**12),
+        ("seq-len", 560 * MB, 340 * MB),
+    ],
+)
+def test_largest_agrees_with_a_linear_scan(of: Quantity, device: int, host: int) -> None:
+    profile = small(1, tokens=512 if of == "batch-size" else 64, disk=False)
+    limits = budgets(profile, device, host=host)
+    found = largest(profile, of, within(limits))
+    assert isinstance(found, Largest)
+    assert found.value == scanned(profile, of, limits)
+    assert found.profile == sized(profile, of, found.value)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_one_more_than_the_largest_does_not_fit(seed: int) -> None:
+    rng = random.Random(seed)
+    profile = random_profile(rng, max_blocks=4)
+    limits = budgets(profile, rng.choice([1000, 3000]) * MB, host=rng.choice([0, 200, 10**6]) * MB)
+    found = largest(profile, "batch-size", within(limits))
+    value = 0 if found is None else found.value
+    assert value == 0 or fits(profile, "batch-size", limits, value)
+    assert not fits(profile, "batch-size", limits, value + 1)
+
+
+def test_largest_keeps_to_pins() -> None:
+    profile = small(tokens=512)
+    limits = budgets(profile, 800 * MB)
+    free = largest(profile, "batch-size", within(limits))
+    pins = (parse_pin("*: keep, persistent"),)
+    pinned = largest(profile, "batch-size", within(limits, pins=pins))
+    assert free is not None
+    assert pinned is not None
+    assert pinned.value < free.value
+    for value, fitting in ((pinned.value, True), (pinned.value + 1, False)):
+        problem = within(limits, pins)(sized(profile, "batch-size", value))
+        # One choice is left, and its bytes are known.
+        [choice] = plain_choices(problem)
+        assert (max(problem.static_bytes(choice)) <= problem.device) == fitting
+
+
+def test_largest_is_none_where_nothing_fits() -> None:
+    profile = small()
+    limits = budgets(profile, 1 * MB)
+    assert largest(profile, "batch-size", within(limits)) is None
+
+
+def test_largest_ends_at_its_bound() -> None:
+    profile = decoder(gpu(), blocks=1, kept=0)
+    profile = replace(profile, base_bytes=0)
+    limits = budgets(profile, 10**15)
+    found = largest(profile, "batch-size", within(limits))
+    assert found is not None
+    assert found.value == 2**20

@@ -1,0 +1,124 @@
+"""The fluid model's bound against simulated plans, and the schedule against the peak function."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protrain_plan.planning.model.fluid import Fluid
+from protrain_plan.planning.model.problem import Choice, Problem
+from protrain_plan.planning.model.solver import solve
+from protrain_plan.planning.search.evaluation import ALL, step_seconds
+from protrain_plan.planning.search.min_memory import min_memory
+from protrain_plan.planning.search.schedule import Rule, schedule
+from protrain_plan.program.group import ALONE
+from protrain_plan.records.plan import Budgets, Updates
+from protrain_plan.records.profile import Profile
+from protrain_plan.simulation.memory import device_bytes
+from tests.support.planning_cases import on_several, random_profile
+from tests.support.thinning import thinned
+
+STEPS: list[tuple[Updates, int]] = [
+    ("in backward", 1),
+    ("in backward", 1),
+    ("after backward", 1),
+    ("in backward", 3),
+    ("after backward", 2),
+]
+PLENTY = Budgets(device=10**14, host=10**14, disk=10**14)
+
+
+def random_choice(problem: Problem, rng: random.Random) -> Choice:
+    return tuple(
+        (rng.randrange(len(options.activations)), rng.randrange(len(options.states)))
+        for options in problem.options
+    )
+
+
+def random_problem(
+    profile: Profile, budgets: Budgets, rng: random.Random, *, several: bool = False
+) -> Problem:
+    updates, micro_batches = rng.choice(STEPS)
+    group = ALONE
+    if several:
+        profile, group = on_several(profile, rng)
+    return Problem.of(
+        profile,
+        budgets,
+        piece_bytes=rng.choice([16 << 20, 64 << 20, 1 << 40]),
+        updates=updates,
+        micro_batches=micro_batches,
+        group=group,
+    )
+
+
+def random_rule(rng: random.Random) -> Rule:
+    return Rule(rng.choice([0, 1, 2, 3, 9, ALL]), rng.choice([0, 0.3, 1, 1.6, 2, 5, ALL]))
+
+
+@settings(max_examples=400, deadline=None)
+@given(seed=st.integers(0, 10**9), several=st.booleans())
+def test_schedule_holds_what_device_bytes_counts(seed: int, *, several: bool) -> None:
+    rng = random.Random(seed)
+    profile = random_profile(rng)
+    problem = random_problem(profile, PLENTY, rng, several=several)
+    profile = problem.profile
+    choice = random_choice(problem, rng)
+    least = problem.static_bytes(choice)
+    limit = max(least) + int(rng.random() ** 3 * max(least))
+    assert schedule(problem, choice, limit=max(least) - 1, rule=Rule(0, 0)) is None
+    plans = schedule(problem, choice, limit=limit, rule=random_rule(rng))
+    assert plans is not None
+    program = problem.program(plans)
+    slots = device_bytes(program)
+    assert max(slot.total for slot in slots) <= limit
+    assert all(slot.total >= low for slot, low in zip(slots, least, strict=True))
+    for tier in problem.tiers:
+        assert problem.tier_use(tier, choice) == program.tier_bytes(tier)
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 10**9), several=st.booleans())
+def test_static_bytes_are_those_of_leads_and_drains_of_zero(seed: int, *, several: bool) -> None:
+    rng = random.Random(seed)
+    profile = random_profile(rng)
+    problem = random_problem(profile, PLENTY, rng, several=several)
+    profile = problem.profile
+    choice = random_choice(problem, rng)
+    least = problem.static_bytes(choice)
+    plans = schedule(problem, choice, limit=max(least), rule=Rule(0, 0))
+    assert plans is not None
+    program = problem.program(plans)
+    slots = [slot.total for slot in device_bytes(program)]
+    assert max(slots) == max(least)
+
+
+@pytest.mark.parametrize(("seed", "several"), thinned(range(40), [False, True], every=6))
+def test_bound_is_below_every_random_plan_within_its_budget(seed: int, *, several: bool) -> None:
+    rng = random.Random(seed)
+    profile = random_profile(rng)
+    problem = random_problem(profile, PLENTY, rng, several=several)
+    lean = min_memory(problem)
+    assert lean
+    largest = max(problem.static_bytes(tuple((0, 0) for _ in profile.units)))
+    device = lean.bytes + int(rng.random() ** 2 * (largest - lean.bytes))
+    problem = replace(problem, device=device)
+    fluid = Fluid(problem)
+    relaxed = solve(fluid.pulp, integer=False)
+    counted = solve(fluid.pulp, integer=True, max_nodes=20)
+    assert relaxed.status == "optimal"
+    assert counted.bound >= relaxed.bound * (1 - 1e-6)
+    bound = fluid.lower_bound_seconds(counted.bound)
+    evaluation = 0
+    for attempt in range(400):
+        choice = random_choice(problem, rng) if attempt else lean.choice
+        plans = schedule(problem, choice, limit=device, rule=random_rule(rng))
+        if plans is None:
+            continue
+        evaluation += 1
+        assert bound <= step_seconds(problem, plans)[0]
+        if evaluation == 40:
+            break
+    assert evaluation

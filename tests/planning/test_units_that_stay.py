@@ -1,0 +1,111 @@
+"""Units whose states stay on the device (`Unit.stays`): planned, pinned, checked, explained."""
+
+from dataclasses import replace
+
+import pytest
+
+from protrain_plan.checking.predicting import misfit
+from protrain_plan.errors import ProtrainError
+from protrain_plan.planning.model.pins import parse_pin
+from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.outcome import Infeasible, Solved
+from protrain_plan.planning.questions.planner import plan
+from protrain_plan.planning.search.baselines import BASELINES, baseline
+from protrain_plan.planning.search.evaluation import Evaluator
+from protrain_plan.planning.search.min_memory import min_memory
+from protrain_plan.records import dumps_profile, loads_profile
+from protrain_plan.records.plan import Budgets, Offload, Persistent
+from protrain_plan.records.profile import SPARSE, Profile
+from tests.support.planning_cases import MB, decoder, gpu
+
+STAYING = (0, 2)
+WHY = "complex parameters beside real ones"
+
+
+def profile(why: str = WHY) -> Profile:
+    """Six blocks; the embedding's states and those of the second block stay."""
+    made = decoder(gpu(), blocks=6)
+    units = tuple(
+        replace(unit, stays=why) if index in STAYING else unit
+        for index, unit in enumerate(made.units)
+    )
+    return replace(made, units=units)
+
+
+def budgets(device_bytes: int) -> Budgets:
+    return Budgets(device=device_bytes, host=400_000 * MB, disk=0)
+
+
+def least() -> int:
+    lean = min_memory(Problem.of(profile(), budgets(10**13)))
+    assert lean is not None
+    return lean.bytes + profile().hardware.device.besides_bytes
+
+
+def test_the_reason_is_in_the_record() -> None:
+    assert loads_profile(dumps_profile(profile()), source="p.yaml") == profile()
+
+
+def test_states_that_stay_are_persistent_where_all_others_leave() -> None:
+    found = plan(profile(), budgets(int(least() * 1.05)))
+    assert isinstance(found, Solved)
+    states = [unit.states for unit in found.plan.units]
+    assert [states[index] for index in STAYING] == [Persistent()] * len(STAYING)
+    assert Offload(tier="host") in states
+    assert misfit(found.plan, profile()) is None
+    assert found.plan.prediction.lower_bound_seconds <= found.plan.prediction.step_seconds
+
+
+def test_the_least_counts_what_cannot_leave() -> None:
+    free = min_memory(Problem.of(profile(""), budgets(10**13)))
+    assert free is not None
+    kept = sum(profile().units[index].state_bytes for index in STAYING)
+    assert least() >= free.bytes + kept
+
+
+def test_every_baseline_leaves_them_there() -> None:
+    problem = Problem.of(profile(), budgets(10**12))
+    for name in BASELINES:
+        evaluation = baseline(name, problem, Evaluator(problem))
+        assert evaluation is not None
+        _, states = problem.chosen(evaluation.choice)
+        assert [states[index].decision for index in STAYING] == [Persistent()] * len(STAYING)
+
+
+def test_a_pin_against_it_is_refused_with_the_reason() -> None:
+    name = profile().units[2].name
+    pins = [parse_pin(f"{name}: offload to host")]
+    with pytest.raises(ProtrainError) as error:
+        min_memory(Problem.of(profile(), budgets(10**12), pins=pins))
+    assert error.value.message == (
+        f"{name} cannot take 'offload to host': its states stay on the device ({WHY})"
+    )
+
+
+def test_where_no_plan_fits_the_reason_is_among_the_advice() -> None:
+    found = plan(profile(), budgets(least() - 2**20))
+    assert isinstance(found, Infeasible)
+    name = profile().units[0].name
+    assert [line for line in found.advice if "cannot leave" in line] == [
+        f"4.30 GiB of states cannot leave the device: those of {name} and 1 more ({WHY})"
+    ]
+
+
+def test_a_plan_that_moves_them_does_not_fit_its_profile() -> None:
+    made = plan(profile(""), budgets(least()))
+    assert isinstance(made, Solved)
+    units = tuple(replace(unit, states=Offload(tier="host")) for unit in made.plan.units)
+    name = profile().units[0].name
+    assert misfit(replace(made.plan, units=units), profile()) == (
+        f"{name} cannot have its states there: they stay on the device ({WHY})"
+    )
+
+
+def test_sparse_gradients_are_not_summed() -> None:
+    with pytest.raises(ProtrainError) as error:
+        Problem.of(profile(SPARSE), budgets(10**12), micro_batches=2)
+    assert str(error.value) == (
+        f"micro_batches: {profile().units[0].name} has sparse gradients, and their sum over"
+        " micro-batches has no bytes that are known\n"
+        "  fix: let the embedding have dense gradients (sparse=False)"
+    )

@@ -1,0 +1,138 @@
+"""`protrain export`: the nearest configurations, and what they cannot say."""
+
+import inspect
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from transformers import TrainingArguments
+
+from protrain_plan.commands.plans import export as export_command
+from protrain_plan.presentation.exporting import EXPORTERS, Exporter, Switches, export, tools_text
+from protrain_plan.records import write_plan
+from protrain_plan.records.plan import Keep, Offload, Persistent, Plan, Recompute, Swap, SwapInput
+from tests.support.checking_cases import AssertGolden, offloading
+from tests.support.forked import protrain
+
+TOOLS = tuple(EXPORTERS)
+SCHEDULES = (
+    "When transfers run (leads, drains, pieces) is the tool's choice: the predicted peak and \
+the predicted seconds do not hold for it."
+)
+
+
+def plain() -> Plan:
+    """Everything stays on the device."""
+    made = offloading()
+    units = (replace(unit, activations=Keep(), states=Persistent()) for unit in made.units)
+    return replace(made, units=tuple(units))
+
+
+def mixed() -> Plan:
+    """One block of each kind, and clipping."""
+    made = offloading()
+    first, *blocks, last = made.units
+    decided = (
+        replace(blocks[0], activations=Keep(), states=Persistent()),
+        replace(blocks[1], activations=Swap(tier="host"), states=Offload(tier="host")),
+        replace(blocks[2], activations=SwapInput(tier="host"), states=Offload(tier="disk")),
+        replace(blocks[3], activations=Recompute(form="mlp"), states=Offload(tier="host")),
+    )
+    return replace(made, units=(first, *decided, last), updates="after backward", micro_batches=2)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_mixed_plan(tool: str, assert_golden: AssertGolden) -> None:
+    found = export(mixed(), tool)
+    losses = "".join(f"# {loss}\n" for loss in found.losses)
+    assert_golden(f"export/{found.file_name}", losses + found.text)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_plan_that_keeps_everything_loses_little(tool: str) -> None:
+    losses = export(plain(), tool).losses
+    assert SCHEDULES not in losses
+    assert all("batch" in loss or "float32" in loss for loss in losses)
+
+
+@pytest.mark.parametrize(
+    ("tool", "told"),
+    [
+        (
+            "deepspeed",
+            ["Autocast is not written: parameters are bfloat16 here, with float32 copies."],
+        ),
+        ("fsdp2", []),
+        (
+            "torchtune",
+            ["One dtype is for all: float32 parameters, or copies of them, cannot be said."],
+        ),
+        ("trl", []),
+    ],
+)
+def test_what_is_the_script_s_is_told(tool: str, told: list[str]) -> None:
+    workload = replace(plain().workload, precision="autocast", adapter="lora r=16")
+    told = [
+        "The adapter (lora r=16) is the script's.",
+        "The optimizer (sgd) is the script's.",
+        *told,
+    ]
+    losses = export(replace(plain(), workload=workload, optimizer="sgd"), tool).losses
+    assert [loss for loss in losses if not loss.startswith("The batch")] == told
+
+
+def test_accelerate_reads_what_is_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp2.yaml"
+    path.write_text(export(offloading(), "fsdp2").text)
+    config = load_config_from_file(str(path))
+    assert config.fsdp_config["fsdp_version"] == 2
+    assert config.fsdp_config["fsdp_offload_params"] is True
+
+
+def test_transformers_know_the_arguments_of_trl() -> None:
+    config = yaml.safe_load(export(mixed(), "trl").text)
+    of_trl = {"max_length", "activation_offloading"}  # SFTConfig's own
+    assert config.keys() - of_trl <= TrainingArguments.__dataclass_fields__.keys()
+
+
+def test_the_command_writes_and_tells(tmp_path: Path) -> None:
+    write_plan(offloading(), tmp_path / "plan.yaml")
+    result = protrain("export", "plan.yaml", "--to", "deepspeed", folder=tmp_path, COLUMNS="200")
+    assert (result.returncode, result.stderr) == (0, "")
+    first, second, *losses = result.stdout.splitlines()
+    assert (first, second) == ("wrote ds_config.json", "what it cannot express:")
+    assert f"- {SCHEDULES}" in losses
+    config = json.loads((tmp_path / "ds_config.json").read_text())
+    assert config["zero_optimization"]["offload_param"]["device"] == "nvme"
+    told = protrain(
+        "export", "plan.yaml", "--to", "trl", "-o", "sft.yaml", "--json", folder=tmp_path
+    )
+    assert json.loads(told.stdout)["file"] == "sft.yaml"
+    assert yaml.safe_load((tmp_path / "sft.yaml").read_text())["gradient_checkpointing"] is True
+
+
+def test_an_unknown_tool_is_one_message(tmp_path: Path) -> None:
+    write_plan(offloading(), tmp_path / "plan.yaml")
+    result = protrain("export", "plan.yaml", "--to", "megatron", folder=tmp_path)
+    message = "error: --to: expected deepspeed, fsdp2, torchtune or trl, got 'megatron'\n"
+    assert (result.returncode, result.stderr) == (2, message)
+
+
+def test_the_help_names_every_tool() -> None:
+    """It is written out there, so that help does not import what exports."""
+    parameter = inspect.signature(export_command).parameters["to"]
+    assert parameter.annotation.__metadata__[0].help == f"{tools_text()}."
+
+
+def test_a_new_tool_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(plan: Plan, switches: Switches) -> tuple[dict[str, object], list[str]]:
+        return {"recompute": switches.recompute, "units": len(plan.units)}, ["It knows no tiers."]
+
+    monkeypatch.setitem(EXPORTERS, "tool", Exporter("tool.json", made, also_called="Its Maker"))
+    found = export(mixed(), "tool")
+    assert (found.file_name, found.losses) == ("tool.json", ("It knows no tiers.",))
+    assert json.loads(found.text) == {"recompute": True, "units": len(mixed().units)}
+    assert tools_text() == "deepspeed, fsdp2 (Accelerate), torchtune, trl or tool (Its Maker)"

@@ -1,0 +1,390 @@
+"""What is shown of a step against the simulator's own sums, and its outputs against golden files.
+
+Golden files lie in tests/golden; `pytest --write-golden` on this file writes them anew.
+"""
+
+import io
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.presentation.report.page import page_text, step_data
+from protrain_plan.presentation.report.screen import (
+    KIND_MARKS,
+    Screen,
+    summary_json,
+    summary_text,
+)
+from protrain_plan.presentation.report.step import (
+    KINDS,
+    MAX_BARS,
+    Step,
+    bars,
+    memory,
+    read_step,
+    slot_begins_s,
+    waits,
+)
+from protrain_plan.presentation.report.trace import trace_events, trace_text
+from protrain_plan.program.recording import Event
+from protrain_plan.records import fingerprint, write_plan, write_profile
+from protrain_plan.records.plan import Offload, Recompute
+from tests.support.planning_cases import cpu, decoder
+from tests.support.reporting_cases import (
+    GOLDEN,
+    deep_step,
+    random_step,
+    recorded,
+    small_step,
+    step_of,
+)
+
+LARGEST_PAGE = 300_000  # bytes
+
+
+def printed(step: Step, *, encoding: str = "utf-8", width: int = 80) -> str:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding, newline="")
+    Console(file=file, width=width, emoji=False).print(Screen(step=step))
+    file.flush()
+    return raw.getvalue().decode(encoding)
+
+
+# --- Bytes and seconds against the simulator ------------------------------------------------------
+
+
+@settings(max_examples=50)
+@given(seed=st.integers(0, 10**9))
+def test_every_tier_sums_to_its_peak(seed: int) -> None:
+    step = random_step(random.Random(seed))
+    peaks = step.report.tier_peaks
+    device, *below = memory(step)
+    assert device.totals == tuple(slot.device.total + peaks.context for slot in step.report.slots)
+    # Room below the device is reserved for the whole step: no moment has more or less.
+    found = {tier.name: set(tier.totals) for tier in below}
+    expected = {"host": {peaks.host}, "disk": {peaks.disk}}
+    assert found == {name: sizes for name, sizes in expected.items() if sizes != {0}}
+    for tier in (device, *below):
+        assert list(tier.by_kind) == [kind for kind in KINDS if kind in tier.by_kind]
+        assert all(min(sizes) >= 0 for sizes in tier.by_kind.values())
+        assert all(len(sizes) == len(tier.times_s) for sizes in tier.by_kind.values())
+        assert tier.times_s[0] == 0
+        assert all(one <= other for one, other in pairwise(tier.times_s))
+
+
+@settings(max_examples=50)
+@given(seed=st.integers(0, 10**9))
+def test_a_slot_begins_between_the_compute_before_it_and_its_own(seed: int) -> None:
+    step = random_step(random.Random(seed))
+    compute = step.timeline.compute
+    before = [0.0, *(end for _, end in compute)]
+    for index, begin in enumerate(slot_begins_s(step)):
+        assert before[index] <= begin <= compute[index][0] + 1e-9
+
+
+@settings(max_examples=50)
+@given(seed=st.integers(0, 10**9))
+def test_waits_fill_what_compute_leaves_of_the_step(seed: int) -> None:
+    step = random_step(random.Random(seed))
+    found = [(wait.start_s, wait.end_s) for wait in waits(step)]
+    busy = [span for span in step.timeline.compute if span[1] > span[0]]
+    joined = sorted([*found, *busy])
+    ends = [0.0, *(end for _, end in joined)]
+    starts = [*(start for start, _ in joined), step.report.step_seconds]
+    assert starts == pytest.approx(ends, abs=1e-9)
+
+
+@settings(max_examples=50)
+@given(seed=st.integers(0, 10**9))
+def test_bars_are_the_moves_of_their_lanes(seed: int) -> None:
+    step = random_step(random.Random(seed))
+    ran = bars(step, step.timeline.spans)
+    for lane in step.report.lanes:
+        of_lane = ran.get(lane.name, ())
+        assert len(of_lane) == lane.num_moves
+        assert sum(bar.bytes for bar in of_lane) == lane.bytes
+        busy = sum(bar.end_s - bar.start_s for bar in of_lane)
+        assert busy == pytest.approx(lane.busy_s, abs=1e-9)
+
+
+def test_pieces_of_one_chunk_are_one_bar_where_there_are_too_many() -> None:
+    step = small_step()
+    number = next(n for n, move in enumerate(step.program.moves) if move.kind == "update")
+    name, lane = step.program.move_name(number), str(step.program.moves[number].lane)
+    *pieces, last = (
+        Event(lane=lane, name=name, start_s=n, end_s=n + 0.5) for n in range(MAX_BARS + 1)
+    )
+    assert len(bars(step, pieces)[lane]) == MAX_BARS
+    (one,) = bars(step, [*pieces, last])[lane]
+    assert (one.start_s, one.end_s, one.num_pieces) == (0, MAX_BARS + 0.5, MAX_BARS + 1)
+
+
+def test_swapped_bytes_lie_on_their_tier_from_swap_to_swap() -> None:
+    step = small_step()
+    host = next(tier for tier in memory(step) if tier.name == "host")
+    swapped = step.profile.units[1].cost("keep").swappable_bytes
+    spans = {span.name: span for span in step.timeline.spans}
+    for time, size in zip(host.times_s, host.by_kind["activations"], strict=True):
+        there = spans["swap out 1 @1"].start_s <= time < spans["swap in 1 @10"].end_s
+        assert size == (swapped if there else 0)
+
+
+# --- The page and the trace -----------------------------------------------------------------------
+
+
+def test_a_page_of_many_blocks_is_small() -> None:
+    step = deep_step()
+    assert len(step.plan.units) == 128
+    assert len(page_text(step, recording=recorded(step)).encode()) < LARGEST_PAGE
+
+
+def test_the_data_of_a_recording_compare_it_with_the_prediction() -> None:
+    step = small_step()
+    as_promised = step_data(step, recording=recorded(step))["recording"]
+    assert as_promised["slots_above"] == []
+    assert as_promised["step_seconds"] == 1.25 * step.report.step_seconds
+    for lane in step.report.lanes:
+        assert as_promised["busy_seconds"][lane.name] == pytest.approx(1.25 * lane.busy_s)
+    one_more = replace(
+        recorded(step), slot_bytes=tuple(slot.device.total + 1 for slot in step.report.slots)
+    )
+    above = step_data(step, recording=one_more)["recording"]["slots_above"]
+    assert above == list(range(len(step.report.slots)))
+
+
+def test_no_name_can_end_the_data_of_a_page() -> None:
+    step = small_step()
+    workload = replace(step.plan.workload, model="</script><script>alert('$x')&amp;")
+    page = page_text(replace(step, plan=replace(step.plan, workload=workload)))
+    assert page.count("<script") == page.count("</script>") == 2
+    data = page.split('id="data">')[1].split("</script>")[0]
+    assert json.loads(data)["model"] == workload.model
+
+
+def test_a_trace_is_in_the_documented_format() -> None:
+    step = small_step()
+    trace = json.loads(trace_text(step))
+    assert trace.keys() == {"displayTimeUnit", "otherData", "traceEvents"}
+    assert trace["traceEvents"] == list(trace_events(step))
+    keys = {
+        "M": {"ph", "name", "pid", "tid", "args"},
+        "X": {"ph", "name", "cat", "pid", "tid", "ts", "dur", "args"},
+        "C": {"ph", "name", "pid", "tid", "ts", "args"},
+    }
+    threads: dict[int, str] = {}
+    slices: dict[str, list[tuple[float, float]]] = {}
+    for event in trace["traceEvents"]:
+        assert event.keys() == keys[event["ph"]]
+        if event["name"] == "thread_name":
+            threads[event["tid"]] = event["args"]["name"]
+        if event["ph"] == "X":
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+            span = (event["ts"], event["ts"] + event["dur"])
+            slices.setdefault(threads[event["tid"]], []).append(span)
+        if event["ph"] == "C":
+            assert all(isinstance(size, int) for size in event["args"].values())
+    assert len(set(threads.values())) == len(threads)
+    for lane in step.report.lanes:
+        assert len(slices[lane.name]) == lane.num_moves
+        busy = sum(end - start for start, end in slices[lane.name])
+        assert busy == pytest.approx(1e6 * lane.busy_s, abs=0.001 * lane.num_moves)
+        # Slices of a thread that overlap would be nested.
+        in_order = sorted(slices[lane.name])
+        assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(in_order))
+    assert len(slices["waits of compute"]) == len(step.timeline.stalls)
+
+
+# --- The terminal ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_plan_of_many_blocks_is_one_screen(encoding: str) -> None:
+    lines = printed(deep_step(), encoding=encoding).splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
+@pytest.mark.parametrize("make", [small_step, deep_step, partial(deep_step, 500)])
+def test_lines_keep_to_the_width(make: Callable[[], Step], width: int) -> None:
+    lines = printed(make(), width=max(width, 60)).splitlines()
+    assert max(map(len, lines)) <= min(max(width, 60), 132)
+
+
+def test_colours_add_nothing_to_the_text() -> None:
+    step, file = small_step(), io.StringIO()
+    console = Console(file=file, width=80, force_terminal=True, color_system="standard")
+    console.print(Screen(step=step))
+    assert "\x1b[" in file.getvalue()
+    plain = Console(file=io.StringIO(), width=80, record=True)
+    plain.print(Screen(step=step))
+    assert "\x1b" not in printed(step)
+    assert plain.export_text() == printed(step)
+
+
+def test_strips_say_what_every_unit_does() -> None:
+    lines = printed(small_step()).splitlines()
+    strips = {line[:16].strip(): line[16:].strip() for line in lines}
+    assert strips["activations"] == "KSiRKK"
+    assert strips["states"] == "PPOBoO"
+
+
+def test_every_kind_of_bytes_has_a_letter() -> None:
+    assert KIND_MARKS.keys() == set(KINDS) - {"reserved"}
+    assert len({letter for letter, _ in KIND_MARKS.values()}) == len(KIND_MARKS)
+
+
+# --- Golden files ---------------------------------------------------------------------------------
+
+
+def as_json(data: Any) -> str:
+    return json.dumps(data, indent=1) + "\n"
+
+
+def summary(step: Step) -> str:
+    file = io.StringIO()
+    Console(file=file, width=80).print(summary_text(step))
+    return file.getvalue()
+
+
+OUTPUTS: dict[str, Callable[[Step], str]] = {
+    "show.txt": printed,
+    "show-ascii.txt": lambda step: printed(step, encoding="ascii"),
+    "simulate.txt": summary,
+    "simulate.json": lambda step: as_json(summary_json(step)),
+    "trace.json": trace_text,
+    "report.html": lambda step: (
+        page_text(step).split("<style>")[0].split("<meta http")[0]
+        + page_text(step).split("</style>")[1].split('<script type="application')[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_output_is_the_golden_one(name: str, request: pytest.FixtureRequest) -> None:
+    found = OUTPUTS[name](small_step())
+    if request.config.getoption("--write-golden"):
+        (GOLDEN / name).write_text(found, encoding="utf-8")
+    assert found == (GOLDEN / name).read_text(encoding="utf-8")
+
+
+# --- A plan and its profile -----------------------------------------------------------------------
+
+
+def written(folder: Path, step: Step) -> Path:
+    write_profile(step.profile, folder / "profile.yaml")
+    write_plan(step.plan, folder / "plan.yaml")
+    return folder / "plan.yaml"
+
+
+def refused(plan: Path, profile: Path | None = None) -> str:
+    with pytest.raises(ProtrainError) as caught:
+        read_step(plan, profile)
+    return str(caught.value)
+
+
+def test_a_plan_is_read_with_the_profile_beside_it(tmp_path: Path) -> None:
+    step = small_step()
+    path = written(tmp_path, step)
+    assert read_step(path) == step
+    assert read_step(path, tmp_path / "profile.yaml") == step
+
+
+def test_a_missing_profile_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path, small_step())
+    (tmp_path / "profile.yaml").unlink()
+    assert refused(path) == (
+        f"{path}: the profile that this plan was made from is not beside it as profile.yaml\n"
+        "  fix: name it with --profile"
+    )
+    other = tmp_path / "other.yaml"
+    assert refused(path, other) == f"{other}: there is no such file"
+
+
+def test_another_profile_is_refused(tmp_path: Path) -> None:
+    step = small_step()
+    path, other = written(tmp_path, step), decoder(cpu(), blocks=3)
+    write_profile(other, tmp_path / "profile.yaml")
+    assert refused(path) == (
+        f"{tmp_path / 'profile.yaml'}: not the profile that {path} was made from: this one is"
+        f" {fingerprint(other)}, that one was {step.plan.profile_fingerprint}\n"
+        "  fix: name the plan's own profile with --profile, or plan again"
+    )
+
+
+def test_a_plan_for_what_the_profile_does_not_know_is_refused(tmp_path: Path) -> None:
+    step = small_step()
+    units = step.plan.units
+
+    def edited(number: int, **changes: Any) -> str:
+        changed = replace(units[number], **changes)
+        plan = replace(step.plan, units=(*units[:number], changed, *units[number + 1 :]))
+        return refused(written(tmp_path, replace(step, plan=plan)))
+
+    path = tmp_path / "plan.yaml"
+    assert edited(2, name="layer.1") == f"{path}: units[2]: the plan decides nothing for layers.1"
+    assert edited(0, activations=Recompute()) == (
+        f"{path}: units[0].activations: embedding cannot do this with its activations\n"
+        "  fix: decide on keep, swap to host or swap to disk"
+    )
+    assert edited(1, activations=Recompute(form="mlp")) == (
+        f"{path}: units[1].activations: layers.0 cannot do this with its activations\n"
+        "  fix: decide on keep, swap to host, swap to disk, recompute, swap-input to host or"
+        " swap-input to disk"
+    )
+    shorter = replace(step.plan, units=units[:-1])
+    written(tmp_path, replace(step, plan=shorter))
+    assert refused(path) == f"{path}: units[5]: the plan decides nothing for head"
+    longer = replace(step.plan, units=(*units, replace(units[-1], name="tail")))
+    written(tmp_path, replace(step, plan=longer))
+    assert refused(path) == f"{path}: units[6]: tail is not in the profile"
+
+
+def test_a_plan_for_a_tier_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    kept = step_of(
+        decoder(cpu(), blocks=1),
+        [(u.activations, u.states, u.schedule) for u in small_step().plan.units[:1]] * 3,
+    )
+    units = kept.plan.units
+    changed = replace(units[1], states=Offload(tier="host"))
+    plan = replace(kept.plan, units=(units[0], changed, units[2]))
+    path = written(tmp_path, replace(kept, plan=plan))
+    assert refused(path) == (
+        f"{path}: units[1].states: layers.0 cannot have its states there\n"
+        "  fix: decide on persistent, offload to disk or offload to disk and keep gathered"
+    )
+
+
+def test_a_step_that_takes_no_time_is_refused(tmp_path: Path) -> None:
+    profile = decoder(cpu(), blocks=1, block_parameters=0, embedding_parameters=0, seconds=0.0)
+    plan = small_step().plan
+    units = tuple(replace(plan.units[0], name=unit.name, kind=unit.kind) for unit in profile.units)
+    idle = replace(plan, profile_fingerprint=fingerprint(profile), units=units)
+    write_profile(profile, tmp_path / "profile.yaml")
+    write_plan(idle, tmp_path / "plan.yaml")
+    path = tmp_path / "plan.yaml"
+    assert refused(path) == f"{path}: a step that takes no time cannot be shown"
+
+
+def test_a_step_of_micro_batches_says_which_of_them_is_shown() -> None:
+    one = small_step()
+    decisions = [(unit.activations, unit.states, unit.schedule) for unit in one.plan.units]
+    several = step_of(one.profile, decisions, micro_batches=4)
+    lines = printed(several).splitlines()
+    assert lines[0] == (
+        "synthetic: 1 sequence of 1024 tokens, bfloat16, 4 micro-batches, adamw on gpu"
+    )
+    assert lines[2] == "the last of 4 micro-batches, with its update:"
+    assert summary(several).startswith("the last of 4 micro-batches, with its update: ")

@@ -1,0 +1,297 @@
+"""Units of real models, known by construction; and the model as it was afterwards."""
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from protrain_plan.models.batches import Batch
+from protrain_plan.models.sources import load_source
+from protrain_plan.profiling.structure.discovery import FoundUnit, discover
+from protrain_runtime.diagnostics.matching import model_fingerprint
+
+CONFIGS = {
+    "llama": None,
+    "gpt2": None,
+    "llama-tied": {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32,
+                   "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 300,
+                   "tie_word_embeddings": True},
+    "t5": {"model_type": "t5", "num_layers": 2, "d_model": 32, "d_ff": 48, "num_heads": 2,
+           "d_kv": 16, "vocab_size": 300, "decoder_start_token_id": 0},
+    "mixtral": {"model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": 32,
+                "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2,
+                "vocab_size": 300, "num_local_experts": 4},
+}  # fmt: skip
+
+
+def built(name: str) -> tuple[nn.Module, Batch]:
+    config = CONFIGS[name]
+    source = load_source(f"tiny-{name}", model_config=json.dumps(config) if config else "")
+    return source.build(), next(source.batches(batch_size=2, seq_len=16))
+
+
+def names(units: tuple[FoundUnit, ...]) -> list[str]:
+    return [f"{unit.kind} {unit.name}" for unit in units]
+
+
+def assert_sound(model: nn.Module, units: tuple[FoundUnit, ...]) -> None:
+    """What holds for the units of every model."""
+    owned = [name for unit in units for name in unit.parameters]
+    assert sorted(owned) == sorted(name for name, _ in model.named_parameters())
+    assert len({unit.name for unit in units}) == len(units)
+    assert units[0].kind == units[-1].kind == "part"
+    seen: set[str] = set()
+    for unit in units:
+        assert set(unit.also_uses) <= seen
+        seen.update(unit.parameters)
+        assert (unit.module is not None) == (unit.kind == "block")
+        if unit.module is not None:
+            assert unit.module is model.get_submodule(unit.name)
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_every_parameter_has_one_owner(name: str) -> None:
+    model, batch = built(name)
+    assert_sound(model, discover(model, batch))
+
+
+def test_llama_is_embedding_layers_and_head() -> None:
+    model, batch = built("llama")
+    units = discover(model, batch)
+    assert names(units) == [
+        "part model.embed_tokens",
+        *(f"block model.layers.{i}" for i in range(4)),
+        "part model.norm",
+    ]
+    assert units[-1].parameters == ("model.norm.weight", "lm_head.weight")
+    assert [p.rpartition("0.")[2] for p in units[1].parameters] == [
+        "input_layernorm.weight",
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+        "self_attn.o_proj.weight",
+        "post_attention_layernorm.weight",
+        "mlp.gate_proj.weight",
+        "mlp.up_proj.weight",
+        "mlp.down_proj.weight",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [("llama-tied", "model.embed_tokens.weight"), ("gpt2", "transformer.wte.weight")],
+)
+def test_a_tied_head_uses_the_first_units_parameter(name: str, tied: str) -> None:
+    model, batch = built(name)
+    units = discover(model, batch)
+    assert tied in units[0].parameters
+    assert units[-1].also_uses == (tied,)
+    assert all(unit.also_uses == () for unit in units[:-1])
+
+
+def test_encoder_and_decoder_have_a_part_between() -> None:
+    model, batch = built("t5")
+    units = discover(model, batch)
+    assert names(units)[1:] == [
+        "block encoder.block.0",
+        "block encoder.block.1",
+        "part encoder.final_layer_norm",
+        "block decoder.block.0",
+        "block decoder.block.1",
+        "part decoder.final_layer_norm",
+    ]
+    assert units[0].parameters == ("shared.weight",)
+    assert units[3].also_uses == units[6].also_uses == ("shared.weight",)
+
+
+class FunctionalBlock(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(size, size) / 8)
+        self.gain = nn.ParameterDict({"g": nn.Parameter(torch.ones(size))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.layer_norm(F.linear(x, self.up), x.shape[-1:], self.gain["g"])
+
+
+class Functional(nn.Module):
+    """Bare parameters at the root, used by functional operators; dropout; a buffer that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Parameter(torch.randn(5, 8))
+        self.unused = nn.Parameter(torch.ones(2))
+        self.inlet = nn.Parameter(torch.randn(8, 3))
+        self.norm = nn.BatchNorm1d(8)
+        self.blocks = nn.ModuleList([FunctionalBlock(8) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, self.inlet)
+        x = self.norm(F.dropout(x, 0.5, self.training))
+        for block in self.blocks:
+            x = block(x.view(-1, 8))
+        loss: Tensor = F.linear(x, self.head).square().mean()
+        return loss
+
+
+def test_functional_operators_on_bare_parameters_are_seen() -> None:
+    model = Functional()
+    units = discover(model, (torch.ones(4, 3),))
+    assert_sound(model, units)
+    assert names(units) == [
+        "part norm", "block blocks.0", "block blocks.1", "block blocks.2", "part (output)",
+    ]  # fmt: skip
+    assert units[0].parameters == ("inlet", "norm.weight", "norm.bias")
+    assert units[2].parameters == ("blocks.1.up", "blocks.1.gain.g")
+    assert units[-1].parameters == ("head", "unused")
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Functional().eval()
+    model.blocks[1].train()
+    model.head.grad = torch.full_like(model.head, 3)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    buffers = dict(model.named_buffers())
+    training = [module.training for module in model.modules()]
+    random_state = torch.get_rng_state()
+    discover(model, torch.randn(4, 3, generator=torch.Generator().manual_seed(1)))
+
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
+    assert [module.training for module in model.modules()] == training
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.equal(model.head.grad, torch.full_like(model.head, 3))
+    assert all(p.grad is None for n, p in model.named_parameters() if n != "head")
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_forward_that_fails_leaves_no_hooks_either() -> None:
+    model = Functional()
+    before = model.norm.running_mean
+    with pytest.raises(RuntimeError):
+        discover(model, torch.ones(4, 9))
+    assert model.norm.running_mean is before
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class TwoLists(nn.Module):
+    """Two lists of different blocks, work without parameters between, and a module used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList([FunctionalBlock(4) for _ in range(2)])
+        self.second = nn.ModuleList([FunctionalBlock(8) for _ in range(2)])
+        self.scale = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.scale(x)
+        for block in self.first:
+            x = block(x)
+        x = torch.cat([self.scale(x), x], dim=-1)
+        x = self.second[0](x)
+        x = torch.relu(x)
+        loss: Tensor = self.second[1](x).mean()
+        return loss
+
+
+def test_two_lists_and_the_work_between() -> None:
+    model = TwoLists()
+    units = discover(model, torch.ones(2, 4))
+    assert_sound(model, units)
+    assert names(units) == [
+        "part scale.weight",
+        "block first.0",
+        "block first.1",
+        "part scale.weight#2",
+        "block second.0",
+        "part (after second.0)",
+        "block second.1",
+        "part (output)",
+    ]
+    assert units[3].also_uses == ("scale.weight", "scale.bias")
+    assert units[5].parameters == units[5].also_uses == ()
+
+
+class Routed(nn.Module):
+    """A block with experts of which only one runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.experts[1](x)
+        return y
+
+
+def test_an_expert_without_tokens_stays_in_its_block() -> None:
+    model = nn.Sequential(Routed(), Routed(), nn.Linear(4, 1, bias=False), nn.Flatten(0))
+    units = discover(model, torch.ones(1, 4))
+    assert_sound(model, units)
+    assert names(units) == ["part (input)", "block 0", "block 1", "part 2"]
+    assert units[1].parameters == (
+        "0.experts.1.weight", "0.experts.0.weight", "0.experts.2.weight",
+    )  # fmt: skip
+
+
+def test_without_repetition_the_children_are_blocks() -> None:
+    inner = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1))
+    units = discover(nn.Sequential(inner), torch.ones(1, 3))
+    assert names(units) == ["part (input)", "block 0.0", "part 0.1", "block 0.2", "part (output)"]
+
+
+def test_a_model_without_children_is_one_part() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight).sum()
+
+    (unit,) = discover(Bare(), torch.ones(3))
+    assert (unit.kind, unit.name, unit.parameters) == ("part", "(model)", ("weight",))
+
+
+def test_frozen_parameters_and_keyword_calls_are_found() -> None:
+    class Keyword(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([FunctionalBlock(4) for _ in range(2)])
+            self.layers.requires_grad_(False)
+
+        def forward(self, *, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x=x)
+            return x.sum()
+
+    units = discover(Keyword(), {"x": torch.ones(2, 4)})
+    assert names(units) == ["part (input)", "block layers.0", "block layers.1", "part (output)"]
+
+
+def described(units: tuple[FoundUnit, ...]) -> list[object]:
+    """What the units are, their modules apart; the order of use inside a unit may change."""
+    return [(u.kind, u.name, sorted(u.parameters), sorted(u.also_uses)) for u in units]
+
+
+def test_another_batch_gives_the_same_units() -> None:
+    model, batch = built("llama")
+    assert isinstance(batch, dict)
+    smaller = {name: tokens[:1, :8] for name, tokens in batch.items()}
+    assert described(discover(model, smaller)) == described(discover(model, batch))
+
+
+def test_fake_tensors_give_the_same_units() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model, batch = built("llama-tied")
+    units = discover(model, batch)
+    with FakeTensorMode():
+        source = load_source("x", model_config=json.dumps(CONFIGS["llama-tied"]))
+        fake = source.build()
+        tokens = torch.zeros(2, 16, dtype=torch.int64)
+        found = discover(fake, {"input_ids": tokens, "labels": tokens})
+    assert described(found) == described(units)
+    assert model_fingerprint(fake) == model_fingerprint(model)

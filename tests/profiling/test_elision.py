@@ -1,0 +1,147 @@
+"""Stand-ins for equal blocks: the units' bytes are those of the whole model."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protrain_plan.hardware.workspaces import allocator_of
+from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.models.sources import load_source
+from protrain_plan.profiling.memory.block_classes import equal_blocks, filled, stubs_in_place
+from protrain_plan.profiling.memory.fake_meter import FakeMeter
+from protrain_plan.profiling.memory.passes import Meter
+from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
+from protrain_plan.profiling.structure.discovery import discover
+from protrain_plan.profiling.structure.faking import fake_batch, faking
+from protrain_plan.records.hardware import Device
+from protrain_plan.records.profile import Form, Unit
+from protrain_runtime.devices.memory_meter import MemoryMeter
+from tests.support.configs import CONFIGS, SMALL
+from tests.support.thinning import thinned
+
+# Per unit, the one that runs for it. A part has its own; so has the first layer of a T5 stack,
+# which makes the position bias of all.
+REPRESENTATIVES = {
+    "llama": (0, 1, 2, 2, 2, 2, 6, 7),
+    "gpt2": (0, 1, 2, 2, 2, 5, 6),
+    "gemma2": (0, 1, 2, 3, 4, 3, 4, 7, 8, 9),  # sliding and full attention in turn
+    "t5": (0, 1, 2, 3, 3, 5, 6, 7, 8, 9, 9, 11, 12),
+}
+FORMS: tuple[Form, ...] = ("keep", "full")
+CPU = Device(
+    kind="cpu", name="", memory_bytes=0, context_bytes=0, num_threads=torch.get_num_threads()
+)
+
+
+def weighed(
+    model: nn.Module, batch: Batch, meter: Callable[[], Meter], *, whole: bool
+) -> tuple[list[Unit], tuple[int, ...]]:
+    found = discover(model, batch)
+    block_classes = equal_blocks(model, found, batch)
+    if whole:
+        return measure_bytes(
+            model, batch, analyze_units(model, batch, found, forms=FORMS), meter
+        ).units, block_classes.representatives
+    with stubs_in_place(found, block_classes):
+        units = measure_bytes(
+            model, batch, analyze_units(model, batch, found, forms=FORMS), meter
+        ).units
+    return filled(units, block_classes), block_classes.representatives
+
+
+@pytest.mark.parametrize("name", thinned(tuple(CONFIGS), every=4))
+def test_units_are_equal_to_the_byte_with_fake_tensors(name: str) -> None:
+    source = load_source(name, model_config=json.dumps({**SMALL, **CONFIGS[name]}))
+    real = next(iter(source.batches(batch_size=2, seq_len=32)))
+    with faking() as mode:
+        model, batch = source.build(), fake_batch(mode, real)
+        whole, _ = weighed(model, batch, lambda: FakeMeter(allocator_of(CPU)), whole=True)
+        some, ran = weighed(model, batch, lambda: FakeMeter(allocator_of(CPU)), whole=False)
+    assert ran == REPRESENTATIVES[name]
+    assert some == whole
+
+
+def test_units_are_equal_to_the_byte_with_real_tensors() -> None:
+    source = load_source("x", model_config=json.dumps({**SMALL, **CONFIGS["llama"]}))
+    batch = next(iter(source.batches(batch_size=2, seq_len=32)))
+    model = source.build()
+    whole, _ = weighed(model, batch, MemoryMeter, whole=True)
+    some, _ = weighed(model, batch, MemoryMeter, whole=False)
+    assert some == whole
+
+
+def test_stand_ins_need_no_parameters_and_values_stay_finite() -> None:
+    source = load_source("x", model_config=json.dumps({**SMALL, **CONFIGS["llama"]}))
+    batch = next(iter(source.batches(batch_size=2, seq_len=32)))
+    model = source.build()
+    found = discover(model, batch)
+    block_classes = equal_blocks(model, found, batch)
+    for unit in block_classes.stubbed:
+        module = found[unit].module
+        assert module is not None
+        module.to("meta")
+    with stubs_in_place(found, block_classes):
+        loss = loss_of(call_model(model, batch))
+        loss.backward()
+    assert loss.isfinite()
+    with_gradients = {name for name, p in model.named_parameters() if p.grad is not None}
+    elided_names = {name for unit in block_classes.stubbed for name in found[unit].parameters}
+    assert with_gradients == {name for name, _ in model.named_parameters()} - elided_names
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.inner(x)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("widths", "ran"),
+    [
+        ((8, 8, 8, 8, 8), (0, 1, 2, 2, 2, 5, 6)),
+        ((8, 8, 8), (0, 1, 2, 3, 4)),  # the first two and the last one run
+        ((8, 8, 9, 8, 8), (0, 1, 2, 3, 2, 5, 6)),
+    ],
+)
+def test_blocks_of_one_class_have_the_same_shapes(
+    widths: tuple[int, ...], ran: tuple[int, ...]
+) -> None:
+    layers = nn.ModuleList(Layer(width) for width in widths)
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().sum()  # saves what it is given, as the next layers do
+
+    model, batch = Stack(), (torch.ones(3, 4, requires_grad=True),)
+    assert equal_blocks(model, discover(model, batch), batch).representatives == ran
+
+
+def test_a_block_whose_parameter_another_unit_reads_runs() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer(8) for _ in range(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            weight = self.get_parameter("layers.3.inner.0.weight")
+            return (x @ weight.t()).sum()
+
+    model, batch = Tied(), (torch.ones(3, 4, requires_grad=True),)
+    ran = equal_blocks(model, discover(model, batch), batch).representatives
+    assert ran == (0, 1, 2, 2, 4, 2, 6, 7)

@@ -1,0 +1,196 @@
+"""Estimates that were made before: what is believed of them, and what is not."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.models.presets import JsonObject, read_config
+from protrain_plan.profiling import estimate_cache
+from protrain_plan.profiling.estimate_cache import SWITCH, EstimateCache, Question
+from protrain_plan.records import dumps_hardware, dumps_profile
+from protrain_plan.records.profile import Profile
+from tests.support.planning_cases import cpu, decoder
+
+CONFIG = read_config("tiny-llama")
+PRINT = "sha256:0123456789abcdef01234567"
+
+
+def known(machine: str = "rtx-4090") -> tuple[Question, Profile]:
+    """A question and what answers it, on a machine."""
+    profile = decoder(blocks=2, hardware=load_hardware(machine))
+    config = json.dumps(CONFIG, sort_keys=True, separators=(",", ":"))
+    workload = replace(profile.workload, model="tiny-llama", model_config=config)
+    profile = replace(profile, workload=workload, method="estimated")
+    question = Question.of(workload, profile.optimizer.name, CONFIG)
+    assert question is not None
+    return question, profile
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache's folder, beside the working directory."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/protrain-plan/estimates"
+
+
+def test_what_was_kept_is_found_in_another_process(folder: Path) -> None:
+    question, profile = known()
+    EstimateCache().keep_profile(question, profile)
+    EstimateCache().keep_fingerprint(question, PRINT)
+    assert len(list(folder.iterdir())) == 2
+    assert EstimateCache().profile(question, profile.hardware) == profile
+    assert EstimateCache().fingerprint(question) == PRINT
+
+
+def test_another_question_has_no_answer(folder: Path) -> None:
+    question, profile = known()
+    cache = EstimateCache()
+    cache.keep_profile(question, profile)
+    assert cache.profile(question, load_hardware("a100-80gb")) is None
+    assert cache.profile(question, replace(profile.hardware, name="mine")) is None
+    for other in (
+        replace(question, batch_size=7),
+        replace(question, seq_len=7),
+        replace(question, dtype="float16"),
+        replace(question, precision="master"),
+        replace(question, adapter="lora r=16"),
+        replace(question, optimizer="sgd"),
+        replace(question, model="mine.json"),
+        replace(question, config="{}"),
+        replace(question, seed=7),
+    ):
+        assert cache.profile(other, profile.hardware) is None
+
+
+@pytest.mark.parametrize("what", ["ours", "libraries", "settings"])
+def test_another_installation_has_no_answer(
+    what: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question, profile = known()
+    EstimateCache().keep_profile(question, profile)
+    estimate_cache._installation.cache_clear()
+    try:
+        if what == "ours":
+            monkeypatch.setattr(estimate_cache, "_digest_of_files", lambda _: "another one")
+        elif what == "libraries":
+            monkeypatch.setattr(estimate_cache, "_OPTIONAL", ("yaml",))
+        else:
+            monkeypatch.setenv("TORCH_SOMETHING", "1")
+        assert EstimateCache().profile(question, profile.hardware) is None
+    finally:
+        estimate_cache._installation.cache_clear()
+
+
+def test_damage_is_made_anew(folder: Path) -> None:
+    question, profile = known()
+    cache = EstimateCache()
+    cache.keep_profile(question, profile)
+    [path] = folder.iterdir()
+    whole = path.read_bytes()
+    for content in (b"", whole[:-1], whole.replace(b"kept", b"kepd"), b"\xff", bytes(5 * 2**20)):
+        path.write_bytes(content)
+        assert cache.profile(question, profile.hardware) is None
+    path.unlink()
+    path.mkdir()
+    assert cache.profile(question, profile.hardware) is None
+    cache.keep_profile(question, profile)  # cannot be written, which is no reason to fail
+    path.rmdir()
+    cache.keep_profile(question, profile)
+    assert path.read_bytes() == whole
+
+
+def test_an_answer_under_another_name_is_none(folder: Path) -> None:
+    """Neither one that was renamed, nor one whose checksum was made for it."""
+    question, profile = known()
+    cache = EstimateCache()
+    cache.keep_profile(question, profile)
+    [path] = folder.iterdir()
+    other = replace(question, batch_size=7)
+    entry = cache._entry(other, dumps_hardware(profile.hardware))
+    assert entry is not None
+    path.rename(entry[0])
+    assert cache.profile(other, profile.hardware) is None
+    cache._write(
+        other,
+        dumps_hardware(profile.hardware),
+        dumps_profile(profile),
+    )
+    assert cache.profile(other, profile.hardware) is None
+
+
+def test_models_with_code_of_their_own_and_cpus_are_not_kept(folder: Path) -> None:
+    question, profile = known()
+    optimizer = profile.optimizer.name
+    configs: list[JsonObject | None] = [
+        None,
+        {"auto_map": {"AutoModel": "own.Model"}},
+        {"text_config": {"auto_map": {}}},
+        {"layers": [{"attn_implementation": "someone/kernels"}]},
+    ]
+    for config in configs:
+        assert Question.of(profile.workload, optimizer, config) is None
+    EstimateCache().keep_profile(question, replace(profile, hardware=cpu()))
+    assert not list(folder.iterdir())
+
+
+def test_what_is_switched_off_neither_reads_nor_writes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question, profile = known()
+    closed = EstimateCache()
+    closed.close()
+    off = [EstimateCache(off=True), closed]
+    monkeypatch.setenv(SWITCH, "1")
+    off.append(EstimateCache())
+    for cache in off:
+        cache.keep_profile(question, profile)
+        assert not list(folder.iterdir())
+    monkeypatch.delenv(SWITCH)
+    EstimateCache().keep_profile(question, profile)
+    for cache in off:
+        assert cache.profile(question, profile.hardware) is None
+
+
+@pytest.mark.parametrize("place", ["here", "above", "relative", "writable by others"])
+def test_a_folder_that_a_repository_brings_is_not_used(
+    place: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor one in which others may write."""
+    question, profile = known()
+    here = Path.cwd()
+    if place == "above":
+        (here / ".git").mkdir()
+        (here / "src").mkdir()
+        monkeypatch.chdir(here / "src")
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache" if place == "relative" else str(here / "cache"))
+    monkeypatch.setenv("HOME", str(here))
+    if place == "writable by others":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parents[1]))
+        folder.mkdir(parents=True)
+        folder.chmod(0o777)
+    EstimateCache().keep_profile(question, profile)
+    assert not list(here.rglob("*.txt"))
+    assert not list(folder.parents[1].rglob("*.txt"))
+
+
+def test_the_oldest_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    question, _ = known()
+    cache = EstimateCache()
+    for number in range(3):
+        cache.keep_fingerprint(replace(question, seed=number), PRINT)
+    for number, path in enumerate(sorted(folder.iterdir())):
+        os.utime(path, (number, number))
+    assert cache.fingerprint(replace(question, seed=1)) == PRINT  # now the youngest
+    size = next(folder.iterdir()).stat().st_size
+    monkeypatch.setattr(estimate_cache, "_MOST_BYTES", 2 * size)
+    cache.keep_fingerprint(replace(question, seed=3), PRINT)
+    assert len(list(folder.iterdir())) == 2
+    for number, found in ((1, PRINT), (3, PRINT)):
+        assert cache.fingerprint(replace(question, seed=number)) == found

@@ -1,0 +1,168 @@
+"""Estimated profiles against what real tensors take on this machine."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from io import StringIO
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.models.sources import ModelSource, load_source
+from protrain_plan.presentation.profiles import profile_text
+from protrain_plan.profiling.estimated import estimate
+from protrain_plan.profiling.memory import passes
+from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
+from protrain_plan.profiling.structure.discovery import discover
+from protrain_plan.records import dumps_profile, loads_profile
+from protrain_plan.records.hardware import Hardware
+from protrain_plan.records.profile import DType, Profile
+from protrain_runtime.devices.memory_meter import MemoryMeter
+from protrain_runtime.diagnostics.matching import model_fingerprint
+from tests.support.estimates import bytes_alone, machine
+
+TIED = {"model_type": "llama", "num_hidden_layers": 5, "hidden_size": 64, "intermediate_size": 96,
+        "num_attention_heads": 2, "vocab_size": 300, "tie_word_embeddings": True}  # fmt: skip
+T5 = {"model_type": "t5", "num_layers": 3, "d_model": 64, "d_ff": 96, "num_heads": 2, "d_kv": 32,
+      "vocab_size": 300, "decoder_start_token_id": 0}  # fmt: skip
+SOURCES = {
+    "tiny-llama": "",
+    "tiny-gpt2": "",
+    "llama-tied": json.dumps(TIED),
+    "t5": json.dumps(T5),
+}
+
+
+def estimated(
+    source: ModelSource, hardware: Hardware, *, dtype: DType = "float32", seq_len: int = 32
+) -> Profile:
+    return estimate(
+        source,
+        batch_size=2,
+        seq_len=seq_len,
+        dtype=dtype,
+        hardware=hardware,
+        seed=0,
+        text=None,
+        progress=lambda *_: None,
+    )
+
+
+@cache
+def tiny_llama() -> Profile:
+    return estimated(load_source("tiny-llama"), machine())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name != "llama-tied" else ())
+        for name in SOURCES
+    ],
+)
+def test_bytes_are_those_of_real_tensors(name: str) -> None:
+    source = load_source(name, model_config=SOURCES[name])
+    profile = estimated(source, machine())
+    model = source.build()
+    batch = next(iter(source.batches(batch_size=2, seq_len=32)))
+    found = discover(model, batch)
+    passes.training_step(model, batch)  # as a measured profile does, for caches
+    passes.drop_gradients(model)
+    anatomy = analyze_units(model, batch, found)
+    real = measure_bytes(model, batch, anatomy, MemoryMeter).units
+    assert list(map(bytes_alone, profile.units, real)) == real
+    assert profile.base_bytes == anatomy.base_bytes
+    assert profile.model_fingerprint == model_fingerprint(model)
+
+
+def test_a_factorys_model_can_be_estimated_in_another_dtype() -> None:
+    source = load_source("tests.support.functional_model:factory")
+    profile = estimated(source, machine(), dtype="bfloat16")
+    plain = estimated(source, machine())
+    for unit, wide in zip(profile.units, plain.units, strict=True):
+        assert 2 * unit.parameter_bytes == wide.parameter_bytes
+    assert profile.model_fingerprint == model_fingerprint(source.build(dtype="bfloat16"))
+
+
+def test_the_record_says_that_it_is_estimated_and_is_read_again() -> None:
+    profile = estimated(load_source("tiny-llama"), machine("h100-sxm"), dtype="bfloat16")
+    assert profile.method == "estimated"
+    assert profile.workload.device == "cuda"
+    assert all(form.forward_s > 0 for unit in profile.units for form in unit.forms)
+    assert loads_profile(dumps_profile(profile), "profile.yaml") == profile
+    page = Console(width=80, file=StringIO())
+    page.print(profile_text(profile, Path("profile.yaml")))
+    assert isinstance(page.file, StringIO)
+    lines = page.file.getvalue().splitlines()
+    assert lines[0].split() == ["unit", "params", "states", "kept", "input", "forward", "backward"]
+    names = [line.split()[0] for line in takewhile(str.strip, lines[1:])]
+    assert (names[0], names[1], names[-1]) == ("model.embed_tokens", "model.layers.0", "model.norm")
+    assert all(name.startswith("model.") for name in names)  # none is folded
+    assert "estimated for h100-sxm: seconds were never compared with measured ones" in lines
+
+
+def test_recomputing_takes_longer_and_keeps_less() -> None:
+    for unit in tiny_llama().units:
+        if unit.kind == "block":
+            keep, full = unit.cost("keep"), unit.cost("full")
+            assert full.backward_s > keep.backward_s
+            assert full.forward_s == keep.forward_s
+            assert full.kept_bytes < keep.kept_bytes
+
+
+def test_the_devices_step_moves_parameters_gradients_and_states() -> None:
+    hardware = machine()
+    assert hardware.rates is not None
+    speed = hardware.rates.memory_bytes_per_s * hardware.rates.memory_efficiency
+    profile = tiny_llama()
+    moved = 3 * 4 + 2 * 2 * 4  # float32: p, g, p; two states both ways
+    assert profile.optimizer.device_parameters_per_s == pytest.approx(speed / moved, rel=1e-3)
+    assert profile.optimizer.host_parameters_per_s == hardware.rates.host_parameters_per_s
+
+
+def test_a_machine_without_rates_is_refused() -> None:
+    with pytest.raises(ProtrainError) as refused:
+        estimated(load_source("tiny-llama"), replace(machine(), rates=None))
+    assert str(refused.value) == (
+        "cpu: rates: the machine's rates of computing are not known, so that no seconds can be "
+        "estimated\n"
+        "  fix: name a machine of the catalogue, or write rates into the hardware file"
+    )
+
+
+def test_a_processor_whose_kernels_are_not_bounded_is_refused() -> None:
+    hardware = machine()
+    arm = replace(hardware, device=replace(hardware.device, name="aarch64", num_threads=10**4))
+    with pytest.raises(ProtrainError) as refused:
+        estimated(load_source("tiny-llama"), arm)
+    assert str(refused.value) == (
+        "cpu: device.name: what operators take on a processor of type 'aarch64' is known where it"
+        " is at hand, and bounded for x86 processors alone\n"
+        "  fix: profile on the machine itself"
+    )
+
+
+CHECKPOINTED = """
+from protrain_plan.models.sources import load_source
+
+def plain():
+    source = load_source("tiny-llama")
+    return source.build(seed=0), source.batches(batch_size=2, seq_len=32)
+
+def checkpointed():
+    model, batches = plain()
+    model.gradient_checkpointing_enable()
+    return model, batches
+"""
+
+
+@pytest.mark.slow
+def test_a_models_own_checkpointing_is_off_in_its_estimate(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(CHECKPOINTED)
+    plain = estimated(load_source(f"{tmp_path}/mine.py:plain"), machine())
+    with pytest.warns(UserWarning, match="gradient checkpointing is switched off"):
+        found = estimated(load_source(f"{tmp_path}/mine.py:checkpointed"), machine())
+    assert found.units == plain.units

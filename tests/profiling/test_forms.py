@@ -1,0 +1,329 @@
+"""Partial recomputation, on single blocks: what is kept, and what must not change it.
+
+Whole models under plans with these forms are in test_runtime_parity.py and test_peaks.py.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
+from protrain_plan.profiling.structure.discovery import discover
+from protrain_plan.records.forms import FORMS
+from protrain_plan.records.profile import Form, Unit
+from protrain_runtime.activations.forms import in_form as code_in_form
+from protrain_runtime.devices.memory_meter import MemoryMeter
+from tests.support.runtime_cases import RECOMPUTED, batch, build
+
+Block = Callable[[Tensor], Tensor]
+WIDTH = 32
+KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
+def weights(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(WIDTH, WIDTH, generator=generator) for _ in range(count)]
+    return [(matrix * 0.2).requires_grad_() for matrix in made]
+
+
+def hidden() -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, 8, WIDTH, generator=generator).requires_grad_()
+
+
+def in_form(block: Block, form: Form) -> Block:
+    return cast(Block, code_in_form(form, block, nn.Module()))
+
+
+def trained(block: Block, parameters: list[Tensor], after: Block) -> list[Tensor]:
+    """The loss and all gradients of the block with `after` behind it, and the random state."""
+    torch.manual_seed(5)
+    given = hidden()
+    loss = after(block(given)).square().mean()
+    gradients = torch.autograd.grad(loss, [given, *parameters])
+    return [loss.detach(), *gradients, torch.get_rng_state()]
+
+
+def assert_forms_change_nothing(
+    block: Block, parameters: list[Tensor], after: Block = torch.sin
+) -> None:
+    expected = trained(block, parameters, after)
+    for form in RECOMPUTED:
+        found = trained(in_form(block, form), parameters, after)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other), form
+
+
+def transformer(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Block, list[Tensor]]:
+    """A pre-norm block with residuals, and its parameters."""
+    query, key, value, out, up, down = parameters = weights(6)
+
+    def block(given: Tensor) -> Tensor:
+        normed = F.layer_norm(given, (WIDTH,))
+        mixed = attend(normed @ query, normed @ key, normed @ value)
+        between = given + F.dropout(mixed @ out, 0.2)
+        return between + F.dropout(F.silu(F.layer_norm(between, (WIDTH,)) @ up) @ down, 0.2)
+
+    return block, parameters
+
+
+def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    one_head = F.scaled_dot_product_attention(query[:, None], key[:, None], value[:, None])
+    return one_head[:, 0]
+
+
+def spelled_out(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.dropout((query @ key.transpose(-1, -2)).softmax(-1), 0.3) @ value
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operators that really run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.names[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def run_in_backward(block: Block) -> Counter[str]:
+    loss = block(hidden()).sum()
+    counting = Counting()
+    with counting:
+        loss.backward()
+    return counting.names
+
+
+# --- what runs again ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("form", "products", "kernels"),
+    [("lite", 0, 0), ("mlp", 2, 0), ("attn", 3, 0), ("full", 6, 1)],
+)
+def test_what_a_form_does_not_keep_is_computed_once_more(
+    form: Form, products: int, kernels: int
+) -> None:
+    block, _ = transformer(kernel)
+    extra = run_in_backward(in_form(block, form)) - run_in_backward(block)
+    assert (extra["aten::mm"], extra[KERNEL]) == (products, kernels)
+
+
+def test_a_product_that_nothing_in_backward_needs_is_not_kept() -> None:
+    """A block's last one: recomputation ends before it."""
+    first, second = weights(2)
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.detach())
+        return saved[-1]
+
+    given = hidden()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        in_form(lambda given: F.silu(given @ first) @ second, "lite")(given)
+    its_input, product = saved
+    assert torch.equal(its_input, given)
+    assert torch.equal(product.view_as(given), given @ first)
+
+
+@pytest.mark.parametrize(("form", "batched"), [("lite", 0), ("mlp", 0), ("attn", 0), ("full", 2)])
+def test_attention_without_a_kernel_is_found_by_its_softmax(form: Form, batched: int) -> None:
+    block, _ = transformer(spelled_out)
+    extra = run_in_backward(in_form(block, form)) - run_in_backward(block)
+    assert extra["aten::bmm"] == batched
+
+
+@pytest.mark.parametrize("attend", [kernel, spelled_out])
+def test_forms_of_a_block_with_dropout_match_plain_torch_bitwise(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> None:
+    assert_forms_change_nothing(*transformer(attend))
+
+
+def test_evaluation_runs_plainly() -> None:
+    block, _ = transformer(kernel)
+    counting = Counting()
+    with torch.no_grad(), counting:
+        in_form(block, "lite")(hidden())
+    assert counting.names["aten::mm"] == 6
+
+
+def test_what_is_kept_is_gone_after_backward() -> None:
+    """Without the garbage collector: nothing that is kept stands in a cycle."""
+    block, parameters = transformer(kernel)
+    gradients = sum(parameter.nbytes for parameter in parameters)
+    for form in RECOMPUTED:
+        given = hidden()
+        with MemoryMeter() as meter:
+            meter.mark("forward")
+            loss = in_form(block, form)(given).sum()
+            meter.mark("backward")
+            loss.backward()
+            del loss
+            meter.mark("end")
+        for parameter in parameters:
+            parameter.grad = None
+        assert meter.segments[-1].start_bytes == gradients + given.nbytes, form
+
+
+# --- what must not change it ----------------------------------------------------------------------
+
+
+def test_products_that_are_written_to_in_the_block_match_plain_torch_bitwise() -> None:
+    first, second, third = parameters = weights(3)
+
+    def block(given: Tensor) -> Tensor:
+        doubled = (given @ first).mul_(2)
+        doubled[:, 1:].add_(doubled[:, :1])  # through a view, and kept already
+        return F.gelu(doubled) @ second + torch.zeros(()).add(F.silu(given @ third))
+
+    assert_forms_change_nothing(block, parameters)
+
+
+def test_products_that_others_write_to_match_plain_torch_bitwise() -> None:
+    """The block hands on what it keeps, and whoever gets it writes to it."""
+    first, second = parameters = weights(2)
+
+    def block(given: Tensor) -> tuple[Tensor, Tensor]:
+        return given @ first, F.gelu(given @ second)
+
+    def whole(run: Callable[[Tensor], Any]) -> list[Tensor]:
+        def written(given: Tensor) -> Tensor:
+            one, other = run(given)
+            result: Tensor = one.mul_(3) + other
+            return result
+
+        return trained(written, parameters, torch.sin)
+
+    expected = whole(block)
+    for form in RECOMPUTED:
+        found = whole(code_in_form(form, block, nn.Module()))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_write_that_nobody_could_see_coming_is_an_error() -> None:
+    first, second = weights(2)
+    stashed: list[Tensor] = []
+
+    def block(given: Tensor) -> Tensor:
+        product = given.flatten(0, 1) @ first
+        stashed.append(product.detach())
+        return F.gelu(product.sin() @ second)
+
+    loss = in_form(block, "lite")(hidden()).sum()
+    stashed[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@torch.library.custom_op("protrain_tests::dropout_attention", mutates_args=())
+def dropout_attention(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> list[Tensor]:
+    """Attention as accelerators have it: one operator, which draws what it drops."""
+    probabilities = (query @ key.transpose(-1, -2)).softmax(-1)
+    kept = (torch.rand_like(probabilities) >= dropout_p).to(query.dtype)
+    return [(probabilities * kept) @ value, kept]
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float], output: list[Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], output[1])
+
+
+def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
+    *operands, kept = ctx.saved_tensors
+    with torch.enable_grad():
+        query, key, value = (each.detach().requires_grad_() for each in operands)
+        out = ((query @ key.transpose(-1, -2)).softmax(-1) * kept) @ value
+    return *torch.autograd.grad(out, (query, key, value), gradients[0]), None
+
+
+dropout_attention.register_autograd(_backward, setup_context=_save)
+
+
+def test_an_attention_that_draws_leaves_the_random_numbers_to_those_after_it() -> None:
+    """It is not run again, and the dropout behind it draws the same numbers all the same."""
+    assert_forms_change_nothing(
+        *transformer(lambda query, key, value: dropout_attention(query, key, value, 0.3)[0])
+    )
+
+
+def test_autocast_is_that_of_the_forward() -> None:
+    block, parameters = transformer(kernel)
+
+    def lower(given: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return block(given)
+
+    assert_forms_change_nothing(lower, parameters)
+    outside = [in_form(block, form) for form in RECOMPUTED]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, *found = [trained(run, parameters, torch.sin) for run in (block, *outside)]
+    for each in found:
+        assert all(torch.equal(one, other) for one, other in zip(each, expected, strict=True))
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def test_a_second_backward_is_refused() -> None:
+    block, _ = transformer(kernel)
+    loss = in_form(block, "lite")(hidden()).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    assert str(caught.value) == (
+        "a block that is recomputed in part was recomputed before its forward had ended, or a"
+        " second time: what it keeps is there for one backward"
+    )
+
+
+def test_a_block_that_computes_something_else_in_backward_is_refused() -> None:
+    matrix, bias = weights(2)
+    calls: list[int] = []
+
+    def block(given: Tensor) -> Tensor:
+        calls.append(1)
+        product = given @ matrix if len(calls) == 1 else F.linear(given, matrix, bias[0])
+        return F.gelu(product)
+
+    loss = in_form(block, "lite")(hidden()).sum()
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    assert str(caught.value) == (
+        "a block that is recomputed in part ran aten.addmm.default in backward where it had run"
+        " aten.mm.default in forward: it has to compute the same every time"
+    )
+
+
+# --- compiled blocks, and what profiles say -------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_forms_of_a_compiled_block_match_it_bitwise(backend: str) -> None:
+    block, parameters = transformer(kernel)
+    assert_forms_change_nothing(torch.compile(block, backend=backend), parameters)
+
+
+def forms(name: str) -> list[tuple[str, ...]]:
+    """The forms of every unit of a model."""
+    model, first = build(name), batch(name, 0)
+    found = discover(model, first)
+    units: list[Unit] = measure_bytes(
+        model, first, analyze_units(model, first, found), MemoryMeter
+    ).units
+    return [tuple(cost.form for cost in unit.forms) for unit in units]
+
+
+def test_profiles_have_the_forms_that_a_block_can_take() -> None:
+    part = ("keep",)
+    assert forms("gpt2") == [part, *[tuple(FORMS)] * 4, part]
+    assert forms("functional-no-attention") == [part, *[("keep", "lite", "full")] * 4, part]

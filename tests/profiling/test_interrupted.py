@@ -1,0 +1,225 @@
+"""A profile that ends early, or not, leaves the model and the machine as they were."""
+
+import gc
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protrain_plan.profiling.measured import measure_model
+from protrain_plan.records.profile import Workload
+from tests.support.forked import protrain
+from tests.support.runtime_cases import attached, copied, differences
+
+WORKLOAD = Workload(
+    model="x", model_config="", batch_size=2, seq_len=1, dtype="float32", device="cpu", seed=0
+)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(64, 64), nn.BatchNorm1d(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + nn.functional.dropout(self.norm(self.first(x)), 0.1)
+        scale = 1 + random.random() + float(np.random.rand())
+        return y * scale
+
+
+class Model(nn.Module):
+    """Running statistics, dropout, random numbers of three libraries, a buffer made in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 64)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.at_call: Callable[[], None] = lambda: None
+        self.at_backward: Callable[[], None] = lambda: None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        self.register_buffer("cache", torch.ones(3))
+        for number, layer in enumerate(self.layers):
+            if number == 2:
+                self.at_call()
+                if x.requires_grad:
+                    x.register_hook(self._backward)
+            x = layer(x)
+        loss: Tensor = x.square().mean()
+        return loss
+
+    def _backward(self, _: Tensor) -> None:
+        self.at_backward()
+
+
+class At:
+    """Does something in the n-th call."""
+
+    def __init__(self, number: int, act: Callable[[], Any]) -> None:
+        self.number, self.act, self.count = number, act, 0
+
+    def __call__(self) -> None:
+        self.count += 1
+        if self.count == self.number:
+            self.act()
+
+
+def fail() -> None:
+    raise ZeroDivisionError("in the model's code")
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def exhaust() -> None:
+    torch.empty(2**55)
+
+
+class EnoughError(Exception):
+    """Nothing is measured after the model's part."""
+
+
+def until_the_probe(what: str, _: float) -> None:
+    if what == "probing the machine":
+        raise EnoughError
+
+
+def model_with_gradients() -> Model:
+    torch.manual_seed(3)
+    model = Model()
+    model.layers[1].eval()
+    model.embed.weight.requires_grad_(False)
+    for parameter in model.layers[0].parameters():
+        parameter.grad = torch.randn_like(parameter)
+    return model
+
+
+def state(model: Model) -> dict[str, Any]:
+    """All that a profile could have changed."""
+    gc.collect()
+    numpy: Any = np.random.get_state()
+    found: dict[str, Any] = copied(
+        {
+            "parameters": dict(model.named_parameters()),
+            "identities": {name: id(p) for name, p in model.named_parameters()},
+            "trained": {name: p.requires_grad for name, p in model.named_parameters()},
+            "gradients": {name: p.grad for name, p in model.named_parameters()},
+            "gradient objects": {name: id(p.grad) for name, p in model.named_parameters()},
+            "buffers": dict(model.named_buffers()),
+            "buffer objects": {name: id(buffer) for name, buffer in model.named_buffers()},
+            "train flags": [module.training for module in model.modules()],
+            "attached": attached(model),
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": [str(numpy[0]), numpy[1].tolist(), *numpy[2:]],
+            "threads": len(threading.enumerate()),
+            "files": len(list(Path("/proc/self").glob("fd/*"))),
+        }
+    )
+    return found
+
+
+def batches() -> Iterator[Tensor]:
+    while True:
+        yield torch.tensor([1, 2, 3, 4])
+
+
+def measured(model: Model, error: type[BaseException], folder: Path) -> None:
+    before = state(model)
+    with pytest.raises(error):
+        measure_model(
+            model,
+            batches(),
+            workload=WORKLOAD,
+            num_steps=1,
+            spill_directory=folder,
+            progress=until_the_probe,
+        )
+    assert list(differences(state(model), before, "state")) == []
+    assert list(folder.iterdir()) == []
+
+
+def test_the_model_is_the_same_after_its_profile(tmp_path: Path) -> None:
+    measured(model_with_gradients(), EnoughError, tmp_path)
+
+
+NUM_CALLS = 27
+"""Of the model's forward, in a whole profile of one step per form."""
+
+
+def test_the_calls_that_the_other_tests_end_in_are_those_of_a_profile(tmp_path: Path) -> None:
+    model = model_with_gradients()
+    counting = At(0, fail)
+    model.at_call = counting
+    measured(model, EnoughError, tmp_path)
+    assert counting.count == NUM_CALLS
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(call, marks=() if call in (1, 7, 9, 10, 14) else pytest.mark.slow)
+        for call in range(1, NUM_CALLS + 1)
+    ],
+)
+def test_an_exception_in_a_forward_leaves_the_model_as_it_was(call: int, tmp_path: Path) -> None:
+    model = model_with_gradients()
+    model.at_call = At(call, fail)
+    measured(model, ZeroDivisionError, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4, 9],
+)
+def test_an_exception_in_a_backward_leaves_the_model_as_it_was(call: int, tmp_path: Path) -> None:
+    model = model_with_gradients()
+    model.at_backward = At(call, fail)
+    measured(model, ZeroDivisionError, tmp_path)
+
+
+@pytest.mark.parametrize("call", [1, 9, 10, NUM_CALLS])
+@pytest.mark.parametrize(
+    ("act", "error"), [(interrupt, KeyboardInterrupt), (exhaust, RuntimeError)]
+)
+def test_an_interruption_leaves_the_model_as_it_was(
+    call: int, act: Callable[[], None], error: type[BaseException], tmp_path: Path
+) -> None:
+    model = model_with_gradients()
+    model.at_call = At(call, act)
+    measured(model, error, tmp_path)
+
+
+FACTORY = """
+import torch
+from tests.profiling.test_interrupted import At, Model, {act}
+
+def make():
+    model = Model()
+    model.at_call = At(9, {act})
+    return model, [torch.tensor([1, 2, 3, 4])]
+"""
+
+
+@pytest.mark.parametrize(("act", "code", "said"), [
+    ("interrupt", 130, ""),
+    pytest.param("exhaust", 4, "error: out of memory: ", marks=pytest.mark.slow),
+    ("fail", 2, "model's code raised ZeroDivisionError: in the model's code, in the forward"),
+])  # fmt: skip
+def test_the_command_leaves_no_file(act: str, code: int, said: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FACTORY.format(act=act))
+    (tmp_path / "spill").mkdir()
+    command = ("profile", "mine:make", "--in-process", "-o", "p.yaml", "--spill-directory", "spill")
+    result = protrain(*command, folder=tmp_path)
+    assert result.returncode == code, result.stderr
+    assert said in result.stderr
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine.py", "spill"]

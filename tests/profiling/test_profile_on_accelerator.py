@@ -1,0 +1,155 @@
+"""A profile that is measured on an accelerator: the emulated one, and not the current device."""
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from protrain_plan.commands.training import train
+from protrain_plan.hardware.probe import probe
+from protrain_plan.models.sources import load_source
+from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.outcome import Solved
+from protrain_plan.planning.questions.planner import plan as solve
+from protrain_plan.planning.search.min_memory import min_memory
+from protrain_plan.profiling.measured import measure_model
+from protrain_plan.profiling.memory.unit_bytes import analyze_units
+from protrain_plan.profiling.rehearsal import ALLOWANCE_BYTES
+from protrain_plan.profiling.structure.discovery import discover
+from protrain_plan.program.program import BLOCK_BYTES
+from protrain_plan.records.plan import Budgets
+from protrain_plan.records.profile import Profile, Workload
+from protrain_plan.simulation.memory import device_bytes
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.memory_meter import reachable_bytes
+from tests.support.cards import need_compiler
+from tests.support.planning_cases import gpu
+from tests.support.programs import compile_units
+
+pytestmark = pytest.mark.emulated
+
+MIB = 2**20
+SOURCE = load_source("tiny-llama")
+WORKSPACES = 2 * MIB  # the emulated device's matrix products take 1 MiB per thread and stream
+CONTEXT = 48 * MIB  # what its driver says that a process takes besides
+AMPLE = Budgets(device=2**32, host=10**12, disk=10**12)
+
+
+@pytest.fixture(autouse=True)
+def card() -> Iterator[torch.device]:
+    need_compiler("nothing of a profile on an accelerator is tested")
+    from tests.emulated.device import extension
+
+    extension()
+    yield devices.found("emulated:1")
+    gc.collect()
+
+
+@cache
+def profiled(where: torch.device) -> Profile:
+    """Of a machine that is not probed, while others have tensors and the libraries have run."""
+    others = torch.ones(MIB, device=where).requires_grad_()
+    (others.view(1024, 1024) @ others.view(1024, 1024)).sum().backward()
+    others.grad = None
+    machine = gpu(disk_gb=1)
+    device = replace(machine.device, kind="emulated", memory_bytes=2**32)
+    batches = SOURCE.batches(batch_size=2, seq_len=64, dtype="bfloat16", device=where)
+    with TemporaryDirectory() as spill:
+        return measure_model(
+            SOURCE.build(dtype="bfloat16", device=where),
+            batches,
+            workload=Workload(
+                model=SOURCE.name,
+                model_config=SOURCE.model_config,
+                batch_size=2,
+                seq_len=64,
+                dtype="bfloat16",
+                device=where.type,
+                seed=0,
+            ),
+            num_steps=1,
+            spill_directory=Path(spill),
+            progress=lambda *_: None,
+            machine=replace(machine, device=device),
+        )
+
+
+def test_a_profile_counts_workspaces_and_context_and_the_other_device_has_nothing(
+    card: torch.device,
+) -> None:
+    other = torch.device("emulated", 0)
+    before = devices.allocated_bytes(other)
+    profile = profiled(card)
+    assert devices.allocated_bytes(other) == before
+    assert profile.workload.device == profile.hardware.device.kind == "emulated"
+    model = SOURCE.build(dtype="bfloat16", device=card)
+    batch = next(SOURCE.batches(batch_size=2, seq_len=64, dtype="bfloat16", device=card))
+    anatomy = analyze_units(model, batch, discover(model, batch), device="emulated")
+    kept = profile.fixed_bytes - anatomy.fixed_bytes
+    assert kept >= WORKSPACES
+    # Threads of tests before may have some too; besides them, what stands for parameters.
+    assert kept % MIB <= BLOCK_BYTES
+    assert profile.base_bytes == anatomy.base_bytes
+    assert profile.hardware.device.context_bytes == CONTEXT + ALLOWANCE_BYTES
+    assert profile.hardware.device.allocator_bytes > 0
+    assert all(form.forward_s > 0 for unit in profile.units for form in unit.forms)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_plan_runs_under_a_limit_on_what_it_predicts(
+    card: torch.device, share: float, tmp_path: Path
+) -> None:
+    """The limit is on what the allocator holds; measured peaks are predicted, slot by slot."""
+    from tests.emulated.device import capped
+
+    profile = profiled(card)
+    problem = Problem.of(profile, AMPLE)
+    lean = min_memory(problem)
+    assert lean is not None
+    plain = max(problem.static_bytes(tuple((0, 0) for _ in problem.options)))
+    room = lean.bytes + round(share * (plain - lean.bytes))
+    budgets = replace(AMPLE, device=room + profile.hardware.device.besides_bytes)
+    solved = solve(profile, budgets)
+    assert isinstance(solved, Solved)
+    plan, peak = solved.plan, solved.plan.prediction.peak_bytes
+    assert peak.on_device <= budgets.device
+    program = compile_units(plan.units, profile, piece_bytes=plan.piece_bytes)
+    predicted = [slot.total for slot in device_bytes(program)]
+    gc.collect()
+    devices.free_cached(card)
+    # What other tests have left on the device, and what libraries keep, of which the plan knows.
+    others = reachable_bytes(card)
+    kept = devices.reserved_bytes(card) if others else 0
+    with capped(card, peak.reserved + kept):
+        run = train(
+            plan, num_steps=3, plain=False, text=None, spill_directory=tmp_path, device=card
+        )
+    measured = [size - others for size in run.slot_bytes]
+    over = [(n, m - p) for n, (m, p) in enumerate(zip(measured, predicted, strict=True))]
+    assert [(slot, more) for slot, more in over if more > 0] == []
+    assert max(measured) >= 0.9 * max(predicted)
+
+
+@pytest.mark.slow
+def test_a_probe_measures_the_link_and_what_lanes_take_from_compute(
+    card: torch.device, tmp_path: Path
+) -> None:
+    hardware = probe(str(card), spill_directory=tmp_path)
+    assert hardware.device.kind == "emulated"
+    assert hardware.device.context_bytes == CONTEXT
+    assert hardware.device.memory_bytes == devices.free_and_total_bytes(card)[1]
+    assert [tier.name for tier in hardware.tiers] == ["host", "disk"]
+    assert 1e6 < hardware.tier("host").link.read_bytes_per_s < 1e12
+    for both in (
+        hardware.read_contention,
+        hardware.write_contention,
+        hardware.update_contention,
+    ):
+        assert 0 < both.compute <= 1
+        assert 0 < both.lane <= 1
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,311 @@
+"""Bytes of fake tensors against bytes of real ones, which the allocator reports."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.hardware.probe import processor_name
+from protrain_plan.hardware.workspaces import allocator_of
+from protrain_plan.models.batches import Batch
+from protrain_plan.models.sources import ModelSource, load_source
+from protrain_plan.profiling.memory import passes
+from protrain_plan.profiling.memory.fake_meter import FakeMeter
+from protrain_plan.profiling.structure.discovery import discover
+from protrain_plan.profiling.structure.faking import fake_batch, faking, without_values
+from protrain_plan.program.program import BLOCK_BYTES
+from protrain_plan.records.hardware import Device, DeviceKind
+from protrain_plan.records.profile import DType, Form
+from protrain_runtime.devices.memory_meter import MemoryMeter, Segment
+from tests.support.thinning import thinned
+
+aten = torch.ops.aten
+SMALL: dict[str, int] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2,
+                         "num_hidden_layers": 2, "vocab_size": 300}  # fmt: skip
+CONFIGS: dict[str, dict[str, object]] = {
+    "llama": {"model_type": "llama", "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2},
+    "t5": {"model_type": "t5", "num_layers": 2, "d_model": 64, "d_ff": 96, "num_heads": 2,
+           "d_kv": 32, "decoder_start_token_id": 0},
+    "bert": {"model_type": "bert"},
+    "gemma2": {"model_type": "gemma2", "num_key_value_heads": 1, "head_dim": 32,
+               "sliding_window": 16},
+    "mixtral": {"model_type": "mixtral", "num_key_value_heads": 1, "num_local_experts": 4},
+}  # fmt: skip
+
+
+def device(kind: DeviceKind = "cpu", name: str = "") -> Device:
+    """One that is not here, unless it is named so."""
+    threads = torch.get_num_threads()
+    return Device(kind=kind, name=name, memory_bytes=0, context_bytes=0, num_threads=threads)
+
+
+def source(name: str) -> ModelSource:
+    return load_source(name, model_config=json.dumps({**SMALL, **CONFIGS[name]}))
+
+
+def segments(
+    made: ModelSource,
+    batch: Batch,
+    form: Form,
+    meter: passes.MeterFactory,
+    dtype: DType = "float32",
+) -> tuple[Segment, ...]:
+    model = made.build(dtype=dtype)
+    modules = [unit.module for unit in discover(model, batch)]
+    return passes.memory_segments(model, modules, batch, form, meter=meter)
+
+
+@pytest.mark.parametrize(("name", "form"), thinned(sorted(CONFIGS), ["keep", "full"]))
+def test_every_slot_of_a_step_has_the_bytes_of_real_tensors(name: str, form: Form) -> None:
+    made = source(name)
+    batch = next(iter(made.batches(batch_size=2, seq_len=32)))
+    real = segments(made, batch, form, MemoryMeter)
+    with faking() as mode:
+        fake = segments(
+            made, fake_batch(mode, batch), form, lambda: FakeMeter(allocator_of(device()))
+        )
+    assert fake == real
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_slots_in_16_bits_have_the_bytes_of_real_tensors_on_the_machine_at_hand(
+    dtype: DType,
+) -> None:
+    made = source("llama")
+    batch = next(iter(made.batches(batch_size=2, seq_len=32)))
+    here = device(name=processor_name())
+    real = segments(made, batch, "keep", MemoryMeter, dtype=dtype)
+    with faking() as mode:
+        faked = fake_batch(mode, batch)
+        meter = partial(FakeMeter, allocator_of(here))
+        fake = segments(made, faked, "keep", meter, dtype=dtype)
+    assert fake == real
+
+
+def test_looking_for_packed_sequences_takes_what_it_takes_with_real_tensors() -> None:
+    """Transformers looks at the position ids of all sequences: with many, that is a slot's peak."""
+    made = source("llama")
+    batch = next(iter(made.batches(batch_size=64, seq_len=16)))
+    real = segments(made, batch, "keep", MemoryMeter)
+    with faking() as mode:
+        fake = segments(
+            made, fake_batch(mode, batch), "keep", lambda: FakeMeter(allocator_of(device()))
+        )
+    assert fake == real
+
+
+def live(operator: Callable[..., Any], *args: Any, name: str = "") -> tuple[Segment, Segment]:
+    """One operator's bytes: of fake tensors on the processor `name`, of real ones."""
+    operator(*args)  # what is made once
+    with MemoryMeter() as real:
+        real.mark("operator")
+        result = operator(*args)
+    del result
+    with faking() as mode:
+        fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
+        with FakeMeter(allocator_of(device(name=name))) as fake:
+            fake.mark("operator")
+            result = operator(*fakes)
+        del result
+    return fake.segments[0], real.segments[0]
+
+
+X = torch.ones(64, 128)
+HALF = X.bfloat16()
+TOKENS = torch.zeros(8, 16, dtype=torch.int64)
+HEADS = torch.ones(2, 200, 4, 32).transpose(1, 2)  # [batch, heads, sequence, width]
+SUMS = torch.ones(2, 4, 200)
+EXACT: dict[str, tuple[Any, ...]] = {
+    "a number of the tensor's dtype": (aten.mul.Tensor, X, 2.0),
+    "a number and whole numbers": (aten.eq.Scalar, TOKENS, 1),
+    "a number in place": (aten.div_.Scalar, X.clone(), 2.0),
+    "operands of two dtypes": (aten.add.Tensor, X, HALF),
+    "in place with a wider operand": (aten.mul_.Tensor, HALF.clone(), X),
+    "comparison of two dtypes": (aten.eq.Tensor, X, HALF),
+    "choice between two dtypes": (aten.where.self, X > 0, X, HALF),
+    "choice with a number": (aten.where.ScalarOther, X > 0, X, 0.0),
+    "mean": (aten.mean.dim, X, [-1], True),
+    "running sum of bools": (aten.cumsum.default, X > 0, -1),
+    "copy of a transposed matrix": (aten.clone.default, X.t()),
+    "softmax that may be masked": (aten._safe_softmax.default, HEADS, -1),
+    "embedding of a transposed gradient": (
+        aten.embedding_dense_backward.default,
+        torch.ones(8, 32, 16).transpose(1, 2), TOKENS, 100, -1, False,
+    ),
+    "embedding of a part of the tokens": (aten.embedding.default, X, TOKENS[:, 1:]),
+    "embedding's backward of a part of the tokens": (
+        aten.embedding_dense_backward.default,
+        torch.ones(8, 15, 16), TOKENS[:, 1:], 100, -1, False,
+    ),
+    "norm": (
+        aten.native_layer_norm_backward.default,
+        X, X, [128], torch.ones(64, 1), torch.ones(64, 1), torch.ones(128), torch.ones(128),
+        [True, True, True],
+    ),
+    "sort": (aten.sort.default, TOKENS.flatten()),
+    "histogram": (aten.histc.default, torch.ones(256), 4, 0, 3),
+    "Fourier transform of inner dimensions": (aten._fft_r2c.default, HEADS, [1], 1, True),
+    "complex Fourier transform": (aten._fft_c2c.default, HEADS.to(torch.cfloat), [2], 1, True),
+    "dropout": (aten.native_dropout.default, X, 0.5, True),
+    "dropout's backward": (aten.native_dropout_backward.default, X, X > 0, 2.0),
+    "attention": (
+        aten._scaled_dot_product_flash_attention_for_cpu.default, HEADS, HEADS, HEADS, 0.0, True,
+    ),
+    "attention's backward": (
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        HEADS, HEADS, HEADS, HEADS, HEADS, SUMS, 0.0, True,
+    ),
+    "attention's backward, heads outermost": (
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        HEADS.contiguous(), HEADS, HEADS, HEADS, HEADS, SUMS, 0.0, True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_operators_take_the_workspace_that_the_table_says(name: str) -> None:
+    operator, *args = EXACT[name]
+    fake, real = live(operator, *args)
+    assert fake == real
+
+
+BOUNDED: dict[str, tuple[Any, ...]] = {
+    "product": (aten.mm.default, HALF, HALF.t()),
+    "product of a transposed operand": (aten.mm.default, HALF.t(), HALF),
+    "products": (aten.bmm.default, HALF.view(4, 16, 128), HALF.view(4, 128, 16)),
+    "scattered sums": (
+        aten.scatter_add.default, HALF, 0, torch.zeros(4, 128, dtype=torch.int64), HALF[:4],
+    ),
+    "sums at indices": (aten.index_add.default, HALF, 0, torch.arange(32), HALF[:32]),
+    "mean": (aten.mean.default, HALF),
+    "attention": (
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        HEADS.bfloat16(), HEADS.bfloat16(), HEADS.bfloat16(), 0.0, True,
+    ),
+    "attention's backward": (
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        *[HEADS.bfloat16()] * 5, SUMS, 0.0, True,
+    ),
+    "convolution": (
+        aten.convolution.default,
+        torch.ones(2, 3, 32, 32), torch.ones(16, 3, 8, 8), None,
+        [8, 8], [0, 0], [1, 1], False, [0, 0], 1,
+    ),
+    "convolution's backward": (
+        aten.convolution_backward.default,
+        torch.ones(2, 16, 4, 4), torch.ones(2, 3, 32, 32), torch.ones(16, 3, 8, 8), [16],
+        [8, 8], [0, 0], [1, 1], False, [0, 0], 1, [True, True, True],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_kernels_that_choose_their_scratch_memory_stay_below_the_bound(name: str) -> None:
+    operator, *args = BOUNDED[name]
+    fake, real = live(operator, *args)
+    assert (fake.start_bytes, fake.end_bytes) == (real.start_bytes, real.end_bytes)
+    assert fake.peak_bytes >= real.peak_bytes
+
+
+@pytest.mark.parametrize("name", [*EXACT, *BOUNDED])
+def test_operators_take_what_they_take_on_the_machine_at_hand(name: str) -> None:
+    operator, *args = {**EXACT, **BOUNDED}[name]
+    fake, real = live(operator, *args, name=processor_name())
+    assert fake == real
+
+
+def test_attention_is_counted_as_packed_for_tiles_which_some_processors_do() -> None:
+    """An Intel Xeon with AMX took those bytes, and others less."""
+    operator = EXACT["attention"][0]
+    with faking() as mode, FakeMeter(allocator_of(replace(device(), num_threads=2))) as meter:
+        heads = mode.from_tensor(HEADS).to(torch.bfloat16)
+        meter.mark("attention")
+        result = operator(heads, heads, heads, 0.0, True)
+    assert meter.segments[0].peak_bytes - meter.segments[0].start_bytes == 510_208
+    del result
+
+
+def test_a_number_goes_with_a_graph_that_is_dropped() -> None:
+    def drop(given: Tensor) -> None:
+        scaled = given * 2.5
+        scaled.exp().sum()
+
+    def keep(given: Tensor) -> Tensor:
+        return (given * 2.5).exp().sum()
+
+    given = X.clone().requires_grad_()
+    for operator, left in ((drop, 0), (keep, X.nbytes + 8 + 4)):
+        fake, real = live(operator, given)
+        assert fake == real
+        assert fake.end_bytes == left
+
+
+def test_cuda_rounds_every_storage_up_to_a_block() -> None:
+    with faking(), FakeMeter(allocator_of(device("cuda"))) as meter:
+        meter.mark("two")
+        small, large = torch.empty(1), torch.empty(129)
+        meter.mark("one")
+        del large
+    assert [segment.end_bytes for segment in meter.segments] == [
+        3 * BLOCK_BYTES,
+        BLOCK_BYTES,
+    ]
+    del small
+
+
+def test_segments_are_refused_before_the_end() -> None:
+    with pytest.raises(RuntimeError, match=r"^FakeMeter: segments are known after the with"):
+        _ = FakeMeter(allocator_of(device())).segments
+
+
+def test_what_faking_replaces_is_there_again_afterwards() -> None:
+    from transformers import masking_utils
+
+    before = (torch.get_rng_state, torch.set_rng_state, masking_utils.find_packed_sequence_indices)
+    with pytest.raises(ZeroDivisionError), faking():
+        raise ZeroDivisionError
+    after = (torch.get_rng_state, torch.set_rng_state, masking_utils.find_packed_sequence_indices)
+    assert after == before
+    assert type(torch.ones(1)) is Tensor
+
+
+def test_code_that_looks_at_values_is_refused() -> None:
+    with pytest.raises(ProtrainError) as refused, faking(), without_values("my.model:factory"):
+        torch.rand(3).nonzero()
+    assert str(refused.value) == (
+        "my.model:factory: the model's code depends on values of tensors, in aten.nonzero.default: "
+        "what it does cannot be known without running it\n"
+        "  fix: profile it on the device that it is to run on"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "grouped", "keeps_scores"),
+    [
+        ("cpu", torch.bfloat16, False, True),
+        ("cuda", torch.bfloat16, False, False),
+        ("cuda", torch.bfloat16, True, False),
+        ("cuda", torch.float32, False, False),
+        ("cuda", torch.float32, True, True),
+    ],
+)
+def test_attention_with_dropout_takes_the_devices_kernel(
+    kind: DeviceKind, dtype: torch.dtype, grouped: bool, keeps_scores: bool
+) -> None:
+    with faking(kind), FakeMeter(allocator_of(device(kind))) as meter:
+        query = torch.ones(1, 4, 512, 16, dtype=dtype, requires_grad=True)
+        key = torch.ones(1, 2 if grouped else 4, 512, 16, dtype=dtype, requires_grad=True)
+        meter.mark("attention")
+        result = torch.nn.functional.scaled_dot_product_attention(
+            query, key, key, dropout_p=0.1, enable_gqa=grouped
+        )
+    scores = 4 * 512 * 512 * dtype.itemsize
+    assert (meter.segments[0].end_bytes - meter.segments[0].start_bytes > scores) == keeps_scores
+    del result

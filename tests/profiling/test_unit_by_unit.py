@@ -1,0 +1,209 @@
+"""Models larger than the device: the profile is that of the whole model, the memory is not."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.models.building import without_parameters
+from protrain_plan.models.sources import ModelSource, load_source
+from protrain_plan.profiling.memory import passes
+from protrain_plan.profiling.memory.block_classes import filled, stubs_in_place
+from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
+from protrain_plan.profiling.structure.discovery import discover, undisturbed
+from protrain_plan.profiling.unit_by_unit import build_sparsely, free_bytes, sketched
+from protrain_plan.records import read_plan, read_profile
+from protrain_plan.records.profile import Unit, Workload
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.memory_meter import MemoryMeter, device_of
+from protrain_runtime.diagnostics.matching import model_fingerprint
+from tests.support.configs import CONFIGS, SMALL
+
+ROOT = Path(__file__).parents[2]
+CASES: dict[str, tuple[dict[str, object], dict[str, str]]] = {
+    **{name: (config, {}) for name, config in CONFIGS.items()},
+    "tied": ({**CONFIGS["llama"], "tie_word_embeddings": True}, {}),
+    "lora": (CONFIGS["llama"], {"adapter": "lora r=4"}),
+    "autocast": (CONFIGS["llama"], {"dtype": "bfloat16", "precision": "autocast"}),
+}
+QUICK = ("tied",)
+
+
+def source_and_workload(name: str) -> tuple[ModelSource, Workload]:
+    config, options = CASES[name]
+    source = load_source(name, model_config=json.dumps({**SMALL, **config}))
+    workload = Workload(
+        model=source.name,
+        model_config=source.model_config,
+        batch_size=2,
+        seq_len=32,
+        dtype="float32",
+        device="cpu",
+        seed=0,
+    )
+    return source, replace(workload, **options)  # type: ignore[arg-type]
+
+
+def whole(source: ModelSource, workload: Workload) -> tuple[list[Unit], int, str]:
+    """Units, base bytes and fingerprint of the model as it is."""
+    model = source.build(
+        dtype=workload.dtype, precision=workload.precision, adapter=workload.adapter
+    )
+    batch = next(
+        source.batches(batch_size=2, seq_len=32, dtype=workload.dtype, precision=workload.precision)
+    )
+    found = discover(model, batch)
+    passes.training_step(model, batch)
+    passes.drop_gradients(model)
+    anatomy = analyze_units(model, batch, found, precision=workload.precision)
+    units = measure_bytes(model, batch, anatomy, MemoryMeter).units
+    return units, anatomy.base_bytes, model_fingerprint(model)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
+)
+def test_bytes_are_those_of_the_whole_model(name: str) -> None:
+    source, workload = source_and_workload(name)
+    sketch = sketched(source, workload, text=None)
+    model, found, batches = build_sparsely(source, workload, sketch, text=None)
+    batch = next(batches)
+    with undisturbed(model), stubs_in_place(found, sketch.block_classes):
+        passes.training_step(model, batch)
+        passes.drop_gradients(model)
+        anatomy = analyze_units(model, batch, found, precision=workload.precision)
+        units = measure_bytes(model, batch, anatomy, MemoryMeter).units
+    assert (
+        filled(units, sketch.block_classes),
+        anatomy.base_bytes,
+        model_fingerprint(model),
+    ) == whole(source, workload)
+
+
+def test_only_what_runs_has_memory_and_the_seed_says_its_values() -> None:
+    source, workload = source_and_workload("tied")
+    sketch = sketched(source, workload, text=None)
+    (one, found, _), (two, _, _) = (
+        build_sparsely(source, workload, sketch, text=None) for _ in range(2)
+    )
+    absent = {name for unit in sketch.block_classes.stubbed for name in found[unit].parameters}
+    assert {name for name, p in one.named_parameters() if p.is_meta} == absent
+    assert {name.split(".")[2] for name in absent} == {"2", "3", "4"}
+    for (name, first), (_, second) in zip(
+        one.named_parameters(), two.named_parameters(), strict=True
+    ):
+        assert name in absent or (torch.equal(first, second) and first.isfinite().all())
+    assert one.get_parameter("lm_head.weight") is one.get_parameter("model.embed_tokens.weight")
+    assert all(buffer.device.type == "cpu" for buffer in one.buffers())
+    assert device_of(one) == torch.device("cpu")
+
+
+def test_parameters_are_built_without_memory_and_stay_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shared = nn.Parameter(torch.ones(3))
+            self.first, self.second = shared, shared
+            self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+            self.register_buffer("table", torch.arange(3))
+            self.register_parameter("nothing", None)
+
+    with without_parameters():
+        model = Tied()
+    assert model.first is model.second and model.first.is_meta
+    assert not model.frozen.requires_grad
+    assert model.get_buffer("table").tolist() == [0, 1, 2]
+    assert not Tied().first.is_meta
+
+
+def test_a_sketch_counts_what_a_step_takes() -> None:
+    source, workload = source_and_workload("llama")
+    sketch = sketched(source, workload, text=None)
+    model = source.build()
+    batch = next(source.batches(batch_size=2, seq_len=32))
+    with MemoryMeter() as meter:
+        meter.mark("step")
+        passes.training_step(model, batch)
+    parameters = sum(p.nbytes for p in model.parameters())
+    needed = parameters + meter.segments[0].peak_bytes
+    # All gradients and all activations do not stand at once: an upper bound, below their sum twice.
+    assert needed <= sketch.whole_bytes <= 2 * needed
+    assert sketch.block_classes.stubbed
+
+
+def test_a_unit_that_is_too_large_by_itself_is_refused() -> None:
+    source, workload = source_and_workload("llama")
+    huge = {**SMALL, **CONFIGS["llama"], "vocab_size": 2**31, "hidden_size": 2**11}
+    source = load_source("huge", model_config=json.dumps(huge))
+    sketch = sketched(source, workload, text=None)
+    with pytest.raises(ProtrainError) as caught:
+        build_sparsely(source, workload, sketch, text=None)
+    # The head is in the part that begins with the last norm.
+    message, _, fix = str(caught.value).partition("\n")
+    assert message.startswith("huge: model.norm alone has 32.00 TiB of parameters")
+    assert message.endswith("are free: it can be neither measured nor trained there")
+    assert fix == "  fix: a device with more memory, a narrower --dtype, or adapters (--lora)"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA")
+def test_free_memory_follows_a_limit_on_the_process() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    try:
+        resource.setrlimit(resource.RLIMIT_DATA, (2**62, hard))
+        unlimited = free_bytes(devices.HOST)
+        resource.setrlimit(resource.RLIMIT_DATA, (2**10, hard))
+        assert free_bytes(devices.HOST) == 0 < unlimited
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+# --- under a limit --------------------------------------------------------------------------------
+
+EIGHTH = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 512,
+          "intermediate_size": 1792, "num_hidden_layers": 128, "num_attention_heads": 16,
+          "num_key_value_heads": 4, "vocab_size": 16032, "rope_theta": 500000.0}  # fmt: skip
+"""Llama 3.1 8B at an eighth of its widths, four times as deep: 1.7 GiB in float32."""
+LIMITED = """
+import resource, sys
+limit = int(sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+from protrain_plan.cli import main
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA")
+def test_a_model_whose_parameters_exceed_the_limit_is_profiled_within_it_and_planned(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(EIGHTH))
+    limit = 1100 * 2**20
+
+    def protrain(*arguments: str) -> None:
+        result = subprocess.run(
+            [sys.executable, "-c", LIMITED, str(limit), *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+
+    protrain("profile", "config.json", "--seq-len", "64", "--steps", "1", "-o", "profile.yaml")
+    profile = read_profile(tmp_path / "profile.yaml")
+    assert profile.method == "measured"
+    assert sum(unit.parameter_bytes for unit in profile.units) > limit
+    assert len(profile.units) == 130
+    protrain("plan", "profile.yaml", "--device-memory", "1100MiB", "--solver", "offload-all",
+             "-o", "plan.yaml")  # fmt: skip
+    assert len(read_plan(tmp_path / "plan.yaml").units) == 130

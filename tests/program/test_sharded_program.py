@@ -1,0 +1,169 @@
+"""Programmes for several devices: shards, collectives and their order, and one rank's bytes."""
+
+from dataclasses import replace
+
+import pytest
+
+from protrain_plan.program.compiling import compile_plan
+from protrain_plan.program.program import (
+    COLLECT,
+    ChunkSize,
+    Program,
+    Settings,
+    gradient_home,
+    padded,
+    shard_of,
+)
+from protrain_plan.records import dumps_plan, loads_plan
+from protrain_plan.records.hardware import DeviceKind
+from protrain_plan.records.plan import (
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    Schedule,
+    UnitPlan,
+    Updates,
+)
+from tests.support.record_samples import PLAN
+
+CHUNK = ChunkSize(
+    parameter_bytes=4000,
+    gradient_bytes=3000,
+    state_bytes=6000,
+    num_parameters=750,
+    used_by=(0,),
+    parameter_pieces=(2500, 1500),
+    gradient_pieces=(2500, 500),
+)
+
+
+def settings(
+    num_devices: int, *, num_replicas: int = 1, device: DeviceKind = "cpu", updates: Updates
+) -> Settings:
+    return Settings(
+        device=device,
+        piece_bytes=1000,
+        updates=updates,
+        num_devices=num_devices,
+        num_replicas=num_replicas,
+    )
+
+
+IN_BACKWARD = settings(2, updates="in backward")
+
+
+def compiled(
+    *states: Placement,
+    of: Settings = IN_BACKWARD,
+    schedule: Schedule = Schedule(),  # noqa: B008
+) -> Program:
+    units = [
+        UnitPlan(name=f"layers.{n}", activations=Keep(), states=place, schedule=schedule)
+        for n, place in enumerate(states)
+    ]
+    chunks = [replace(CHUNK, used_by=(number,)) for number in range(len(states))]
+    return compile_plan(units, chunks, of)
+
+
+def names(program: Program) -> list[str]:
+    return [program.move_name(number) for number in range(len(program.moves))]
+
+
+def test_a_shard_has_its_part_of_every_group_in_whole_blocks_of_256_bytes() -> None:
+    own = shard_of(CHUNK, IN_BACKWARD)
+    # 2500 trainable bytes: 1250 each, 5 blocks; 500 trainable and 1000 frozen ones: 1 and 2.
+    assert own.parameter_pieces == (5 * 256, 256 + 2 * 256)
+    assert own.gradient_pieces == (5 * 256, 256)
+    assert own.num_parameters == 6 * 64  # of 4 bytes, padding included
+    assert own.state_bytes == 8 * 6 * 64
+    whole = padded(CHUNK, IN_BACKWARD)
+    assert whole.parameter_pieces == (10 * 256, 6 * 256)
+    assert (whole.num_parameters, whole.state_bytes) == (2 * 6 * 64, 2 * 8 * 6 * 64)
+    assert padded(whole, IN_BACKWARD) == whole and shard_of(whole, IN_BACKWARD) == own
+
+
+def test_replicas_share_nothing_with_each_other() -> None:
+    of = settings(4, num_replicas=2, updates="in backward")
+    assert of.num_shards == 2
+    assert shard_of(CHUNK, of) == shard_of(CHUNK, IN_BACKWARD)
+
+
+def test_on_one_device_a_chunk_is_its_own_shard() -> None:
+    one = settings(1, updates="in backward")
+    assert shard_of(CHUNK, one) is CHUNK and padded(CHUNK, one) is CHUNK
+
+
+def test_collectives_stand_behind_what_they_need_on_one_lane() -> None:
+    program = compiled(Persistent(), Offload(tier="device"), Offload(tier="disk"))
+    assert names(program) == [
+        "all-gather 1 @1",
+        "fetch 2 @2",
+        "all-gather 2 @2",
+        "reduce-scatter 2 @3",
+        *(
+            f"{kind} 2 @3 [{start}:{start + 96}]"
+            for start in (0, 96, 192, 288)
+            for kind in ("read states", "update", "write states")
+        ),
+        "all-gather 1 @4",
+        "reduce-scatter 1 @4",
+        "all-reduce 0 @5",
+    ]
+    kinds = ("all-gather", "all-reduce", "reduce-scatter")
+    assert {move.lane for move in program.moves if move.kind in kinds} == {COLLECT}
+    by_name = dict(zip(names(program), program.moves, strict=True))
+    all_gather = by_name["all-gather 2 @2"]
+    assert program.move_name(all_gather.after[0]) == "fetch 2 @2"
+    assert all_gather.bytes == 2 * (by_name["fetch 2 @2"].bytes or 0) == 16 * 256
+    assert by_name["all-gather 1 @1"].after == ()
+    # What is summed has been summed when backward ends.
+    assert [program.move_name(number) for number in program.reduced] == [
+        "reduce-scatter 2 @3",
+        "reduce-scatter 1 @4",
+        "all-reduce 0 @5",
+    ]
+
+
+def test_gathered_parameters_leave_after_every_stay() -> None:
+    program = compiled(
+        Offload(tier="device"), Offload(tier="disk", keep_gathered=True), Offload(tier="device")
+    )
+    assert [slot.release for slot in program.slots] == [[0], [], [], [2], [1], [0]]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_where_the_shard_of_the_gradients_waits(device: DeviceKind) -> None:
+    for updates in ("in backward", "after backward"):
+        of = settings(2, device=device, updates=updates)
+        on_disk = "device" if device == "cpu" else "host"
+        assert gradient_home(Offload(tier="device"), of) == "device"
+        assert gradient_home(Offload(tier="host"), of) == "host"
+        assert gradient_home(Offload(tier="disk"), of) == on_disk
+
+
+def test_a_drain_waits_for_the_sum_and_for_the_shard() -> None:
+    schedule = Schedule(update_drain=0)
+    program = compiled(Persistent(), Offload(tier="host"), Offload(tier="disk"), schedule=schedule)
+    drained = [[program.move_name(number) for number in slot.drained] for slot in program.slots]
+    assert drained[4:] == [
+        ["reduce-scatter 2 @3", "write states 2 @3 [288:384]"],
+        ["reduce-scatter 1 @4", "spill gradients 1 @4"],
+    ]
+
+
+def test_micro_batches_before_the_last_reduce_nothing() -> None:
+    units = [UnitPlan(name="layers.0", activations=Keep(), states=Offload(tier="disk"))]
+    program = compile_plan(units, [CHUNK], IN_BACKWARD, updating=False)
+    assert names(program) == ["fetch 0 @0", "all-gather 0 @0"]
+
+
+def test_plans_for_several_devices_read_back_and_others_do_not_mention_them() -> None:
+    shard, held = Offload(tier="device"), Offload(tier="device", keep_gathered=True)
+    units = (replace(PLAN.units[0], states=shard), replace(PLAN.units[1], states=held))
+    several = replace(PLAN, units=units + PLAN.units[2:], num_devices=8, num_replicas=2)
+    text = dumps_plan(several)
+    assert loads_plan(text) == several
+    assert "num_devices: 8\nnum_replicas: 2\n" in text
+    assert "states: shard" in text and "states: shard and keep gathered" in text
+    assert "num_" not in dumps_plan(PLAN)

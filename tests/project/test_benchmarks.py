@@ -1,0 +1,507 @@
+"""The benchmarks run: one case each here, whole grids when somebody asks for them."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.cuda._sanitizer import Access, AccessType, UnsynchronizedAccessError
+
+from benchmarks import accuracy_page, checkpoints, launching, paper, ranks, runtime_page, updates
+from benchmarks.gpu import parts as gpu
+from benchmarks.gpu.suites import CARD, DRY, Suite
+from benchmarks.peers.building import built
+from benchmarks.peers.cells import Results, described, run_all
+from benchmarks.peers.comparing import (
+    limit_text,
+    plan_cell,
+    planned_cell,
+    profile_cell,
+    train_cell,
+)
+from benchmarks.peers.deepspeed_zero import config_of
+from benchmarks.peers.registry import ADAPTERS
+from benchmarks.peers.tables import compared as compared_rows
+from benchmarks.peers.tables import markdown
+from benchmarks.peers.testing import reports
+from benchmarks.peers.timeline import compared
+from benchmarks.peers.work import Work, optimizer_of
+from benchmarks.rounds import read_rounds
+from benchmarks.runtime_runs import COMPARISONS
+from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.models.sources import load_source
+from protrain_plan.program.recording import Event, Recording
+from protrain_plan.simulation.timeline import Span
+from protrain_runtime.diagnostics.matching import model_fingerprint
+from tests.emulated import building
+from tests.support.cards import need_compiler
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_one_case_of_the_planners_grid(tmp_path: Path) -> None:
+    out = tmp_path / "planner.json"
+    case = ("--shapes", "llama-2-7b", "--machines", "rtx4090", "--budgets", "1", "--jobs", "1")
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.planner", *case, "--out", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(out.read_text())
+    assert len(found["cases"]) == 1
+    assert 0 <= found["cases"][0]["gap"] <= 0.01
+    assert "| llama-2-7b | rtx4090 |" in out.with_suffix(".md").read_text()
+
+
+@pytest.mark.slow
+def test_two_cells_of_several_devices(tmp_path: Path) -> None:
+    out = tmp_path / "ranks.json"
+    _run("benchmarks.ranks", "--quick", "--stages", "simulated", "--out", str(out))
+    document = json.loads(out.read_text())
+    one, eight = document["simulated"]
+    assert (one["devices"], eight["devices"]) == (1, 8)
+    assert eight["tokens_per_second"] > 8 * one["tokens_per_second"]  # what is sharded stays
+    assert out.with_suffix(".md").read_text() == ranks.markdown(document)
+
+
+@pytest.mark.slow
+def test_ranks_of_this_machine(tmp_path: Path) -> None:
+    """Bytes hold; seconds are written down and nothing is asked of them."""
+    out = tmp_path / "ranks.json"
+    _run("benchmarks.ranks", "--quick", "--stages", "measured", "--out", str(out))
+    document = json.loads(out.read_text())
+    rows = document["measured"]["rows"]
+    assert [(row["ranks"], row["plan"]) for row in rows] == [
+        (1, "persistent"),
+        (1, "offload to disk"),
+        (2, "persistent"),
+        (2, "shard"),
+        (2, "offload to disk"),
+    ]
+    assert all(row["device_bytes"] <= row["predicted_bytes"] for row in rows)
+    assert out.with_suffix(".md").read_text() == ranks.markdown(document)
+
+
+@pytest.mark.slow
+def test_accuracy_of_two_small_models(tmp_path: Path) -> None:
+    """Bytes hold; seconds are written down and nothing is asked of them."""
+    out = tmp_path / "accuracy.json"
+    command = ("-m", "benchmarks.accuracy", "--quick", "--steps", "1", "--out", str(out))
+    result = subprocess.run(
+        [sys.executable, *command, "--work", str(tmp_path / "work")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(out.read_text())
+    assert sorted(found["cases"]) == ["convolutional", "pyramid"]
+    for case in found["cases"].values():
+        assert case["profile"]["refused"] == ""
+        assert sorted(case["time"]) == sorted(case["memory"]) == ["keep", "recompute"]
+        for memory in case["memory"].values():
+            assert memory["slot_under"] == 0
+            assert memory["slot_over"] <= 2**20
+            assert abs(memory["system_peak"] / memory["ledger"] - 1) <= 0.05
+    assert "| peak, never under-predicted | in no slot of any step | held | 4 of 4 |" in (
+        out.with_suffix(".md").read_text()
+    )
+
+
+@pytest.mark.slow
+def test_the_runtimes_speed_on_a_tiny_model(tmp_path: Path) -> None:
+    """Every comparison runs and trains alike; nothing is asked of seconds."""
+    out = tmp_path / "runtime.json"
+    files = ("--out", str(out), "--work", str(tmp_path / "work"))
+    _run("benchmarks.runtime", "--quick", "--rounds", "2", "--pairs", "1", *files)
+    found = json.loads(out.read_text())
+    comparisons = found["models"]["tiny"]["comparisons"]
+    assert tuple(comparisons) == COMPARISONS
+    for name, comparison in comparisons.items():
+        rounds = read_rounds(comparison)
+        assert rounds.same_losses, name
+        assert [len(one.ours) for one in rounds.rounds] == [1, 1]
+        assert (rounds.simulated_ratio is not None) == (name == "offload")
+    assert out.with_suffix(".md").read_text() == runtime_page.page(found)
+
+
+@pytest.mark.slow
+def test_the_speed_of_a_small_chunks_update(tmp_path: Path) -> None:
+    """Every way runs; nothing is asked of seconds."""
+    out = tmp_path / "updates.json"
+    _run("benchmarks.updates", "--quick", "--out", str(out))
+    document = json.loads(out.read_text())
+    for kind in document["lane"]:
+        assert [len(seconds) for seconds in kind["seconds"].values()] == [2, 2, 2]
+    assert [len(seconds) for seconds in document["masters"]["seconds"].values()] == [2, 2]
+    assert out.with_suffix(".md").read_text() == updates.page(document)
+
+
+@pytest.mark.slow
+def test_launching_costs_of_a_few_blocks(tmp_path: Path) -> None:
+    """Both steps run, and the plan moves what it says; nothing is asked of seconds."""
+    out = tmp_path / "launching.json"
+    _run("benchmarks.launching", "--quick", "--out", str(out))
+    document = json.loads(out.read_text())
+    (process,) = document["devices"]["cpu"]["after"]
+    assert process["4"]["moves"] == {
+        "fetch": 8,
+        "spill gradients": 4,
+        "swap in": 4,
+        "swap out": 4,
+        "update": 4,
+    }
+    assert [len(process["2"][kind]) for kind in ("plain", "planned")] == [2, 2]
+    assert out.with_suffix(".md").read_text() == launching.page(document)
+
+
+@pytest.mark.slow
+def test_saving_and_loading_a_small_model_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "checkpoints.json"
+    _run("benchmarks.checkpoints", "--quick", "--directory", str(tmp_path), "--out", str(out))
+    document = json.loads(out.read_text())
+    (process,) = document["processes"]["after"]
+    assert [len(process[way]) for way in ("save", "load")] == [2, 2]
+    assert process["bytes"] > 3 * 4 * document["parameters"]
+    assert out.with_suffix(".md").read_text() == checkpoints.page(document)
+
+
+def _run(*arguments: str) -> str:
+    command = [sys.executable, "-m", *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture
+def emulated() -> None:
+    """The device of dry runs, for the processes of cells."""
+    need_compiler("nothing of the GPU benchmark is tried")
+    building.load()  # compiled once, and not in the time of a cell
+
+
+@pytest.mark.slow
+@pytest.mark.emulated
+@pytest.mark.usefixtures("emulated")
+def test_cells_of_a_dry_run_take_a_cards_way(tmp_path: Path) -> None:
+    """In processes of their own, under a cap on the device's allocator, into the same table."""
+    work = DRY.base
+    ran = train_cell("peers", replace(work, cap_bytes=2**30), "save-on-cpu")
+    limited = train_cell("peers", replace(work, cap_bytes=60 * 2**20), "plain")
+    after = train_cell("peers", replace(work, batch_size=8), "plain", needs=[limited.key])
+    sanitizer = next(cell for cell in gpu.cells(["sanitizer"], DRY))
+    results = Results(path=tmp_path / "gpu.json")
+    todo = [sanitizer, ran, limited, after]
+    stop_at = time.monotonic() + 3600
+    here = described(work.device)
+    assert here == {
+        "kind": "emulated",
+        "name": "emulated",
+        "memory_bytes": 2**32,
+        "built_for": None,
+    }
+    assert run_all(todo, results, command="", stop_at=stop_at, accelerator=here) == 0
+    found = results.cells
+    reasons = [(found[cell.key]["status"], found[cell.key].get("reason")) for cell in todo]
+    assert reasons == [
+        ("skipped", "CUDA's sanitizer does not see streams of devices of type 'emulated'"),
+        ("ran", None),
+        ("did not fit", "out of memory"),
+        ("skipped", f"needs {limited.key}: out of memory"),
+    ]
+    peaks = found[ran.key]["result"]
+    assert 0 < peaks["tensor_bytes"] < peaks["device_bytes"] - 48 * 2**20  # its context
+    table = markdown(results.document, title="gpu")
+    assert "**DRY RUN, on an emulated device: nothing here is a measurement of speed.**" in table
+    assert "| 60MiB | 4 | plain | did not fit |" in table
+
+
+@pytest.mark.slow
+@pytest.mark.emulated
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("emulated")
+def test_a_dry_run_of_the_gpu_benchmark(tmp_path: Path) -> None:
+    """Every cell runs, or says what it lacks; the same command again has nothing left to do."""
+    out = ("--dry-run", "--out", str(tmp_path))
+    assert _run("benchmarks.gpu", *out).endswith("every cell has an outcome\n")
+    first = json.loads((tmp_path / "gpu.json").read_text())
+    statuses = {key: cell["status"] for key, cell in first["cells"].items()}
+    assert [key for key, status in statuses.items() if status == "failed"] == []
+    assert [key for key, status in statuses.items() if status == "timed out"] == []
+    lacking = ("is not installed", "no code for", "parameters in place", "CUDA's sanitizer")
+    for key, status in statuses.items():
+        reason = first["cells"][key].get("reason", "")
+        if status == "skipped":
+            assert any(words in reason for words in lacking) or reason.startswith("needs"), reason
+        if status == "did not fit":  # peers' larger batch
+            assert key.startswith("train/") and "protrain-plan" not in key
+    refused = [key for key, status in statuses.items() if status == "refused"]
+    assert all(" 100MiB" in key for key in refused)
+    assert len(refused) == 2
+    page = (tmp_path / "gpu.md").read_text()
+    assert "nothing here is a measurement of speed" in page
+    assert "| 120MiB | equal bits | equal bits |" in page
+    assert "passed" in page
+    _run("benchmarks.gpu", *out, "--minutes", "0")
+    again = json.loads((tmp_path / "gpu.json").read_text())
+    assert again["cells"] == first["cells"]
+    assert len(again["runs"]) == 2
+
+
+def test_what_the_sanitizer_says_is_found_in_what_tests_print() -> None:
+    """Its own words, twice for the same two accesses; frames of libraries are left out."""
+    here = traceback.StackSummary.from_list(traceback.extract_stack()[-1:])
+    here_file = "tests/project/test_benchmarks.py"
+    access = Access(AccessType.WRITE, 2, 7, "aten::copy_(Tensor)", ["self"], False, here)
+    library = traceback.StackSummary.from_list([(torch.__file__, 1, "other", "other()")])
+    before = Access(AccessType.READ, 1, 0, "aten::mm(Tensor)", ["mat2"], False, library)
+    said = [str(UnsynchronizedAccessError(at, None, access, before)) for at in (512, 1024)]
+    assert reports("\n".join((".....", *said))) == [
+        "\n".join(
+            [
+                "CSAN detected a possible data race on tensor with data pointer 512",
+                "Access by stream 7 during kernel:",
+                "aten::copy_(Tensor)",
+                "writing to argument(s) self",
+                "With stack trace:",
+                f'File "{here_file}", line {here[0].lineno}, in {here[0].name}',
+                "here = traceback.StackSummary.from_list(traceback.extract_stack()[-1:])",
+                "Previous access by stream 0 during kernel:",
+                "aten::mm(Tensor)",
+                "reading from argument(s) mat2",
+                "With stack trace:",
+                "Trace for tensor allocation not found.",
+            ]
+        )
+    ]
+
+
+@pytest.mark.slow
+def test_every_peer_runs_on_a_cpu(tmp_path: Path) -> None:
+    out = ("--smoke", "--out", str(tmp_path))
+    assert _run("benchmarks.cpu", *out).endswith("every cell has an outcome\n")
+    document = json.loads((tmp_path / "cpu.json").read_text())
+    trained = {
+        cell["arguments"]["adapter"]: cell
+        for cell in document["cells"].values()
+        if cell["task"] == "train"
+    }
+    assert trained.keys() == ADAPTERS.keys()
+    for name, cell in trained.items():
+        # What the adapter itself says, and nothing else, keeps it from running.
+        missing = ADAPTERS[name].missing(Work(**cell["arguments"]["work"]))
+        assert (cell["status"], cell.get("reason")) == (
+            ("ran", None) if missing is None else ("skipped", missing)
+        )
+    # The same model, batches and optimizer: losses are plain PyTorch's, but for rounding.
+    for name, cell in trained.items():
+        if cell["status"] == "ran":
+            losses = trained["plain"]["result"]["losses"]
+            assert cell["result"]["losses"] == pytest.approx(losses, rel=1e-5), name
+
+
+WORK = Work(
+    model="tiny-llama",
+    batch_size=1,
+    seq_len=32,
+    dtype="float32",
+    precision="pure",
+    device="cpu",
+    num_steps=1,
+)
+
+
+def test_a_cell_beyond_its_limits_ends_alone(tmp_path: Path) -> None:
+    limited = train_cell("peers", replace(WORK, cap_bytes=8 * 2**20), "plain")
+    after = train_cell("peers", replace(WORK, batch_size=2), "plain", needs=[limited.key])
+    endless = replace(train_cell("peers", WORK, "plain"), limit_s=0.01)
+    results = Results(path=tmp_path / "cells.json")
+    stop_at = time.monotonic() + 3600
+    assert run_all([limited, after, endless], results, command="", stop_at=stop_at) == 0
+    found = Results.at(results.path).cells
+    outcomes = [(found[c.key]["status"], found[c.key]["reason"]) for c in (limited, after, endless)]
+    assert outcomes == [
+        ("did not fit", "out of memory"),
+        ("skipped", f"needs {limited.key}: out of memory"),
+        ("timed out", "after 0 s"),
+    ]
+
+
+@pytest.mark.slow
+def test_a_planned_run_is_refused_before_it_begins(tmp_path: Path) -> None:
+    """By the planner, or by the runtime where a plan is for more than there is."""
+    small = replace(WORK, cap_bytes=2**20)
+    profile = profile_cell("peers", WORK)
+    plan, unplanned = plan_cell("peers", WORK, profile), plan_cell("peers", small, profile)
+    untrained = planned_cell("peers", small, unplanned)
+    results = Results(path=tmp_path / "cells.json")
+    stop_at = time.monotonic() + 3600
+    assert run_all([profile, plan, unplanned, untrained], results, command="", stop_at=stop_at) == 0
+    predicted = results.cells[plan.key]["result"]["device_bytes"]
+    tight = replace(WORK, cap_bytes=predicted - 2**20)
+    planned = planned_cell("peers", tight, plan)
+    assert run_all([planned], results, command="", stop_at=stop_at) == 0
+    outcome = results.cells[planned.key]
+    assert (outcome["status"], outcome["reason"]) == ("refused", "needs 1.00 MiB more")
+    # Without a plan there is nothing to run, for the same reason.
+    outcome = results.cells[unplanned.key]
+    assert outcome["status"] == "refused"
+    assert re.fullmatch(r"needs [\d.]+ MiB more device memory", outcome["reason"])
+    assert results.cells[untrained.key]["status"] == "refused"
+    assert results.cells[untrained.key]["reason"] == outcome["reason"]
+    rows = {(row[1], row[3]): row[4] for row in compared_rows(results.cells)}
+    assert rows[limit_text(tight.cap_bytes), "protrain-plan"] == "refused: needs 1.00 MiB more"
+    assert rows[limit_text(small.cap_bytes), "protrain-plan"] == f"refused: {outcome['reason']}"
+
+
+def test_a_run_without_time_leaves_everything_for_the_next(tmp_path: Path) -> None:
+    cell = train_cell("peers", WORK, "plain")
+    after = train_cell("peers", replace(WORK, batch_size=2), "plain", needs=[cell.key])
+    results = Results(path=tmp_path / "cells.json")
+    assert run_all([cell, after], results, command="", stop_at=time.monotonic()) == 2
+    assert Results.at(results.path).cells == {}
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-gpt2"])
+def test_a_benchmarks_model_is_the_catalogues(model: str, masters: bool) -> None:
+    source, work = load_source(model), replace(WORK, model=model, dtype="bfloat16")
+    ours = built(source, work, device=torch.device("cpu"), masters=masters)
+    theirs = source.build(dtype="float32" if masters else "bfloat16")
+    assert model_fingerprint(ours) == model_fingerprint(theirs)
+    names = [name for name, _ in theirs.named_parameters()]  # a tied parameter once
+    assert [name for name, _ in ours.named_parameters()] == names
+    for (name, buffer), (other, expected) in zip(
+        ours.named_buffers(), theirs.named_buffers(), strict=True
+    ):
+        assert name == other
+        assert torch.equal(buffer, expected)
+    assert all(not parameter.is_meta for parameter in ours.parameters())
+
+
+def test_deepspeed_s_optimizer_is_everybody_s() -> None:
+    """Its own defaults are others: without weight decay it would train something else."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    defaults = optimizer_of(WORK)([parameter]).defaults
+    given = config_of(WORK, stage=2)["optimizer"]["params"]
+    assert given == {
+        "lr": defaults["lr"],
+        "betas": list(defaults["betas"]),
+        "eps": defaults["eps"],
+        "weight_decay": defaults["weight_decay"],
+    }
+
+
+@pytest.mark.parametrize("suite", [CARD, DRY], ids=["card", "dry"])
+def test_cells_of_the_gpu_benchmark_need_what_precedes_them(suite: Suite) -> None:
+    todo = gpu.cells(gpu.PARTS, suite)
+    seen: set[str] = set()
+    for cell in todo:
+        assert set(cell.needs) <= seen, cell.key
+        assert cell.key not in seen
+        seen.add(cell.key)
+    assert {cell.part for cell in todo} == set(gpu.PARTS)
+
+
+def test_a_dry_run_has_cells_of_every_kind_that_a_cards_has() -> None:
+    card, dry = (
+        {(cell.task, cell.arguments.get("adapter")) for cell in gpu.cells(gpu.PARTS, suite)}
+        for suite in (CARD, DRY)
+    )
+    assert dry == card
+
+
+def test_lanes_are_compared_by_name() -> None:
+    recording = Recording(
+        plan_fingerprint="sha256:0",
+        step_seconds=4.0,
+        events=(
+            Event(lane="compute", name="forward a", start_s=0.0, end_s=2.0),
+            Event(lane="fetch host", name="fetch 0 @0", start_s=0.0, end_s=0.5),
+        ),
+    )
+    simulated = [
+        Span("forward a", "compute", 0.0, 1.0),
+        Span("fetch 0 @0", "fetch host", 0.0, 0.25),
+    ]
+    assert compared(recording, simulated) == {
+        "step_seconds": 4.0,
+        "simulated_step_seconds": 1.0,
+        "lanes": {
+            "compute": {"recorded": 2.0, "simulated": 1.0},
+            "fetch host": {"recorded": 0.5, "simulated": 0.25},
+        },
+        "differ_most": [
+            {"lane": "compute", "name": "forward a", "recorded_minus_simulated": 1.0},
+            {"lane": "fetch host", "name": "fetch 0 @0", "recorded_minus_simulated": 0.25},
+        ],
+    }
+
+
+@pytest.mark.slow
+def test_a_prediction_for_the_papers_models(tmp_path: Path) -> None:
+    out = tmp_path / "paper.json"
+    case = ("--models", "gpt2-1.5b", "--machines", "rtx-3090")
+    _run("benchmarks.paper", *case, "--out", str(out))
+    document = json.loads(out.read_text())
+    assert [row["model"] for row in document["predictions"]] == ["gpt2-1.5b"]
+    ratios = document["predictions"][0]["baseline_over_ours"].values()
+    assert all(ratio is None or ratio >= 1 for ratio in ratios)
+    assert "**Predicted, not measured**" in out.with_suffix(".md").read_text()
+
+
+RESULTS = ROOT / "benchmarks/results"
+STEMS = (
+    "accuracy",
+    "checkpoints",
+    "cpu",
+    "gpu",
+    "launching",
+    "paper",
+    "ranks",
+    "runtime",
+    "updates",
+)
+MADE_BY = [path for path in sorted(RESULTS.glob("*.json")) if path.stem in STEMS]
+
+
+@pytest.mark.parametrize("path", MADE_BY, ids=lambda path: path.stem)
+def test_committed_tables_follow_from_committed_results(path: Path) -> None:
+    document = json.loads(path.read_text())
+    match path.stem:
+        case "accuracy":
+            expected = accuracy_page.page(document)
+        case "checkpoints":
+            expected = checkpoints.page(document)
+        case "launching":
+            expected = launching.page(document)
+        case "paper":
+            expected = paper.markdown(document)
+        case "ranks":
+            expected = ranks.markdown(document)
+        case "runtime":
+            expected = runtime_page.page(document)
+        case "updates":
+            expected = updates.page(document)
+        case stem:
+            expected = markdown(document, title=stem)
+    assert path.with_suffix(".md").read_text() == expected
+
+
+def test_the_error_band_of_estimates_is_the_measured_one() -> None:
+    document = json.loads((RESULTS / "accuracy.json").read_text())
+    ratios = sorted(ratio for *_, ratio in accuracy_page.estimate_ratios(document))
+    rates = load_hardware("cpu").rates
+    assert rates
+    measured = [round(accuracy_page.quantile(ratios, share), 2) for share in (0.1, 0.9)]
+    assert [rates.error_low, rates.error_high] == measured

@@ -1,0 +1,270 @@
+"""Imports run one way, and planning does not wait for PyTorch. Read from the syntax trees."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protrain_plan.records import write_profile
+from tests.support.checking_cases import commit
+from tests.support.planning_cases import MB, cpu, decoder
+
+ROOT = Path(__file__).parents[2]
+# The floors of the house, from the ground up: a room imports rooms of lower floors, never one of
+# its own floor or above. A folder of a package is a room of its own ("planning/model").
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("escaping", "__init__"),
+    ("errors",),
+    ("units",),
+    ("records",),
+    ("program",),
+    ("simulation", "runtime/devices"),
+    ("runtime/ranks",),
+    ("runtime/states",),
+    ("runtime/activations",),
+    ("runtime/engine",),
+    ("runtime/model",),
+    ("runtime/checkpoint", "runtime/diagnostics"),
+    ("runtime/preparation",),
+    ("runtime",),
+    ("runtime/integrations", "models"),
+    # What is measured goes through the runtime's own boundaries, meters and stores.
+    ("hardware",),
+    ("profiling/structure",),
+    ("profiling/memory",),
+    ("profiling",),
+    ("planning",),
+    ("planning/model",),
+    ("planning/search",),
+    ("planning/explain",),
+    ("planning/questions",),
+    ("checking",),
+    ("presentation",),
+    ("presentation/checks", "presentation/report"),
+    ("commands",),
+    ("cli",),
+)
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+# The runtime is `runtime`, its top floor what `import protrain_runtime` gives. What neither floor
+# says: these never import those, although they are higher.
+NEVER = {
+    "planning": {"runtime", "models", "hardware", "profiling"},
+    "presentation": {"runtime", "models", "hardware", "profiling"},
+    "runtime": {"models", "hardware", "profiling", "planning"},
+}
+# What a room may name in annotations only (under `if TYPE_CHECKING:`), besides.
+NAMED = {"presentation": {"models", "commands", "planning/questions"}}
+TORCH = {"torch", "transformers", "peft", "accelerate"}  # all of them import torch
+WITH_TORCH = (
+    "protrain_plan.hardware.interconnect",
+    "protrain_plan.hardware.probe",
+    "protrain_plan.hardware.roofline",
+    "protrain_plan.hardware.speeds",
+    "protrain_plan.hardware.workspaces",
+    "protrain_plan.models",
+    "protrain_plan.profiling",
+    "protrain_plan.commands.training",
+)
+
+FILES = sorted([*ROOT.glob("protrain_plan/**/*.py"), *ROOT.glob("runtime/**/*.py")])
+
+
+def module_name(file: Path) -> str:
+    """`protrain_plan.records.plan` of protrain_plan/records/plan.py."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    parts = parts[1:] if parts[0] == "runtime" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room(module: str) -> str:
+    """The part of the project that a module belongs to: `records`, `planning/model`, `runtime`."""
+    package, *rest = module.split(".")
+    if package == "protrain_runtime":
+        name = "/".join(("runtime", *rest[:1]))
+        return name if name in FLOOR else "runtime"
+    if not rest:
+        return "__init__"
+    name = "/".join(rest[:2])
+    return name if name in FLOOR else rest[0]
+
+
+def imported(file: Path) -> Iterator[str]:
+    """The modules that a file imports when it runs, inside functions too."""
+    return _imports(ast.parse(file.read_text()), file, for_types=False)
+
+
+def named(file: Path) -> Iterator[str]:
+    """The modules that a file imports for type checkers alone."""
+    return _imports(ast.parse(file.read_text()), file, for_types=True)
+
+
+def _imports(tree: ast.AST, file: Path, *, for_types: bool, inside: bool = False) -> Iterator[str]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            assert not node.orelse, f"{file}: what runs without a type checker stands outside"
+            yield from _imports(node, file, for_types=for_types, inside=True)
+        elif isinstance(node, ast.Import) and inside == for_types:
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and inside == for_types:
+            assert node.level == 0, f"{file}: relative imports hide where they point"
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        else:
+            yield from _imports(node, file, for_types=for_types, inside=inside)
+
+
+def is_ours(module: str) -> bool:
+    return module.split(".")[0] in ("protrain_plan", "protrain_runtime")
+
+
+def may_use_torch(module: str) -> bool:
+    return room(module).split("/")[0] == "runtime" or any(
+        module == prefix or module.startswith(f"{prefix}.") for prefix in WITH_TORCH
+    )
+
+
+def test_every_room_is_there() -> None:
+    assert {room(module_name(file)) for file in FILES} == FLOOR.keys()
+
+
+@pytest.mark.parametrize("name", sorted(FLOOR.keys() - {"__init__", "escaping", "errors", "units"}))
+def test_every_folder_says_what_it_is_for(name: str) -> None:
+    part = name.replace("runtime", "protrain_runtime", 1).split("/")
+    parents = [ROOT / "protrain_plan", ROOT / "runtime"]
+    for folder in (parent.joinpath(*part) for parent in parents):
+        if folder.is_dir():
+            assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: module_name(file))
+def test_imports_run_one_way(file: Path) -> None:
+    here = room(module_name(file))
+    never = NEVER.get(here.split("/")[0], set())
+
+    def wrong(names: Iterator[str], besides: set[str]) -> list[str]:
+        # `from protrain_plan import __version__` reads the package itself, which is fine.
+        others = [(name, room(name)) for name in names if is_ours(name)]
+        return [
+            name
+            for name, there in others
+            if there not in {here, "__version__"} | besides
+            and (FLOOR[there] >= FLOOR[here] or there.split("/")[0] in never)
+        ]
+
+    assert wrong(imported(file), set()) == []
+    assert wrong(named(file), NAMED.get(here.split("/")[0], set())) == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: module_name(file))
+def test_torch_is_imported_where_models_run(file: Path) -> None:
+    module = module_name(file)
+    wrong = [name for name in imported(file) if name.split(".")[0] in TORCH]
+    assert may_use_torch(module) or wrong == []
+
+
+def run_without_torch(script: str, *args: str) -> tuple[int, str]:
+    """Exit code and standard error of `script`, in a process that must not load torch."""
+    check = f"import sys; loaded = {TORCH} & sys.modules.keys(); assert not loaded, loaded"
+    result = subprocess.run(
+        [sys.executable, "-c", f"{script}\n{check}", *args],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "runtime")))},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    return result.returncode, result.stderr
+
+
+def test_modules_without_torch_import_none_that_has_it() -> None:
+    modules = [name for name in map(module_name, FILES) if not may_use_torch(name)]
+    script = f"""
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    loaded = {TORCH} & sys.modules.keys()
+    assert not loaded, f"{{name}} imports {{loaded}}"
+"""
+    assert run_without_torch(script, *modules) == (0, "")
+
+
+CLI = """
+import sys
+from protrain_plan.cli import main
+try:
+    main()
+except SystemExit as stop:
+    assert not stop.code, stop.code
+"""
+
+
+HELP = """
+import sys
+from protrain_plan.cli import app
+for command in sys.argv[1:]:
+    app([*command.split(), "--help"], standalone_mode=False)
+ours = {name for name in sys.modules if name.startswith(("protrain_plan", "protrain_runtime"))}
+commands = ("check", "fit", "machines", "options", "output", "plan", "plans", "profile", "run")
+light = ("commands", "cli", "errors", "escaping", "units", "presentation", "presentation.terminal")
+allowed = {"protrain_plan"} | {f"protrain_plan.{name}" for name in light}
+allowed |= {f"protrain_plan.commands.{name}" for name in commands}
+assert ours <= allowed, ours - allowed
+heavy = {"yaml", "numpy", "scipy", "highspy", "multiprocessing", "asyncio", "concurrent.futures"}
+assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
+"""
+COMMANDS = (
+    *("profile", "fit", "plan", "show", "simulate", "report", "run", "check", "diff", "export"),
+    *("models", "hardware", "hardware list", "hardware show", "hardware probe"),
+)
+
+
+def test_help_waits_for_nothing_that_a_command_needs() -> None:
+    assert run_without_torch(HELP, "", *COMMANDS) == (0, "")
+
+
+@pytest.mark.parametrize("args", [("list",), ("show", "h100-sxm")], ids=" ".join)
+def test_the_catalogue_of_machines_does_not_wait_for_torch(args: tuple[str, ...]) -> None:
+    assert run_without_torch(CLI, "hardware", *args) == (0, "")
+
+
+def test_checking_records_does_not_wait_for_torch(tmp_path: Path) -> None:
+    commit(tmp_path / "plans")
+    assert run_without_torch(CLI, "check", "--records-only", str(tmp_path / "plans")) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["show", "simulate", "report -o page.html", "diff plan.yaml", "export --to trl -o trl.yaml"],
+)
+def test_looking_at_a_plan_does_not_wait_for_torch(command: str, tmp_path: Path) -> None:
+    commit(tmp_path)
+    words = [str(tmp_path / word) if "." in word else word for word in command.split()]
+    assert run_without_torch(CLI, *words, str(tmp_path / "plan.yaml")) == (0, "")
+
+
+def test_models_are_listed_without_torch() -> None:
+    assert run_without_torch(CLI, "models") == (0, "")
+
+
+def test_planning_does_not_wait_for_torch(tmp_path: Path) -> None:
+    profile, plan = tmp_path / "profile.yaml", tmp_path / "plan.yaml"
+    write_profile(decoder(blocks=2, hardware=cpu()), profile)
+    budget = ("--device-memory", f"{5000 * MB}")
+    assert run_without_torch(CLI, "plan", str(profile), "-o", str(plan), *budget) == (0, "")
+    assert plan.is_file()
+
+
+def test_no_test_imports_another() -> None:
+    """What tests share is in `tests/support`: a question has one home, and a file may be moved."""
+    wrong = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in sorted(ROOT.glob("tests/**/*.py"))
+        for name in imported(file)
+        if name.startswith("tests.") and ".test_" in name
+    ]
+    assert wrong == []

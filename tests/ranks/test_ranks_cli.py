@@ -1,0 +1,90 @@
+"""`torchrun` starts what users start: the command and the example."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from protrain_plan.planning.outcome import Solved
+from protrain_plan.planning.questions.planner import plan as solve
+from protrain_plan.program.compiling import program_of
+from protrain_plan.records import write_plan
+from protrain_plan.records.plan import Budgets, Offload, Persistent, Placement
+from protrain_plan.simulation.promises import promised_bytes
+from tests.support.ranks_cases import started
+from tests.support.runtime_cases import profiled_here
+
+ROOT = Path(__file__).parents[2]
+PLACES: tuple[Placement, ...] = (
+    Persistent(),
+    Offload(tier="device"),
+    Offload(tier="disk", keep_gathered=True),
+)
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    profile = profiled_here("tiny-llama", folder)
+    found = solve(profile, Budgets(device=2**40, host=0, disk=2**40))
+    assert isinstance(found, Solved)
+    units = [
+        replace(unit, states=PLACES[number % 3]) for number, unit in enumerate(found.plan.units)
+    ]
+    plan = replace(found.plan, units=tuple(units), num_devices=2)
+    peak = replace(
+        plan.prediction.peak_bytes,
+        device=max(promised_bytes(plan, profile)),
+        disk=program_of(plan, profile).tier_bytes("disk"),
+    )
+    prediction = replace(plan.prediction, peak_bytes=peak)
+    write_plan(replace(plan, prediction=prediction), folder / "plan.yaml")
+    return folder / "plan.yaml"
+
+
+def torchrun(*arguments: str, folder: Path) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [*command, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_run_verifies_two_ranks_against_ddp(plan_file: Path, tmp_path: Path) -> None:
+    protrain = str(Path(sys.executable).parent / "protrain")
+    run = ["--no-python", protrain, "run", str(plan_file), "--steps", "3", "--verify"]
+    told = torchrun(*run, folder=tmp_path)
+    assert told.count("bit for bit") + told.count("equal bits") + told.count("bitwise") == 1, told
+
+
+@pytest.mark.slow
+def test_the_example_continues_where_it_ended(plan_file: Path, tmp_path: Path) -> None:
+    script = str(ROOT / "examples/train_ranks.py")
+    first = torchrun(script, str(plan_file), "saved", folder=tmp_path)
+    second = torchrun(script, str(plan_file), "saved", folder=tmp_path)
+    assert [line.split(":")[0] for line in (first + second).splitlines()] == [
+        f"step {number}" for number in range(10)
+    ]
+
+
+@pytest.mark.slow
+def test_run_ends_on_all_ranks_where_one_cannot_prepare(plan_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "spills").mkdir()
+    there, away = (["--spill-directory", tmp_path / name] for name in ("spills", "none"))
+    other, failing = started(tmp_path, [plan_file, *there], [plan_file, *away])
+    why = f"{tmp_path / 'none'}: cannot write spill files: No such file or directory"
+    assert failing.stderr.startswith(f"error: {why}\n  fix: "), failing.stderr
+    assert other.stderr == f"error: rank 1 failed in prepare(): {why}\n"
+    assert (other.returncode, failing.returncode) == (2, 2)

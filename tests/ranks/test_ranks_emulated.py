@@ -1,0 +1,150 @@
+"""Ranks on accelerators of their own: collectives in streams, beside compute and transfers.
+
+What is asked of CPUs elsewhere is asked of the emulated device here, whose streams are late at
+random. No rank's device is the one that is current in its threads.
+"""
+
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.records.plan import Offload, Persistent, Swap
+from protrain_runtime import prepare
+from protrain_runtime.devices.lanes import StreamTicket
+from tests.support import routed_model
+from tests.support.cards import host_waits
+from tests.support.ranks_cases import ranks_on_emulated, run_ranks
+from tests.support.ranks_loops import PLACES, ROUNDING, Loop, assert_as_ddp, in_turn, several
+from tests.support.ranks_rows import assert_rows, numbered
+from tests.support.runtime_cases import ADAMW, FRACTIONAL, batch, build, decided, described
+
+pytestmark = pytest.mark.emulated
+
+
+@pytest.fixture(autouse=True)
+def cards(request: pytest.FixtureRequest) -> Iterator[None]:
+    with ranks_on_emulated(request.node.nodeid):
+        yield
+
+
+NAME = "functional"
+
+
+def test_two_ranks_match_ddp_bitwise(tmp_path: Path) -> None:
+    """Every placement, and transfers cut in two."""
+    cut = decided(described(NAME), Swap(tier="host"), Offload(tier="host"), FRACTIONAL[0])
+    units = (in_turn(NAME, *PLACES), in_turn(NAME, *PLACES[2:], *PLACES[:2]), cut)
+    assert_as_ddp(2, Loop(NAME), [several(Loop(NAME), each, 2) for each in units], tmp_path)
+
+
+@pytest.mark.slow
+def test_two_ranks_add_micro_batches_up_as_ddp_does_bitwise(tmp_path: Path) -> None:
+    loop = Loop(NAME, micro_batches=2)
+    plan = several(loop, in_turn(NAME, *PLACES), 2)
+    assert_as_ddp(2, loop, [plan, replace(plan, updates="after backward")], tmp_path)
+
+
+def test_two_ranks_clip_one_norm(tmp_path: Path) -> None:
+    loop = Loop(NAME, clips=True, double=True)
+    plans = [several(loop, in_turn(NAME, *PLACES), 2)]
+    assert_as_ddp(2, loop, plans, tmp_path, tolerance=ROUNDING)
+
+
+def waits(rank: int, count: int) -> list[Counter[str]]:
+    """Where the host waits for its device in a third step: under DistributedDataParallel, plans."""
+    found: list[Counter[str]] = []
+    for place in (None, Persistent(), Offload(tier="device"), Offload(tier="host")):
+        model = build(NAME)
+        optimizer: torch.optim.Optimizer
+        if place is None:
+            model = DistributedDataParallel(model)
+            optimizer = ADAMW(list(model.parameters()))
+        else:
+            plan = several(Loop(NAME), in_turn(NAME, place), count)
+            model, optimizer = prepare(model, plan, optimizer=ADAMW)
+        inputs = [batch(NAME, rank + number) for number in range(3)]
+        for number in range(3):
+            with host_waits() as waited, waits_for_lanes(waited):
+                loss_of(call_model(model, inputs[number])).backward()
+                if place != Offload(tier="host"):
+                    optimizer.step()
+            if place == Offload(tier="host"):
+                optimizer.step()  # waits for the host's own updates
+            optimizer.zero_grad()
+        found.append(waited)
+    return found
+
+
+@contextmanager
+def waits_for_lanes(found: Counter[str]) -> Iterator[None]:
+    """Counts where threads that are not lanes wait for one."""
+    synchronize = StreamTicket.synchronize
+
+    def counted(ticket: StreamTicket) -> None:
+        if not threading.current_thread().name.startswith("protrain "):
+            found["a lane"] += 1
+        synchronize(ticket)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StreamTicket, "synchronize", counted)
+        yield
+
+
+def test_steps_wait_for_the_device_no_more_often_than_ddps(tmp_path: Path) -> None:
+    for plain, *planned in run_ranks(waits, 2, tmp_path):
+        for each in planned:
+            assert each <= plain
+
+
+def hanging(rank: int, count: int) -> tuple[list[str], str]:
+    """What rank 0 is told while a collective waits in a stream, and by the next one."""
+    places = (Persistent(), Offload(tier="device"))
+    model, optimizer = routed_model.made(rank, count, places, limit_s=2)
+    routed_model.step(model, optimizer, 0, rank)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["rank 0 was told"])
+        return [], ""
+    tokens = routed_model.batch(1)
+    with warnings.catch_warnings(record=True) as told:
+        model(tokens, 0)  # submits what waits, and goes on
+        for _ in range(100):
+            if told:
+                break
+            time.sleep(0.1)
+    store.set("rank 0 was told", "1")
+    try:
+        model(tokens, 0)
+    except ProtrainError as error:
+        return [str(warning.message) for warning in told], str(error)
+    return [], "nothing was raised"
+
+
+@pytest.mark.slow
+def test_who_is_missing_is_said_while_a_collective_waits_in_a_stream(tmp_path: Path) -> None:
+    (told, raised), _ = run_ranks(hanging, 2, tmp_path)
+    waited = (
+        "rank 0 of 2 waited for the others for 2 s, and all of them run: one hangs, or has taken"
+        " another path"
+    )
+    again = "see what that rank said last; start all ranks again, from a checkpoint"
+    assert told == [f"{waited}; {again}"]
+    assert raised.split("'collect': ")[-1] == f"{waited}\n  fix: {again}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+def test_rows_of_the_matrix(part: int, tmp_path: Path) -> None:
+    assert_rows(numbered("2", part, 8), 2, tmp_path)

@@ -1,0 +1,318 @@
+"""What goes wrong between ranks ends with a message, on all of them, within a time limit."""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.records.plan import (
+    Offload,
+    Persistent,
+    Placement,
+    Schedule,
+)
+from protrain_runtime import prepare
+from protrain_runtime.devices.preflight import Room, for_each
+from tests.support.messages import Speaker
+from tests.support.ranks_cases import (
+    end_ranks,
+    ranks_on_every_device,
+    ranks_on_every_device_at_night,
+    run_ranks,
+)
+from tests.support.routed_model import SHARED, Routed, batch, built, made, plan_of, routed, step
+from tests.support.runtime_cases import ADAMW, LARGE, copied, device, differences
+
+# --- what only some ranks do ------------------------------------------------------------------
+
+
+@ranks_on_every_device
+def test_gradients_that_some_ranks_have_and_running_statistics_match_ddp_bitwise(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(routed, 2, tmp_path) == [[], []]
+
+
+class Overflowing(Routed):
+    """The first token's first number adds its value, `large` times, to the gradient alone."""
+
+    def forward(self, tokens: Tensor, expert: int, large: float = 0.0) -> Tensor:
+        hidden: Tensor = self.embed(tokens)
+        number = hidden[0, 0]
+        for block in self.blocks:
+            hidden = block(hidden, expert)
+        loss = nn.functional.cross_entropy(self.head(hidden), tokens)
+        return loss + large * (number - number.detach())
+
+
+OVERFLOWS = [(0, 0), (None, 3), (1, 0), (0, 15), (None, 9), (1, 15)]
+"""By step: the rank on which one gradient overflows, if any, and the row of the embedding that it
+is in. Of two ranks that share an embedding of 16 rows, one has row 0 and the other row 15."""
+
+
+def scaled(
+    rank: int, count: int, places: Sequence[tuple[Placement, ...]]
+) -> list[tuple[list[float], list[str]]]:
+    """By plan the loss scale after each step, and what differs from DistributedDataParallel."""
+    results: list[tuple[list[float], list[Tensor], dict[str, Any], dict[str, Any]]] = []
+    for place in (None, *places):
+        torch.manual_seed(0)
+        plain = Overflowing().to(device())
+        model: nn.Module = plain
+        optimizer: torch.optim.Optimizer
+        if place is None:
+            # The experts that no batch goes to.
+            model = DistributedDataParallel(plain, find_unused_parameters=True)
+            optimizer = ADAMW(list(plain.parameters()))
+        else:
+            plan = plan_of(plain, count, place, updates="after backward")
+            model, optimizer = prepare(plain, plan, optimizer=ADAMW, wait_limit_s=60)
+        scaler = torch.amp.GradScaler(device().type, init_scale=1024.0, growth_interval=10)
+        scales, losses = list[float](), list[Tensor]()
+        for number, (who, token) in enumerate(OVERFLOWS):
+            tokens = batch(10 * number + rank)
+            tokens[0] = token
+            loss = model(tokens, 0, 3e38 if rank == who else 0.0)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+            losses.append(loss.detach())
+        states = copied(plain.state_dict()), copied(optimizer.state_dict())
+        results.append((scales, losses, *states))
+    return [(found[0], list(differences(found, results[0], ""))) for found in results[1:]]
+
+
+@ranks_on_every_device_at_night
+def test_a_step_that_overflows_on_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
+    """Whichever rank has the part in which it overflows; bitwise what DDP and its scaler do."""
+    places = [(place,) for place in (*SHARED, Offload(tier="host"))]
+    for by_plan in run_ranks(scaled, 2, tmp_path, places):
+        assert by_plan == [([512.0, 512.0, 256.0, 128.0, 128.0, 64.0], [])] * len(places)
+
+
+def evaluated(rank: int, count: int) -> bool:
+    model, optimizer = made(rank, count, SHARED)
+    step(model, optimizer, 0, rank)
+    tokens = torch.arange(16, device=device())
+    model.eval()
+    with torch.no_grad():
+        here = model(tokens, 0)
+    plain = built()
+    plain.load_state_dict(copied(model.state_dict()))
+    return torch.equal(here, plain.eval()(tokens, 0)) and bool(here.requires_grad) is False
+
+
+@ranks_on_every_device
+def test_ranks_evaluate_together(tmp_path: Path) -> None:
+    assert run_ranks(evaluated, 2, tmp_path) == [True, True]
+
+
+def evaluated_between(rank: int, count: int, lead: int) -> list[str]:
+    """What differs from DistributedDataParallel, evaluated between forwards and backwards too."""
+    results = []
+    for planned in (False, True):
+        plain = built()
+        optimizer: torch.optim.Optimizer
+        if planned:
+            plan = plan_of(plain, count, (*SHARED, Offload(tier="host")))
+            schedule = Schedule(forward_lead=lead, backward_lead=lead)
+            units = tuple(replace(unit, schedule=schedule) for unit in plan.units)
+            model, optimizer = prepare(plain, replace(plan, units=units), optimizer=ADAMW)
+        else:
+            model = DistributedDataParallel(plain, find_unused_parameters=True)
+            optimizer = ADAMW(list(plain.parameters()))
+        seen: list[Tensor] = []
+        for number in range(3):
+            tokens = batch(rank + number)
+            loss = model(tokens, 0)
+            plain.eval()
+            with torch.no_grad():
+                seen.append(plain(tokens.flip(0), 1))
+            plain.train()
+            (loss - seen[-1]).square().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((seen, copied(plain.state_dict()), copied(optimizer.state_dict())))
+    return list(differences(results[1], results[0], ""))
+
+
+@ranks_on_every_device_at_night
+@pytest.mark.parametrize("lead", [0, 1, LARGE])
+def test_ranks_evaluate_between_a_forward_and_its_backward(lead: int, tmp_path: Path) -> None:
+    assert run_ranks(evaluated_between, 2, tmp_path, lead) == [[], []]
+
+
+# --- before the first collective --------------------------------------------------------------
+
+
+def with_another_plan(rank: int, count: int) -> None:
+    made(rank, count, SHARED if rank < 2 else (Persistent(),))
+
+
+def test_another_plan_on_one_rank_is_told_by_its_number_on_all(tmp_path: Path) -> None:
+    for end in end_ranks(with_another_plan, 3, tmp_path):
+        assert re.fullmatch(
+            r"rank 2 has another plan than rank 0: sha256:\w+ instead of sha256:\w+\n"
+            r"  fix: start every rank with the same model and the same plan",
+            end.error,
+        ), end.error
+
+
+def without_one(rank: int, count: int) -> None:
+    if rank != 1:
+        made(rank, count, SHARED, limit_s=2)
+
+
+def test_a_rank_that_does_not_come_is_told_by_its_number(
+    tmp_path: Path, assert_says: Speaker
+) -> None:
+    ended = end_ranks(without_one, 2, tmp_path)
+    assert_says(ended[0].error)
+
+
+def of_another_number(rank: int, count: int) -> None:
+    made(rank, count + 1, SHARED)
+
+
+def test_a_plan_for_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    message = "num_devices: the plan is for 3 devices, and 2 run\n  fix: plan with --num-devices 2"
+    assert [end.error for end in end_ranks(of_another_number, 2, tmp_path)] == [message] * 2
+
+
+def test_a_plan_for_several_devices_needs_a_launcher(assert_says: Speaker) -> None:
+    with pytest.raises(ProtrainError) as caught:
+        made(0, 2, SHARED)
+    assert_says(caught.value)
+
+
+def test_one_device_shares_with_nobody(assert_says: Speaker) -> None:
+    with pytest.raises(ProtrainError) as caught:
+        made(0, 1, SHARED)
+    assert_says(caught.value)
+
+
+def in_tensor_parallel(rank: int, count: int) -> None:
+    model = built()
+    plan = plan_of(model, count, SHARED)
+    mesh = init_device_mesh("cpu", (count,))
+    parallelize_module(model.head, mesh, ColwiseParallel())
+    prepare(model, replace(plan, model_fingerprint=of(model)), optimizer=ADAMW)
+
+
+def of(model: nn.Module) -> str:
+    from protrain_runtime.diagnostics.matching import model_fingerprint
+
+    return model_fingerprint(model)
+
+
+def test_tensor_parallel_parameters_are_refused(tmp_path: Path) -> None:
+    for end in end_ranks(in_tensor_parallel, 2, tmp_path):
+        assert end.error.startswith(
+            "the parameter 'head.weight' is a DTensor: it is spread over devices already, and a"
+            " chunk is made of whole parameters\n"
+        ), end.error
+
+
+# --- on the way -------------------------------------------------------------------------------
+
+
+def dying(rank: int, count: int) -> None:
+    model, optimizer = made(rank, count, SHARED, limit_s=4)
+    for number in range(4):
+        if (number, rank) == (2, 1):
+            os._exit(7)
+        step(model, optimizer, number, rank)
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_others_end_with_a_message_that_names_the_rank_that_died(
+    count: int, tmp_path: Path
+) -> None:
+    for rank, end in enumerate(end_ranks(dying, count, tmp_path)):
+        if rank == 1:
+            assert (end.exit_code, end.error) == (7, "")
+            continue
+        assert re.fullmatch(
+            rf"(all-gather|broadcast|reduce|all-reduce).* failed on lane 'collect': rank {rank} of"
+            rf" {count} waited for the others, and rank 1 ended or hangs\n"
+            r"  fix: see what that rank said last; start all ranks again, from a checkpoint",
+            end.error,
+        ), end.error
+
+
+def hanging(rank: int, count: int) -> str:
+    model, optimizer = made(rank, count, SHARED, limit_s=2)
+    step(model, optimizer, 0, rank)
+    if rank == 1:
+        dist.distributed_c10d._get_default_store().wait(["rank 0 has ended"])
+        return ""
+    try:
+        step(model, optimizer, 1, rank)
+    except ProtrainError as error:
+        return str(error)
+    finally:
+        dist.distributed_c10d._get_default_store().set("rank 0 has ended", "1")
+    return "nothing was raised"
+
+
+def test_a_rank_that_takes_another_path_is_waited_for_and_no_longer(
+    tmp_path: Path, assert_says: Speaker
+) -> None:
+    told = run_ranks(hanging, 2, tmp_path)[0]
+    assert_says(told.split("'collect': ")[1])
+
+
+def refusing(rank: int, count: int, misuse: str) -> str:
+    options: dict[str, Any] = {"micro_batches": 2 if misuse == "early" else 1}
+    if misuse == "replace":
+        options["updates"] = "after backward"
+    model, optimizer = made(rank, count, SHARED, **options)
+    tokens = torch.arange(8, device=device())
+    try:
+        model(tokens, 0).backward()
+        if misuse == "twice":
+            model(tokens, 0)
+        elif misuse == "replace":
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        elif misuse == "norm":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+MISUSES = {
+    "twice": "a second forward began between backward() and optimizer.step(): this plan",
+    "early": "optimizer.step() was called after 1 of 2 micro-batches: this plan sums gradients over"
+    " the devices in backward 2. Run 2 per step",
+    "replace": "a gradient was replaced between backward() and optimizer.step(): on several devices"
+    " each one has a part of it; clip it, unscale it, or set it to None",
+    "norm": "the gradient of an offloaded parameter was used after backward(): this plan updates",
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_loops_that_would_compute_something_else_are_refused(misuse: str, tmp_path: Path) -> None:
+    for told in run_ranks(refusing, 2, tmp_path, misuse):
+        assert told.startswith(MISUSES[misuse]), told
+
+
+def test_ranks_of_a_machine_share_its_memory_and_its_disk() -> None:
+    room = Room(memory_bytes=101, swap_bytes=10, disk_bytes=50, data_limit=40, device_bytes=30)
+    assert for_each(room, 2) == replace(room, memory_bytes=50, swap_bytes=5, disk_bytes=25)

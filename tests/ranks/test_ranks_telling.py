@@ -1,0 +1,601 @@
+"""One rank fails: the others are told who it was and why, at once, in every phase.
+
+The limit of waits is far beyond the time that a test may take: who is not told does not end. Rank 1
+fails in turn in one way after another, in one pair of processes.
+"""
+
+import io
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.records import write_plan
+from protrain_plan.records.plan import Offload, Persistent, Placement, TierBytes
+from protrain_runtime import full_parameters, load, prepare, restore, save
+from protrain_runtime.checkpoint import loading as resuming
+from protrain_runtime.checkpoint import saving
+from protrain_runtime.devices import device as devices
+from protrain_runtime.engine.engine import Engine
+from protrain_runtime.model.between_steps import FullParameters
+from protrain_runtime.model.prepared import ATTRIBUTE
+from tests.support.ranks_cases import ranks_on_emulated, run_ranks, started
+from tests.support.routed_model import Block, batch, built, plan_of, step
+from tests.support.runtime_cases import ADAMW, copied, device, differences
+
+LIMIT_S = 3600.0
+FAILING = 1
+PLACES: tuple[Placement, ...] = (
+    Persistent(),
+    Offload(tier="device"),
+    Offload(tier="disk"),
+    Offload(tier="host"),
+)
+
+Trained = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def said(work: Callable[[], object]) -> str:
+    """What the call raises, as its type and the whole text."""
+    try:
+        work()
+    except BaseException as error:  # noqa: BLE001 (an interruption too)
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@contextmanager
+def raising(owner: Any, name: str, error: BaseException, calls: int = 1) -> Iterator[None]:
+    """The function raises in its nth call: what the system may do to it at any time."""
+    real, left = getattr(owner, name), calls
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise error
+        return real(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, failing)
+        yield
+
+
+# --- prepare --------------------------------------------------------------------------------------
+
+Prepares = Callable[[nn.Module, Path], object]
+"""What a rank that fails does in place of `prepared`; gets a folder that exists."""
+
+
+def prepared(model: nn.Module, **options: Any) -> Trained:
+    given = {"optimizer": ADAMW, "wait_limit_s": LIMIT_S, **options}
+    plan = given.pop("plan", None) or plan_of(model, dist.get_world_size(), PLACES)
+    return prepare(model, plan, **given)
+
+
+def with_another_shape(model: nn.Module, folder: Path) -> None:
+    plan = plan_of(model, 2, PLACES)
+    model.blocks[1].experts[0] = nn.Linear(24, 24, bias=False)  # type: ignore[index,union-attr]
+    prepared(model, plan=plan)
+
+
+def without_a_block(model: nn.Module, folder: Path) -> None:
+    plan = plan_of(model, 2, PLACES)
+    model.blocks = nn.ModuleList([Block(24), Block(24)])
+    prepared(model, plan=plan)
+
+
+def in_another_dtype(model: nn.Module, folder: Path) -> None:
+    plan = plan_of(model, 2, PLACES)
+    prepared(model.to(torch.float64), plan=plan)
+
+
+def with_a_plan_for_one(model: nn.Module, folder: Path) -> None:
+    prepared(model, plan=plan_of(model, 1, (Persistent(),)))
+
+
+def with_a_damaged_plan(model: nn.Module, folder: Path) -> None:
+    write_plan(plan_of(model, 2, PLACES), folder / "plan.yaml")
+    text = (folder / "plan.yaml").read_text()
+    (folder / "plan.yaml").write_text(text.replace("num_devices: 2", "num_devices: two"))
+    prepared(model, plan=folder / "plan.yaml")
+
+
+def without_a_plan(model: nn.Module, folder: Path) -> None:
+    prepared(model, plan=folder / "none.yaml")
+
+
+def with_too_large_a_plan(model: nn.Module, folder: Path) -> None:
+    plan = plan_of(model, 2, PLACES)
+    takes = TierBytes(device=2**60, context=0, host=0, disk=0)
+    prepared(model, plan=replace(plan, prediction=replace(plan.prediction, peak_bytes=takes)))
+
+
+def with_nowhere_to_spill(model: nn.Module, folder: Path) -> None:
+    prepared(model, spill_directory=folder / "none")
+
+
+def with_a_full_disk(model: nn.Module, folder: Path) -> None:
+    with raising(os, "posix_fallocate", OSError(28, "No space left on device"), calls=2):
+        prepared(model)
+
+
+def with_a_broken_disk(model: nn.Module, folder: Path) -> None:
+    with raising(os, "pwrite", OSError(5, "Input/output error"), calls=2):
+        prepared(model)
+
+
+def with_another_optimizer(model: nn.Module, folder: Path) -> None:
+    prepared(model, optimizer=partial(torch.optim.SGD, lr=0.1))
+
+
+def with_another_rate(model: nn.Module, folder: Path) -> None:
+    prepared(model, optimizer=partial(torch.optim.AdamW, lr=0.125, fused=True))
+
+
+def in_other_groups(model: nn.Module, folder: Path) -> None:
+    first, *others = model.parameters()
+    prepared(model, param_groups=[{"params": [first]}, {"params": others}])
+
+
+def with_no_optimizer(model: nn.Module, folder: Path) -> None:
+    def factory(_: object) -> torch.optim.Optimizer:
+        raise ValueError("no such optimizer\nsecond line")
+
+    prepared(model, optimizer=factory)
+
+
+def interrupted(model: nn.Module, folder: Path) -> None:
+    from protrain_runtime import preparation
+
+    with raising(preparation, "make_chunks", KeyboardInterrupt()):
+        prepared(model)
+
+
+def out_of_memory_late(model: nn.Module, folder: Path) -> None:
+    from protrain_runtime import preparation
+
+    with raising(preparation, "Engine", MemoryError("no more")):
+        prepared(model)
+
+
+def with_a_prepared_model(model: nn.Module, folder: Path) -> None:
+    model.__dict__[ATTRIBUTE] = object()
+    try:
+        prepared(model)
+    finally:
+        del model.__dict__[ATTRIBUTE]
+
+
+FAILURES: dict[Prepares, tuple[str, str]] = {
+    # What the rank that fails says first, and what the others are told.
+    with_another_shape: ("ProtrainError: ", "rank 1 failed in prepare(): "),
+    without_a_block: ("ProtrainError: ", "rank 1 failed in prepare(): "),
+    in_another_dtype: ("ProtrainError: ", "rank 1 failed in prepare(): "),
+    with_a_plan_for_one: (
+        "ProtrainError: num_devices: the plan is for 1 device, and 2 run\n",
+        "rank 1 failed in prepare(): num_devices: the plan is for 1 device, and 2 run\n"
+        "  fix: plan with --num-devices 2",
+    ),
+    with_a_damaged_plan: ("RecordError: ", "rank 1 failed in prepare(): "),
+    without_a_plan: ("RecordError: ", "rank 1 failed in prepare(): "),
+    with_too_large_a_plan: ("NoRoomError: the plan takes", "rank 1 failed in prepare(): the plan"),
+    with_nowhere_to_spill: (
+        "ProtrainError: ",
+        "rank 1 failed in prepare(): ",
+    ),
+    with_a_full_disk: ("ProtrainError: ", "rank 1 failed in prepare(): "),
+    with_a_broken_disk: ("ProtrainError: ", "rank 1 failed in prepare(): "),
+    with_another_optimizer: (
+        "RanksError: rank 1 has another optimizer than rank 0: SGD instead of AdamW\n",
+        "rank 1 has another optimizer than rank 0: SGD instead of AdamW\n"
+        "  fix: give prepare() the same optimizer and the same param_groups on every rank",
+    ),
+    with_another_rate: (
+        "RanksError: rank 1 has another lr in parameter group 1 than rank 0: 0.125 instead of",
+        "rank 1 has another lr in parameter group 1 than rank 0: 0.125 instead of",
+    ),
+    in_other_groups: (
+        "RanksError: rank 1 has another number of parameter groups than rank 0: 2 instead of 1\n",
+        "rank 1 has another number of parameter groups than rank 0: 2 instead of 1\n",
+    ),
+    with_no_optimizer: (
+        "ValueError: no such optimizer",
+        "rank 1 failed in prepare(): ValueError: no such optimizer",
+    ),
+    interrupted: ("KeyboardInterrupt: ", "rank 1 failed in prepare(): KeyboardInterrupt"),
+    out_of_memory_late: (
+        "MemoryError: no more",
+        "rank 1 failed in prepare(): MemoryError: no more",
+    ),
+    with_a_prepared_model: (
+        "ProtrainError: the model follows a plan already\n",
+        "rank 1 failed in prepare(): the model follows a plan already\n"
+        "  fix: call restore(model) first",
+    ),
+}
+
+
+def failing_to_prepare(rank: int, count: int, folder: Path) -> list[tuple[str, list[str]]]:
+    """By way to fail what this rank says, and how its model differs from what it was."""
+    found: list[tuple[str, list[str]]] = []
+    for number, failing in enumerate(FAILURES):
+        own = folder / f"{number}-{rank}"
+        own.mkdir()
+        model: nn.Module = built(rank)
+        before = copied(model.state_dict())
+        text = said(partial(failing, model, own) if rank == FAILING else partial(prepared, model))
+        changes = failing in (with_another_shape, without_a_block, in_another_dtype)
+        after = copied(model.state_dict())
+        same = changes and rank == FAILING
+        found.append((text, [] if same else list(differences(after, before, ""))))
+        assert all(parameter.grad is None for parameter in model.parameters())
+    model, optimizer = prepared(built(rank))  # and then it can be
+    step(model, optimizer, 0, rank)
+    return found
+
+
+def test_a_rank_that_cannot_prepare_tells_the_others_and_models_are_as_before(
+    tmp_path: Path,
+) -> None:
+    by_rank = run_ranks(failing_to_prepare, 2, tmp_path, tmp_path)
+    for (own, told), *found in zip(FAILURES.values(), *by_rank, strict=True):
+        (other, left), (failing, as_before) = found
+        assert failing.startswith(own), failing
+        assert other.startswith(f"RanksError: {told}"), other
+        assert left == as_before == []
+
+
+# --- load, save and what else is for all ranks between steps --------------------------------------
+
+Calls = Callable[[nn.Module, torch.optim.Optimizer, Path], object]
+
+
+def loads(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    load(model, optimizer, folder)
+
+
+def saves(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    save(model, optimizer, folder)
+
+
+def saves_beside(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    beside = save(model, optimizer, folder, beside=True)
+    assert beside is not None
+    beside.wait()
+
+
+def looks(model: nn.Module, _: torch.optim.Optimizer, __: Path) -> None:
+    with full_parameters(model):
+        pass
+
+
+def restores(model: nn.Module, _: torch.optim.Optimizer, __: Path) -> None:
+    restore(model)
+
+
+def with_another(call: Calls) -> Calls:
+    """The optimizer is not the one that `prepare` returned."""
+    return lambda model, _, folder: call(model, ADAMW(list(model.parameters())), folder)
+
+
+def from_nowhere(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    load(model, optimizer, folder / "none")
+
+
+def from_a_damaged_one(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """This rank alone sees other bytes."""
+    own = folder.parent / "damaged"
+    shutil.copytree(folder, own, dirs_exist_ok=True)
+    for path in own.glob("*/.metadata"):
+        path.write_bytes(path.read_bytes()[:100])
+    load(model, optimizer, own)
+
+
+def with_what_cannot_be_saved(
+    model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path
+) -> None:
+    save(model, optimizer, folder, extra={"here": threading.Lock()})
+
+
+def where(owner: Any, name: str, error: BaseException, call: Calls) -> Calls:
+    """The call, in which something of the system or of ours raises."""
+
+    def failing(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+        with raising(owner, name, error):
+            call(model, optimizer, folder)
+
+    return failing
+
+
+NO_ROOM = ProtrainError("no room", fix="make some")
+UNREADABLE = OSError(5, "Input/output error")
+CALLS: Sequence[tuple[str, Calls, Calls, str]] = (
+    # The name, what is called, what the failing rank does in its place, and what is told.
+    ("load()", loads, with_another(loads), "the optimizer is not the one that prepare() returned"),
+    ("load()", loads, from_nowhere, ""),
+    ("load()", loads, from_a_damaged_one, ""),
+    ("load()", loads, where(resuming, "_matched", KeyboardInterrupt(), loads), "KeyboardInterrupt"),
+    ("save()", saves, with_another(saves), "the optimizer is not the one that prepare() returned"),
+    ("save()", saves, with_what_cannot_be_saved, "extra: this cannot be saved: "),
+    ("save()", saves, where(saving, "model_values", UNREADABLE, saves), "OSError: [Errno 5] Input"),
+    (
+        "save()",
+        saves_beside,
+        where(saving, "model_values", UNREADABLE, saves_beside),
+        "OSError: [Errno 5] Input/output error",
+    ),
+    (
+        "full_parameters()",
+        looks,
+        where(sys.modules[FullParameters.__module__], "check_free", NO_ROOM, looks),
+        "no room\n  fix: make some",
+    ),
+    (
+        "restore()",
+        restores,
+        where(Engine, "settle", KeyboardInterrupt(), restores),
+        "KeyboardInterrupt",
+    ),
+)
+
+
+def failing_between_steps(rank: int, count: int, folder: Path) -> list[tuple[str, list[str]]]:
+    """By call what this rank says, and what the model and its optimizer lost by it."""
+    model, optimizer = prepared(built(rank))
+    step(model, optimizer, 0, rank)
+    save(model, optimizer, folder / "saved", extra={"step": 1})
+    step(model, optimizer, 1, rank)
+    found: list[tuple[str, list[str]]] = []
+    for _, call, failing, _ in CALLS:
+        before = copied(model.state_dict()), copied(optimizer.state_dict())
+        made = failing if rank == FAILING else call
+        text = said(partial(made, model, optimizer, folder / "saved"))
+        after = copied(model.state_dict()), copied(optimizer.state_dict())
+        found.append((text, list(differences(after, before, ""))))
+    assert load(model, optimizer, folder / "saved") == {"step": 1}  # and then it can be
+    step(model, optimizer, 1, rank)
+    return found
+
+
+def test_a_rank_that_cannot_load_or_save_tells_the_others_and_all_may_go_on(tmp_path: Path) -> None:
+    by_rank = run_ranks(failing_between_steps, 2, tmp_path, tmp_path)
+    for (name, _, _, told), *found in zip(CALLS, *by_rank, strict=True):
+        (other, left), (failing, as_before) = found
+        assert not failing.startswith(("nothing", "RanksError")), failing
+        assert other.startswith(f"RanksError: rank 1 failed in {name}: {told}"), other
+        assert left == as_before == []
+
+
+# --- in a step ------------------------------------------------------------------------------------
+
+
+class Raises(torch.autograd.Function):
+    """Raises in backward, if it is told to."""
+
+    @staticmethod
+    def forward(_: Any, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(_: Any, *__: Tensor) -> Tensor:
+        raise ValueError("no gradient")
+
+
+def step_with(
+    hook: Callable[..., object] | None, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """A step in which the middle block has a forward hook."""
+    handle = None if hook is None else model.get_submodule("blocks.1").register_forward_hook(hook)
+    try:
+        step(model, optimizer, 1, dist.get_rank())
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    step_with(None, model, optimizer)
+
+
+def in_forward(error: BaseException) -> Callable[[nn.Module, torch.optim.Optimizer], None]:
+    def hook(*_: object) -> None:
+        raise error
+
+    return partial(step_with, hook)
+
+
+def in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    step_with(
+        lambda _, __, output: Raises.apply(output),  # type: ignore[no-untyped-call]
+        model,
+        optimizer,
+    )
+
+
+def in_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    loss = model(batch(dist.get_rank()), 0)
+    loss.backward()
+    with raising(torch.optim.AdamW, "step", ValueError("no update")):
+        optimizer.step()
+
+
+def in_reading_the_disk(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with raising(os, "preadv", UNREADABLE):
+        steps(model, optimizer)
+
+
+def evaluates(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        model.eval()(batch(0), 0)
+
+
+def in_evaluation(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with raising(os, "preadv", UNREADABLE):
+        evaluates(model, optimizer)
+
+
+def lists(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.state_dict()
+    optimizer.state_dict()
+
+
+def in_listing(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with raising(os, "preadv", UNREADABLE):
+        lists(model, optimizer)
+
+
+def in_listing_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.state_dict()
+    with raising(os, "preadv", UNREADABLE):
+        optimizer.state_dict()
+
+
+def in_the_users_code(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The loop's own error, that nobody catches: the interpreter calls its hook, then ends."""
+    try:
+        raise ZeroDivisionError("in the loss")
+    except ZeroDivisionError as error:
+        with redirect_stderr(io.StringIO()):
+            sys.excepthook(type(error), error, error.__traceback__)
+        raise
+
+
+def in_the_first_hook_of_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with raising(Engine, "_begin_slot", KeyboardInterrupt(), calls=6):
+        steps(model, optimizer)
+
+
+Steps = Callable[[nn.Module, torch.optim.Optimizer], None]
+
+STEPS: Sequence[tuple[Steps, Steps, str]] = (
+    # What is called, what the failing rank does in its place, and what is told.
+    (steps, in_forward(ValueError("no output")), "in a forward: ValueError: no output"),
+    (
+        steps,
+        in_forward(torch.OutOfMemoryError("out of memory")),
+        "in a forward: OutOfMemoryError: out of memory",
+    ),
+    (steps, in_forward(KeyboardInterrupt()), "in a forward: KeyboardInterrupt"),
+    (steps, in_reading_the_disk, "in a forward: "),
+    (steps, in_backward, "in a backward: see what that rank says"),
+    (steps, in_the_first_hook_of_backward, "in a backward: KeyboardInterrupt"),
+    (steps, in_step, "in optimizer.step(): ValueError: no update"),
+    (steps, in_the_users_code, ": ZeroDivisionError: in the loss"),
+    (evaluates, in_evaluation, "in a forward: "),
+    (lists, in_listing, "in a gather of parameters: "),
+    (lists, in_listing_states, "in a gather of optimizer states: "),
+)
+ALL = range(len(STEPS))
+
+
+def failing_in_a_step(rank: int, count: int, numbers: Sequence[int] = ALL) -> list[str]:
+    """By case what this rank says. Each has a process group of its own."""
+    base = dist.distributed_c10d._get_default_store()
+    found: list[str] = []
+    for number in numbers:
+        call, failing, _ = STEPS[number]
+        base.set(f"begun {number} {rank}", "1")
+        base.wait([f"begun {number} {other}" for other in range(count)])
+        dist.destroy_process_group()
+        store = PrefixStore(f"case {number}", base)
+        dist.init_process_group(
+            devices.collectives(device()),
+            store=store,
+            rank=rank,
+            world_size=count,
+            timeout=timedelta(seconds=60),
+        )
+        model, optimizer = prepared(built(rank))
+        step(model, optimizer, 0, rank)
+
+        def fails_or_waits(
+            model: nn.Module = model,
+            optimizer: torch.optim.Optimizer = optimizer,
+            made: Steps = failing if rank == FAILING else call,
+        ) -> None:
+            made(model, optimizer)
+            steps(model, optimizer)  # where who has not heard yet meets the others
+
+        found.append(said(fails_or_waits))
+        # Nobody may hear of it from a connection that is closed.
+        store.set(f"heard {rank}", "1")
+        store.wait([f"heard {other}" for other in range(count)], timedelta(seconds=60))
+    return found
+
+
+def assert_told(by_rank: Sequence[Sequence[str]], numbers: Sequence[int] = ALL) -> None:
+    for rank, by_case in enumerate(by_rank):
+        for number, text in zip(numbers, by_case, strict=True):
+            _, _, told = STEPS[number]
+            if rank == FAILING:
+                assert not text.startswith(("nothing", "RanksError")), text
+                continue
+            assert text.startswith(("RanksError: ", "LaneError: ")), text
+            assert f"rank 1 failed{' ' * (told[0] != ':')}{told}" in text, text
+
+
+@pytest.mark.emulated
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 4, 6])  # in forward, in backward, in `optimizer.step()`
+def test_a_rank_that_fails_in_a_step_on_emulated_devices_tells_the_others_at_once(
+    number: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Who waits in a stream, too: its collectives are aborted."""
+    with ranks_on_emulated(request.node.nodeid):
+        assert_told(run_ranks(failing_in_a_step, 2, tmp_path, [number]), [number])
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_rank_that_fails_in_a_step_tells_the_others_at_once(count: int, tmp_path: Path) -> None:
+    assert_told(run_ranks(failing_in_a_step, count, tmp_path))
+
+
+def mending(rank: int, count: int) -> list[str]:
+    """Rank 1 begins a step too early, is refused, and mends it."""
+    said_of: list[str] = []
+    model, optimizer = prepared(built(rank))
+    for number in range(3):
+        model(batch(number), 0).backward()
+        if rank == FAILING:
+            said_of.append(said(partial(model, batch(number), 0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return said_of
+
+
+def test_what_is_refused_before_it_began_may_be_mended_on_one_rank(tmp_path: Path) -> None:
+    none, refused = run_ranks(mending, 2, tmp_path)
+    assert none == []
+    assert len(refused) == 3
+    assert all(text.startswith("RuntimeError: a second forward began") for text in refused)
+
+
+# --- protrain run ---------------------------------------------------------------------------------
+
+
+def test_run_ends_on_all_ranks_with_the_error_of_one(tmp_path: Path) -> None:
+    write_plan(plan_of(built(), 2, PLACES), tmp_path / "plan.yaml")
+    other, failing = started(tmp_path, ["plan.yaml"], ["none.yaml"])
+    assert failing.stderr == "error: none.yaml: there is no such file\n"
+    assert other.stderr == (
+        "error: rank 1 failed in protrain run: none.yaml: there is no such file\n"
+    )
+    assert (other.returncode, failing.returncode) == (2, 2)
+    for told in started(tmp_path, ["plan.yaml"], ["plan.yaml", "--steps", 4]):
+        assert told.stderr == "error: rank 1 has another --steps than rank 0: 4 instead of 5\n"
+        assert told.returncode == 2

@@ -1,0 +1,280 @@
+"""What is wrong in a record is one error, and these are its words."""
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protrain_plan import records
+from protrain_plan.errors import RecordError
+from protrain_plan.records.hardware import Hardware, Rates
+from protrain_plan.records.plan import (
+    Plan,
+)
+from protrain_plan.records.profile import (
+    Profile,
+)
+from protrain_plan.records.schema import Record
+from protrain_plan.records.tree import number_text
+from tests.support.messages import Speaker
+from tests.support.record_samples import HARDWARE, PLAN, PLAN_TEXT, PROFILE
+
+RATED = replace(
+    HARDWARE,
+    rates=Rates(
+        float32_flops_per_s=1e12,
+        bfloat16_flops_per_s=2e12,
+        compute_efficiency=0.75,
+        memory_bytes_per_s=3e11,
+        memory_efficiency=0.9,
+        operator_s=5e-6,
+        host_parameters_per_s=1e9,
+    ),
+    sources=("a data sheet",),
+)
+TEXT = {"hardware": records.dumps_hardware(RATED), "profile": records.dumps_profile(PROFILE)}
+
+# (what the good plan says, what the bad one says instead, the error's key); its words are in the
+# catalogue of messages
+PLAN_ERRORS = [
+    # the header
+    ("protrain: plan\n", "", None),
+    ("protrain: plan", "protrain: profile", "protrain"),
+    ("protrain: plan", "protrain: plam", "protrain"),
+    ("version: 2\n", "", None),
+    ("version: 2", "version: 3", "version"),
+    ("version: 2", "version: 0", "version"),
+    ("version: 2", "version: '2'", "version"),
+    # keys
+    ("hardware: laptop", "hardware: laptop\nhardware: desktop", None),
+    ("seed: 0", "sead: 0", "workload"),
+    ("host: 0, disk: 100", "host: 0, zzz: 1, disk: 100", "budgets"),
+    ("  seed: 0\n", "", "workload"),
+    ("hardware: laptop", "? [a]\n: b", None),
+    # numbers and what YAML makes of them
+    ("step_seconds: 1.25", "step_seconds: 1e9", "prediction.step_seconds"),
+    ("step_seconds: 1.25", "step_seconds: fast", "prediction.step_seconds"),
+    ("step_seconds: 1.25", "step_seconds: .nan", "prediction.step_seconds"),
+    ("step_seconds: 1.25", "step_seconds: -.inf", "prediction.step_seconds"),
+    ("step_seconds: 1.25", "step_seconds: 1.0e+999", "prediction.step_seconds"),
+    ("step_seconds: 1.25", "step_seconds: 0", "prediction.step_seconds"),
+    ("step_seconds: 1.25", "step_seconds:", "prediction.step_seconds"),
+    ("batch_size: 1", "batch_size: no", "workload.batch_size"),
+    ("batch_size: 1", "batch_size: true", "workload.batch_size"),
+    ("batch_size: 1", "batch_size: 12:30", "workload.batch_size"),
+    ("batch_size: 1", "batch_size: 010", "workload.batch_size"),
+    ("batch_size: 1", "batch_size: 4.0", "workload.batch_size"),
+    ("batch_size: 1", "batch_size: 0", "workload.batch_size"),
+    ("seed: 0", "seed: 9223372036854775808", "workload.seed"),
+    ("seed: 0", "seed: [0]", "workload.seed"),
+    # sizes
+    ("piece_bytes: 256MiB", "piece_bytes: -256", "piece_bytes"),
+    ("piece_bytes: 256MiB", "piece_bytes: -256MiB", "piece_bytes"),
+    ("piece_bytes: 256MiB", "piece_bytes: 256M", "piece_bytes"),
+    ("piece_bytes: 256MiB", "piece_bytes: 1e9", "piece_bytes"),
+    ("piece_bytes: 256MiB", "piece_bytes: 1.5", "piece_bytes"),
+    ("disk: 100000000000", "disk: off", "budgets.disk"),
+    # texts, booleans, mappings, lists
+    ("hardware: laptop", "hardware: no", "hardware"),
+    ("hardware: laptop", "hardware: 4090", "hardware"),
+    ("hardware: laptop", "hardware:", "hardware"),
+    ("exact: true", "exact: yes", "exact"),
+    ("exact: true", "exact: 1", "exact"),
+    ("budgets: {device: 4GiB, host: 0, disk: 100000000000}", "budgets: 4GiB", "budgets"),
+    # words
+    ("dtype: bfloat16", "dtype: bf16", "workload.dtype"),
+    ("dtype: bfloat16", "dtype: 16", "workload.dtype"),
+    ("activations: recompute", "activations: swp", "units[2].activations"),
+    ("activations: recompute", "activations: swap to tape", "units[2].activations"),
+    ("states: persistent", "states: zzz", "units[3].states"),
+    # units
+    ("swap_drain: 2", "swap_drain: never", "units[1].swap_drain"),
+    ("forward_lead: 1", "forward_lead: -1", "units[1].forward_lead"),
+    ("names: model.layers.12-31", "names: model.layers.11-31", "units[2]"),
+    ("name: head", "names: head.3-3", "units[3].names"),
+    ("names: model.layers.12-31", "names: model.layers.12-999999999", "units[2].names"),
+    ("{name: head, ", "{", "units[3]"),
+    ("name: head", "name: head, names: head.0-1", "units[3]"),
+    (PLAN_TEXT[PLAN_TEXT.index("units:\n") :], "units: []\n", "units"),
+    ("{name: head,", "{name: head, also_used_by: [embd],", "units[3].also_used_by[0]"),
+    ("{name: embed,", "{name: embed, also_used_by: [heed],", "units[0].also_used_by[0]"),
+    ("{name: embed,", "{name: embed, kind: prt,", "units[0].kind"),
+    # YAML itself
+    ("hardware: laptop", "hardware: [laptop", None),
+    ("hardware: laptop", "hardware:\tlaptop\n\tx: 1", None),
+    ("hardware: laptop", "hardware: lap\x07top", None),
+    ("hardware: laptop", "hardware: &a laptop\nx: *a", None),
+    ("hardware: laptop", "hardware: !!python/object:os.system laptop", None),
+    (PLAN_TEXT, "a: 1\n---\nb: 2\n", None),
+    (PLAN_TEXT, "", None),
+    (PLAN_TEXT, "# only a comment\n", None),
+    (PLAN_TEXT, "- 1\n", None),
+    (PLAN_TEXT, "plan\n", None),
+    (PLAN_TEXT, "[" * 5000, None),
+]
+
+HARDWARE_ERRORS = [
+    ("duplex: 0.5", "duplex: 1.5", "tiers[0].link.duplex"),
+    ("read_contention: {compute: 0.95", "read_contention: {compute: 0", "read_contention.compute"),
+    ("  - name: disk", "  - name: tape", "tiers[0].name"),
+    (
+        "  - name: disk",
+        "  - {name: disk, capacity_bytes: 1, link: {read_bytes_per_s: 1, write_bytes_per_s: 1, "
+        "latency_s: 0, duplex: 1}}\n  - name: disk",
+        "tiers[1]",
+    ),
+    ("latency_s: 0.0001", "latency_s: -0.5", "tiers[0].link.latency_s"),
+    ("compute_efficiency: 0.75", "compute_efficiency: 1.5", "rates.compute_efficiency"),
+    ("memory_bytes_per_s: 3.0e+11", "memory_bytes_per_s: 0", "rates.memory_bytes_per_s"),
+    ("operator_s: 5.0e-6, ", "", "rates"),
+    ("  - a data sheet", "  - 42", "sources[0]"),
+]
+
+_FORMS = TEXT["profile"][TEXT["profile"].index("      - {form: keep") :].splitlines()[0]
+PROFILE_ERRORS = [
+    ("used_by: [0, 33]", "used_by: [0, 34]", "units[0].used_by[1]"),
+    ("used_by: [0, 33]", "used_by: [1, 33]", "units[0].used_by"),
+    ("used_by: [0, 33]", "used_by: [0, 33, 2]", "units[0].used_by"),
+    (f"forms:\n{_FORMS}\n  - names", "forms: []\n  - names", "units[0].forms"),
+    (f"forms:\n{_FORMS}\n  - names", f"forms:\n{_FORMS}\n{_FORMS}\n  - names", "units[0].forms[1]"),
+    ("method: measured", "method: guessed", "method"),
+]
+
+
+def error_of(kind: type[Record], good: str, old: str, new: str) -> RecordError:
+    assert good.count(old) >= 1
+    bad = good.replace(old, new, 1)
+    load = {
+        Hardware: records.loads_hardware,
+        Profile: records.loads_profile,
+        Plan: records.loads_plan,
+    }[kind]
+    with pytest.raises(RecordError) as caught:
+        load(bad, "a.yaml")
+    assert caught.value.source == "a.yaml"
+    assert caught.value.exit_code == 2
+    return caught.value
+
+
+@pytest.mark.parametrize(("old", "new", "key"), PLAN_ERRORS)
+def test_what_is_wrong_in_a_plan_is_one_error(
+    old: str, new: str, key: str | None, assert_says: Speaker
+) -> None:
+    error = error_of(Plan, PLAN_TEXT, old, new)
+    assert error.key == key
+    assert_says(error)
+
+
+@pytest.mark.parametrize(("old", "new", "key"), HARDWARE_ERRORS)
+def test_what_is_wrong_in_hardware_is_one_error(
+    old: str, new: str, key: str | None, assert_says: Speaker
+) -> None:
+    error = error_of(Hardware, TEXT["hardware"], old, new)
+    assert error.key == key
+    assert_says(error)
+
+
+@pytest.mark.parametrize(("old", "new", "key"), PROFILE_ERRORS)
+def test_what_is_wrong_in_a_profile_is_one_error(
+    old: str, new: str, key: str | None, assert_says: Speaker
+) -> None:
+    error = error_of(Profile, TEXT["profile"], old, new)
+    assert error.key == key
+    assert_says(error)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("swap_drain: 2", "swap_drain: 2, update_drain: end"),
+        ("{device: 4GiB, host: 0, disk: 100000000000}", "{disk: 100GB, host: 0B, device: 4096MiB}"),
+        ("lower_bound_seconds: 1.2\n", "lower_bound_seconds: 1_2.0e-1\n"),
+        ("  - {name: head, activations: keep,", "  - name: 'head'\n    activations: keep\n    "),
+        ("hardware: laptop\n", "hardware: laptop  # mine\r\n"),
+    ],
+)
+def test_there_are_other_ways_to_write_the_same(old: str, new: str) -> None:
+    text = PLAN_TEXT.replace(old, new, 1)
+    if "name: 'head'" in new:
+        text = text.replace("     states: persistent}", "    states: persistent")
+    assert records.loads_plan(text) == PLAN
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, len(PLAN_TEXT)), st.integers(0, 20), st.text(max_size=5))
+def test_a_damaged_plan_is_read_or_is_one_error(start: int, length: int, insert: str) -> None:
+    damaged = PLAN_TEXT[:start] + insert + PLAN_TEXT[start + length :]
+    try:
+        plan = records.loads_plan(damaged, "a.yaml")
+    except RecordError as error:
+        assert error.source == "a.yaml"  # noqa: PT017  (being readable is fine too)
+    else:
+        assert records.loads_plan(records.dumps_plan(plan)) == plan
+
+
+UNSEEN = (
+    *(
+        "\x01",
+        "\t",
+        "\n",
+        "\ud800",
+        "\x1b",
+        "\x7f",
+        "\x9b",
+        "\r",
+        "\x85",
+        "\xad",
+        "\u200b",
+        "\u200e",
+        "\u2028",
+    ),
+    *("\u2029", "\u202e", "\u2066", "\ufeff", "\ufffe", "\ufdd0", "\U0001ffff", "\U000e0041"),
+)
+
+
+@pytest.mark.parametrize("character", UNSEEN, ids=ascii)
+def test_characters_that_are_not_seen_are_refused(character: str) -> None:
+    """In values and in keys, where YAML would let them in: written as escapes."""
+    escaped = f"\\U{ord(character):08X}"
+    with pytest.raises(RecordError) as caught:
+        records.loads_plan(PLAN_TEXT.replace("hardware: laptop", f'hardware: "lap{escaped}top"'))
+    assert caught.value.key == "hardware"
+    problem = f"the character U+{ord(character):04X} is not allowed, in "
+    assert caught.value.message.startswith(problem)
+    assert str(caught.value).isprintable()
+    with pytest.raises(RecordError) as caught:
+        records.loads_plan(PLAN_TEXT.replace("seed: 0", f'"se{escaped}ed": 0'))
+    assert caught.value.message.startswith(problem)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "text", ["Gerät", "機械", "машина", "jihaz \u0627\u0644", "a\u00a0b", "\U0001f680"]
+)
+def test_letters_of_all_languages_are_texts(text: str) -> None:
+    plan = replace(PLAN, hardware=text)
+    assert records.loads_plan(records.dumps_plan(plan)) == plan
+
+
+EDGES = (math.inf, -math.inf, math.nan, 5e-324, 1e300, -1.0, 1e22)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("profile", "a"), ("hardware", "b"), ("plan", "c")])
+def test_every_number_has_limits(kind: str, name: str) -> None:
+    """Each number of each record in turn, with the key in the message."""
+    text = PLAN_TEXT if kind == "plan" else TEXT[kind]
+    load = {"plan": records.loads_plan, "profile": records.loads_profile}.get(
+        kind, records.loads_hardware
+    )
+    found = list(re.finditer(r"(?<=[a-z]: )[0-9]+\.[0-9.e+-]*(?=[,}\n])", text))
+    assert found
+    for match in found:
+        for edge in EDGES:
+            bad = text[: match.start()] + number_text(edge) + text[match.end() :]
+            with pytest.raises(RecordError) as caught:
+                load(bad, name)
+            assert caught.value.key
+            assert "expected a" in caught.value.message

@@ -1,0 +1,384 @@
+"""What goes wrong while training: one clear error or a clean resume, and nothing is left behind.
+
+Faults and signals are real. Where they come is told by the engine's observer, never by a clock.
+"""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.records.plan import Offload, Plan, Swap
+from protrain_runtime import prepare, restore
+from protrain_runtime.devices.device import on_host
+from protrain_runtime.devices.lanes import Backend, LaneError
+from protrain_runtime.devices.memory_meter import process_memory, storage_bytes
+from protrain_runtime.model.prepared import engine_of
+from protrain_runtime.states.stand_ins import ConsumedGradient
+from tests.support.cards import every_device
+from tests.support.faults import descriptors, file_limit, spill_descriptor
+from tests.support.messages import Speaker
+from tests.support.runtime_cases import (
+    ADAMW,
+    Outcome,
+    assert_bitwise,
+    batch,
+    build,
+    decided,
+    described,
+    device,
+    outcome,
+    plan_for,
+    step,
+)
+
+NAME = "functional"
+ROOT = Path(__file__).parents[2]
+UNITS = len(described(NAME))
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+
+
+def spilling(model: nn.Module, *, clipped: bool = False) -> Plan:
+    plan = plan_for(model, decided(described(NAME), Swap(tier="disk"), Offload(tier="disk")))
+    return replace(plan, updates="after backward") if clipped else plan
+
+
+def lanes_alive() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("protrain ")]
+
+
+@contextmanager
+def nothing_left(folder: Path) -> Iterator[None]:
+    """No thread, descriptor or file is there afterwards that was not before.
+
+    What a test before left, in a traceback for example, may end in between.
+    """
+    threads, open_before = set(threading.enumerate()), descriptors().items()
+    yield
+    gc.collect()
+    left = [thread for thread in threading.enumerate() if thread not in threads]
+    assert [thread.name for thread in left if thread.name.startswith("protrain ")] == []
+    assert list(descriptors().items() - open_before) == []
+    assert list(folder.iterdir()) == []
+
+
+def trained_plainly(numbers: range | list[int]) -> Outcome:
+    model = build(NAME)
+    optimizer = ADAMW(model.parameters())
+    return outcome(model, optimizer, [step(NAME, model, optimizer, n) for n in numbers])
+
+
+# --- disks ----------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_full_at_the_start_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    model = build(NAME)
+    with nothing_left(tmp_path):
+        with file_limit(100_000), pytest.raises(ProtrainError) as caught:
+            prepare(model, spilling(model), optimizer=ADAMW, spill_directory=tmp_path)
+        assert caught.value.source == str(tmp_path)
+        assert caught.value.message.endswith("of spilled bytes: File too large")
+        optimizer = ADAMW(model.parameters())
+        found = outcome(model, optimizer, [step(NAME, model, optimizer, 0)])
+    assert_bitwise(found, trained_plainly([0]))
+
+
+@every_device
+def test_training_goes_on_once_a_full_disk_has_room(tmp_path: Path) -> None:
+    """The first step's swaps find no room; after that step is given up, all is as before."""
+    model = build(NAME)
+    with nothing_left(tmp_path):
+        model, optimizer = prepare(
+            model, spilling(model), optimizer=ADAMW, spill_directory=tmp_path
+        )
+        states = os.fstat(spill_descriptor(tmp_path)).st_size
+        with file_limit(states), pytest.raises(ProtrainError) as caught:
+            step(NAME, model, optimizer, 0)
+        assert str(caught.value).startswith(f"{tmp_path}: no room for ")
+        found = outcome(model, optimizer, [step(NAME, model, optimizer, n) for n in range(2)])
+        del optimizer
+        restore(model)
+    assert_bitwise(found, trained_plainly(range(2)))
+
+
+def test_a_spill_directory_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
+    model = build(NAME)
+    with nothing_left(tmp_path), pytest.raises(ProtrainError) as caught:
+        prepare(model, spilling(model), optimizer=ADAMW, spill_directory="/proc/self")
+    assert str(caught.value).startswith("/proc/self: cannot write spill files: ")
+    assert str(caught.value).endswith(
+        "\n  fix: name a directory with spill_directory= (or --spill-directory)"
+    )
+
+
+@every_device
+def test_a_lane_that_fails_says_which_move(tmp_path: Path) -> None:
+    """The spill file is cut off below the lanes: nothing can be trained, or restored, any more."""
+
+    def shortened(model: nn.Module) -> list[str]:
+        model, optimizer = prepare(
+            model, spilling(model), optimizer=ADAMW, spill_directory=tmp_path
+        )
+        step(NAME, model, optimizer, 0)
+        os.ftruncate(spill_descriptor(tmp_path), 0)
+        errors = []
+        for use in (step, step):  # each says so, and none hangs
+            with pytest.raises(LaneError) as caught:
+                use(NAME, model, optimizer, 1)
+            errors.append(str(caught.value))
+        with pytest.raises(ProtrainError) as failed:
+            restore(model)
+        return [*errors, str(failed.value)]
+
+    with nothing_left(tmp_path):
+        errors = shortened(build(NAME))
+    problem = (
+        "spilled bytes cannot be read back: the file is shorter than what was written to it\n"
+        "  fix: see whether its disk is full or faulty; train on from a checkpoint"
+    )
+    lane = f"{tmp_path}: fetch 0 @0 failed on lane 'fetch disk': {problem}"
+    assert errors == [lane, lane, f"{tmp_path}: {problem}"]
+
+
+def test_a_wait_ends_and_names_the_move(assert_says: Speaker) -> None:
+    """A lane that hangs until it is let go."""
+    backend = Backend(torch.device("cpu"), limit_s=0.01)
+    before = lanes_alive()
+    lane = backend.lane("fetch disk", on_device=False)
+    go = threading.Event()
+
+    def wait_for_go() -> None:
+        go.wait()
+
+    ticket = lane.submit("fetch 3 @3", wait_for_go, ())
+    with pytest.raises(LaneError) as caught:
+        ticket.synchronize()
+    assert_says(caught.value)
+    go.set()
+    lane.close()
+    assert lanes_alive() == before
+
+
+# --- interrupts -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def ctrl_c() -> Iterator[Callable[[], None]]:
+    """What sends SIGINT to this process, which becomes KeyboardInterrupt where it stands.
+
+    Python drops what is raised in a garbage collector's callback, and hypothesis installs one.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    callbacks, gc.callbacks[:] = gc.callbacks[:], []
+    try:
+        yield lambda: os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        gc.callbacks[:] = callbacks
+        signal.signal(signal.SIGINT, before)
+
+
+@every_device
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("slot", [0, 2, UNITS - 1, UNITS, 2 * UNITS - 3, 2 * UNITS - 1])
+def test_an_interrupted_step_is_given_up(slot: int, clipped: bool, tmp_path: Path) -> None:
+    """In forward always, in backward where no update has begun: later steps are plain ones."""
+    # An accelerator's backward runs in a thread of its own, and ends before Python is asked.
+    to_the_end = slot >= UNITS and not on_host(device())
+    if (slot > UNITS or to_the_end) and not clipped:
+        with nothing_left(tmp_path):
+            error = interrupted_backward(build(NAME), slot, tmp_path)
+        cut_short = (
+            "a second forward began after backward() was cut short: this plan updates offloaded"
+            " parameters during backward, so that some are updated and some are not. Go on from a"
+            " checkpoint, with a model that is built anew; under a plan with --clip a step that is"
+            " cut short is given up"
+        )
+        ended = (
+            "a second forward began between backward() and optimizer.step(): this plan updates"
+            " offloaded parameters during backward, so every backward needs its step"
+        )
+        assert error == (ended if to_the_end else cut_short)
+        return
+    model = build(NAME)
+    with nothing_left(tmp_path), ctrl_c() as interrupt:
+        model, optimizer = prepare(
+            model, spilling(model, clipped=clipped), optimizer=ADAMW, spill_directory=tmp_path
+        )
+        engine = engine_of(model)
+        assert engine is not None
+        losses = [step(NAME, model, optimizer, 0)]
+        engine.observer = lambda what: interrupt() if what == f"slot {slot}" else None
+        with pytest.raises(KeyboardInterrupt):
+            step(NAME, model, optimizer, 1)
+        engine.observer = None
+        optimizer.zero_grad()
+        losses += [step(NAME, model, optimizer, number) for number in (2, 3)]
+        found = outcome(model, optimizer, losses)
+        del engine, optimizer
+        restore(model)
+    assert_bitwise(found, trained_plainly([0, 2, 3]))
+
+
+def interrupted_backward(model: nn.Module, slot: int, folder: Path) -> str:
+    with ctrl_c() as interrupt:
+        model, optimizer = prepare(model, spilling(model), optimizer=ADAMW, spill_directory=folder)
+        engine = engine_of(model)
+        assert engine is not None
+        step(NAME, model, optimizer, 0)
+        engine.observer = lambda what: interrupt() if what == f"slot {slot}" else None
+        with pytest.raises(KeyboardInterrupt):
+            step(NAME, model, optimizer, 1)
+        engine.observer = None
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError) as caught:
+        step(NAME, model, optimizer, 2)
+    return str(caught.value)
+
+
+@every_device
+def test_an_interrupted_update_ends_in_a_clear_error(tmp_path: Path, assert_says: Speaker) -> None:
+    """The signal comes while `step()` waits for a lane that works on states."""
+    with nothing_left(tmp_path):
+        error = interrupted_update(build(NAME), tmp_path)
+    assert_says(error)
+
+
+def interrupted_update(model: nn.Module, folder: Path) -> str:
+    updating = threading.Event()
+    with ctrl_c() as interrupt:
+
+        def delay() -> float:
+            if updating.is_set():
+                updating.clear()
+                interrupt()
+            return 0.0
+
+        model, optimizer = prepare(
+            model,
+            spilling(model, clipped=True),
+            optimizer=ADAMW,
+            spill_directory=folder,
+            lane_delay=delay,
+        )
+        step(NAME, model, optimizer, 0)
+        loss_of(call_model(model, batch(NAME, 1))).backward()
+        updating.set()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    with pytest.raises(RuntimeError) as caught:
+        step(NAME, model, optimizer, 2)
+    return str(caught.value)
+
+
+# --- kill and resume ------------------------------------------------------------------------------
+
+TRAINS = """
+import os, signal, sys, torch
+from pathlib import Path
+from protrain_runtime import prepare
+from protrain_runtime.model.prepared import engine_of
+from protrain_runtime.states.stand_ins import ConsumedGradient
+from tests.support.runtime_cases import ADAMW, build, step
+from tests.runtime.test_faults import NAME, spilling
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+folder, place = Path(sys.argv[1]), sys.argv[2]
+model = build(NAME)
+model, optimizer = prepare(model, spilling(model), optimizer=ADAMW, spill_directory=folder)
+
+def observe(what):
+    if what == place and number == 2:
+        print(what, flush=True)
+        sys.stdin.readline()  # until somebody sends a signal
+
+engine_of(model).observer = observe
+for number in range(5):
+    step(NAME, model, optimizer, number)
+    torch.save([model.state_dict(), optimizer.state_dict()], folder / "new")
+    os.replace(folder / "new", folder / "checkpoint")
+"""
+
+
+def signalled(folder: Path, place: str, number: signal.Signals) -> tuple[int, str]:
+    """Train in a process of its own, which gets the signal at a place; its code and its errors."""
+    arguments = [sys.executable, "-c", TRAINS, str(folder), place]
+    with subprocess.Popen(
+        arguments,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert line == f"{place}\n", errors
+    return process.returncode, errors
+
+
+def test_a_killed_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    code, _ = signalled(tmp_path, f"slot {2 * UNITS - 2}", signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    checkpoint = torch.load(tmp_path / "checkpoint")
+    (tmp_path / "checkpoint").unlink()
+    model = build(NAME, seed=1)
+    with nothing_left(tmp_path):
+        model, optimizer = prepare(
+            model, spilling(model), optimizer=ADAMW, spill_directory=tmp_path
+        )
+        model.load_state_dict(checkpoint[0])
+        optimizer.load_state_dict(checkpoint[1])
+        losses = [step(NAME, model, optimizer, number) for number in (2, 3, 4)]
+        found = outcome(model, optimizer, losses)
+        del optimizer
+        restore(model)
+    expected = trained_plainly(range(5))
+    assert_bitwise(found, replace(expected, losses=expected.losses[2:]))
+
+
+def test_an_interrupted_process_ends(tmp_path: Path) -> None:
+    code, errors = signalled(tmp_path, f"slot {2 * UNITS - 2}", signal.SIGINT)
+    assert code == -signal.SIGINT
+    assert errors.endswith("KeyboardInterrupt\n"), errors
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+# --- long runs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_hundred_steps_hold_what_ten_held(tmp_path: Path) -> None:
+    """Tensors to the byte, threads and descriptors; the process itself may not grow by 2 %."""
+    model = build(NAME)
+    model, optimizer = prepare(model, spilling(model), optimizer=ADAMW, spill_directory=tmp_path)
+
+    def held() -> tuple[int, list[str], dict[str, str], int]:
+        gc.collect()
+        tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+        plain = [t for t in tensors if not isinstance(t, ConsumedGradient)]
+        spilled = os.fstat(spill_descriptor(tmp_path)).st_size
+        return storage_bytes(plain), lanes_alive(), descriptors(), spilled
+
+    for number in range(10):
+        step(NAME, model, optimizer, number % 2)
+    before, resident = held(), process_memory().resident_bytes
+    for number in range(190):
+        step(NAME, model, optimizer, number % 2)
+    assert held() == before
+    assert process_memory().resident_bytes < 1.02 * resident

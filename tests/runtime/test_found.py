@@ -1,0 +1,176 @@
+"""What random models and the matrix have found once: each a case of its own."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.records.hardware import TierName
+from protrain_plan.records.plan import (
+    Keep,
+    Offload,
+    Persistent,
+    Recompute,
+    SwapInput,
+    UnitPlan,
+)
+from protrain_plan.records.profile import Form
+from protrain_runtime import prepare, with_master_weights
+from protrain_runtime.model.prepared import engine_of
+from tests.support.cards import every_device
+from tests.support.random_models import Shape, random_batch, random_model
+from tests.support.random_training import Loop
+from tests.support.runtime_cases import (
+    ADAMW,
+    RECOMPUTED,
+    assert_bitwise,
+    attached,
+    decided,
+    differences,
+    plan_for,
+    units_of,
+)
+
+NORMED = Shape(blocks=("batch norm",) * 3, between=("nothing",) * 3)
+
+
+def normed_units() -> tuple[UnitPlan, ...]:
+    return units_of(random_model(NORMED), random_batch(0))
+
+
+@every_device
+@pytest.mark.parametrize("form", RECOMPUTED)
+def test_running_statistics_are_updated_once_where_a_block_is_recomputed(
+    form: Form, tmp_path: Path
+) -> None:
+    reference = random_model(NORMED)
+    expected = Loop().train(reference, ADAMW(reference.parameters()))
+    for decision in (Recompute(form=form), SwapInput(tier="disk", form=form)):
+        model = random_model(NORMED)
+        units = decided(normed_units(), decision, Offload(tier="disk"))
+        buffers = {name: id(buffer) for name, buffer in model.named_buffers()}
+        model, optimizer = prepare(
+            model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path
+        )
+        found = Loop().train(model, optimizer)
+        assert list(differences(found.parameters, expected.parameters, "parameters")) == []
+        assert {name: id(buffer) for name, buffer in model.named_buffers()} == buffers
+
+
+@every_device
+@pytest.mark.parametrize("form", RECOMPUTED)
+def test_products_that_were_swapped_may_be_written_to(form: Form, tmp_path: Path) -> None:
+    """As `F.linear(...).mul_(0.5)` does in the recomputation."""
+    shape = Shape(blocks=("in place",) * 2, between=("nothing",) * 2)
+    reference = random_model(shape)
+    expected = Loop().train(reference, ADAMW(reference.parameters()))
+    model = random_model(shape)
+    decision = SwapInput(tier="disk", form=form)
+    units = decided(units_of(random_model(shape), random_batch(0)), decision, Persistent())
+    model, optimizer = prepare(
+        model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path
+    )
+    assert_bitwise(Loop().train(model, optimizer), expected)
+
+
+def test_states_with_numbers_of_their_own_load_unrounded_into_master_precision() -> None:
+    """NAdam's product of momenta, which torch.optim casts to the parameter's dtype."""
+    factory = with_master_weights(partial(torch.optim.NAdam, lr=1e-3))
+    (first, second) = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
+    one, other = factory([first]), factory([second])
+    for _ in range(3):
+        first.grad = torch.full_like(first, 0.3)
+        one.step()
+    other.load_state_dict(one.state_dict())
+    assert one.state[first]["mu_product"].dtype == torch.float32
+    assert list(differences(other.state_dict(), one.state_dict(), "states")) == []
+
+
+@pytest.mark.parametrize("tier", ["disk", "host"])
+def test_pieces_are_cut_where_kernels_give_the_bits_of_the_whole(
+    tier: TierName, tmp_path: Path
+) -> None:
+    """SGD on bfloat16 rounds the ends of ranges of odd lengths in another way."""
+    shape = Shape(blocks=("linear",) * 2, between=("nothing",) * 2, unused=True)
+    factory = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+
+    def model() -> nn.Module:
+        return random_model(shape).to(torch.bfloat16)
+
+    reference = model()
+    expected = Loop().train(reference, factory(reference.parameters()))
+    units = decided(units_of(random_model(shape), random_batch(0)), Keep(), Offload(tier=tier))
+    planned = model()
+    plan = plan_for(planned, units, piece_bytes=1_100)
+    planned, optimizer = prepare(planned, plan, optimizer=factory, spill_directory=tmp_path)
+    assert_bitwise(Loop().train(planned, optimizer), expected)
+
+
+class WholeNorm(torch.optim.SGD):
+    """Steps of length one for each parameter, as LARS makes them."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad /= parameter.grad.norm()
+        return super().step(closure)
+
+
+FIX = (
+    "\n  fix: an elementwise optimizer, such as AdamW or SGD; or a plan whose states stay on the"
+    " device"
+)
+LOOKS = "one element's update depends on others"
+WHOLE: dict[str, tuple[Callable[[Iterable[Any]], torch.optim.Optimizer], str]] = {
+    "Adafactor": (torch.optim.Adafactor, LOOKS),
+    "WholeNorm": (partial(WholeNorm, lr=0.1), LOOKS),
+}
+
+
+def offloading() -> tuple[nn.Module, tuple[UnitPlan, ...]]:
+    return random_model(NORMED), decided(normed_units(), Keep(), Offload(tier="disk"))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_optimizers_that_look_at_whole_parameters_are_refused(name: str, tmp_path: Path) -> None:
+    factory, problem = WHOLE[name]
+    model, units = offloading()
+    before = attached(model)
+    with pytest.raises(ProtrainError) as caught:
+        prepare(model, plan_for(model, units), optimizer=factory, spill_directory=tmp_path)
+    assert str(caught.value) == f"{name} cannot update a parameter in pieces: {problem}{FIX}"
+    assert attached(model) == before
+
+
+def test_optimizers_that_look_at_whole_parameters_follow_plans_that_offload_no_states(
+    tmp_path: Path,
+) -> None:
+    reference = random_model(NORMED)
+    expected = Loop().train(reference, torch.optim.Adafactor(reference.parameters()))
+    model = random_model(NORMED)
+    units = decided(normed_units(), Recompute(), Persistent())
+    model, optimizer = prepare(
+        model, plan_for(model, units), optimizer=torch.optim.Adafactor, spill_directory=tmp_path
+    )
+    assert engine_of(model) is not None
+    found = Loop().train(model, optimizer)
+    assert list(differences(found.losses, expected.losses, "losses")) == []
+    assert list(differences(found.parameters, expected.parameters, "parameters")) == []
+
+
+def test_offloaded_parameters_of_two_dtypes_are_refused(tmp_path: Path) -> None:
+    model, units = offloading()
+    model.get_submodule("blocks.1.norm").to(torch.float64)
+    with pytest.raises(ProtrainError) as caught:
+        prepare(model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path)
+    assert str(caught.value) == (
+        "blocks.1 has trainable parameters of several dtypes (float32, float64), and states that"
+        " leave the device are of one\n"
+        "  fix: convert them to one dtype, or freeze those of the others"
+    )

@@ -1,0 +1,144 @@
+"""A plan that meets another model says what changed, unit by unit; the edit is the oracle."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.records import dumps_plan, loads_plan
+from protrain_plan.records.plan import Keep, Offload, Plan
+from protrain_runtime import prepare
+from protrain_runtime.diagnostics.matching import model_changes, model_tensors
+from tests.support.runtime_cases import ADAMW, MODELS, build, decided, described, plan_for
+
+NAME = "llama-tied"
+
+
+def planned() -> Plan:
+    model = build(NAME)
+    plan = plan_for(model, decided(described(NAME), Keep(), Offload(tier="disk")))
+    return replace(plan, tensors=model_tensors(model))
+
+
+def refused(model: nn.Module, plan: Plan, folder: Path) -> str:
+    with pytest.raises(ProtrainError) as caught:
+        prepare(model, plan, optimizer=ADAMW, spill_directory=folder)
+    return str(caught.value)
+
+
+def message(*lines: str) -> str:
+    head = "model_fingerprint: the plan was made for another model:"
+    return "\n    ".join([head, *lines]) + "\n  fix: profile and plan this model"
+
+
+def module(model: nn.Module, path: str) -> nn.Module:
+    return model.get_submodule(path)
+
+
+def one_more(model: nn.Module) -> None:
+    module(model, "model.layers.2").register_parameter("extra", nn.Parameter(torch.zeros(8)))
+
+
+def wider(model: nn.Module) -> None:
+    for layer in (0, 1, 3):
+        module(model, f"model.layers.{layer}.mlp").up_proj = nn.Linear(64, 192, bias=False)
+
+
+def untied(model: nn.Module) -> None:
+    module(model, "lm_head").weight = nn.Parameter(torch.zeros(256, 64))
+
+
+def frozen_in_part(model: nn.Module) -> None:
+    module(model, "model.layers.1.self_attn").requires_grad_(False)
+
+
+def half(model: nn.Module) -> None:
+    module(model, "model.layers").bfloat16()
+
+
+def fewer(model: nn.Module) -> None:
+    layers = module(model, "model.layers")
+    assert isinstance(layers, nn.ModuleList)
+    del layers[2:]
+
+
+def another_class(model: nn.Module) -> None:
+    module(model, "model.layers.3.mlp").act_fn = nn.GELU()
+
+
+@pytest.mark.parametrize(
+    ("edit", "lines"),
+    [
+        (one_more, ["model.layers.2: 9 -> 10 parameters; extra: new (8 float32 trainable)"]),
+        (
+            wider,
+            [
+                "model.layers.0-1, each: mlp.up_proj.weight: 128x64 -> 192x64",
+                "model.layers.3: mlp.up_proj.weight: 128x64 -> 192x64",
+            ],
+        ),
+        (
+            untied,
+            [
+                "in no planned unit: lm_head.weight: tied to model.embed_tokens.weight ->"
+                " 256x64 float32 trainable"
+            ],
+        ),
+        (frozen_in_part, ["model.layers.1: 4 tensors: trainable -> frozen"]),
+        (half, ["model.layers.0-3, each: 9 tensors: float32 -> bfloat16"]),
+        (fewer, ["model.layers.2-3, each: missing, with its 9 parameters"]),
+        (
+            another_class,
+            ["parameters and buffers are the same; a module has another class or place"],
+        ),
+    ],
+)
+def test_a_changed_model_is_told_by_what_was_changed(
+    edit: Callable[[nn.Module], None], lines: Sequence[str], tmp_path: Path
+) -> None:
+    model = build(NAME)
+    edit(model)
+    assert refused(model, planned(), tmp_path) == message(*lines)
+    assert "forward" not in model.__dict__
+
+
+def test_plans_without_tensors_name_fingerprints(tmp_path: Path) -> None:
+    plan, model = replace(planned(), tensors=()), build(NAME)
+    half(model)
+    assert refused(model, plan, tmp_path).startswith(
+        "model_fingerprint: the plan was made for another model: its fingerprint is sha256:"
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_lines_name_every_tensor_and_travel_with_the_plan(name: str) -> None:
+    model = build(name)
+    lines = model_tensors(model)
+    assert len(lines) < 30
+    plan = replace(plan_for(model, described(name)), tensors=lines)
+    assert loads_plan(dumps_plan(plan)) == plan
+    assert model_changes(lines, model, plan.units) == []
+    assert model_tensors(build(name)) == lines
+
+
+def test_experts_in_layers_are_one_line() -> None:
+    experts = nn.ModuleList(nn.ModuleList(nn.Linear(2, 3) for _ in range(4)) for _ in range(12))
+    assert model_tensors(experts) == (
+        "0-11.0-3.weight 3x2 float32 trainable",
+        "0-11.0-3.bias 3 float32 trainable",
+    )
+
+
+def test_lines_that_somebody_edited_do_not_fill_the_memory() -> None:
+    model = nn.Linear(1, 1)
+    lines = ["layers.0-999999999.weight 1x1 float32 trainable", "0-99999.0-99999.bias 1", "", "x"]
+    assert model_changes(lines, model, ()) == [
+        "in no planned unit: 4 -> 2 parameters;"
+        " layers.0-999999999.weight: missing (1x1 float32 trainable);"
+        " 0-99999.0-99999.bias: missing (1); , x: missing ();"
+        " weight: new (1x1 float32 trainable); bias: new (1 float32 trainable)"
+    ]

@@ -1,0 +1,164 @@
+"""An activation option that is one file and one entry: profiled, planned with leave, and run.
+
+The option is `tests/support/int8_activations.py`. It is not exact, so that its oracle is plain
+training up to a tolerance; its bytes are held to the plan's, like any other's.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from protrain_plan.commands.training import train as train_plan
+from protrain_plan.errors import ProtrainError, RecordError
+from protrain_plan.planning.model.pins import parse_pin
+from protrain_plan.planning.outcome import Solved
+from protrain_plan.planning.questions.objectives import Objective, Question, ask
+from protrain_plan.planning.search.local_search import Effort
+from protrain_plan.records import (
+    dumps_plan,
+    dumps_profile,
+    loads_plan,
+    loads_profile,
+    register_form,
+)
+from protrain_plan.records.decisions import ACTIVATIONS
+from protrain_plan.records.plan import Budgets, Keep, Plan, Swap
+from protrain_plan.records.profile import Profile
+from protrain_runtime import prepare
+from tests.support.int8_activations import INT8
+from tests.support.peaks import bytes_of_others
+from tests.support.runtime_cases import (
+    ADAMW,
+    build,
+    described,
+    plain,
+    plan_for,
+    profiled_here,
+    train,
+)
+
+AMPLE = 10**12
+
+
+@pytest.fixture(scope="module")
+def registered() -> Iterator[Callable[[], None]]:
+    """The option is there; what takes it out again."""
+    unregister = register_form(INT8)
+    yield unregister
+    unregister()
+
+
+@pytest.fixture(scope="module")
+def profile(registered: Callable[[], None], tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    others = bytes_of_others()  # of other tests, as a script's data would be
+    record = profiled_here("tiny-llama", tmp_path_factory.mktemp("profile"), num_steps=2)
+    record = replace(record, base_bytes=record.base_bytes - others)
+    return loads_profile(dumps_profile(record))
+
+
+def planned(profile: Profile, *pins: str, allow: tuple[str, ...] = ()) -> Plan:
+    disk = profile.hardware.tier("disk").capacity_bytes
+    question = Question(
+        profile=profile,
+        budgets=Budgets(device=AMPLE, host=0, disk=disk),
+        pins=tuple(parse_pin(pin) for pin in pins),
+        allow=allow,
+        piece_bytes=1 << 16,
+    )
+    answer = ask(question, Objective(), effort=Effort())
+    assert isinstance(answer.solved, Solved)
+    return answer.solved.plan
+
+
+BLOCKS = "model.layers.*"
+
+
+def test_a_block_keeps_fewer_bytes_in_it_than_all_that_autograd_saves(profile: Profile) -> None:
+    blocks = [unit for unit in profile.units if unit.kind == "block"]
+    assert [cost.form for cost in blocks[0].forms][:2] == ["keep", "int8"]
+    for unit in blocks:
+        # One byte for four, a scale for every 64, and what is no multiple of 64 stays as it is.
+        assert unit.cost("int8").kept_bytes < 0.4 * unit.cost("keep").kept_bytes
+        assert unit.cost("int8").swappable_bytes > 0
+        assert unit.cost("int8").backward_s > 0
+
+
+@pytest.mark.parametrize("decision", ["keep int8", "swap int8 to disk"])
+def test_a_plan_with_it_stays_below_its_predicted_peak(
+    profile: Profile, decision: str, tmp_path: Path
+) -> None:
+    plan = planned(profile, f"{BLOCKS}: {decision}, offload to disk", allow=("int8",))
+    assert {unit.activations for unit in plan.units} == {
+        Keep(),
+        Keep(form="int8") if decision.startswith("keep") else Swap(tier="disk", form="int8"),
+    }
+    assert not plan.exact
+    assert f"activations: {decision}," in dumps_plan(plan)
+    assert loads_plan(dumps_plan(plan)) == plan
+
+    others = bytes_of_others()
+    run = train_plan(plan, num_steps=3, plain=False, text=None, spill_directory=tmp_path)
+    assert run.measured_peak_bytes is not None
+    assert run.measured_peak_bytes.device - others <= plan.prediction.peak_bytes.device
+    assert run.measured_peak_bytes.disk == plan.prediction.peak_bytes.disk
+
+
+def test_losses_are_close_to_plain_training_and_not_equal_in_every_bit(
+    registered: Callable[[], None], tmp_path: Path
+) -> None:
+    model = build("llama")
+    units = tuple(
+        replace(unit, activations=Keep(form="int8") if unit.kind == "block" else Keep())
+        for unit in described("llama")
+    )
+    plan = replace(plan_for(model, units), exact=False)
+    model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+    found, expected = train("llama", model, optimizer), plain("llama")
+    torch.testing.assert_close(found.losses, expected.losses, rtol=1e-2, atol=0.0)
+    assert torch.equal(found.losses[0], expected.losses[0])  # the first forward is plain
+    assert not torch.equal(found.losses[-1], expected.losses[-1])
+
+
+def test_without_leave_it_is_no_option(profile: Profile) -> None:
+    plan = planned(profile)
+    assert plan.exact
+    assert all(unit.activations.form != "int8" for unit in plan.units)
+    with pytest.raises(ProtrainError) as refused:
+        planned(profile, f"{BLOCKS}: keep int8")
+    assert refused.value.message == (
+        "model.layers.0 cannot take 'keep int8': it changes what training computes, and is used"
+        " with --allow int8 alone"
+    )
+
+
+def test_a_name_of_no_such_option_is_refused(profile: Profile) -> None:
+    with pytest.raises(ProtrainError) as refused:
+        planned(profile, allow=("int9",))
+    assert refused.value.message == ("expected an activation option that is not exact, got 'int9'")
+    assert refused.value.fix == "did you mean 'int8'?"
+
+
+def test_a_plan_that_uses_it_cannot_say_that_it_is_exact(profile: Profile) -> None:
+    plan = planned(profile, f"{BLOCKS}: keep int8", allow=("int8",))
+    text = dumps_plan(plan).replace("exact: false", "exact: true")
+    with pytest.raises(RecordError, match="exact: expected false: 'int8' changes what training"):
+        loads_plan(text)
+
+
+def test_where_it_is_not_registered_records_do_not_know_it(
+    registered: Callable[[], None], profile: Profile
+) -> None:
+    with pytest.raises(ValueError, match="there is an activation option 'int8' already"):
+        register_form(INT8)
+    text = dumps_profile(profile)
+    assert "keep int8" in ACTIVATIONS
+    registered()
+    try:
+        with pytest.raises(RecordError, match="form: expected keep, lite, mlp, attn or full, got"):
+            loads_profile(text)
+        assert "keep int8" not in ACTIVATIONS
+    finally:
+        register_form(INT8)

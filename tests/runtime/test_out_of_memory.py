@@ -1,0 +1,157 @@
+"""Memory that runs out in a planned step: real limits, processes of their own, whole messages."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from protrain_plan.records import read_profile, write_plan
+from protrain_plan.records.plan import Offload, Plan, Swap, TierBytes
+from protrain_plan.records.profile import Profile
+from tests.support.peaks import profile_file
+from tests.support.runtime_cases import decided, described_by, plan_of
+
+ROOT = Path(__file__).parents[2]
+MIB = 2**20
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sets limits")
+
+SCRIPT = """
+import resource
+import torch
+import protrain_runtime
+from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.models.optimizers import optimizer_factory
+from protrain_plan.models.sources import load_source
+from protrain_plan.records import read_plan
+from protrain_runtime.devices.memory_meter import return_freed_memory
+from protrain_runtime.model.prepared import engine_of
+
+return_freed_memory()
+plan = read_plan(@plan)
+source = load_source(plan.workload.model, model_config=plan.workload.model_config)
+model = source.build(dtype="float32", seed=0)
+batches = source.batches(batch_size=4, seq_len=64, dtype="float32", seed=0)
+model, optimizer = protrain_runtime.prepare(model, plan, optimizer=optimizer_factory("adamw"))
+
+def step():
+    loss_of(call_model(model, next(batches))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def limit(what):
+    if what == @slot:
+        lines = open("/proc/self/status").read().splitlines()
+        held = next(int(line.split()[1]) * 1024 for line in lines if line.startswith(@counted))
+        resource.setrlimit(resource.@limit, (held + 65536, -1))
+
+step()
+step()
+hog = torch.ones(@hog)
+engine_of(model).observer = limit
+try:
+    with protrain_runtime.explain_memory(model, @profile):
+        step()
+except protrain_runtime.OutOfMemoryError as error:
+    print(error)
+"""
+
+SIZE = r"\d[\d.]* (?:[KMG]i)?B"
+
+
+@pytest.fixture(scope="module")
+def profile_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return profile_file(tmp_path_factory, "tiny-llama")
+
+
+def offloading(profile: Profile, *, context_bytes: int) -> Plan:
+    plan = plan_of(
+        decided(described_by(profile), Swap(tier="disk"), Offload(tier="disk")),
+        fingerprint=profile.model_fingerprint,
+        workload=profile.workload,
+    )
+    peak = TierBytes(device=30 * MIB, context=context_bytes, host=0, disk=0)
+    return replace(plan, prediction=replace(plan.prediction, peak_bytes=peak))
+
+
+def message(
+    folder: Path, plan: Plan, profile: Path | None, *, slot: str, data: bool = True, hog: int = 1
+) -> str:
+    """What is said when no memory is left in `slot`."""
+    write_plan(plan, folder / "plan.yaml")
+    script = (
+        SCRIPT.replace("@plan", repr(str(folder / "plan.yaml")))
+        .replace("@profile", repr(str(profile) if profile else None))
+        .replace("@slot", repr(slot))
+        .replace("@limit", "RLIMIT_DATA" if data else "RLIMIT_AS")
+        .replace("@counted", repr("VmData" if data else "VmSize"))
+        .replace("@hog", str(hog))
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+REFUSED = r"(?:.*can't allocate memory: you tried to allocate \d+ bytes\..*|MemoryError)"
+TABLE = rf"""
+ {{33}}planned {{7}}there
+    states +0 B +0 B
+    gradients +{SIZE} +{SIZE}
+    chunks, swaps +{SIZE} +{SIZE}
+    staging +{SIZE} +{SIZE}
+    activations, all else +{SIZE} +{SIZE}
+    in all +{SIZE} +{SIZE}"""
+
+
+def test_more_than_planned(profile_path: Path, tmp_path: Path) -> None:
+    plan = offloading(read_profile(profile_path), context_bytes=MIB)
+    said = message(tmp_path, plan, profile_path, slot="slot 2", hog=10_000_000)
+    assert re.fullmatch(
+        rf"out of memory in forward of model.layers.1: {REFUSED}{TABLE}\n"
+        rf"    likely: {SIZE} more than planned are asked for here: the batch is larger than the"
+        " profiled one, the script or a library holds memory besides, or memory that was freed was"
+        r" not given back\n"
+        "  fix: profile what is trained, with its largest batch, and plan again; on a CPU call"
+        r" protrain_runtime.return_freed_memory\(\) before the model is built\n",
+        said,
+    ), said
+
+
+@pytest.mark.slow
+def test_a_limit_below_the_plans_peak(profile_path: Path, tmp_path: Path) -> None:
+    plan = offloading(read_profile(profile_path), context_bytes=3 * 1024 * MIB)
+    said = message(tmp_path, plan, profile_path, slot="slot 8")
+    assert re.fullmatch(
+        rf"out of memory in backward of model.layers.2: {REFUSED}{TABLE}\n"
+        rf"    likely: the process may have {SIZE} \(RLIMIT_DATA\), and the plan's step takes up to"
+        r" 3.03 GiB\n"
+        r"  fix: plan with a smaller --device-memory than the limit, and run that plan\n",
+        said,
+    ), said
+
+
+@pytest.mark.slow
+def test_memory_that_is_not_there_and_no_profile(profile_path: Path, tmp_path: Path) -> None:
+    """Address space is refused, which is no limit of the kind that plans are made for."""
+    plan = offloading(read_profile(profile_path), context_bytes=3 * 1024 * MIB)
+    said = message(tmp_path, plan, None, slot="slot 2", data=False)
+    assert re.fullmatch(
+        rf"out of memory in forward of model.layers.1: {REFUSED}\n"
+        rf"    there: states 0 B, gradients {SIZE}, chunks, swaps {SIZE}, staging {SIZE},"
+        rf" activations, all else {SIZE}; planned for the whole step: 3.03 GiB at most\n"
+        r"    likely: all that stands here was planned: other processes have taken memory that was"
+        r" free when the run began, or \(CUDA\) what is free is in pieces too small\n"
+        r"  fix: end them, or plan with a smaller --device-memory, and run that plan\n",
+        said,
+    ), said

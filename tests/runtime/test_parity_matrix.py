@@ -1,0 +1,57 @@
+"""Plans against plain PyTorch, bit for bit, over everything that a training run may combine.
+
+Every two values of two factors meet in some row: an activation decision with a precision, a tier
+with an optimizer, a schedule with a way to resume. Each row trains five steps.
+"""
+
+import itertools
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.pairwise import Row, allowed_pairs, covering_rows, pairs_of
+from tests.support.parity_rows import FACTORS, IMPOSSIBLE, ROWS, assert_row
+
+
+def test_rows_cover_every_pair_that_is_possible() -> None:
+    """By the definition: what is not covered is impossible by a reason of its own."""
+    covered = set().union(*(pairs_of(row, FACTORS) for row in ROWS))
+    for one, other in itertools.combinations(FACTORS, 2):
+        for pair in itertools.product(
+            [(one, value) for value in FACTORS[one]], [(other, value) for value in FACTORS[other]]
+        ):
+            assert pair in covered or any(each.holds(dict(pair)) for each in IMPOSSIBLE), pair
+    assert covered == set(allowed_pairs(FACTORS, IMPOSSIBLE))
+    assert not any(each.holds(row) for row in ROWS for each in IMPOSSIBLE)
+    assert covering_rows(FACTORS, IMPOSSIBLE, costly=("compiled",)) == ROWS
+    for each in IMPOSSIBLE:
+        assert all(set(values) < set(FACTORS[factor]) for factor, values in each.values.items())
+
+
+COMPILED = [number for number, row in enumerate(ROWS) if row["compiled"] != "no"]
+QUICK = {COMPILED[0], *range(0, len(ROWS), 6)} - {*COMPILED[1:]}
+"""One row in six is trained for every change, all of them every night."""
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=str(number), marks=() if number in QUICK else pytest.mark.slow)
+        for number, row in enumerate(ROWS)
+    ],
+)
+def test_five_steps_match_plain_torch_bitwise(row: Row, tmp_path: Path) -> None:
+    assert_row(row, tmp_path)
+
+
+INDUCED = [
+    row for row in ROWS if row["compiled"] == "aot_eager" and row["model"].startswith("llama")
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("row", INDUCED, ids=[str(number) for number in range(len(INDUCED))])
+def test_rows_that_inductor_compiles_match_compiled_torch_bitwise(row: Row, tmp_path: Path) -> None:
+    assert_row({**row, "compiled": "inductor"}, tmp_path)

@@ -1,0 +1,188 @@
+"""What a step took beside what was promised: bytes slot by slot, and seconds within a range."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from protrain_plan.planning.outcome import Solved
+from protrain_plan.planning.questions.planner import plan as solve
+from protrain_plan.presentation.profiles import unsteady
+from protrain_plan.records import (
+    dumps_profile,
+    loads_profile,
+    read_profile,
+    write_profile,
+)
+from protrain_plan.records.hardware import Rates
+from protrain_plan.records.plan import Budgets, Plan
+from protrain_plan.records.profile import Profile, Repetitions
+from protrain_plan.simulation.promises import Excess, exceeded, promised_bytes
+from tests.support import forked
+from tests.support.commands import printed, protrain
+from tests.support.peaks import profile_file
+from tests.support.planning_cases import MB, cpu, decoder
+
+REPETITIONS = Repetitions(num_steps=9, low=0.9, high=1.05, planned=1.3)
+
+
+def decoder_measured() -> Profile:
+    return replace(decoder(cpu(), blocks=3), method="measured", repetitions=REPETITIONS)
+
+
+@cache
+def case() -> tuple[Plan, Profile]:
+    profile = decoder(cpu(), blocks=3)
+    solved = solve(profile, Budgets(device=5000 * MB, host=0, disk=10**12), solver="offload-all")
+    assert isinstance(solved, Solved)
+    return solved.plan, profile
+
+
+def test_a_step_within_its_promise_exceeds_nothing() -> None:
+    plan, profile = case()
+    slots = promised_bytes(plan, profile)
+    peak = plan.prediction.peak_bytes
+    assert len(slots) == 2 * len(plan.units) + 1
+    assert max(slots) == peak.device
+    assert exceeded(plan, peak, slots, profile) == ()
+    assert exceeded(plan, peak, slots) == ()
+    assert exceeded(plan, peak, slots[-1:], profile) == ()
+
+
+def test_every_slot_that_takes_more_is_named_the_worst_first() -> None:
+    plan, profile = case()
+    slots = list(promised_bytes(plan, profile))
+    last = len(plan.units) - 1
+    slots[0] += 1
+    slots[2 * last] += 2
+    slots[-1] += 3
+    found = exceeded(plan, plan.prediction.peak_bytes, slots, profile)
+    names = [unit.name for unit in plan.units]
+    assert [(one.where, one.measured_bytes - one.predicted_bytes) for one in found] == [
+        ("the update on the device", 3),
+        (f"backward of {names[1]}", 2),
+        (f"forward of {names[0]}", 1),
+    ]
+
+
+def test_without_the_profile_the_peak_is_named_with_its_slot() -> None:
+    plan, profile = case()
+    slots = list(promised_bytes(plan, profile))
+    peak = plan.prediction.peak_bytes
+    at = slots.index(peak.device)
+    slots[at] += 7
+    more = replace(peak, device=peak.device + 7, context=peak.context + 1, disk=peak.disk + 2)
+    first, *others = exceeded(plan, more, slots)
+    assert first.where.startswith("the step's peak of tensors, ")
+    assert [str(one) for one in others] == [
+        str(Excess(where=where, predicted_bytes=before, measured_bytes=now))
+        for where, before, now in (
+            ("disk", peak.disk, peak.disk + 2),
+            ("the process besides tensors", peak.context, peak.context + 1),
+        )
+    ]
+    whole = Excess(
+        where="the step's peak of tensors",
+        predicted_bytes=peak.device,
+        measured_bytes=peak.device + 7,
+    )
+    assert exceeded(plan, replace(peak, device=peak.device + 7), ()) == (whole,)
+
+
+def test_an_excess_reads_as_a_sentence() -> None:
+    said = str(Excess(where="disk", predicted_bytes=2**20, measured_bytes=2**20 + 512))
+    assert said == "disk: 1.00 MiB predicted, 1.00 MiB measured, 512 B more"
+
+
+def test_run_says_what_took_more_and_fails_a_verification(
+    tiny_llama: Path,
+    tmp_path: Path,
+) -> None:
+    """A profile whose backward of one block was forgotten."""
+    profile = read_profile(tiny_llama)
+    index = next(n for n, unit in enumerate(profile.units) if unit.kind == "block")
+    unit = profile.units[index]
+    forms = tuple(replace(form, backward_peak_bytes=-(2**20)) for form in unit.forms)
+    units = (*profile.units[:index], replace(unit, forms=forms), *profile.units[index + 1 :])
+    write_profile(replace(profile, units=units), tmp_path / "profile.yaml")
+    made = protrain("plan", "profile.yaml", "--solver", "offload-all", folder=tmp_path)
+    assert made.returncode == 0, made.stderr
+    command = ("run", "plan.yaml", "--steps", 2, "--verify")
+    result = forked.protrain(*command, "--json", folder=tmp_path)
+    assert (result.returncode, result.stderr) == (1, "")
+    answer = json.loads(result.stdout)
+    assert answer["verified"] is True
+    assert [one["where"] for one in answer["overruns"]] == [f"backward of {unit.name}"]
+    again = "protrain profile tiny-llama --batch-size 2 --seq-len 64 -o profile.yaml"
+    assert answer["profile_again"] == again
+
+
+# --- seconds --------------------------------------------------------------------------------------
+
+
+def test_a_measured_profile_knows_how_its_steps_varied(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    profile = read_profile(
+        profile_file(tmp_path_factory, "tests.support.functional_model:relu_factory")
+    )
+    found = profile.repetitions
+    assert found is not None
+    forms = {form.form for unit in profile.units for form in unit.forms}
+    assert found.num_steps == 2 * len(forms)
+    assert found.low <= 1 <= found.high
+    assert found.planned > 0
+    assert profile.error_band == (min(found.low, found.planned), max(found.high, found.planned))
+
+
+def test_the_range_of_a_profile_is_its_plans() -> None:
+    measured = decoder_measured()
+    assert measured.error_band == (0.9, 1.3)
+    assert loads_profile(dumps_profile(measured)) == measured
+    solved = solve(measured, Budgets(device=5000 * MB, host=0, disk=10**12), solver="offload-all")
+    assert isinstance(solved, Solved)
+    step = solved.plan.prediction.step_seconds
+    assert solved.plan.prediction.expected_seconds == (0.9 * step, 1.3 * step)
+    unknown = replace(measured, repetitions=None)
+    assert unknown.error_band == (0.0, 0.0)
+
+
+def test_the_range_of_an_estimate_is_its_machines() -> None:
+    rates = Rates(
+        float32_flops_per_s=1.0,
+        bfloat16_flops_per_s=1.0,
+        compute_efficiency=1.0,
+        memory_bytes_per_s=1.0,
+        memory_efficiency=1.0,
+        operator_s=0.0,
+        host_parameters_per_s=1.0,
+        error_low=1.1,
+        error_high=1.9,
+    )
+    estimated = replace(decoder(cpu(), blocks=3), method="estimated", repetitions=REPETITIONS)
+    assert estimated.error_band == (0.0, 0.0)
+    known = replace(estimated, hardware=replace(estimated.hardware, rates=rates))
+    assert known.error_band == (1.1, 1.9)
+
+
+def test_a_busy_machine_is_told() -> None:
+    steady = decoder_measured()
+    assert unsteady(steady) is None
+    busy = replace(steady, repetitions=replace(REPETITIONS, low=0.8, high=1.08))
+    assert unsteady(busy) == (
+        "repetitions varied by 35%: the machine was busy; profile again on a quiet one"
+    )
+
+
+def test_plan_and_show_print_the_range(tmp_path: Path) -> None:
+    write_profile(decoder_measured(), tmp_path / "profile.yaml")
+    text = " ".join(protrain("plan", "profile.yaml", folder=tmp_path).stdout.split())
+    assert " by the profile's own repetitions), at most " in text
+    prediction = yaml.safe_load((tmp_path / "plan.yaml").read_text())["prediction"]
+    assert (prediction["error_low"], prediction["error_high"]) == (0.9, 1.3)
+    step = prediction["step_seconds"]
+    shown = printed(protrain("simulate", "plan.yaml", "--json", folder=tmp_path))
+    assert shown["expected_seconds"] == [0.9 * step, 1.3 * step]

@@ -1,0 +1,186 @@
+"""Simulated timelines against ones computed by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from protrain_plan.records.hardware import Contention, Hardware, Link, Tier
+from protrain_plan.records.plan import (
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    Recompute,
+    Schedule,
+    Swap,
+    UnitPlan,
+)
+from protrain_plan.records.profile import Profile
+from protrain_plan.simulation.memory import device_bytes
+from protrain_plan.simulation.timeline import Timeline, simulate
+from tests.support.planning_cases import MB, cpu, decoder, gpu, unit
+from tests.support.programs import compile_units
+
+GB = 1000 * MB
+
+
+def machine(*, duplex: float = 1.0, compute: float = 1.0, lane: float = 1.0) -> Hardware:
+    """1 GB/s each way, no latency."""
+    link = Link(read_bytes_per_s=1e9, write_bytes_per_s=1e9, latency_s=0.0, duplex=duplex)
+    contention = Contention(compute=compute, lane=lane)
+    return replace(
+        gpu(),
+        tiers=(Tier(name="host", capacity_bytes=1000 * GB, link=link),),
+        read_contention=contention,
+        write_contention=contention,
+        update_contention=Contention(compute=1.0, lane=1.0),
+    )
+
+
+def two_units(hardware: Hardware) -> Profile:
+    """Forward 1 s each, backward 2 s each (3 s with recomputation); 1 GB of parameters each.
+
+    Updates: 0.5 s per chunk on the host, 0.1 s on the device.
+    """
+    units = tuple(
+        unit(
+            f"layers.{n}",
+            parameters=500 * MB,
+            kept=1600 * MB,
+            inputs=100 * MB,
+            seconds=1.0,
+            used_by=(n,),
+        )
+        for n in range(2)
+    )
+    profile = decoder(hardware, blocks=1, host_speed=1e9, device_speed=5e9)
+    return replace(profile, units=units)
+
+
+def timeline(
+    profile: Profile, *decisions: tuple[Keep | Recompute | Swap, Placement, Schedule]
+) -> Timeline:
+    plans = [
+        UnitPlan(name=f"layers.{n}", activations=activations, states=states, schedule=schedule)
+        for n, (activations, states, schedule) in enumerate(decisions)
+    ]
+    program = compile_units(plans, profile, piece_bytes=32 << 20)
+    assert device_bytes(program)
+    return simulate(program)
+
+
+def times(found: Timeline) -> dict[str, list[float]]:
+    return {span.name: [round(span.start_s, 6), round(span.end_s, 6)] for span in found.spans}
+
+
+PLAIN = (Keep(), Persistent(), Schedule())
+
+
+def test_kept_and_persistent_is_compute_and_the_devices_update() -> None:
+    found = timeline(two_units(machine()), PLAIN, PLAIN)
+    assert times(found) == {
+        "forward 0": [0, 1],
+        "forward 1": [1, 2],
+        "backward 1": [2, 4],
+        "backward 0": [4, 6],
+        "update on the device": [6, 6.2],
+    }
+    assert found.stall_s == 0
+
+
+def test_recomputation_takes_its_backward_seconds() -> None:
+    found = timeline(two_units(machine()), (Recompute(), Persistent(), Schedule()), PLAIN)
+    assert found.step_seconds == pytest.approx(7.2)
+
+
+def test_offloaded_without_lead_stalls_for_every_gather() -> None:
+    # The stay of unit 1 covers forward and backward: one gather. Unit 0 is gathered twice.
+    now = (Keep(), Offload(tier="host"), Schedule())
+    found = timeline(two_units(machine()), now, now)
+    assert times(found) == {
+        "fetch 0 @0": [0, 1],
+        "forward 0": [1, 2],
+        "fetch 1 @1": [2, 3],
+        "forward 1": [3, 4],
+        "backward 1": [4, 6],
+        "fetch 0 @3": [6, 7],
+        "spill gradients 1 @2": [6, 7],
+        "backward 0": [7, 9],
+        "update 1 @2 [0:500000000]": [7, 7.5],
+        "spill gradients 0 @3": [9, 10],
+        "update 0 @3 [0:500000000]": [10, 10.5],
+    }
+    assert found.stall_s == pytest.approx(3 + 1.5)
+
+
+def test_leads_hide_gathers_behind_compute() -> None:
+    early = (Keep(), Offload(tier="host"), Schedule(forward_lead=1, backward_lead=1))
+    found = times(timeline(two_units(machine()), early, early))
+    assert found["fetch 1 @1"] == [1, 2]  # unit 0's own gather has the lane until then
+    assert found["fetch 0 @3"] == [3, 4]
+    assert found["backward 0"] == [5, 7]
+
+
+def test_both_directions_share_a_half_duplex_link() -> None:
+    now = (Keep(), Offload(tier="host"), Schedule())
+    found = times(timeline(two_units(machine(duplex=0.5)), now, now))
+    # Gather of unit 0 and spill of unit 1 run together from 6 s, each at half its speed.
+    assert found["fetch 0 @3"] == [6, 8]
+    assert found["spill gradients 1 @2"] == [6, 8]
+
+
+def test_compute_and_lanes_slow_each_other_down() -> None:
+    # The swap out of unit 0 (1.5 GB) runs beside forward 1: compute at 0.8, the lane at 0.5. It
+    # takes 1.5 / 0.5 = 3 s beside compute: all of forward 1 (1 / 0.8 = 1.25 s) and 1.75 s of
+    # backward 1, which has done 1.4 of its 2 s then.
+    swap = (Swap(tier="host"), Persistent(), Schedule())
+    found = times(timeline(two_units(machine(compute=0.8, lane=0.5)), swap, PLAIN))
+    assert found["forward 1"] == [1, 2.25]
+    assert found["swap out 0 @0"] == [1, 4]
+    assert found["backward 1"] == [2.25, 4.6]
+    assert found["swap in 0 @3"] == [4.6, 6.1]
+
+
+def test_drains_hold_compute_until_the_bytes_have_left() -> None:
+    swap = (Swap(tier="host"), Persistent(), Schedule(swap_drain=0))
+    found = times(timeline(two_units(machine()), swap, PLAIN))
+    assert found["swap out 0 @0"] == [1, 2.5]
+    assert found["forward 1"] == [2.5, 3.5]
+
+
+def test_states_on_disk_are_read_updated_and_written_in_turn() -> None:
+    hardware = cpu(read=1e9, write=1e9, duplex=1.0, contention=1.0)
+    tier = hardware.tiers[0]
+    hardware = replace(
+        hardware,
+        tiers=(replace(tier, link=replace(tier.link, latency_s=0.0)),),
+        update_contention=Contention(compute=1.0, lane=1.0),
+    )
+    profile = two_units(hardware)
+    plans = [
+        UnitPlan(name="layers.0", activations=Keep(), states=Offload(tier="disk")),
+        UnitPlan(name="layers.1", activations=Keep(), states=Persistent()),
+    ]
+    program = compile_units(plans, profile, piece_bytes=1 << 40)
+    found = times(simulate(program))
+    # 1 GB of parameters before forward, again before backward, then 6 GB of states, 0.5 s of
+    # update, 7 GB of states and parameters.
+    assert found["backward 0"] == [6, 8]
+    assert found["read states 0 @3 [0:500000000]"] == [8, 14]
+    assert found["update 0 @3 [0:500000000]"] == [14, 14.5]
+    assert found["write states 0 @3 [0:500000000]"] == [14.5, 21.5]
+
+
+def test_what_the_runtime_itself_costs_is_time_of_compute_and_of_the_update_lane() -> None:
+    """A second per move that is submitted around a slot, a quarter of one per piece."""
+    profile = two_units(replace(machine(), move_s=1.0))
+    profile = replace(profile, optimizer=replace(profile.optimizer, host_piece_s=0.25))
+    now = (Keep(), Offload(tier="host"), Schedule())
+    found = times(timeline(profile, now, PLAIN))
+    assert found["forward 0"] == [1, 3]  # after its gather, with a second for having submitted it
+    assert found["forward 1"] == [3, 4]
+    assert found["backward 1"] == [4, 6]
+    # The next gather, 2 s of backward, and a second each for the gather, the gradients and update.
+    assert found["backward 0"] == [7, 12]
+    assert found["spill gradients 0 @3"] == [12, 13]
+    assert found["update 0 @3 [0:500000000]"] == [13, 13.75]

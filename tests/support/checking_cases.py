@@ -1,0 +1,120 @@
+"""Committed plans for the tests of checking: written by hand, so that no search decides them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from protrain_plan.checking.predicting import predicted
+from protrain_plan.checking.reestimating import (
+    Broken,
+    Estimate,
+    Rebuilt,
+    Today,
+    Unavailable,
+    missing,
+    not_estimated,
+    said,
+    unknown,
+)
+from protrain_plan.errors import ProtrainError
+from protrain_plan.planning.model.problem import Problem
+from protrain_plan.program.group import ALONE, Group
+from protrain_plan.records import fingerprint, write_plan, write_profile
+from protrain_plan.records.hardware import Hardware
+from protrain_plan.records.plan import (
+    Budgets,
+    Keep,
+    Offload,
+    Persistent,
+    Plan,
+    Prediction,
+    Recompute,
+    Schedule,
+    TierBytes,
+)
+from protrain_plan.records.profile import Profile
+from tests.support.planning_cases import MB, cpu, decoder
+
+AssertGolden = Callable[[str | Path, str], None]
+"""The fixture `assert_golden`: a golden file's path, and the text that it should hold."""
+
+PROFILE = decoder(
+    replace(cpu(), name="box"),
+    blocks=4,
+    block_parameters=20 * MB,
+    embedding_parameters=10 * MB,
+    kept=100 * MB,
+)
+BUDGETS = Budgets(device=1500 * MB, host=0, disk=10**10)
+
+
+def offloading(
+    profile: Profile = PROFILE, budgets: Budgets = BUDGETS, group: Group = ALONE
+) -> Plan:
+    """All blocks recompute and have their states on disk; what stands around them is kept."""
+    problem = Problem.of(profile, budgets, group=group)
+    schedule = Schedule(forward_lead=1, backward_lead=1, update_drain=1)
+    units = tuple(
+        problem.unit_plan(index, Recompute(), Offload(tier="disk"), schedule)
+        if unit.kind == "block"
+        else problem.unit_plan(index, Keep(), Persistent(), Schedule())
+        for index, unit in enumerate(profile.units)
+    )
+    nothing = TierBytes(device=0, context=0, host=0, disk=0)
+    draft = Plan(
+        workload=profile.workload,
+        hardware=profile.hardware.name,
+        optimizer=profile.optimizer.name,
+        profile_fingerprint=fingerprint(profile),
+        model_fingerprint=profile.model_fingerprint,
+        exact=True,
+        budgets=budgets,
+        prediction=Prediction(step_seconds=1.0, lower_bound_seconds=1.0, peak_bytes=nothing),
+        piece_bytes=problem.settings.piece_bytes,
+        units=units,
+        num_devices=group.num_devices,
+        num_replicas=group.num_replicas,
+        num_nodes=group.num_nodes,
+    )
+    found = predicted(draft, profile)
+    return replace(
+        draft,
+        prediction=Prediction(
+            step_seconds=found.step_seconds,
+            lower_bound_seconds=found.step_seconds,
+            peak_bytes=found.peak_bytes,
+        ),
+    )
+
+
+def commit(folder: Path, plan: Plan | None = None, profile: Profile = PROFILE) -> Path:
+    """The plan with its profile in a folder; the plan's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_profile(profile, folder / "profile.yaml")
+    write_plan(offloading(profile) if plan is None else plan, folder / "plan.yaml")
+    return folder / "plan.yaml"
+
+
+def look(profile: Profile) -> Today | Broken | Unavailable:
+    """Build the profiled model from its source in this process, which has PyTorch already."""
+    if (reason := missing(profile.workload)) is not None:
+        return Unavailable(reason=reason)
+    try:
+        model = Rebuilt(profile)
+    except Exception as error:  # noqa: BLE001 (a model's own code may fail in any way)
+        return Broken(reason=said(error))
+
+    def estimate(hardware: Hardware) -> Estimate:
+        try:
+            return model.estimate(hardware)
+        except Exception as error:  # noqa: BLE001
+            return not_estimated(
+                said(error),
+                profile,
+                refused=isinstance(error, ProtrainError),
+                unknown=unknown(hardware) is not None,
+            )
+
+    return Today(
+        model_fingerprint=model.fingerprint, changed_keys=model.changed_keys, estimate=estimate
+    )

@@ -1,0 +1,346 @@
+"""Random modules as source text, drawn from a seed: what people write, put together at random.
+
+Most of what is drawn is ordinary, so that a model holds few of the things that a profile of one
+step may not see. The text is what is printed where a model goes wrong.
+"""
+
+import random
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from protrain_plan.models.batches import Batch
+from protrain_plan.models.building import seeded
+from tests.support.hostile_models import BATCH, SEQUENCE, VOCABULARY, WIDTH
+
+_HEAD = f"""\
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+WIDTH, VOCABULARY = {WIDTH}, {VOCABULARY}
+
+
+class Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (y,) = ctx.saved_tensors
+        return gradient * (1 - y * y)
+
+
+class Keeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.y = torch.tanh(x)
+        return ctx.y.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (1 - ctx.y * ctx.y)
+"""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Lines of a block's forward, and the attributes that they need, by name.
+
+    In forward `x` is the hidden state, [batch, sequence, width], and `more` a tensor that rides
+    along.
+    """
+
+    weight: int
+    lines: tuple[str, ...]
+    attributes: Mapping[str, str]
+
+    def numbered(self, number: int) -> tuple[list[str], list[str]]:
+        """Lines of `__init__` and of forward, with attributes of their own."""
+        init = [f"self.{name}{number} = {made}" for name, made in self.attributes.items()]
+        names = "|".join(self.attributes) or "(?!)"
+        return init, [re.sub(rf"self\.({names})\b", rf"self.\g<1>{number}", e) for e in self.lines]
+
+
+def piece(weight: int, *lines: str, **attributes: str) -> Piece:
+    return Piece(weight, lines, attributes)
+
+
+_NORM, _LINEAR = "nn.LayerNorm(WIDTH)", "nn.Linear(WIDTH, WIDTH)"
+_ONES, _ZEROS = "nn.Parameter(torch.ones(WIDTH))", "nn.Parameter(torch.zeros(WIDTH))"
+_PIECES = (
+    # what every model is made of
+    piece(12, "x = x + self.up(F.gelu(self.n(x)))", n=_NORM, up=_LINEAR),
+    piece(
+        6,
+        "a, b = self.w(x).chunk(2, dim=-1)",
+        "x = x + a * torch.sigmoid(b)",
+        w="nn.Linear(WIDTH, 2 * WIDTH)",
+    ),
+    piece(
+        4,
+        "q, k, v = self.qkv(x).chunk(3, dim=-1)",
+        "x = x + F.scaled_dot_product_attention(q, k, v)",
+        qkv="nn.Linear(WIDTH, 3 * WIDTH)",
+    ),
+    piece(3, "x = x * self.s + self.b", s=_ONES, b=_ZEROS),
+    piece(3, "x = F.dropout(x, 0.1, self.training)"),
+    piece(
+        2,
+        "x = x + self.c(x.transpose(1, 2)).transpose(1, 2)",
+        c="nn.Conv1d(WIDTH, WIDTH, 3, padding=1)",
+    ),
+    piece(2, "for _ in range(2):", "    x = x + F.silu(self.up(x))", up=_LINEAR),
+    piece(
+        2,
+        "x = x + self.mix(torch.cat([x, x * 2, x.roll(1, 1)], dim=-1))",
+        mix="nn.Linear(3 * WIDTH, WIDTH)",
+    ),
+    piece(2, "x = x + self.up(x).to(torch.bfloat16).float()", up=_LINEAR),
+    piece(2, "more = more + x.mean(dim=1, keepdim=True)"),
+    piece(2, "x = x + 0.1 * more"),
+    piece(2, "x = x + checkpoint(self.up, x, use_reentrant=False)", up=_LINEAR),
+    piece(2, "x = x + Saves.apply(self.up(x))", up=_LINEAR),
+    # in place
+    piece(2, "t = self.up(x)", "t.mul_(0.5).relu_()", "x = x + t", up=_LINEAR),
+    piece(1, "t = self.up(x)", "t[..., :8] += 1", "x = x + t", up=_LINEAR),
+    piece(1, "x = x.add_(self.up(F.relu(x)))", up=_LINEAR),
+    piece(1, "x.mul_(0.9)"),
+    piece(1, "x = x.masked_fill_(x.detach() > 2, 0.0)"),
+    # what is kept from one forward to the next
+    piece(
+        2,
+        "x = x + self.bn(x.transpose(1, 2)).transpose(1, 2)",
+        bn="nn.BatchNorm1d(WIDTH)",
+    ),
+    piece(
+        1,
+        "self.mean.lerp_(x.detach().mean((0, 1)), 0.1)",
+        "x = x - self.mean",
+        mean="nn.Buffer(torch.zeros(WIDTH))",
+    ),
+    piece(
+        1,
+        "if self.mask is None:",
+        "    self.mask = torch.ones(x.shape[1], 1)",
+        "x = x * self.mask",
+        mask="None",
+    ),
+    piece(
+        1,
+        "before = x if self.before is None else self.before",
+        "self.before = x.detach()",
+        "x = x + 0.1 * before",
+        before="None",
+    ),
+    piece(1, "self.seen = x", seen="None"),
+    piece(
+        1,
+        "self.calls += 1",
+        "if self.calls % 2:",
+        "    x = x + self.up(x)",
+        calls="0",
+        up=_LINEAR,
+    ),
+    # at random
+    piece(2, "x = x + 0.1 * torch.randn_like(x)"),
+    piece(1, "x = x * (0.5 + random.random())"),
+    piece(1, "x = x * float(0.5 + np.random.rand())"),
+    piece(1, "x = x * (0.5 + self.draws.random())", draws="random.Random(1)"),
+    piece(1, "if torch.rand(()).item() < 0.5:", "    x = x + self.up(x)", up=_LINEAR),
+    piece(1, "if random.random() < 0.5:", "    x = x + self.up(x)", up=_LINEAR),
+    # what has no gradient, and what saved-tensor hooks do not see
+    piece(1, "with torch.no_grad():", "    t = self.up(x)", "x = x + 0.1 * t", up=_LINEAR),
+    piece(1, "x = x + 0.1 * self.up(x.detach())", up=_LINEAR),
+    piece(1, "x = x + Keeps.apply(self.up(x))", up=_LINEAR),
+    piece(
+        1,
+        "with torch.enable_grad():",
+        "    t = x.detach().requires_grad_()",
+        "    (t,) = torch.autograd.grad(self.up(t).square().mean(), t)",
+        "x = x + t",
+        up=_LINEAR,
+    ),
+)
+
+_BETWEEN = (
+    (16, ""),
+    (2, "x = F.silu(x)"),
+    (2, "x = F.dropout(x, 0.1, self.training)"),
+    (1, "x = x * self.scale"),
+    (1, "x.mul_(0.9)"),
+    (1, "x = F.relu(x, inplace=True)"),
+    (1, "x.add_(first)"),
+    (1, "x = x + first"),
+    (1, "self.hidden = x.detach()"),
+    (1, "penalty = penalty + self.blocks[0].own.square().mean()"),
+    (1, "penalty = penalty + sum(p.norm() for p in self.parameters()) * 1e-3"),
+    (1, "penalty = penalty + x.square().mean()"),
+)  # fmt: skip
+
+_AROUND = (
+    (20, "{call}"),
+    (1, "for _ in range(2):\n    {call}"),
+    (1, "if step % 2 == 0:\n    {call}"),
+    (1, "if step < 4:\n    {call}"),
+    (1, "if not self.training or random.random() < 0.7:\n    {call}"),
+    (1, "if torch.rand(()).item() < 0.7:\n    {call}"),
+)
+"""What a call of a block stands in."""
+
+_STYLES: dict[str, tuple[str, str, str, str]] = {
+    # signature of the block, what it unpacks, what it returns, how it is called
+    "tensors": ("x, more", "", "x, more", "x, more = {block}(x, more)"),
+    "one": ("x, more=None", "more = x.mean(dim=1, keepdim=True)", "x", "x = {block}(x)"),
+    "tuple": ("state", "x, more = state", "(x, more)", "x, more = {block}((x, more))"),
+    "dict": (
+        "state",
+        'x, (more,) = state["x"], state["more"]',
+        '{"x": x, "more": [more]}',
+        'found = {block}({"x": x, "more": [more]})\nx, more = found["x"], found["more"][0]',
+    ),
+    "keywords": (
+        "*, x, rest, sizes, flag=True",
+        'more = rest["more"]',
+        '[x, {"more": more, "sizes": sizes}]',
+        'x, rest = {block}(x=x, rest={"more": more}, sizes=[1, 2], flag=True)\nmore = rest["more"]',
+    ),
+    "object": (
+        "given",
+        "x, more = given.x, given.more",
+        "SimpleNamespace(x=x, more=more)",
+        "given = {block}(SimpleNamespace(x=x, more=more))\nx, more = given.x, given.more",
+    ),
+}
+
+_RESULTS = ("loss", '{"loss": loss, "hidden": x}', "(loss, x)", "SimpleNamespace(loss=loss, x=x)")
+
+
+def source(seed: int) -> str:
+    """The text of a module with a class `Model`."""
+    rng = random.Random(seed)
+    style = rng.choice(list(_STYLES))
+    kinds = rng.choice((1, 1, 2))
+    classes = [_block(rng, f"Block{kind}", style) for kind in range(kinds)]
+    return "\n\n".join([_HEAD, *classes, _model(rng, kinds, style)])
+
+
+def _chosen(rng: random.Random, choices: tuple[tuple[int, str], ...]) -> str:
+    return rng.choices([text for _, text in choices], [weight for weight, _ in choices])[0]
+
+
+def _indented(text: str, depth: int) -> str:
+    return "".join(f"{'    ' * depth}{line}\n" for line in text.splitlines() if line)
+
+
+def _block(rng: random.Random, name: str, style: str) -> str:
+    arguments, unpack, result, _ = _STYLES[style]
+    pieces = rng.choices(_PIECES, [piece.weight for piece in _PIECES], k=rng.randint(1, 4))
+    numbered = [piece.numbered(number) for number, piece in enumerate(pieces)]
+    init = [line for lines, _ in numbered for line in lines]
+    forward = [line for _, lines in numbered for line in lines]
+    shared = rng.random() < 0.15
+    init += ["self.own = nn.Parameter(torch.ones(WIDTH))", "self.norm = nn.LayerNorm(WIDTH)"]
+    forward += ["x = x + 0.1 * F.linear(x, self.shared)"] if shared else []
+    if rng.random() < 0.08:
+        forward.insert(0, f"if torch.rand(()).item() < 0.3:\n    return {result}")
+    forward.append("x = self.norm(x) * self.own")
+    return (
+        f"class {name}(nn.Module):\n"
+        "    def __init__(self, shared):\n"
+        "        super().__init__()\n"
+        + ("        self.shared = shared\n" if shared else "")
+        + _indented("\n".join(init), 2)
+        + f"\n    def forward(self, {arguments}):\n"
+        + _indented("\n".join([unpack, *forward, f"return {result}"]), 2)
+    )
+
+
+def _model(rng: random.Random, kinds: int, style: str) -> str:
+    call = _STYLES[style][3]
+    count = rng.randint(2, 5)
+    blocks = ", ".join(f"Block{rng.randrange(kinds)}(shared)" for _ in range(count))
+    init = [
+        "self.embedding = nn.Embedding(VOCABULARY, WIDTH)",
+        "shared = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)",
+        f"self.blocks = nn.ModuleList([{blocks}])",
+        "self.scale = nn.Parameter(torch.ones(WIDTH))",
+        "self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)",
+    ]
+    if rng.random() < 0.2:
+        init.append("self.head.weight = self.embedding.weight")
+    if rng.random() < 0.1:
+        init.append("self.blocks[-1].norm = self.blocks[0].norm")
+    if rng.random() < 0.2:
+        every = rng.randint(2, 5)
+        init += [f"for p in list(self.parameters())[::{every}]:", "    p.requires_grad_(False)"]
+    order = list(range(count))
+    if rng.random() < 0.1:
+        order.insert(rng.randrange(count), rng.randrange(count))
+    forward = [
+        "x = self.embedding(tokens)",
+        "more, penalty, first = x.mean(dim=1, keepdim=True), 0.0, x",
+    ]
+    for place, number in enumerate(order):
+        run = call.replace("{block}", f"self.blocks[{number}]")
+        around, _, rest = _chosen(rng, _AROUND).partition("{call}")
+        depth = 1 if around.strip() else 0
+        forward.append(around.rstrip() + ("\n" if depth else "") + _indented(run, depth) + rest)
+        forward.append("first = x" if place == 0 and rng.random() < 0.5 else "")
+        forward.append(_chosen(rng, _BETWEEN))
+    loss = "F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) + penalty"
+    forward += ["logits = self.head(x)", f"loss = {loss}", f"return {rng.choice(_RESULTS)}"]
+    return (
+        "class Model(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        + _indented("\n".join(init), 2)
+        + "\n    def forward(self, tokens, step):\n"
+        + _indented("\n".join(forward), 2)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fuzzed:
+    """A module of a seed, as it is judged."""
+
+    seed: int
+    optimizer: str = "adamw"
+    factory: Callable[..., torch.optim.Optimizer] | None = None
+    gives_up: int | None = None
+
+    def build(self) -> nn.Module:
+        with seeded(self.seed):
+            model: nn.Module = _module(self.seed).Model().train()
+        return model
+
+    def batch(self, step: int) -> Batch:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+        return {"tokens": tokens, "step": step}
+
+
+@cache
+def _module(seed: int) -> ModuleType:
+    module = ModuleType(f"fuzzed_{seed}")
+    sys.modules[module.__name__] = module
+    exec(compile(source(seed), f"<seed {seed}>", "exec"), module.__dict__)  # noqa: S102 (our text)
+    return module
+
+
+def fuzzed(seed: int) -> Fuzzed:
+    return Fuzzed(seed=seed)

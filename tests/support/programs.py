@@ -1,0 +1,28 @@
+"""Programmes of decisions about a profile's units, for tests that have no plan."""
+
+from collections.abc import Sequence
+
+from protrain_plan.program.compiling import bind
+from protrain_plan.program.implications import BoundProgram, Implications
+from protrain_plan.program.program import Settings
+from protrain_plan.records.plan import UnitPlan, Updates
+from protrain_plan.records.profile import Profile
+
+
+def compile_units(
+    units: Sequence[UnitPlan],
+    profile: Profile,
+    *,
+    piece_bytes: int,
+    updates: Updates = "in backward",
+    micro_batches: int = 1,
+    updating: bool = True,
+) -> BoundProgram:
+    """The programme of `units` for the model and machine of `profile`."""
+    settings = Settings(
+        device=profile.hardware.device.kind,
+        piece_bytes=piece_bytes,
+        updates=updates,
+        micro_batches=micro_batches,
+    )
+    return bind(units, Implications(profile, settings), updating=updating)

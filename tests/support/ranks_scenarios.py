@@ -1,0 +1,309 @@
+"""What keeps collectives in their place, and on every rank the scenarios that fail without it."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.records.plan import Offload, Persistent, Placement
+from protrain_runtime import prepare, restore
+from protrain_runtime.devices.lanes import StreamLane
+from protrain_runtime.engine.engine import Engine
+from protrain_runtime.engine.gradients import Reductions
+from protrain_runtime.engine.moves import Moves
+from protrain_runtime.ranks.group import Ranks
+from tests.support import routed_model
+from tests.support.mutations import Mutation, mutated
+from tests.support.ranks_cases import end_ranks
+from tests.support.ranks_loops import ROUNDING, Loop, ddp, differing, in_turn, planned, several
+from tests.support.runtime_cases import ADAMW, Outcome, batch, build
+
+NAME = "functional"
+LIMIT_S = 10.0
+PAGE = "ordering-ranks.md"
+TRIES = 4
+
+
+# --- scenarios, on every rank ---------------------------------------------------------------------
+
+_seeds = itertools.count()
+
+
+def late(*, compute_us: float = 0.0, lanes_us: float = 0.0) -> AbstractContextManager[None]:
+    from tests.emulated.device import delayed
+
+    return delayed(next(_seeds), compute_us=compute_us, lanes_us=lanes_us)
+
+
+Lateness = Callable[[], AbstractContextManager[None]]
+LATE_COMPUTE: Lateness = partial(late, compute_us=100.0)
+LATE_LANES: Lateness = partial(late, lanes_us=1000.0)
+
+
+@cache
+def by_ddp(loop: Loop) -> Outcome:
+    with late():
+        return ddp(dist.get_rank(), 2, loop)
+
+
+PLAIN = Loop(NAME)
+
+
+def trains(
+    lateness: Lateness,
+    *states: Placement,
+    loop: Loop = PLAIN,
+    num_replicas: int = 1,
+    tolerance: float = 0.0,
+) -> list[str]:
+    """Where training under a plan differs, whose units have these placements in turn."""
+    expected = by_ddp(loop)
+    plan = several(loop, in_turn(NAME, *states), 2, num_replicas=num_replicas)
+    with TemporaryDirectory() as folder, lateness():
+        try:
+            found = planned(dist.get_rank(), 2, loop, plan, Path(folder))
+        except AssertionError as error:  # what is not a number is not what it was before
+            return [str(error)]
+        return list(differing(found, expected, tolerance))
+
+
+def persistent_with_late_lanes() -> list[str]:
+    return trains(LATE_LANES, Persistent())
+
+
+def updated_in_backward_with_late_lanes() -> list[str]:
+    """Some of the units, while others' sums are on their way."""
+    return trains(LATE_LANES, Persistent(), Offload(tier="host"))
+
+
+def persistent_with_late_compute() -> list[str]:
+    return trains(LATE_COMPUTE, Persistent())
+
+
+def shards_with_late_lanes() -> list[str]:
+    return trains(LATE_LANES, Offload(tier="device"))
+
+
+def shards_with_late_compute() -> list[str]:
+    return trains(LATE_COMPUTE, Offload(tier="device"))
+
+
+def replicas_with_late_lanes() -> list[str]:
+    return trains(LATE_LANES, Offload(tier="device"), num_replicas=2)
+
+
+def from_host_with_late_lanes() -> list[str]:
+    return trains(LATE_LANES, Offload(tier="host"))
+
+
+def evaluated() -> list[str]:
+    """A model is evaluated while its shards come late."""
+    model = build(NAME)
+    with torch.no_grad():
+        plain = loss_of(call_model(model, batch(NAME, 0))).item()
+    units = in_turn(NAME, Offload(tier="device"))
+    model, _ = prepare(model, several(Loop(NAME), units, 2), optimizer=ADAMW, wait_limit_s=LIMIT_S)
+    with LATE_LANES(), torch.no_grad():
+        found = loss_of(call_model(model, batch(NAME, 0))).item()
+    restore(model)
+    return [] if found == plain else [f"{found} instead of {plain}"]
+
+
+def running_statistics() -> list[str]:
+    """Buffers are the first rank's from the first micro-batch on."""
+    with LATE_LANES():
+        return routed_model.routed(dist.get_rank(), 2, (Persistent(),))
+
+
+def clipped() -> list[str]:
+    """A norm is summed from those of shards."""
+    loop = Loop(NAME, clips=True, double=True)
+    return trains(LATE_LANES, Offload(tier="device"), loop=loop, tolerance=ROUNDING)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+SUBMIT_AFTER = "for other in move.after"
+NOT_COLLECT = "self._program.moves[number].lane == COLLECT or "
+
+MUTATIONS = (
+    Mutation(
+        owner=Engine,
+        name="_submit",
+        line=SUBMIT_AFTER,
+        instead=f'{SUBMIT_AFTER} if move.kind != "all-gather"',
+        keeps="other ranks get a shard that has not come from its host yet",
+        scenario=from_host_with_late_lanes,
+    ),
+    Mutation(
+        owner=Engine,
+        name="_submit",
+        line=SUBMIT_AFTER,
+        instead=f'{SUBMIT_AFTER} if move.kind != "spill gradients"',
+        keeps="a sum leaves for the host before all ranks have added to it",
+        scenario=from_host_with_late_lanes,
+    ),
+    Mutation(
+        owner=Engine,
+        name="_end",
+        line="    self._tickets[number].wait()",
+        instead=f"    {NOT_COLLECT}self._tickets[number].wait()",
+        keeps="the optimizer steps with gradients that are being added up",
+        scenario=updated_in_backward_with_late_lanes,
+    ),
+    Mutation(
+        owner=Engine,
+        name="_end_moves",
+        line="self._tickets[number].wait()",
+        instead="pass",
+        keeps="the same, where nothing is updated in backward",
+        scenario=persistent_with_late_lanes,
+    ),
+    Mutation(
+        owner=Engine,
+        name="_begin_slot",
+        line="self._tickets[number].wait()",
+        instead=f"{NOT_COLLECT}self._tickets[number].wait()",
+        keeps="a slot computes before other ranks' shards are there",
+        scenario=shards_with_late_lanes,
+    ),
+    Mutation(
+        owner=Engine,
+        name="_collect",
+        line="self.lanes[COLLECT].submit(what, work, ()).wait()",
+        instead="self.lanes[COLLECT].submit(what, work, ())",
+        keeps="an evaluation computes before other ranks' shards are there",
+        scenario=evaluated,
+    ),
+    Mutation(
+        owner=Engine,
+        name="_collect",
+        line="self.lanes[COLLECT].submit(what, work, ()).wait()",
+        instead="self.lanes[COLLECT].submit(what, work, ())",
+        keeps="a forward begins with running statistics of its own",
+        scenario=running_statistics,
+    ),
+    Mutation(
+        owner=StreamLane,
+        name="_issue",
+        line="self._stream.wait_event(item.fence)",
+        instead='self.name == "collect" or self._stream.wait_event(item.fence)',
+        keeps="gradients are added up before backward has computed them",
+        scenario=persistent_with_late_compute,
+    ),
+    Mutation(
+        owner=StreamLane,
+        name="_issue",
+        line="self._stream.wait_event(item.fence)",
+        instead='self.name == "collect" or self._stream.wait_event(item.fence)',
+        keeps="other ranks get a shard that the optimizer has not updated yet",
+        scenario=shards_with_late_compute,
+    ),
+    Mutation(
+        owner=Reductions,
+        name="reduce_scatter",
+        line="self._sums[number] = total",
+        instead="self._sums[number] = _Sum({}, total.parts, total.present, total.counts)",
+        keeps="the buffers of a sum serve compute again while ranks add to them",
+        scenario=shards_with_late_lanes,
+    ),
+    Mutation(
+        owner=Moves,
+        name="start",
+        line="work, self._held[number] = spills.spill(move, chunk)",
+        instead="work, _ = spills.spill(move, chunk)",
+        keeps="a rank's part of a sum is freed under the copy from it",
+        scenario=from_host_with_late_lanes,
+    ),
+    Mutation(
+        owner=Ranks,
+        name="all_gather",
+        line="_gather(whole, own, group=self._sharing)",
+        instead="_gather(whole, own, group=self._sharing, async_op=True)",
+        keeps="an all-gather counts as ended while shards are on their way",
+        scenario=shards_with_late_lanes,
+    ),
+    Mutation(
+        owner=Ranks,
+        name="reduce_scatter",
+        line="_reduce_scatter(mine, whole, group=self._sharing)",
+        instead="_reduce_scatter(mine, whole, group=self._sharing, async_op=True)",
+        keeps="a rank takes its part of a sum before all have added to it",
+        scenario=shards_with_late_lanes,
+    ),
+    Mutation(
+        owner=Ranks,
+        name="reduce_scatter",
+        line="dist.all_reduce(_lent(mine), group=self._replicas)",
+        instead="dist.all_reduce(_lent(mine), group=self._replicas, async_op=True)",
+        keeps="the same, where replicas add to it",
+        scenario=replicas_with_late_lanes,
+    ),
+    Mutation(
+        owner=Ranks,
+        name="all_reduce",
+        line="dist.all_reduce(_lent(values), group=self._all)",
+        instead="dist.all_reduce(_lent(values), group=self._all, async_op=True)",
+        keeps="a sum counts as ended while ranks add to it",
+        scenario=persistent_with_late_lanes,
+    ),
+    Mutation(
+        owner=Ranks,
+        name="sum_of_shards",
+        line="dist.all_reduce(_lent(values), group=self._sharing)",
+        instead="dist.all_reduce(_lent(values), group=self._sharing, async_op=True)",
+        keeps="gradients are clipped by the norm of a part of them",
+        scenario=clipped,
+    ),
+    Mutation(
+        owner=Ranks,
+        name="broadcast",
+        line="dist.broadcast(flat, src=self._members[0], group=self._all)",
+        instead="dist.broadcast(flat, src=self._members[0], group=self._all, async_op=True)",
+        keeps="a forward begins before the first rank's running statistics are there",
+        scenario=running_statistics,
+    ),
+)
+FIRST = (0, 1, 2)
+"""Of these every change is asked, of all of them every night."""
+
+
+def told(rank: int, count: int, scenario: Callable[[], list[str]], hosts: Any) -> list[list[str]]:
+    """By rank, what a scenario found."""
+    found: list[list[str]] = [[] for _ in range(count)]
+    dist.all_gather_object(found, scenario(), group=hosts)
+    return found
+
+
+def holding(
+    rank: int, count: int, scenarios: Sequence[Callable[[], list[str]]]
+) -> dict[str, list[list[str]]]:
+    hosts = dist.new_group(backend="gloo")
+    return {each.__name__: told(rank, count, each, hosts) for each in scenarios}
+
+
+def mutants(rank: int, count: int, chosen: Sequence[int]) -> list[int]:
+    """Of these mutations, those without which a scenario held, with several delays."""
+    hosts, left = dist.new_group(backend="gloo"), list[int]()
+    for number in chosen:
+        with pytest.MonkeyPatch.context() as patch:
+            mutated(patch, MUTATIONS[number])
+            scenario = MUTATIONS[number].scenario
+            if not any(any(told(rank, count, scenario, hosts)) for _ in range(TRIES)):
+                left.append(number)
+    return left
+
+
+def assert_none_holds(chosen: Sequence[int], folder: Path) -> None:
+    ended = end_ranks(mutants, 2, folder, chosen)
+    # An operator may meet what none can compute with. The other rank is left alone then.
+    if not any("an operator failed on a stream" in end.error for end in ended):
+        assert [(end.result, end.error, end.exit_code) for end in ended] == [([], "", 0)] * 2

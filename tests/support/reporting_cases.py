@@ -1,0 +1,170 @@
+"""Steps that need no solver: decisions made by hand or by chance, with their records."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from protrain_plan.presentation.report.page import FrontPoint
+from protrain_plan.presentation.report.step import Step, simulated
+from protrain_plan.program.recording import Event, Recording
+from protrain_plan.records import fingerprint
+from protrain_plan.records.plan import (
+    Activations,
+    Budgets,
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    Plan,
+    Prediction,
+    Recompute,
+    Schedule,
+    Swap,
+    SwapInput,
+    TierBytes,
+    UnitPlan,
+    Updates,
+)
+from protrain_plan.records.profile import Profile
+from tests.support.planning_cases import MB, decoder, gpu, random_profile
+
+Decision = tuple[Activations, Placement, Schedule]
+
+
+def step_of(
+    profile: Profile,
+    decisions: Sequence[Decision],
+    *,
+    piece_bytes: int = 256 * MB,
+    updates: Updates = "in backward",
+    micro_batches: int = 1,
+) -> Step:
+    """The step of these decisions, one per unit, within budgets that it fills to nine tenths."""
+    units = tuple(
+        UnitPlan(
+            name=unit.name,
+            kind=unit.kind,
+            activations=activations,
+            states=states,
+            schedule=schedule,
+        )
+        for unit, (activations, states, schedule) in zip(profile.units, decisions, strict=True)
+    )
+    nothing = TierBytes(device=0, context=0, host=0, disk=0)
+    plan = Plan(
+        workload=profile.workload,
+        hardware=profile.hardware.name,
+        optimizer=profile.optimizer.name,
+        profile_fingerprint=fingerprint(profile),
+        model_fingerprint=profile.model_fingerprint,
+        exact=True,
+        budgets=Budgets(device=0, host=0, disk=0),
+        prediction=Prediction(step_seconds=1, lower_bound_seconds=1, peak_bytes=nothing),
+        piece_bytes=piece_bytes,
+        units=units,
+        updates=updates,
+        micro_batches=micro_batches,
+    )
+    report = simulated(plan, profile).report
+    peaks, seconds = report.tier_peaks, report.step_seconds
+    budgets = Budgets(
+        device=(peaks.device + peaks.context) * 10 // 9,
+        host=peaks.host * 10 // 9,
+        disk=peaks.disk * 10 // 9,
+    )
+    prediction = Prediction(
+        step_seconds=seconds, lower_bound_seconds=seconds / 1.01, peak_bytes=peaks
+    )
+    return simulated(replace(plan, budgets=budgets, prediction=prediction), profile)
+
+
+@cache
+def small_step() -> Step:
+    """Every decision about activations and most about states, in six units, with waits."""
+    profile = decoder(gpu(disk_gb=1000), blocks=4, pieces=2)
+    prompt = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=0, update_drain=1)
+    return step_of(
+        profile,
+        [
+            (Keep(), Persistent(), Schedule()),
+            (Swap(tier="host"), Persistent(), prompt),
+            (SwapInput(tier="disk"), Offload(tier="host"), prompt),
+            (Recompute(), Offload(tier="host", keep_gathered=True), prompt),
+            (Keep(), Offload(tier="disk"), Schedule(backward_lead=0.5)),
+            (Keep(), Offload(tier="host"), Schedule()),
+        ],
+    )
+
+
+@cache
+def deep_step(blocks: int = 126) -> Step:
+    """As many blocks as published models have at most, no two neighbours decided alike."""
+    profile = decoder(gpu(disk_gb=20_000, host_gb=20_000), blocks=blocks, pieces=7)
+    led = Schedule(forward_lead=1.5, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
+    choices: list[Decision] = [
+        (Swap(tier="host"), Offload(tier="host"), led),
+        (SwapInput(tier="disk"), Offload(tier="disk"), led),
+        (Recompute(), Offload(tier="host", keep_gathered=True), led),
+        (Keep(), Offload(tier="disk"), Schedule(forward_lead=2, update_drain=2)),
+    ]
+    ends: Decision = (Keep(), Persistent(), Schedule())
+    return step_of(profile, [ends, *(choices[n % 4] for n in range(blocks)), ends])
+
+
+def random_step(rng: random.Random) -> Step:
+    """Any decisions with any leads and drains on any machine, whatever memory they take."""
+    profile = random_profile(rng)
+    tiers = [tier.name for tier in profile.hardware.tiers]
+    decisions: list[Decision] = []
+    for unit in profile.units:
+        tier = rng.choice(tiers)
+        activations: list[Activations] = [Keep(), Swap(tier=tier)]
+        if len(unit.forms) > 1:
+            activations += [Recompute(), SwapInput(tier=tier)]
+        states: list[Placement] = [
+            Persistent(),
+            Offload(tier=tier),
+            Offload(tier=tier, keep_gathered=True),
+        ]
+        schedule = Schedule(
+            forward_lead=rng.choice([0, 0.5, 1, 2]),
+            backward_lead=rng.choice([0, 0.5, 1, 2]),
+            swap_lead=rng.choice([0, 0.5, 1, 2]),
+            swap_drain=rng.choice([None, 0, 0.5, 1]),
+            update_drain=rng.choice([None, 0, 0.5, 1]),
+        )
+        decisions.append((rng.choice(activations), rng.choice(states), schedule))
+    updates: list[Updates] = ["in backward", "after backward"]
+    return step_of(
+        profile,
+        decisions,
+        piece_bytes=rng.choice([16 << 20, 1 << 40]),
+        updates=rng.choice(updates),
+        micro_batches=rng.choice([1, 2]),
+    )
+
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def recorded(step: Step) -> Recording:
+    """The simulated step as if it had run, a quarter slower and with the bytes promised."""
+    return Recording(
+        plan_fingerprint=fingerprint(step.plan),
+        step_seconds=1.25 * step.report.step_seconds,
+        events=tuple(
+            Event(
+                lane=span.lane,
+                name=span.name,
+                start_s=1.25 * span.start_s,
+                end_s=1.25 * span.end_s,
+            )
+            for span in step.timeline.spans
+        ),
+        slot_bytes=tuple(slot.device.total for slot in step.report.slots),
+    )
+
+
+FRONT = (FrontPoint(6 * 10**9, 0.9, 0.002), FrontPoint(9 * 10**9, 0.7, 0.0))

@@ -1,0 +1,585 @@
+"""Small models, plans for them, and plain PyTorch's answer: shared by the tests of the runtime."""
+
+import fcntl
+import itertools
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.models.building import seeded
+from protrain_plan.models.sources import load_source
+from protrain_plan.profiling.measured import measure
+from protrain_plan.profiling.memory.passes import saved_bytes
+from protrain_plan.profiling.structure.discovery import discover
+from protrain_plan.records.hardware import TierName
+from protrain_plan.records.plan import (
+    Activations,
+    Budgets,
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    Plan,
+    Prediction,
+    Recompute,
+    Schedule,
+    Swap,
+    SwapInput,
+    TierBytes,
+    UnitPlan,
+)
+from protrain_plan.records.profile import DType, Form, Profile, Workload
+from protrain_runtime.devices import device as devices
+from protrain_runtime.diagnostics.matching import model_fingerprint
+from tests.support.functional_model import FunctionalStack
+
+VOCABULARY = 256
+BATCH, SEQUENCE = 4, 64
+LARGE = 1000
+"""A lead longer than any step here: everything is fetched at once."""
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A file that takes seconds to make: made by the first worker that asks, for all of them."""
+    base = factory.getbasetemp()
+    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        path = folder / name
+        if not path.exists():
+            make(path)
+    return path
+
+
+def profiled_here(
+    source: str, spill: Path, *, dtype: DType = "float32", num_steps: int = 1
+) -> Profile:
+    """A measured profile of a small model, whose seconds do not matter."""
+    return measure(
+        load_source(source),
+        batch_size=BATCH,
+        seq_len=SEQUENCE,
+        dtype=dtype,
+        device="cpu",
+        seed=0,
+        num_steps=num_steps,
+        spill_directory=spill,
+        text=None,
+        progress=lambda *_: None,
+        machine=load_hardware("cpu"),
+    )
+
+
+# --- the device -----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Where:
+    device: torch.device
+    exact_optimizer: bool
+
+
+_WHERE = _Where(torch.device("cpu"), exact_optimizer=False)
+
+
+def device() -> torch.device:
+    """Where models are built and batches are made: a CPU, unless `on_device` says otherwise."""
+    return _WHERE.device
+
+
+@contextmanager
+def on_device(name: str, *, exact_optimizer: bool = False) -> Iterator[None]:
+    """Build models and batches there.
+
+    `exact_optimizer`: plain steps are taken by an optimizer whose bits do not depend on where it
+    runs. Host and card round AdamW's steps differently; products with powers of two are exact.
+    """
+    before = _WHERE.device, _WHERE.exact_optimizer
+    _WHERE.device, _WHERE.exact_optimizer = torch.device(name), exact_optimizer
+    try:
+        yield
+    finally:
+        _WHERE.device, _WHERE.exact_optimizer = before
+
+
+def moved_to_device(tree: Any) -> Any:
+    """The same tree of tensors on the device."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device()), tree)
+
+
+def random_states() -> list[Tensor]:
+    """Of all generators that training here may draw from."""
+    host = [torch.get_rng_state()]
+    return host if devices.on_host(device()) else [*host, devices.random_state(device())]
+
+
+def set_random_states(states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        devices.set_random_state(device(), state)
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def llama(*, tied: bool) -> nn.Module:
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    model: nn.Module = LlamaForCausalLM(config)
+    return model
+
+
+def gpt2() -> nn.Module:
+    """Dropout is on, as published."""
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=64, n_layer=4, n_head=4, n_positions=SEQUENCE, use_cache=False
+    )
+    assert config.attn_pdrop == config.resid_pdrop == config.embd_pdrop == 0.1
+    model: nn.Module = GPT2LMHeadModel(config)
+    return model
+
+
+def t5() -> nn.Module:
+    """Encoder and decoder, with cross attention and dropout."""
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
+    assert config.dropout_rate == 0.1
+    model: nn.Module = T5ForConditionalGeneration(config)
+    return model
+
+
+_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": partial(llama, tied=False),
+    "llama-tied": partial(llama, tied=True),
+    "gpt2": gpt2,
+    "t5": t5,
+    "functional": FunctionalStack,
+    "functional-relu": partial(FunctionalStack, ends_in_relu=True),
+    "functional-no-attention": partial(FunctionalStack, attends=False),
+}
+MODELS = tuple(_MODELS)
+
+
+def build(name: str, *, seed: int = 0) -> nn.Module:
+    """The model in train mode; other weights for another seed."""
+    with seeded(seed):
+        model = _MODELS[name]().train().to(device())
+    if isinstance(model, PreTrainedModel):
+        # Where a CPU's tensors may not become the device's in place, every name got one of its own.
+        model.tie_weights()
+    return model
+
+
+def batch(name: str, step: int) -> Batch:
+    tokens = torch.randint(
+        VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(step)
+    )
+    made: Batch = {"input_ids": tokens, "labels": tokens.clone()}
+    if name.startswith("functional"):
+        made = tokens
+    found: Batch = moved_to_device(made)
+    return found
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+@cache
+def described(name: str) -> tuple[UnitPlan, ...]:
+    """What the units of one of the models are, with nothing decided: the same on every device."""
+    with on_device("cpu"):
+        return units_of(build(name), batch(name, 0))
+
+
+def units_of(model: nn.Module, first: Batch) -> tuple[UnitPlan, ...]:
+    """What a model's units are, with nothing decided, as the profiler finds them."""
+    found = discover(model, first)
+    own = saved_bytes(model, [unit.module for unit in found], first, "keep")
+    return tuple(
+        UnitPlan(
+            name=unit.name,
+            kind=unit.kind,
+            activations=Keep(),
+            states=Persistent(),
+            parameters=tuple(
+                name
+                for name in unit.parameters
+                if unit.kind == "part" or not name.startswith(f"{unit.name}.")
+            ),
+            also_used_by=tuple(
+                other.name for other in found if set(other.also_uses) & set(unit.parameters)
+            ),
+            own_inputs=inputs.own_inputs if unit.kind == "block" else (0,),
+        )
+        for unit, inputs in zip(found, own, strict=True)
+    )
+
+
+def described_by(profile: Profile) -> tuple[UnitPlan, ...]:
+    """What a profile's units are, with nothing decided."""
+    return tuple(
+        UnitPlan(
+            name=unit.name,
+            kind=unit.kind,
+            activations=Keep(),
+            states=Persistent(),
+            parameters=unit.parameters,
+            also_used_by=tuple(profile.units[user].name for user in unit.used_by if user != index),
+            own_inputs=unit.own_inputs,
+        )
+        for index, unit in enumerate(profile.units)
+    )
+
+
+def open_to(profile: Profile, units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
+    """The decisions in forms that the profile's units have: the full one else, or all kept."""
+
+    def opened(plan: UnitPlan, forms: set[Form]) -> UnitPlan:
+        decision = plan.activations
+        if len(forms) == 1:
+            return replace(plan, activations=Keep())
+        if isinstance(decision, Recompute | SwapInput) and decision.form not in forms:
+            return replace(plan, activations=replace(decision, form="full"))
+        return plan
+
+    return tuple(
+        opened(plan, {cost.form for cost in unit.forms})
+        for plan, unit in zip(units, profile.units, strict=True)
+    )
+
+
+RECOMPUTED: tuple[Form, ...] = ("lite", "mlp", "attn", "full")
+
+
+def activation_decisions(tier: TierName) -> tuple[Activations, ...]:
+    return (
+        Keep(),
+        Swap(tier=tier),
+        *(Recompute(form=form) for form in RECOMPUTED),
+        *(SwapInput(tier=tier, form=form) for form in RECOMPUTED),
+    )
+
+
+def placements(tier: TierName) -> tuple[Placement, ...]:
+    return (Persistent(), Offload(tier=tier), Offload(tier=tier, keep_gathered=True))
+
+
+def decisions(tier: TierName) -> list[tuple[Activations, Placement]]:
+    """Every activation decision with every placement."""
+    return list(itertools.product(activation_decisions(tier), placements(tier)))
+
+
+def decision_name(value: object) -> str:
+    """A readable id for pytest."""
+    if isinstance(value, tuple):
+        return "-".join(decision_name(part) for part in value)
+    if isinstance(value, Recompute | SwapInput):
+        return f"{type(value).__name__}_{value.form}"
+    return type(value).__name__
+
+
+def decided(
+    units: Sequence[UnitPlan],
+    activations: Activations,
+    states: Placement,
+    schedule: Schedule = Schedule(forward_lead=1, backward_lead=1, swap_lead=1),  # noqa: B008
+) -> tuple[UnitPlan, ...]:
+    """The same decisions for all units; only blocks recompute or swap."""
+    return tuple(
+        replace(
+            unit,
+            activations=activations if unit.kind == "block" else Keep(),
+            states=states,
+            schedule=schedule,
+        )
+        for unit in units
+    )
+
+
+def random_schedule(rng: random.Random) -> Schedule:
+    """Leads and drains of whole slots, and about as many between them."""
+
+    def slots(*choices: int) -> float:
+        return rng.choice(choices) + rng.choice([0, rng.random()])
+
+    def drain() -> float | None:
+        return rng.choice([None, slots(0, 1, 2), slots(0, 1, 2), slots(0, 1, 2)])
+
+    return Schedule(
+        forward_lead=slots(0, 1, 2, 3, LARGE),
+        backward_lead=slots(0, 1, 2, 3, LARGE),
+        swap_lead=slots(0, 1, 2, 3, LARGE),
+        swap_drain=drain(),
+        update_drain=drain(),
+    )
+
+
+FRACTIONAL = (
+    Schedule(forward_lead=1.4, backward_lead=0.5, swap_lead=0.6, swap_drain=0.5, update_drain=0.3),
+    Schedule(
+        forward_lead=0.25, backward_lead=1.75, swap_lead=1.5, swap_drain=0.8, update_drain=0.75
+    ),
+)
+"""Schedules under which every transfer is cut in two."""
+
+
+def mixed(units: Sequence[UnitPlan], rng: random.Random, *tiers: TierName) -> tuple[UnitPlan, ...]:
+    """Decisions at random for every unit, on any of the tiers."""
+    return tuple(
+        replace(
+            unit,
+            activations=rng.choice(activation_decisions(rng.choice(tiers)))
+            if unit.kind == "block"
+            else Keep(),
+            states=rng.choice(placements(rng.choice(tiers))),
+            schedule=random_schedule(rng),
+        )
+        for unit in units
+    )
+
+
+def plan_of(
+    units: Iterable[UnitPlan],
+    *,
+    fingerprint: str,
+    workload: Workload | None = None,
+    piece_bytes: int = 20_000,
+) -> Plan:
+    """A plan that promises nothing: its decisions are what is tested."""
+    nothing = TierBytes(device=0, context=0, host=0, disk=0)
+    return Plan(
+        workload=workload
+        or Workload(
+            model="",
+            model_config="",
+            batch_size=BATCH,
+            seq_len=SEQUENCE,
+            dtype="float32",
+            device="cpu",
+            seed=0,
+        ),
+        hardware="",
+        optimizer="adamw",
+        profile_fingerprint="",
+        model_fingerprint=fingerprint,
+        exact=True,
+        budgets=Budgets(device=0, host=0, disk=0),
+        prediction=Prediction(step_seconds=1, lower_bound_seconds=1, peak_bytes=nothing),
+        piece_bytes=piece_bytes,
+        units=tuple(units),
+    )
+
+
+def plan_for(model: nn.Module, units: Iterable[UnitPlan], *, piece_bytes: int = 20_000) -> Plan:
+    """A plan that `prepare` takes for this model, in pieces far smaller than its chunks."""
+    return plan_of(units, fingerprint=model_fingerprint(model), piece_bytes=piece_bytes)
+
+
+def delays(seed: int) -> Callable[[], float]:
+    """Up to two milliseconds before every transfer and update: more than a slot computes."""
+    rng = random.Random(seed)
+    return lambda: rng.random() * 0.002
+
+
+# --- training -------------------------------------------------------------------------------------
+
+Factory = Callable[..., torch.optim.Optimizer]
+Groups = Callable[[nn.Module], list[dict[str, Any]]]
+Scheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+def one_group(model: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": list(model.parameters())}]
+
+
+def weight_decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Decay for matrices and none for vectors, as training scripts do."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.125},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0, "lr": 2**-8},
+    ]
+
+
+def _adamw(groups: Any) -> torch.optim.Optimizer:
+    if _WHERE.exact_optimizer:
+        return torch.optim.SGD(groups, lr=2**-7, momentum=0.5, foreach=False)
+    return torch.optim.AdamW(groups, lr=1e-3, fused=True)
+
+
+ADAMW: Factory = _adamw
+"""AdamW; see `on_device`."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """An optimizer, its groups and its schedule: the part of a loop that users choose."""
+
+    factory: Factory = ADAMW
+    groups: Groups = one_group
+    scheduler: Scheduler | None = None
+
+
+PLAIN_ADAMW = Trainer()
+
+
+@dataclass
+class Outcome:
+    """What training computed: compared bit by bit."""
+
+    losses: list[Tensor] = field(default_factory=list[Tensor])
+    parameters: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    optimizer: dict[str, Any] = field(default_factory=dict[str, Any])
+    random_states: list[Tensor] = field(default_factory=random_states)
+
+
+def step(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
+    """One step of a plain training loop; its loss."""
+    loss = loss_of(call_model(model, batch(name, number)))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def outcome(
+    model: nn.Module, optimizer: torch.optim.Optimizer, losses: Iterable[Tensor]
+) -> Outcome:
+    """The state of training in the model's and the optimizer's own words, copied."""
+    return Outcome(
+        losses=list(losses),
+        parameters=copied(model.state_dict()),
+        optimizer=copied(optimizer.state_dict()),
+    )
+
+
+def copied(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.detach().clone()
+    if isinstance(tree, Mapping):
+        return {key: copied(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(copied(value) for value in tree)
+    return tree
+
+
+def train(
+    name: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    scheduler: Scheduler | None = None,
+    num_steps: int = 5,
+) -> Outcome:
+    """Steps 0, 1, ... with dropout from a known state."""
+    torch.manual_seed(1)
+    rates = scheduler(optimizer) if scheduler else None
+    losses = []
+    for number in range(num_steps):
+        losses.append(step(name, model, optimizer, number))
+        if rates is not None:
+            rates.step()
+    return outcome(model, optimizer, losses)
+
+
+def plain(name: str, trainer: Trainer = PLAIN_ADAMW, num_steps: int = 5) -> Outcome:
+    """What plain PyTorch computes."""
+    return _plain_on(name, trainer, num_steps, str(device()), _WHERE.exact_optimizer)
+
+
+@cache
+def _plain_on(
+    name: str,
+    trainer: Trainer,
+    num_steps: int,
+    _device: str,
+    _exact: bool,
+) -> Outcome:
+    model = build(name)
+    optimizer = trainer.factory(trainer.groups(model))
+    return train(name, model, optimizer, scheduler=trainer.scheduler, num_steps=num_steps)
+
+
+def assert_bitwise(found: Outcome, expected: Outcome) -> None:
+    assert list(differences(found.losses, expected.losses, "loss")) == []
+    assert list(differences(found.parameters, expected.parameters, "parameters")) == []
+    assert list(differences(found.optimizer, expected.optimizer, "optimizer")) == []
+    assert list(differences(found.random_states, expected.random_states, "random state")) == []
+
+
+def differences(found: Any, expected: Any, where: str) -> Iterator[str]:
+    """Where two trees of tensors and plain values differ, in a bit or in structure."""
+    if isinstance(expected, Tensor):
+        if not isinstance(found, Tensor) or found.dtype != expected.dtype:
+            yield f"{where}: another type"
+        elif found.shape != expected.shape:
+            yield f"{where}: another shape"
+        elif not torch.equal(found.cpu(), expected.cpu()):  # states may be on the host
+            most = (found.cpu() - expected.cpu()).abs().max().item()
+            yield f"{where}: by at most {most:.3g}"
+    elif isinstance(expected, Mapping):
+        if not isinstance(found, Mapping) or set(found) != set(expected):
+            yield f"{where}: other keys"
+        else:
+            for key, value in expected.items():
+                yield from differences(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, list | tuple):
+        if len(found) != len(expected):
+            yield f"{where}: another length"
+        else:
+            for index, value in enumerate(expected):
+                yield from differences(found[index], value, f"{where}[{index}]")
+    elif found != expected:
+        yield f"{where}: {found!r}, not {expected!r}"
+
+
+def attached(model: nn.Module) -> dict[str, tuple[list[str], dict[str, int]]]:
+    """What a person could see on the modules: their attributes, and how many hooks they have."""
+    return {
+        path: (
+            sorted(module.__dict__),
+            {
+                key: len(value)
+                for key, value in module.__dict__.items()
+                if key.endswith("_hooks") and value is not None
+            },
+        )
+        for path, module in model.named_modules()
+    }

@@ -1,0 +1,209 @@
+"""Rows of training matrices: from a value for each factor to a model, a plan and an optimizer."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+
+import torch
+from torch import nn
+
+from protrain_plan.models.adapters import adapted
+from protrain_plan.models.building import computing_in, parameter_dtype, seeded
+from protrain_plan.records.hardware import TierName
+from protrain_plan.records.plan import (
+    Activations,
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    Plan,
+    Recompute,
+    Schedule,
+    StateTier,
+    Swap,
+    SwapInput,
+    UnitPlan,
+    Updates,
+)
+from protrain_plan.records.profile import Form, Precision, Workload
+from protrain_runtime import with_master_weights
+from protrain_runtime.diagnostics.matching import model_fingerprint
+from tests.support.pairwise import Impossible, Row
+from tests.support.runtime_cases import (
+    ADAMW,
+    BATCH,
+    FRACTIONAL,
+    LARGE,
+    RECOMPUTED,
+    SEQUENCE,
+    Factory,
+    activation_decisions,
+    batch,
+    build,
+    device,
+    on_device,
+    plan_of,
+    random_schedule,
+    units_of,
+    weight_decay_groups,
+)
+
+OPTIMIZERS: dict[str, Factory] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-3, fused=True),
+    "adamw, not fused": partial(torch.optim.AdamW, lr=1e-3, amsgrad=True, foreach=False),
+    "momentum": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True),
+    "sgd": partial(torch.optim.SGD, lr=1e-2),
+    "nadam": partial(torch.optim.NAdam, lr=1e-3, foreach=False),
+}
+AHEAD = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
+EVERYTHING = Schedule(forward_lead=LARGE, backward_lead=LARGE, swap_lead=LARGE)
+SCHEDULES: dict[str, Callable[[random.Random], Schedule]] = {
+    "at the last moment": lambda _: Schedule(swap_drain=0, update_drain=0),
+    "one ahead": lambda _: AHEAD,
+    "all at once": lambda _: EVERYTHING,  # as many buffers as offloaded chunks
+    "cut in two": lambda rng: rng.choice(FRACTIONAL),
+    "random": random_schedule,
+}
+PRECISIONS: dict[str, Precision] = {
+    "float32": "pure",
+    "bfloat16": "pure",
+    "autocast": "autocast",
+    "master": "master",
+}
+ALWAYS_IMPOSSIBLE = (
+    Impossible(
+        reason="what is kept or swapped as a whole is not recomputed; mixed plans draw forms",
+        values={"activations": ("keep", "swap", "mixed"), "form": RECOMPUTED},
+    ),
+    Impossible(
+        reason="what is recomputed has a form",
+        values={"activations": ("recompute", "swap input"), "form": ("none",)},
+    ),
+    Impossible(
+        reason="a norm needs the gradients of all parameters before the first is updated",
+        values={
+            "clipping": ("norm", "loss scale"),
+            "updates": ("in backward",),
+            "placement": ("offload", "buffer", "mixed"),
+        },
+    ),
+    Impossible(
+        reason="adapters stand beside linear modules, and the functional model has none",
+        values={"model": ("functional",), "trained": ("lora",)},
+    ),
+)
+"""What no row of any matrix combines."""
+
+
+def uncompiled(row: Row, *, seed: int = 0) -> nn.Module:
+    """The model, in its precision and with what is trained."""
+    model = build(row["model"], seed=seed)
+    precision, dtype = workload(row).precision, workload(row).dtype
+    model = model.to(parameter_dtype(dtype, precision))
+    if row["trained"] == "some":
+        for number, parameter in enumerate(model.parameters()):
+            parameter.requires_grad_(number % 3 != 0)  # the embedding is frozen
+    elif row["trained"] == "lora":
+        with seeded(seed):
+            model = adapted(model, "lora r=4", source="").train()
+    return computing_in(model, dtype, precision)
+
+
+def workload(row: Row) -> Workload:
+    precision = row["precision"]
+    return Workload(
+        model="",
+        model_config="",
+        batch_size=BATCH,
+        seq_len=SEQUENCE,
+        dtype="float32" if precision == "float32" else "bfloat16",
+        precision=PRECISIONS[precision],
+        device="cpu",
+        seed=0,
+    )
+
+
+@cache
+def units(model: str, trained: str) -> tuple[UnitPlan, ...]:
+    """As the profiler finds them: the same in every precision, compiled or not."""
+    row = {"model": model, "trained": trained, "precision": "float32"}
+    with on_device("cpu"):
+        return units_of(uncompiled(row), batch(model, 0))
+
+
+def plan_of_row(
+    row: Row,
+    model: nn.Module,
+    *,
+    seed: int,
+    states_on: Sequence[StateTier],
+    swaps_to: Sequence[TierName],
+) -> Plan:
+    """A plan of the row's decisions; what it leaves open is drawn, otherwise for another seed."""
+    rng = random.Random(f"{sorted(row.items())} {seed}")
+
+    def activations() -> Activations:
+        tier = rng.choice(swaps_to)
+        match row["activations"]:
+            case "keep":
+                return Keep()
+            case "recompute":
+                return Recompute(form=_form(row))
+            case "swap":
+                return Swap(tier=tier)
+            case "swap input":
+                return SwapInput(tier=tier, form=_form(row))
+            case _:
+                return rng.choice(activation_decisions(tier))
+
+    def states() -> Placement:
+        tier = rng.choice(states_on)
+        match row["placement"]:
+            case "persistent":
+                return Persistent()
+            case "offload":
+                return Offload(tier=tier)
+            case "buffer":
+                return Offload(tier=tier, keep_gathered=True)
+            case _:
+                return rng.choice(
+                    (Persistent(), Offload(tier=tier), Offload(tier=tier, keep_gathered=True))
+                )
+
+    decided = [
+        replace(
+            unit,
+            activations=activations() if unit.kind == "block" else Keep(),
+            states=states(),
+            schedule=SCHEDULES[row["schedule"]](rng),
+        )
+        for unit in units(row["model"], row["trained"])
+    ]
+    updates: Updates = "in backward" if row["updates"] == "in backward" else "after backward"
+    return replace(
+        plan_of(
+            decided,
+            fingerprint=model_fingerprint(model),
+            workload=workload(row),
+            piece_bytes=3_000 if row["pieces"] == "small" else 10**9,
+        ),
+        updates=updates,
+        micro_batches=int(row["micro-batches"]),
+    )
+
+
+def _form(row: Row) -> Form:
+    (form,) = [form for form in RECOMPUTED if form == row["form"]]
+    return form
+
+
+def optimizer_of(row: Row) -> Factory:
+    """The row's optimizer; on a card see `on_device`."""
+    return OPTIMIZERS[row["optimizer"]] if device().type == "cpu" else ADAMW
+
+
+def plainly(row: Row, model: nn.Module) -> torch.optim.Optimizer:
+    factory = optimizer_of(row)
+    factory = with_master_weights(factory) if row["precision"] == "master" else factory
+    return factory(weight_decay_groups(model))
