@@ -10,11 +10,12 @@ import pickle
 import re
 import resource
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -201,10 +202,21 @@ def test_a_copy_is_plain_with_the_values_that_there_are(
 
 
 def test_a_copy_between_backward_and_step_is_refused(tmp_path: Path) -> None:
-    """Some of its parameters are updated and some are not."""
+    """Some of its parameters are updated and some are not, wherever they are."""
     model, optimizer = planned(tmp_path)
-    loss_at(model, 0).backward()
-    refused(lambda: copy.deepcopy(model), r"between backward\(\) and optimizer\.step\(\)")
+    engine = engine_of(model)
+    assert engine is not None
+    loss = loss_at(model, 0)
+    go_on = threading.Event()
+    (updates,) = (lane for name, lane in engine.lanes.items() if name.direction == "update")
+    updates.submit("a rest", lambda: None if go_on.wait(60) else pytest.fail("it never ended"), ())
+    loss.backward()  # and all that it updates is still on the device
+    with_parameters = [each for each in model.modules() if list(each.parameters())]
+    for module in with_parameters:
+        refused(partial(copy.deepcopy, module), r"between backward\(\) and optimizer\.step\(\)")
+    for parameter in model.parameters():
+        refused(parameter.sum, "full_parameters")
+    go_on.set()
     optimizer.step()
     assert_plain_with(copy.deepcopy(model), values_of_plain(0))
 

@@ -652,6 +652,11 @@ class Engine:
             self._moves.buffers.give_up(released)
             del released
         for number in slot.finish:
+            move = self._program.moves[number]
+            if move.kind == "update":
+                # From here on its lane may write to what is still on the device: whoever reads a
+                # parameter, or copies the model, would see a part of the update.
+                self._chunks[move.unit].unbind(self._chunks[move.unit].every_group)
             self._submit(number)
 
     def _submit(self, number: int) -> None:

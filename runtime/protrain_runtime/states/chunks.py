@@ -244,7 +244,7 @@ class Chunk:
 
     def unbind(self, groups: Iterable[int]) -> None:
         """Leave parameters of the right shape that hold nothing (`away`)."""
-        for number in groups:
+        for number in set(groups) - self.hollow:
             for part in self.groups[number].slices:
                 send_away(part.parameter, partial(self._elsewhere, part))
             self.hollow.add(number)
