@@ -25,7 +25,7 @@ from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search.local_search import Effort
-from protrain_plan.program.group import Group, group_on, profile_of_rank
+from protrain_plan.program.group import DeviceGroup, group_on, profile_of_rank
 from protrain_plan.records import states_text
 from protrain_plan.records.plan import Budgets, Plan
 from protrain_plan.records.profile import Profile
@@ -43,7 +43,7 @@ class Cell:
     """One model on one group of devices."""
 
     model: str
-    group: Group
+    group: DeviceGroup
 
 
 def cells(models: Sequence[str], *, quick: bool) -> Iterator[Cell]:

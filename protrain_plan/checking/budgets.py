@@ -25,7 +25,7 @@ import yaml
 from protrain_plan.errors import ProtrainError, RecordError, cut
 from protrain_plan.records.files import read_text
 from protrain_plan.records.schema import MAX_LIST, STEPS
-from protrain_plan.records.tree import Value, did_you_mean, listed, root
+from protrain_plan.records.tree import Node, did_you_mean, listed, root
 from protrain_plan.units import parse_bytes
 
 KIND, VERSION = "budgets", 1
@@ -128,14 +128,14 @@ def _table(
     return table
 
 
-def _budgets(machines: Value, source: str) -> dict[str, MachineBudget]:
+def _budgets(machines: Node, source: str) -> dict[str, MachineBudget]:
     return {
         machine: _budget(machine, source, entry.mapping(KEYS, optional=KEYS))
         for machine, entry in machines.any_mapping().items()
     }
 
 
-def _budget(machine: str, source: str, values: Mapping[str, Value]) -> MachineBudget:
+def _budget(machine: str, source: str, values: Mapping[str, Node]) -> MachineBudget:
     def size(key: str) -> int | None:
         if key not in values:
             return None
@@ -161,7 +161,7 @@ def _budget(machine: str, source: str, values: Mapping[str, Value]) -> MachineBu
     )
 
 
-def _text(value: Value, what: str) -> str:
+def _text(value: Node, what: str) -> str:
     """A scalar as it is written."""
     if isinstance(value.node, yaml.ScalarNode):
         return str(value.node.value)
@@ -169,7 +169,7 @@ def _text(value: Value, what: str) -> str:
     raise value.error(f"expected {what}, got {found}")
 
 
-def _fraction(value: Value | None) -> float | None:
+def _fraction(value: Node | None) -> float | None:
     if value is None:
         return None
     text = _text(value, "a percentage such as 5%")
@@ -178,7 +178,7 @@ def _fraction(value: Value | None) -> float | None:
     return float(text.removesuffix("%")) / 100
 
 
-def _seconds(value: Value | None) -> float | None:
+def _seconds(value: Node | None) -> float | None:
     if value is None:
         return None
     text = _text(value, "seconds such as 3.5")
@@ -191,7 +191,7 @@ def _seconds(value: Value | None) -> float | None:
     return seconds
 
 
-def _patterns(value: Value | None) -> tuple[str, ...]:
+def _patterns(value: Node | None) -> tuple[str, ...]:
     if value is None:
         return ()
     if not isinstance(value.node, yaml.SequenceNode):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from protrain_plan.program.group import Group
+from protrain_plan.program.group import DeviceGroup
 from protrain_plan.records.decisions import activations_text, states_text
 from protrain_plan.records.folding import fold, runs
 from protrain_plan.records.plan import Plan, UnitPlan
@@ -213,7 +213,7 @@ def _facts(old: Plan, new: Plan) -> Iterator[Fact]:
         ("disk budget", lambda plan: _size(plan.budgets.disk)),
         ("updates", lambda plan: plan.updates),
         ("micro-batches", lambda plan: str(plan.micro_batches)),
-        ("devices", lambda plan: str(Group.of(plan))),
+        ("devices", lambda plan: str(DeviceGroup.of(plan))),
         ("pieces of states", lambda plan: _size(plan.piece_bytes)),
         ("exact", lambda plan: "yes" if plan.exact else "no"),
     )

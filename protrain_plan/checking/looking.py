@@ -54,7 +54,7 @@ from protrain_plan.checking.reestimating import (
 )
 from protrain_plan.errors import ProtrainError, RecordError
 from protrain_plan.models.model_code import culprit_in, culprit_of, end_with
-from protrain_plan.profiling.estimate_cache import EstimateCache, Question, processes_at_once
+from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest, processes_at_once
 from protrain_plan.records import dumps_hardware, dumps_profile, loads_hardware, loads_profile
 from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.profile import Profile
@@ -99,8 +99,8 @@ class Looking:
 
     def __init__(self, *, seconds: float, memory: int, cache: EstimateCache) -> None:
         self._seconds, self._memory, self._cache = seconds, memory, cache
-        self._fingerprints: dict[Question, str | Broken] = {}
-        self._estimates: dict[tuple[Question, Hardware], Estimate] = {}
+        self._fingerprints: dict[EstimateRequest, str | Broken] = {}
+        self._estimates: dict[tuple[EstimateRequest, Hardware], Estimate] = {}
 
     def __enter__(self) -> Self:
         self._adopted = _adopt_orphans(True)
@@ -150,7 +150,7 @@ class Looking:
 
         Each question is asked once. What is found waits for the calls.
         """
-        asked: dict[Question, list[Profile]] = {}
+        asked: dict[EstimateRequest, list[Profile]] = {}
         for profile in profiles:
             with suppress(ProtrainError):  # told when it is looked at
                 if missing(profile.workload) is None and (question := _question(profile)):
@@ -165,7 +165,7 @@ class Looking:
         for bench in benches:
             free.put(bench)
 
-        def look(question: Question) -> None:
+        def look(question: EstimateRequest) -> None:
             bench = free.get()
             try:
                 for profile in asked[question]:
@@ -183,7 +183,7 @@ class Looking:
                 for bench in benches:
                     bench.stop()
 
-    def _foresee(self, question: Question, profile: Profile, bench: "_Bench") -> None:
+    def _foresee(self, question: EstimateRequest, profile: Profile, bench: "_Bench") -> None:
         """Ask what the rules are going to: the fingerprint, and the estimate if they need one."""
         fingerprint = self._fingerprint(question, profile, bench)
         if isinstance(fingerprint, str) and (
@@ -193,7 +193,9 @@ class Looking:
         ):
             self._estimate(question, profile, profile.hardware, bench)
 
-    def _fingerprint(self, question: Question, profile: Profile, bench: "_Bench") -> str | Broken:
+    def _fingerprint(
+        self, question: EstimateRequest, profile: Profile, bench: "_Bench"
+    ) -> str | Broken:
         found = self._fingerprints.get(question) or self._cache.fingerprint(question)
         if found is None:
             model = bench.begin(profile, question)
@@ -204,7 +206,7 @@ class Looking:
         return found
 
     def _estimate(
-        self, question: Question, profile: Profile, hardware: Hardware, bench: "_Bench"
+        self, question: EstimateRequest, profile: Profile, hardware: Hardware, bench: "_Bench"
     ) -> Estimate:
         found = self._estimates.get((question, hardware)) or self._cache.profile(question, hardware)
         if found is None:
@@ -216,10 +218,10 @@ class Looking:
         return found
 
 
-def _question(profile: Profile) -> Question | None:
+def _question(profile: Profile) -> EstimateRequest | None:
     """What a check asks of a model whose code is the libraries' alone; None of others."""
     config = config_of(profile.workload)
-    return Question.of(profile.workload, profile.optimizer.name, config)
+    return EstimateRequest.of(profile.workload, profile.optimizer.name, config)
 
 
 class _Bench:
@@ -235,9 +237,9 @@ class _Bench:
         self._seconds, self._memory, self._spared = seconds, memory, spared
         self._server: _Server | None = None
         self._model: _Model | None = None
-        self._question: Question | None = None
+        self._question: EstimateRequest | None = None
 
-    def begin(self, profile: Profile, question: Question | None = None) -> "_Model | Broken":
+    def begin(self, profile: Profile, question: EstimateRequest | None = None) -> "_Model | Broken":
         """The model of a profile, built in a process of its own; what was there before ends.
 
         A model that was begun for the same question goes on.

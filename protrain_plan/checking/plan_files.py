@@ -29,7 +29,7 @@ from protrain_plan.records.files import read_text
 from protrain_plan.records.plan import Plan
 from protrain_plan.records.profile import Profile
 from protrain_plan.records.reader import kind_of
-from protrain_plan.records.tree import Value, did_you_mean, listed, root
+from protrain_plan.records.tree import Node, did_you_mean, listed, root
 from protrain_plan.units import format_bytes
 
 _SUFFIXES = (".yaml", ".yml")
@@ -149,7 +149,7 @@ def line_of(text: str, key: str | None) -> int:
     """The line of a key such as `prediction.peak_bytes`, or of the last part of it there is."""
     line = 1
     try:
-        value: Value = root(text, None)
+        value: Node = root(text, None)
         for part in key.split(".") if key else ():
             value = value.any_mapping()[part]
             line = value.node.start_mark.line + 1

@@ -13,7 +13,7 @@ from protrain_plan.checking.predicting import Predicted, misfit, on_machine, pre
 from protrain_plan.checking.reestimating import Broken, Today, Unavailable
 from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.program.group import Group, not_joined, profile_of_rank
+from protrain_plan.program.group import DeviceGroup, not_joined, profile_of_rank
 from protrain_plan.records.hardware import Hardware, TierName
 from protrain_plan.records.plan import Budgets
 from protrain_plan.records.profile import Profile
@@ -104,7 +104,7 @@ def targets(case: Case, machines: Machines, on: Sequence[Hardware] = ()) -> list
 def _target(case: Case, machine: Hardware, budget: MachineBudget | None) -> Target:
     """One device's limits. What a budget says is a node's, as is what a machine's devices share."""
     own = machine.name == case.profile.hardware.name
-    planned, group = case.plan.budgets, Group.of(case.plan)
+    planned, group = case.plan.budgets, DeviceGroup.of(case.plan)
     has = machine
     if not_joined(case.plan, machine) is None:
         has = profile_of_rank(on_machine(case.profile, machine), group).hardware

@@ -19,7 +19,7 @@ from protrain_plan.errors import ProtrainError, RecordError
 from protrain_plan.hardware.catalogue import hardware_names
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.search.min_memory import min_memory
-from protrain_plan.program.group import Group, not_joined
+from protrain_plan.program.group import DeviceGroup, not_joined
 from protrain_plan.records import commands as records
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import Budgets
@@ -229,7 +229,7 @@ def hdw001(situation: PlanOnMachine) -> Verdict:
         fix = f"profile and plan the model for {machine.name}"
         return Failed(problem=problem, key="units", fix=fix)
     if (reason := not_joined(case.plan, machine)) is not None:
-        problem = f"the plan is for {Group.of(case.plan)}: {reason}"
+        problem = f"the plan is for {DeviceGroup.of(case.plan)}: {reason}"
         return Failed(problem=problem, key="num_devices", fix=plan_again(case))
     if (budget := situation.target.budget) is not None:
         asked = {"device": budget.device, "host": budget.host, "disk": budget.disk}
@@ -427,7 +427,7 @@ def plan_again(case: Case) -> str:
 
 def plan_command(case: Case, budgets: Budgets) -> str:
     """`protrain plan` as the plan was asked for, within these budgets."""
-    plan, group = case.plan, Group.of(case.plan)
+    plan, group = case.plan, DeviceGroup.of(case.plan)
     words = ["--device-memory", exact_bytes(budgets.device)]
     options = {"host": ("--host-memory", budgets.host), "disk": ("--disk", budgets.disk)}
     for tier in case.profile.hardware.tiers:

@@ -70,7 +70,7 @@ def fit(
     Examples: protrain fit llama-3.1-8b --on rtx-4090,a100-80gb --seq-len 2048,8192
     | protrain fit qwen2.5-7b --on rtx-3090 --lora r=16 --host-memory 64GiB
     """
-    from protrain_plan.commands.measuring import Request, estimated
+    from protrain_plan.commands.measuring import ProfileRequest, estimated
     from protrain_plan.commands.output import progress, show
     from protrain_plan.hardware.catalogue import load_hardware
     from protrain_plan.planning.questions.objectives import Question
@@ -99,7 +99,7 @@ def fit(
         precision_name = "pure"  # the parameters are the float32 ones
     sizes = list(itertools.product(lengths, batches))
     requests = [
-        Request(
+        ProfileRequest(
             model=model,
             batch_size=batch,
             seq_len=length,

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from protrain_plan.errors import OutOfMemoryError, ProtrainError
 from protrain_plan.models.model_code import INTERRUPTED, culprit_in, end_with, explained
 from protrain_plan.models.presets import read_config
-from protrain_plan.profiling.estimate_cache import EstimateCache, Question, processes_at_once
+from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest, processes_at_once
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.whereabouts import Place
 from protrain_plan.records.hardware import Hardware, is_accelerator
@@ -67,7 +67,7 @@ _OF_A_RUN = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ProfileRequest:
     """What to profile: the options of the command, as they were given."""
 
     model: str
@@ -85,7 +85,7 @@ class Request:
     unit_by_unit: bool = False
     spill_directory: Path | None = None
 
-    def question(self) -> Question | None:
+    def question(self) -> EstimateRequest | None:
         """What an estimate answers; None where that is not for the cache, or the user's own code.
 
         ProtrainError for adapters that are unknown, and a file that holds no configuration.
@@ -103,7 +103,7 @@ class Request:
             precision=self.precision,
             adapter=self._adapter(),
         )
-        return Question.of(workload, self.optimizer, read_config(self.model))
+        return EstimateRequest.of(workload, self.optimizer, read_config(self.model))
 
     def _adapter(self) -> str:
         if self.lora is None:
@@ -134,7 +134,7 @@ class Request:
 
 
 def estimated(
-    requests: Sequence[Request],
+    requests: Sequence[ProfileRequest],
     machines: Sequence[Hardware],
     progress: Progress,
     cache: EstimateCache,
@@ -177,7 +177,9 @@ def estimated(
     return [[profile for profile in row if profile is not None] for row in found]
 
 
-def _estimated(request: Request, machines: Sequence[Hardware], progress: Progress) -> list[Profile]:
+def _estimated(
+    request: ProfileRequest, machines: Sequence[Hardware], progress: Progress
+) -> list[Profile]:
     from protrain_plan.models.sources import load_source
     from protrain_plan.profiling.estimated import estimates
 
@@ -187,7 +189,7 @@ def _estimated(request: Request, machines: Sequence[Hardware], progress: Progres
         return estimates(source, machines=machines, **options)
 
 
-def measured(request: Request, progress: Progress) -> Profile:
+def measured(request: ProfileRequest, progress: Progress) -> Profile:
     """The profile that was asked for, measured in this process.
 
     ProtrainError where something of the request cannot be had, memory runs out, or the model's code
@@ -226,7 +228,7 @@ def measured(request: Request, progress: Progress) -> Profile:
 # ---- in a process of its own ---------------------------------------------------------------------
 
 
-def measured_apart(request: Request, progress: Progress) -> Profile:
+def measured_apart(request: ProfileRequest, progress: Progress) -> Profile:
     """The profile that was asked for, measured in a process of its own.
 
     The errors of `measured`, and ProtrainError where that process dies.
@@ -237,7 +239,7 @@ def measured_apart(request: Request, progress: Progress) -> Profile:
 
 
 def _apart(
-    request: Request, machines: list[Hardware] | None, progress: Progress
+    request: ProfileRequest, machines: list[Hardware] | None, progress: Progress
 ) -> Profile | list[Profile]:
     """What was asked for, measured, or estimated for machines, in a process that ends in here."""
     ours, theirs = Pipe()

@@ -106,7 +106,7 @@ def _front(step: "Step", points: int) -> "tuple[FrontPoint, ...]":
     from protrain_plan.planning.search.local_search import Effort
     from protrain_plan.presentation.plans import search_text
     from protrain_plan.presentation.report.page import FrontPoint
-    from protrain_plan.program.group import Group
+    from protrain_plan.program.group import DeviceGroup
 
     plan, device = step.plan, step.profile.hardware.device
     budgets = replace(plan.budgets, device=max(plan.budgets.device, device.memory_bytes))
@@ -116,7 +116,7 @@ def _front(step: "Step", points: int) -> "tuple[FrontPoint, ...]":
         piece_bytes=plan.piece_bytes,
         updates=plan.updates,
         micro_batches=plan.micro_batches,
-        group=Group.of(plan),
+        group=DeviceGroup.of(plan),
     )
     with output.progress(quiet=False) as tell, output.interruptible() as interrupted:
         answer = ask(

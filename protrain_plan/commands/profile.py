@@ -111,7 +111,7 @@ def profile(
     Examples: protrain profile smollm2-135m --batch-size 1 --seq-len 256 -o profile.yaml
     | protrain profile llama-3.1-8b --on rtx-4090 --dtype bfloat16 --seq-len 4096
     """
-    from protrain_plan.commands.measuring import Request, estimated, measured, measured_apart
+    from protrain_plan.commands.measuring import ProfileRequest, estimated, measured, measured_apart
     from protrain_plan.commands.output import destination, progress, show
     from protrain_plan.hardware.catalogue import load_hardware
     from protrain_plan.presentation.profiles import profile_json, profile_text
@@ -141,7 +141,7 @@ def profile(
             if value is not None:
                 raise ProtrainError("is for measuring; --on estimates", key=option)
     target = destination(output)
-    request = Request(
+    request = ProfileRequest(
         model=model,
         batch_size=batch_size,
         seq_len=seq_len,

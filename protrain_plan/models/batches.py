@@ -159,7 +159,7 @@ Inputs = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class BatchRequest:
     """The batches that are asked for. `seq_len` counts tokens of text, targets where there are."""
 
     source: str  # for messages
@@ -214,7 +214,7 @@ def noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator)
 
 
-def inputs_of(model_class: str, request: Request) -> Iterator[Inputs]:
+def inputs_of(model_class: str, request: BatchRequest) -> Iterator[Inputs]:
     """Endless batches for a model class of transformers, on the CPU, features in float32.
 
     ProtrainError where none are known for it, or the request does not fit the model.
@@ -229,14 +229,16 @@ def inputs_of(model_class: str, request: Request) -> Iterator[Inputs]:
     return make(request)
 
 
-def _maker(model_class: str, model_type: str) -> Callable[[Request], Iterator[Inputs]] | None:
+def _maker(model_class: str, model_type: str) -> Callable[[BatchRequest], Iterator[Inputs]] | None:
     from transformers.models.auto import modeling_auto as known
 
     if model_type in _WITH_IMAGE_TOKENS:
         return _images_and_text
     if model_type == "whisper":
         return _sound_and_text
-    by_task: tuple[tuple[dict[str, Any], Callable[[Request], Iterator[Inputs]] | None], ...] = (
+    by_task: tuple[
+        tuple[dict[str, Any], Callable[[BatchRequest], Iterator[Inputs]] | None], ...
+    ] = (
         (known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, None),  # each has rules of its own
         (known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, _text),
         (known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, _text),
@@ -250,12 +252,12 @@ def _maker(model_class: str, model_type: str) -> Callable[[Request], Iterator[In
     return None
 
 
-def _text(request: Request) -> Iterator[Inputs]:
+def _text(request: BatchRequest) -> Iterator[Inputs]:
     """input_ids and labels are the same [batch, tokens]: the model shifts them itself."""
     return ({"input_ids": w, "labels": w.clone()} for w in request.windows())
 
 
-def _masked_text(request: Request) -> Iterator[Inputs]:
+def _masked_text(request: BatchRequest) -> Iterator[Inputs]:
     """Masked tokens are the last one of the vocabulary; labels are the text there alone."""
     mask_token = request.config.vocab_size - 1
 
@@ -270,7 +272,7 @@ def _masked_text(request: Request) -> Iterator[Inputs]:
     return map(masked, request.windows(), request.generators())
 
 
-def _labelled_images(request: Request) -> Iterator[Inputs]:
+def _labelled_images(request: BatchRequest) -> Iterator[Inputs]:
     """pixel_values [batch, channels, height, width] with labels [batch]; no text."""
 
     def labelled(generator: torch.Generator) -> Inputs:
@@ -282,7 +284,7 @@ def _labelled_images(request: Request) -> Iterator[Inputs]:
     return map(labelled, request.generators())
 
 
-def _pairs(request: Request) -> Iterator[Inputs]:
+def _pairs(request: BatchRequest) -> Iterator[Inputs]:
     """Texts [batch, tokens] and images of one batch, to be told apart by a contrastive loss."""
     if request.batch_size < 2:
         raise ProtrainError(
@@ -298,7 +300,7 @@ def _pairs(request: Request) -> Iterator[Inputs]:
     return map(paired, request.windows(), request.generators())
 
 
-def _sound_and_text(request: Request) -> Iterator[Inputs]:
+def _sound_and_text(request: BatchRequest) -> Iterator[Inputs]:
     """input_features [batch, mel bins, frames] with labels [batch, tokens]."""
     config = request.config
     # The encoder's second convolution has a stride of two.
@@ -310,7 +312,7 @@ def _sound_and_text(request: Request) -> Iterator[Inputs]:
     return map(transcribed, request.windows(), request.generators())
 
 
-def _images_and_text(request: Request) -> Iterator[Inputs]:
+def _images_and_text(request: BatchRequest) -> Iterator[Inputs]:
     """One image per sequence: its tokens, then the text; labels are the text alone."""
     config = request.config
     vision = config.vision_config

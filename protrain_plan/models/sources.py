@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import (
 
 from protrain_plan.errors import ProtrainError, cut
 from protrain_plan.models.adapters import adapted
-from protrain_plan.models.batches import Batch, Request, batch_to, byte_tokens, inputs_of
+from protrain_plan.models.batches import Batch, BatchRequest, batch_to, byte_tokens, inputs_of
 from protrain_plan.models.building import (
     computing_in,
     moved,
@@ -148,7 +148,7 @@ class ConfigSource:
         """
         stored = parameter_dtype(dtype, precision)
         config, model_class = self._config_and_class()
-        request = Request(
+        request = BatchRequest(
             source=self.name,
             config=config,
             batch_size=batch_size,

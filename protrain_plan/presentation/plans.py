@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 
 from protrain_plan.presentation.profiles import error_band, trust
 from protrain_plan.presentation.terminal import Table, Text, run_name, table_of, wrote
-from protrain_plan.program.group import Group as Devices
+from protrain_plan.program.group import DeviceGroup
 from protrain_plan.records import activations_text, states_text
 from protrain_plan.records.hardware import is_accelerator
 from protrain_plan.records.plan import TierBytes, UnitPlan
@@ -31,7 +31,7 @@ def solved_json(solved: "Solved") -> dict[str, Any]:
     return {
         "status": solved.status,
         "gap": solved.gap,
-        **devices_json(Devices.of(solved.plan)),
+        **devices_json(DeviceGroup.of(solved.plan)),
         "lower_bound_seconds": prediction.lower_bound_seconds,
         "step_seconds": prediction.step_seconds,
         "expected_seconds": prediction.expected_seconds,
@@ -43,7 +43,7 @@ def solved_json(solved: "Solved") -> dict[str, Any]:
     }
 
 
-def devices_json(group: Devices) -> dict[str, int]:
+def devices_json(group: DeviceGroup) -> dict[str, int]:
     """The devices, where there is more than one."""
     return asdict(group) if group.num_devices > 1 else {}
 
@@ -63,7 +63,7 @@ def solved_text(solved: "Solved", profile: Profile, path: Path) -> RenderableTyp
     """What `protrain plan` prints for a plan."""
     plan, prediction = solved.plan, solved.plan.prediction
     peak = prediction.peak_bytes
-    several = Devices.of(plan) if plan.num_devices > 1 else None
+    several = DeviceGroup.of(plan) if plan.num_devices > 1 else None
     table = table_of("tier", "predicted peak" + " of each device" * bool(several), "budget")
     held_back = f" + {format_bytes(peak.allocator)} for the allocator" if peak.allocator else ""
     table.add_row(

@@ -65,7 +65,7 @@ def processes_at_once(most: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class EstimateRequest:
     """What is estimated, but for the machine; `config` is the configuration as JSON."""
 
     model: str
@@ -79,14 +79,16 @@ class Question:
     seed: int
 
     @staticmethod
-    def of(workload: Workload, optimizer: str, config: JsonObject | None) -> "Question | None":
+    def of(
+        workload: Workload, optimizer: str, config: JsonObject | None
+    ) -> "EstimateRequest | None":
         """The question about a workload's model as its configuration is now.
 
         None where code may run that is no installed library's: see [Note: what is kept].
         """
         if config is None or _names_code(config):
             return None
-        return Question(
+        return EstimateRequest(
             model=workload.model,
             config=json.dumps(config, sort_keys=True, separators=(",", ":")),
             batch_size=workload.batch_size,
@@ -101,7 +103,7 @@ class Question:
     def is_answered_by(self, profile: Profile, machine: Hardware) -> bool:
         """Whether a profile is of this question, on this machine."""
         config = json.loads(profile.workload.model_config or "null")
-        asked = Question.of(profile.workload, profile.optimizer.name, config)
+        asked = EstimateRequest.of(profile.workload, profile.optimizer.name, config)
         return asked == self and profile.method == "estimated" and profile.hardware == machine
 
 
@@ -124,16 +126,16 @@ class EstimateCache:
         """Neither read nor write from now on: a stranger's code runs."""
         self._folder = None
 
-    def fingerprint(self, question: Question) -> str | None:
+    def fingerprint(self, question: EstimateRequest) -> str | None:
         """The fingerprint of the question's model, None where it is not known."""
         found = self._read(question, "")
         return found if found and re.fullmatch(r"sha256:[0-9a-f]{16,64}", found) else None
 
-    def keep_fingerprint(self, question: Question, fingerprint: str) -> None:
+    def keep_fingerprint(self, question: EstimateRequest, fingerprint: str) -> None:
         """Let `fingerprint` be known."""
         self._write(question, "", fingerprint)
 
-    def profile(self, question: Question, machine: Hardware) -> Profile | None:
+    def profile(self, question: EstimateRequest, machine: Hardware) -> Profile | None:
         """The estimate for a machine, None where it is not known."""
         if machine.device.kind == "cpu":
             return None
@@ -144,20 +146,20 @@ class EstimateCache:
             return None
         return profile if profile and question.is_answered_by(profile, machine) else None
 
-    def keep_profile(self, question: Question, profile: Profile) -> None:
+    def keep_profile(self, question: EstimateRequest, profile: Profile) -> None:
         """Let an estimate be known."""
         machine = profile.hardware
         if machine.device.kind != "cpu" and question.is_answered_by(profile, machine):
             self._write(question, dumps_hardware(machine), dumps_profile(profile))
 
-    def _entry(self, question: Question, machine: str) -> tuple[Path, str] | None:
+    def _entry(self, question: EstimateRequest, machine: str) -> tuple[Path, str] | None:
         """Where an answer is kept, and its name. See [Note: what the name holds]."""
         if self._folder is None or self._installed is None:
             return None
         name = _digest(json.dumps([asdict(question), machine, self._installed]))
         return self._folder / f"{name}.txt", name
 
-    def _read(self, question: Question, machine: str) -> str | None:
+    def _read(self, question: EstimateRequest, machine: str) -> str | None:
         if (entry := self._entry(question, machine)) is None:
             return None
         path, name = entry
@@ -171,7 +173,7 @@ class EstimateCache:
             os.utime(path)  # the oldest is the one that was not asked for
         return content
 
-    def _write(self, question: Question, machine: str, content: str) -> None:
+    def _write(self, question: EstimateRequest, machine: str, content: str) -> None:
         if (entry := self._entry(question, machine)) is None:
             return
         path, name = entry

@@ -13,7 +13,7 @@ Collective = Literal["all-gather", "reduce-scatter", "all-reduce"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class DeviceGroup:
     """The devices that train one model; see `records.plan.Plan`."""
 
     num_devices: int = 1
@@ -21,9 +21,9 @@ class Group:
     num_nodes: int = 1
 
     @staticmethod
-    def of(plan: Plan) -> "Group":
+    def of(plan: Plan) -> "DeviceGroup":
         """The group that a plan is for."""
-        return Group(
+        return DeviceGroup(
             num_devices=plan.num_devices,
             num_replicas=plan.num_replicas,
             num_nodes=plan.num_nodes,
@@ -63,12 +63,12 @@ class Group:
         return tuple(n for n, size in sizes.items() if size % node == 0 or node % size == 0)
 
 
-ALONE = Group()
+ALONE = DeviceGroup()
 
 
 def group_on(
     hardware: Hardware, num_devices: int, *, num_nodes: int | None = None, num_replicas: int = 1
-) -> Group:
+) -> DeviceGroup:
     """So many devices of a machine's kind, in as few nodes as hold them unless that is said.
 
     ProtrainError where the machine does not say what joins its devices, where nodes or replicas do
@@ -86,7 +86,7 @@ def group_on(
             raise ProtrainError(
                 f"{num_devices} devices are no equal parts of {parts} {what}", key=f"--{what}"
             )
-    group = Group(num_devices=num_devices, num_replicas=num_replicas, num_nodes=num_nodes)
+    group = DeviceGroup(num_devices=num_devices, num_replicas=num_replicas, num_nodes=num_nodes)
     if group.in_node > most:
         raise ProtrainError(
             f"{hardware.name} has {most} devices in a node, not {group.in_node}",
@@ -104,7 +104,7 @@ def group_on(
 
 def not_joined(plan: Plan, hardware: Hardware) -> str | None:
     """Why a machine's devices cannot be the plan's group; None where they can."""
-    group = Group.of(plan)
+    group = DeviceGroup.of(plan)
     try:
         group_on(
             hardware,
@@ -130,7 +130,7 @@ def _joined(hardware: Hardware) -> Interconnect:
     return hardware.interconnect
 
 
-def profile_of_rank(profile: Profile, group: Group) -> Profile:
+def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
     """The profile with one rank's part of its machine; the same for one device, and when repeated.
 
     What the machine's tiers and its optimizer have as a node, the node's ranks share: capacities,

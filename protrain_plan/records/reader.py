@@ -33,18 +33,18 @@ from protrain_plan.records.schema import (
     is_size,
     limits_of,
 )
-from protrain_plan.records.tree import MAX_TEXT, Value, did_you_mean, listed, root
+from protrain_plan.records.tree import MAX_TEXT, Node, did_you_mean, listed, root
 from protrain_plan.units import parse_bytes
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
-Reader = Callable[[Value], Any]
+Reader = Callable[[Node], Any]
 
 
 def loads(kind: type[R], text: str, source: str | None = None) -> R:
     """The record that `text` holds; RecordError, naming `source`, where it holds something else."""
     value = headed(root(text, source), KINDS[kind])
-    record = _read_record(kind, value, {"protrain": Value.text, "version": Value.integer})
+    record = _read_record(kind, value, {"protrain": Node.text, "version": Node.integer})
     _CHECKS[kind](record, value)
     return record
 
@@ -60,7 +60,7 @@ def version_of(text: str) -> int:
     return root(text, None).any_mapping()["version"].integer()
 
 
-def headed(value: Value, kind: str) -> Value:
+def headed(value: Node, kind: str) -> Node:
     """The same as a file of this kind; RecordError where its header says otherwise.
 
     It is `old` if its version is an earlier one.
@@ -121,8 +121,8 @@ def _reader(owner: Any, name: str, hint: Any) -> Reader:
         return partial(_number, limits=limits_of(owner, name))
     if hint is str:
         most = MAX_CHARACTERS.get((owner, name), MAX_TEXT)
-        return partial(Value.text, most=most, lines=(owner, name) in OF_LINES)
-    return Value.boolean if hint is bool else partial(_read_record, hint)
+        return partial(Node.text, most=most, lines=(owner, name) in OF_LINES)
+    return Node.boolean if hint is bool else partial(_read_record, hint)
 
 
 def _with_default(owner: Any) -> tuple[str, ...]:
@@ -130,7 +130,7 @@ def _with_default(owner: Any) -> tuple[str, ...]:
 
 
 def _read_record(
-    owner: Callable[..., T], value: Value, header: Mapping[str, Reader] | None = None
+    owner: Callable[..., T], value: Node, header: Mapping[str, Reader] | None = None
 ) -> T:
     """The record at `value`, which may have the keys in `header` too."""
     readers, renamed = {**(header or {}), **_readers(owner)}, OLD_KEYS.get(owner, {})
@@ -139,7 +139,7 @@ def _read_record(
 
 
 def _read_fields(
-    value: Value,
+    value: Node,
     readers: Mapping[str, Reader],
     optional: tuple[str, ...],
     renamed: Mapping[str, str] = MappingProxyType({}),
@@ -155,7 +155,7 @@ def _choice(
 ) -> Reader:
     expected = listed(choices if shown is None else shown, "or")
 
-    def read(value: Value) -> Any:
+    def read(value: Node) -> Any:
         if not value.is_text():
             raise value.expected(expected)
         word = value.text()
@@ -169,7 +169,7 @@ def _choice(
     return read
 
 
-def _formed(pattern: str, expected: str, value: Value) -> str:
+def _formed(pattern: str, expected: str, value: Node) -> str:
     if not value.is_text():
         raise value.expected(expected)
     if not re.fullmatch(pattern, text := value.text()):
@@ -177,7 +177,7 @@ def _formed(pattern: str, expected: str, value: Value) -> str:
     return text
 
 
-def _configuration(value: Value) -> str:
+def _configuration(value: Node) -> str:
     """A JSON object as text, or nothing."""
     text = value.text(MAX_CHARACTERS[Workload, "model_config"])
     with suppress(ValueError, RecursionError):  # also an integer of thousands of digits
@@ -186,7 +186,7 @@ def _configuration(value: Value) -> str:
     raise value.error(f"expected a JSON object, or nothing, got {cut(text)!r}")
 
 
-def _size(value: Value, limits: Limits) -> int:
+def _size(value: Node, limits: Limits) -> int:
     if value.is_text():
         try:
             size = parse_bytes(value.text())
@@ -199,21 +199,21 @@ def _size(value: Value, limits: Limits) -> int:
     return size
 
 
-def _integer(value: Value, limits: Limits) -> int:
+def _integer(value: Node, limits: Limits) -> int:
     number = value.integer()
     if number not in limits:
         raise value.expected(f"an integer {limits}")
     return number
 
 
-def _number(value: Value, limits: Limits) -> float:
+def _number(value: Node, limits: Limits) -> float:
     number = value.number()
     if number not in limits:
         raise value.expected(f"a number {limits}")
     return number
 
 
-def _drain(value: Value, limits: Limits) -> float | None:
+def _drain(value: Node, limits: Limits) -> float | None:
     if value.is_text():
         if (text := value.text()) != STEP_END:
             raise value.error(f"expected a number or {STEP_END}, got {cut(text)!r}")
@@ -221,7 +221,7 @@ def _drain(value: Value, limits: Limits) -> float | None:
     return _number(value, limits)
 
 
-def _each_once(owner: Callable[..., T], key: str, what: str, value: Value) -> tuple[T, ...]:
+def _each_once(owner: Callable[..., T], key: str, what: str, value: Node) -> tuple[T, ...]:
     """Records of which no two have the same `key`."""
     found: dict[str, T] = {}
     for entry in value.sequence():
@@ -233,16 +233,16 @@ def _each_once(owner: Callable[..., T], key: str, what: str, value: Value) -> tu
     return tuple(found.values())
 
 
-def _forms(value: Value) -> tuple[FormCost, ...]:
+def _forms(value: Node) -> tuple[FormCost, ...]:
     if forms := _each_once(FormCost, "form", "form", value):
         return forms
     raise value.error("expected at least one form, got none")
 
 
-def _plan_units(value: Value) -> tuple[UnitPlan, ...]:
+def _plan_units(value: Node) -> tuple[UnitPlan, ...]:
     schedule = _readers(Schedule)
     units: list[UnitPlan] = []
-    shared: list[tuple[Value, int]] = []  # where also_used_by is written, and the unit's index
+    shared: list[tuple[Node, int]] = []  # where also_used_by is written, and the unit's index
     for entry, names, found in _entries(value, UnitPlan, schedule):
         slots = Schedule(**{name: found.pop(name) for name in schedule if name in found})
         units += (UnitPlan(name=name, schedule=slots, **found) for name in names)
@@ -258,9 +258,9 @@ def _plan_units(value: Value) -> tuple[UnitPlan, ...]:
     return tuple(units)
 
 
-def _profile_units(value: Value) -> tuple[Unit, ...]:
+def _profile_units(value: Node) -> tuple[Unit, ...]:
     units: list[Unit] = []
-    explicit: list[tuple[Value, int]] = []  # where used_by is written, and the unit's index
+    explicit: list[tuple[Node, int]] = []  # where used_by is written, and the unit's index
     for entry, names, found in _entries(value, Unit):
         _check_bytes(entry, found)
         used_by = found.pop("used_by", None)
@@ -274,13 +274,13 @@ def _profile_units(value: Value) -> tuple[Unit, ...]:
     return tuple(units)
 
 
-def _check_bytes(entry: Value, found: Mapping[str, Any]) -> None:
+def _check_bytes(entry: Node, found: Mapping[str, Any]) -> None:
     """Trainable parameters have bytes, and so have their gradients; pieces are all of them."""
     values = entry.any_mapping()
     for name in ("parameter_bytes", "gradient_bytes"):
         if found["num_parameters"] and not found[name]:
             raise values[name].error("expected bytes of the parameters, got 0")
-    parts: list[tuple[Value, str, tuple[int, ...], int]] = [
+    parts: list[tuple[Node, str, tuple[int, ...], int]] = [
         (entry, f"{what}_pieces", found.get(f"{what}_pieces", ()), found[f"{what}_bytes"])
         for what in ("parameter", "gradient")
     ]
@@ -299,7 +299,7 @@ def _check_bytes(entry: Value, found: Mapping[str, Any]) -> None:
         raise entry.error(f"{problem}, got {len(parameters)} and {len(gradients)}")
 
 
-def _check_used_by(where: Value, own: int, used_by: tuple[int, ...], num_units: int) -> None:
+def _check_used_by(where: Node, own: int, used_by: tuple[int, ...], num_units: int) -> None:
     for i, user in enumerate(used_by):
         if user >= num_units:
             problem = f"expected the index of a unit, 0 to {num_units - 1}, got {user}"
@@ -311,8 +311,8 @@ def _check_used_by(where: Value, own: int, used_by: tuple[int, ...], num_units: 
 
 
 def _entries(
-    value: Value, owner: Any, extra: Mapping[str, Reader] = MappingProxyType({})
-) -> Iterator[tuple[Value, list[str], dict[str, Any]]]:
+    value: Node, owner: Any, extra: Mapping[str, Reader] = MappingProxyType({})
+) -> Iterator[tuple[Node, list[str], dict[str, Any]]]:
     """Each entry of a list of units, the names of the units it speaks of, and its other fields."""
     readers: dict[str, Reader] = {"names": _run, **_readers(owner), **extra}
     readers.pop("schedule", None)  # its fields are keys of the unit itself
@@ -346,7 +346,7 @@ def _entries(
         raise value.error("expected at least one unit, got none")
 
 
-def _run(value: Value) -> list[str]:
+def _run(value: Node) -> list[str]:
     text = value.text()
     names = unfold(text)
     if (length := run_length(text)) > MAX_RUN:
@@ -357,7 +357,7 @@ def _run(value: Value) -> list[str]:
     return names
 
 
-def _check_plan(plan: Plan, value: Value) -> None:
+def _check_plan(plan: Plan, value: Node) -> None:
     """Devices are in nodes of equal size, and their replicas too; exact plans use exact forms."""
     for key, parts in (("num_nodes", plan.num_nodes), ("num_replicas", plan.num_replicas)):
         if plan.num_devices % parts:
@@ -368,7 +368,7 @@ def _check_plan(plan: Plan, value: Value) -> None:
         raise value.any_mapping()["exact"].error(problem)
 
 
-_CHECKS: dict[type, Callable[[Any, Value], None]] = {
+_CHECKS: dict[type, Callable[[Any, Node], None]] = {
     Hardware: lambda *_: None,
     Profile: lambda *_: None,
     Plan: _check_plan,

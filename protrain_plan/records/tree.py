@@ -96,7 +96,7 @@ _MAX_INTEGER = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Value:
+class Node:
     """A YAML node, with the file and the key path (such as `units[3].name`) that it has there.
 
     `old` is said of what a file of an earlier version holds, whose spellings are read too.
@@ -127,7 +127,7 @@ class Value:
         known: Collection[str],
         optional: Collection[str] = (),
         renamed: Mapping[str, str] = MappingProxyType({}),
-    ) -> "dict[str, Value]":
+    ) -> "dict[str, Node]":
         """The values of a mapping by key: all the `known` keys, only those, each once.
 
         Keys that are `renamed` have their old names in files of an earlier version alone.
@@ -149,11 +149,11 @@ class Value:
                 raise self.error(f"missing key {key!r}")
         return values
 
-    def any_mapping(self) -> "dict[str, Value]":
+    def any_mapping(self) -> "dict[str, Node]":
         """The values of a mapping by key, whatever the keys, each once."""
         if not isinstance(self.node, yaml.MappingNode):
             raise self.expected("a mapping")
-        values: dict[str, Value] = {}
+        values: dict[str, Node] = {}
         for key_node, node in self.node.value:
             where = replace(self, node=key_node)
             if not isinstance(key_node, yaml.ScalarNode):
@@ -169,7 +169,7 @@ class Value:
             values[key] = replace(self, node=node, key=path)
         return values
 
-    def sequence(self, most: int = MAX_NODES) -> "list[Value]":
+    def sequence(self, most: int = MAX_NODES) -> "list[Node]":
         """The items of a list, at most so many."""
         if not isinstance(self.node, yaml.SequenceNode):
             raise self.expected("a list")
@@ -249,7 +249,7 @@ class Value:
         return f"write {int(number)}"
 
 
-def root(text: str, source: str | None) -> Value:
+def root(text: str, source: str | None) -> Node:
     """The value that a whole file holds; RecordError where the text is not YAML, or empty.
 
     No text in it, keys included, has a character that would not be seen (see `unseen`).
@@ -270,7 +270,7 @@ def root(text: str, source: str | None) -> Value:
         raise RecordError(problem, source=source) from None
     if node is None:
         raise RecordError("the file is empty", source=source)
-    value = Value(node=node, source=source, key=None)
+    value = Node(node=node, source=source, key=None)
     for inner in _nodes(node):
         if isinstance(inner, yaml.ScalarNode) and unseen(inner.value, but="\t\n"):
             raise _first_unseen(value)
@@ -295,11 +295,11 @@ def _nodes(node: yaml.Node) -> Iterator[yaml.Node]:
                 waiting += pair
 
 
-def _first_unseen(value: Value) -> RecordError:
+def _first_unseen(value: Node) -> RecordError:
     """The error of the first text in here that has a character which would not be seen."""
     if isinstance(value.node, yaml.ScalarNode):
         return value.error(refused_character(value.node.value, but="\t\n"))
-    entries: list[Value] = []
+    entries: list[Node] = []
     if isinstance(value.node, yaml.MappingNode):
         for key, node in value.node.value:
             name = cut(str(key.value)) if isinstance(key, yaml.ScalarNode) else "?"

@@ -20,7 +20,7 @@ from protrain_plan.checking.run_rules import check
 from protrain_plan.checking.verdicts import Failed, Passed, Report, Skipped
 from protrain_plan.cli import main
 from protrain_plan.errors import ProtrainError
-from protrain_plan.program.group import Group
+from protrain_plan.program.group import DeviceGroup
 from protrain_plan.records import read_hardware, write_hardware
 from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import Budgets, Offload, Plan
@@ -492,7 +492,7 @@ def test_the_devices_of_a_node_share_what_is_below_them(tmp_path: Path) -> None:
     """On a machine that has it once, and by a budget, which is a node's."""
     apart = joined(PROFILE.hardware, below="of each device", devices_per_node=2)
     profile = replace(PROFILE, hardware=apart)
-    made = offloading(profile, group=Group(num_devices=2))
+    made = offloading(profile, group=DeviceGroup(num_devices=2))
     plan = commit(tmp_path / "plans", made, profile)
     used = made.prediction.peak_bytes.disk
     once = joined(replace(apart, name="once"), below="of the node", devices_per_node=2)

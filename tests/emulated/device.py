@@ -27,7 +27,7 @@ def extension() -> Any:
     rename_privateuse1_backend(TYPE)
     torch._register_device_module(TYPE, _module(loaded))
     generate_methods_for_privateuse1_backend(for_storage=False)
-    devices.TYPES[TYPE] = devices.DeviceType(
+    devices.TYPES[TYPE] = devices.DeviceCalls(
         pin=partial(_pin, loaded), memory_limit=lambda device: loaded.cap(device.index)
     )
     dist.Backend.register_backend(

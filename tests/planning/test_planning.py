@@ -14,7 +14,7 @@ from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search.evaluation import DEPTHS, WINDOWS, Evaluator
 from protrain_plan.planning.search.local_search import Effort
-from protrain_plan.planning.search.schedule import Rule
+from protrain_plan.planning.search.schedule import ScheduleRule
 from protrain_plan.records.hardware import Contention, Hardware
 from protrain_plan.records.plan import Budgets, Keep, Persistent, Schedule
 from protrain_plan.records.profile import Profile
@@ -46,7 +46,7 @@ def budget(profile: Profile, device: int, below: int = 10**12) -> Budgets:
     return Budgets(device=device + context, host=below, disk=below)
 
 
-EVERY_RULE = tuple(Rule(depth, window) for depth in DEPTHS for window in WINDOWS)
+EVERY_RULE = tuple(ScheduleRule(depth, window) for depth in DEPTHS for window in WINDOWS)
 CASES = {
     "gpu": small(gpu(), blocks=1),
     "gpu, tied": small(gpu(), blocks=2, tied=True),

@@ -12,7 +12,7 @@ from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.search.evaluation import ALL, step_seconds
 from protrain_plan.planning.search.min_memory import min_memory
-from protrain_plan.planning.search.schedule import Rule, schedule
+from protrain_plan.planning.search.schedule import ScheduleRule, schedule
 from protrain_plan.program.group import ALONE
 from protrain_plan.records.plan import Budgets, Updates
 from protrain_plan.records.profile import Profile
@@ -54,8 +54,8 @@ def random_problem(
     )
 
 
-def random_rule(rng: random.Random) -> Rule:
-    return Rule(rng.choice([0, 1, 2, 3, 9, ALL]), rng.choice([0, 0.3, 1, 1.6, 2, 5, ALL]))
+def random_rule(rng: random.Random) -> ScheduleRule:
+    return ScheduleRule(rng.choice([0, 1, 2, 3, 9, ALL]), rng.choice([0, 0.3, 1, 1.6, 2, 5, ALL]))
 
 
 @settings(max_examples=400, deadline=None)
@@ -68,7 +68,7 @@ def test_schedule_holds_what_device_bytes_counts(seed: int, *, several: bool) ->
     choice = random_choice(problem, rng)
     least = problem.static_bytes(choice)
     limit = max(least) + int(rng.random() ** 3 * max(least))
-    assert schedule(problem, choice, limit=max(least) - 1, rule=Rule(0, 0)) is None
+    assert schedule(problem, choice, limit=max(least) - 1, rule=ScheduleRule(0, 0)) is None
     plans = schedule(problem, choice, limit=limit, rule=random_rule(rng))
     assert plans is not None
     program = problem.program(plans)
@@ -88,7 +88,7 @@ def test_static_bytes_are_those_of_leads_and_drains_of_zero(seed: int, *, severa
     profile = problem.profile
     choice = random_choice(problem, rng)
     least = problem.static_bytes(choice)
-    plans = schedule(problem, choice, limit=max(least), rule=Rule(0, 0))
+    plans = schedule(problem, choice, limit=max(least), rule=ScheduleRule(0, 0))
     assert plans is not None
     program = problem.program(plans)
     slots = [slot.total for slot in device_bytes(program)]

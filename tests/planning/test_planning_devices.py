@@ -16,11 +16,11 @@ from protrain_plan.planning.search.baselines import BASELINES, baseline
 from protrain_plan.planning.search.evaluation import DEPTHS, WINDOWS, Evaluator
 from protrain_plan.planning.search.local_search import Effort
 from protrain_plan.planning.search.min_memory import min_memory
-from protrain_plan.planning.search.schedule import Rule
+from protrain_plan.planning.search.schedule import ScheduleRule
 from protrain_plan.presentation.report.step import simulated
 from protrain_plan.program.group import (
     ALONE,
-    Group,
+    DeviceGroup,
     collective_seconds,
     group_on,
     profile_of_rank,
@@ -35,8 +35,8 @@ from tests.support.planning_cases import MB, cpu, decoder, gpu, joined, on_sever
 from tests.support.program_graph import waits_in_a_circle
 from tests.support.thinning import thinned
 
-TWO = Group(num_devices=2)
-EVERY_RULE = tuple(Rule(depth, window) for depth in DEPTHS for window in WINDOWS)
+TWO = DeviceGroup(num_devices=2)
+EVERY_RULE = tuple(ScheduleRule(depth, window) for depth in DEPTHS for window in WINDOWS)
 SLOW = Contention(compute=0.9, lane=0.9)
 
 
@@ -66,7 +66,7 @@ def budget(profile: Profile, device: int, below: int = 10**12) -> Budgets:
     return Budgets(device=device + context, host=below, disk=below)
 
 
-def made(profile: Profile, budgets: Budgets, group: Group) -> Solved:
+def made(profile: Profile, budgets: Budgets, group: DeviceGroup) -> Solved:
     answer = plan(profile, budgets, group=group, effort=Effort(gap_target=0.001))
     assert isinstance(answer, Solved)
     return answer
@@ -116,7 +116,7 @@ def test_planner_matches_exhaustive_search(name: str, device: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_for_several_devices_keeps_its_promises(name: str) -> None:
     profile = CASES[name]
-    solved = made(profile, budget(profile, 700 * MB), Group(num_devices=4))
+    solved = made(profile, budget(profile, 700 * MB), DeviceGroup(num_devices=4))
     assert loads_plan(dumps_plan(solved.plan)) == solved.plan
     assert solved.plan.num_devices == 4
     step = simulated(solved.plan, profile)
@@ -161,7 +161,7 @@ def test_more_devices_never_need_more_memory_of_each() -> None:
     profile = small(hardware, blocks=6)
     needed = []
     for count in (1, 2, 4, 8, 64):
-        group = Group(num_devices=count)
+        group = DeviceGroup(num_devices=count)
         lean = min_memory(Problem.of(profile, budget(profile, 10**12), group=group))
         assert lean
         needed.append(lean.bytes)
@@ -173,7 +173,7 @@ def test_a_faster_network_is_never_slower() -> None:
     before = float("inf")
     for network in (2e8, 1e9, 1e10, 1e12):
         profile = small(joined(gpu(), network=network), blocks=4)
-        solved = made(profile, budget(profile, 900 * MB), Group(num_devices=4))
+        solved = made(profile, budget(profile, 900 * MB), DeviceGroup(num_devices=4))
         assert solved.plan.prediction.step_seconds <= before * 1.001
         before = solved.plan.prediction.step_seconds
 
@@ -195,7 +195,7 @@ def test_a_fast_network_shards_what_one_device_would_offload() -> None:
     budgets = budget(profile, 1500 * MB)
     alone = made(profile, budgets, ALONE)
     assert any(unit.states != Persistent() for unit in alone.plan.units)
-    eight = made(profile, budgets, Group(num_devices=8))
+    eight = made(profile, budgets, DeviceGroup(num_devices=8))
     homes = {states_text(unit.states) for unit in eight.plan.units}
     assert homes & {"shard", "shard and keep gathered"}
     assert eight.plan.prediction.step_seconds < alone.plan.prediction.step_seconds
@@ -212,7 +212,7 @@ def test_one_device_gets_the_same_plan_whatever_would_join_it() -> None:
 def test_replicas_of_shards_are_a_plan_too() -> None:
     profile = small(joined(gpu(), network=1e11, across=1e9), blocks=4)
     budgets = budget(profile, 1200 * MB)
-    spread = Group(num_devices=8, num_nodes=2)
+    spread = DeviceGroup(num_devices=8, num_nodes=2)
     whole = made(profile, budgets, spread)
     hybrid = made(profile, budgets, replace(spread, num_replicas=2))
     assert (hybrid.plan.num_replicas, hybrid.plan.num_nodes) == (2, 2)
@@ -251,7 +251,7 @@ def test_a_shard_cannot_be_pinned_on_one_device() -> None:
 def test_a_node_s_ranks_share_its_memory_its_disk_and_its_processors() -> None:
     hardware = joined(gpu(disk_gb=1000), below="of the node", library_bytes=7)
     profile = small(hardware, blocks=1)
-    own = profile_of_rank(profile, Group(num_devices=8, num_nodes=2))
+    own = profile_of_rank(profile, DeviceGroup(num_devices=8, num_nodes=2))
     host, disk = own.hardware.tier("host"), own.hardware.tier("disk")
     assert host.capacity_bytes == hardware.tier("host").capacity_bytes // 4
     assert host.link == hardware.tier("host").link
@@ -259,7 +259,7 @@ def test_a_node_s_ranks_share_its_memory_its_disk_and_its_processors() -> None:
     assert disk.link.read_bytes_per_s == hardware.tier("disk").link.read_bytes_per_s / 4
     assert own.optimizer.host_parameters_per_s == profile.optimizer.host_parameters_per_s / 4
     assert own.hardware.device.context_bytes == hardware.device.context_bytes + 7
-    assert profile_of_rank(own, Group(num_devices=8, num_nodes=2)) == own
+    assert profile_of_rank(own, DeviceGroup(num_devices=8, num_nodes=2)) == own
     assert profile_of_rank(profile, ALONE) is profile
 
 
@@ -273,9 +273,9 @@ def test_devices_with_tiers_of_their_own_keep_them() -> None:
 def test_devices_go_to_as_few_nodes_as_hold_equal_parts_of_them() -> None:
     hardware = joined(gpu(), devices_per_node=8)
     assert group_on(hardware, 1) == ALONE == group_on(gpu(), 1)
-    assert group_on(hardware, 6) == Group(num_devices=6)
-    assert group_on(hardware, 12) == Group(num_devices=12, num_nodes=2)
-    assert group_on(hardware, 64, num_replicas=8) == Group(
+    assert group_on(hardware, 6) == DeviceGroup(num_devices=6)
+    assert group_on(hardware, 12) == DeviceGroup(num_devices=12, num_nodes=2)
+    assert group_on(hardware, 64, num_replicas=8) == DeviceGroup(
         num_devices=64, num_nodes=8, num_replicas=8
     )
     assert str(group_on(hardware, 64, num_replicas=8)) == "64 devices in 8 nodes, 8 replicas"
@@ -326,7 +326,7 @@ def test_devices_that_cannot_train_together_are_one_error(
 # Collectives
 
 
-def settings(group: Group) -> Settings:
+def settings(group: DeviceGroup) -> Settings:
     return Settings(
         device="cuda",
         piece_bytes=1,
@@ -341,7 +341,7 @@ HOP = 1e-5
 
 def test_a_collective_takes_what_comes_from_others_and_its_hops() -> None:
     hardware = joined(gpu(), network=10e9, across=1e9)  # sums at 8e9 within a node
-    four = settings(Group(num_devices=4))
+    four = settings(DeviceGroup(num_devices=4))
     size = 8_000 * MB
     part = size * 3 / 4
     assert collective_seconds("all-gather", size, hardware, four) == part / 10e9 + 3 * HOP
@@ -353,14 +353,14 @@ def test_a_collective_takes_what_comes_from_others_and_its_hops() -> None:
 
 def test_across_nodes_what_joins_them_binds() -> None:
     hardware = joined(gpu(), network=10e9, across=1e9)
-    eight = settings(Group(num_devices=8, num_nodes=2))
+    eight = settings(DeviceGroup(num_devices=8, num_nodes=2))
     seconds = collective_seconds("all-gather", 800 * MB, hardware, eight)
     assert seconds == pytest.approx(700 * MB / 1e9 + 8 * HOP)
 
 
 def test_replicas_gather_in_their_nodes_and_sum_shards_across() -> None:
     hardware = joined(gpu(), network=10e9, across=1e9)
-    hybrid = settings(Group(num_devices=8, num_nodes=2, num_replicas=2))
+    hybrid = settings(DeviceGroup(num_devices=8, num_nodes=2, num_replicas=2))
     size = 800 * MB
     gathered = collective_seconds("all-gather", size, hardware, hybrid)
     assert gathered == pytest.approx(600 * MB / 10e9 + 3 * HOP)

@@ -19,7 +19,7 @@ from protrain_plan.planning.search.choices import plain_choices
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.local_search import Effort
 from protrain_plan.presentation.plans import solved_json, solved_text
-from protrain_plan.program.group import ALONE, Group
+from protrain_plan.program.group import ALONE, DeviceGroup
 from protrain_plan.records import states_text
 from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import Budgets
@@ -28,7 +28,7 @@ from tests.support.planning_cases import MB, decoder, gpu, joined, on_several, r
 from tests.support.thinning import thinned
 
 GAP = 0.005
-EIGHT = Group(num_devices=8, num_nodes=2)
+EIGHT = DeviceGroup(num_devices=8, num_nodes=2)
 
 
 def small(hardware: Hardware, *, frozen: bool) -> Profile:
@@ -96,11 +96,11 @@ def chosen(name: str) -> Solved:
 
 def test_groups_have_whole_nodes_or_equal_parts_of_one() -> None:
     assert ALONE.replica_counts == (1,)
-    assert Group(num_devices=6).replica_counts == (1, 2, 3, 6)
+    assert DeviceGroup(num_devices=6).replica_counts == (1, 2, 3, 6)
     assert EIGHT.replica_counts == (1, 2, 4, 8)
-    assert Group(num_devices=12, num_nodes=2).replica_counts == (1, 2, 4, 6, 12)
-    assert Group(num_devices=64, num_nodes=8).replica_counts == (1, 2, 4, 8, 16, 32, 64)
-    assert Group(num_devices=3, num_nodes=3).replica_counts == (1, 3)
+    assert DeviceGroup(num_devices=12, num_nodes=2).replica_counts == (1, 2, 4, 6, 12)
+    assert DeviceGroup(num_devices=64, num_nodes=8).replica_counts == (1, 2, 4, 8, 16, 32, 64)
+    assert DeviceGroup(num_devices=3, num_nodes=3).replica_counts == (1, 3)
 
 
 @pytest.mark.parametrize("name", thinned(tuple(CASES)))

@@ -10,7 +10,7 @@ import pytest
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.presets import JsonObject, read_config
 from protrain_plan.profiling import estimate_cache
-from protrain_plan.profiling.estimate_cache import SWITCH, EstimateCache, Question
+from protrain_plan.profiling.estimate_cache import SWITCH, EstimateCache, EstimateRequest
 from protrain_plan.records import dumps_hardware, dumps_profile
 from protrain_plan.records.profile import Profile
 from tests.support.planning_cases import cpu, decoder
@@ -19,13 +19,13 @@ CONFIG = read_config("tiny-llama")
 PRINT = "sha256:0123456789abcdef01234567"
 
 
-def known(machine: str = "rtx-4090") -> tuple[Question, Profile]:
+def known(machine: str = "rtx-4090") -> tuple[EstimateRequest, Profile]:
     """A question and what answers it, on a machine."""
     profile = decoder(blocks=2, hardware=load_hardware(machine))
     config = json.dumps(CONFIG, sort_keys=True, separators=(",", ":"))
     workload = replace(profile.workload, model="tiny-llama", model_config=config)
     profile = replace(profile, workload=workload, method="estimated")
-    question = Question.of(workload, profile.optimizer.name, CONFIG)
+    question = EstimateRequest.of(workload, profile.optimizer.name, CONFIG)
     assert question is not None
     return question, profile
 
@@ -135,7 +135,7 @@ def test_models_with_code_of_their_own_and_cpus_are_not_kept(folder: Path) -> No
         {"layers": [{"attn_implementation": "someone/kernels"}]},
     ]
     for config in configs:
-        assert Question.of(profile.workload, optimizer, config) is None
+        assert EstimateRequest.of(profile.workload, optimizer, config) is None
     EstimateCache().keep_profile(question, replace(profile, hardware=cpu()))
     assert not list(folder.iterdir())
 

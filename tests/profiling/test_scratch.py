@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from protrain_plan.hardware.workspaces import Allocator
-from protrain_plan.profiling.memory.fake_meter import MOST_BYTES, Call, FakeMeter, measured_bytes
+from protrain_plan.profiling.memory.fake_meter import (
+    MOST_BYTES,
+    FakeMeter,
+    MeasuredCall,
+    measured_bytes,
+)
 from protrain_plan.profiling.structure.faking import faking
 from protrain_runtime.activations.trees import tensors_in
 from tests.support.levels import ROOT, environment, known
@@ -17,8 +22,8 @@ from tests.support.random_calls import overruns
 aten = torch.ops.aten
 
 
-def called(func: Any, *args: Any) -> Call | None:
-    return Call.of(func, args, {}, tensors_in(func(*args)))
+def called(func: Any, *args: Any) -> MeasuredCall | None:
+    return MeasuredCall.of(func, args, {}, tensors_in(func(*args)))
 
 
 def measured(func: Any, *args: Any) -> int | None:

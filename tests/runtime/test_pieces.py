@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protrain_plan.planning.search.schedule import Rule, schedule
+from protrain_plan.planning.search.schedule import ScheduleRule, schedule
 from protrain_plan.program.program import (
     MAX_PIECES,
     PAGE_BYTES,
@@ -76,7 +76,7 @@ def test_pieces_take_the_room_that_a_whole_chunk_would_not_fit_in() -> None:
         lean = min_memory(problem)
         assert lean
         room = lean.bytes + profile.units[1].parameter_bytes // 2
-        plans = schedule(problem, lean.choice, limit=room, rule=Rule(1, 0))
+        plans = schedule(problem, lean.choice, limit=room, rule=ScheduleRule(1, 0))
         assert plans
         leads.append(plans[3].schedule.backward_lead)
     assert leads[0] == 0

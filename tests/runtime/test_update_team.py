@@ -25,8 +25,8 @@ from protrain_runtime.states.master_weights import MasterOptimizer, with_master_
 from protrain_runtime.states.stand_ins import GradientInStore
 from protrain_runtime.states.update_rules import OptimizerFactory, UpdateRule
 from protrain_runtime.states.updates import (
+    ElementRange,
     Piece,
-    Span,
     UpdateTeam,
     ranges,
     spare_threads,
@@ -68,7 +68,7 @@ def test_ranges_hold_every_element_once_and_are_alike(
     assert len(found) <= count
     assert all(found)
     spans = [span for share in found for span in share]
-    place = Span(-1, 0, 0)
+    place = ElementRange(-1, 0, 0)
     for span in spans:
         if span.tensor != place.tensor:
             assert (span.tensor, span.start) == (place.tensor + 1, 0)

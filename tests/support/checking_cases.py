@@ -18,7 +18,7 @@ from protrain_plan.checking.reestimating import (
 )
 from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.model.problem import Problem
-from protrain_plan.program.group import ALONE, Group
+from protrain_plan.program.group import ALONE, DeviceGroup
 from protrain_plan.records import fingerprint, write_plan, write_profile
 from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import (
@@ -49,7 +49,7 @@ BUDGETS = Budgets(device=1500 * MB, host=0, disk=10**10)
 
 
 def offloading(
-    profile: Profile = PROFILE, budgets: Budgets = BUDGETS, group: Group = ALONE
+    profile: Profile = PROFILE, budgets: Budgets = BUDGETS, group: DeviceGroup = ALONE
 ) -> Plan:
     """All blocks recompute and have their states on disk; what stands around them is kept."""
     problem = Problem.of(profile, budgets, group=group)

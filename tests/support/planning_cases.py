@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 
-from protrain_plan.program.group import Group
+from protrain_plan.program.group import DeviceGroup
 from protrain_plan.records.hardware import (
     Collectives,
     Contention,
@@ -244,16 +244,16 @@ def joined(
 
 
 GROUPS = (
-    Group(num_devices=2),
-    Group(num_devices=3),
-    Group(num_devices=2, num_replicas=2),
-    Group(num_devices=4, num_replicas=2),
-    Group(num_devices=8, num_nodes=2),
-    Group(num_devices=8, num_nodes=2, num_replicas=2),
+    DeviceGroup(num_devices=2),
+    DeviceGroup(num_devices=3),
+    DeviceGroup(num_devices=2, num_replicas=2),
+    DeviceGroup(num_devices=4, num_replicas=2),
+    DeviceGroup(num_devices=8, num_nodes=2),
+    DeviceGroup(num_devices=8, num_nodes=2, num_replicas=2),
 )
 
 
-def on_several(profile: Profile, rng: random.Random) -> tuple[Profile, Group]:
+def on_several(profile: Profile, rng: random.Random) -> tuple[Profile, DeviceGroup]:
     """The profile's machine joined with others in some way, and a group of them."""
     hardware = joined(
         profile.hardware,

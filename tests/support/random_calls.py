@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from protrain_plan.hardware.workspaces import CPU_WORKSPACES, OperatorCall
-from protrain_plan.profiling.memory.fake_meter import Call, measured_bytes
+from protrain_plan.profiling.memory.fake_meter import MeasuredCall, measured_bytes
 from protrain_runtime.activations.trees import tensors_in
 
 aten = torch.ops.aten
@@ -107,14 +107,14 @@ MAKERS: tuple[Callable[[random.Random], RandomCall], ...] = (product, convolutio
 def overruns(num_calls: int, seed: int) -> Iterator[str]:
     """Those of the random calls that took more than their bounds, described."""
     rng = random.Random(seed)
-    bounds: dict[Call, tuple[int, str]] = {}
+    bounds: dict[MeasuredCall, tuple[int, str]] = {}
     for _ in range(num_calls):
         func, args = rng.choice(MAKERS)(rng)
         results = tuple(tensors_in(func(*args)))
         given = OperatorCall(
             func=func, args=args, kwargs={}, outputs=results, num_threads=torch.get_num_threads()
         )
-        call = Call.of(func, args, {}, results)
+        call = MeasuredCall.of(func, args, {}, results)
         assert call is not None, "random operands are small"
         bounds[call] = CPU_WORKSPACES[func](given), f"{func} of {_described(args)}"
     taken = measured_bytes(bounds)

@@ -29,7 +29,7 @@ import yaml
 
 from protrain_plan import cli
 from protrain_plan.errors import ProtrainError
-from protrain_plan.program.group import Group
+from protrain_plan.program.group import DeviceGroup
 from protrain_plan.program.recording import Event, Recording, dumps_recording
 from protrain_plan.records import (
     dumps_hardware,
@@ -150,7 +150,7 @@ def originals() -> tuple[Files, ...]:
         folder = PLANS / name
         pairs.append((read_plan(folder / "plan.yaml"), read_profile(folder / "profile.yaml")))
     shared = decoder(joined(gpu(disk_gb=100)), blocks=2, pieces=2)
-    group = Group(num_devices=8, num_nodes=2, num_replicas=2)
+    group = DeviceGroup(num_devices=8, num_nodes=2, num_replicas=2)
     pairs.append((offloading(shared, group=group), shared))
     return tuple(_folder(plan, profile) for plan, profile in pairs)
 

@@ -6,7 +6,7 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.planning.search.min_memory import Leanest, min_memory
-from protrain_plan.planning.search.schedule import Rule, schedule
+from protrain_plan.planning.search.schedule import ScheduleRule, schedule
 from protrain_plan.program.program import slot_words
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import Budgets
@@ -76,7 +76,7 @@ def _tightest(problem: Problem, lean: Leanest) -> tuple[str, tuple[tuple[str, in
     """The slot with the leanest choice's peak, in words, and what stands in it, largest first."""
     static = problem.static_bytes(lean.choice)
     peak = max(static)
-    plans = schedule(problem, lean.choice, limit=peak, rule=Rule(0, 0))
+    plans = schedule(problem, lean.choice, limit=peak, rule=ScheduleRule(0, 0))
     assert plans, "the peak is enough for itself"
     slots = device_bytes(problem.program(plans))
     tightest = max(range(len(slots)), key=lambda t: (static[t], -t))

@@ -100,7 +100,7 @@ def crossing(share: float) -> float:
     return min(1.0, 1 / share - 1)
 
 
-class Phase:
+class ForwardBackward:
     """One forward and backward: transfers and time of a model's decisions."""
 
     def __init__(
@@ -491,22 +491,26 @@ class Fluid(DecisionModel):
         )
         static = self.add_memory()
         before = problem.settings.micro_batches - 1
-        self.phases = [Phase(self, static, self.second_unit, "", updating=True)]
+        self.phases = [ForwardBackward(self, static, self.second_unit, "", updating=True)]
         if before:
-            self.phases.append(Phase(self, static, self.second_unit, "micro_", updating=False))
+            self.phases.append(
+                ForwardBackward(self, static, self.second_unit, "micro_", updating=False)
+            )
         self.weights = [1.0, float(before)][: len(self.phases)]
         self.count_units()
         self.minimise_seconds()
 
     def minimise_seconds(self) -> None:
         """The step's seconds alone: what bounds are made of."""
-        self.pulp.setObjective(pulp.LpAffineExpression(self._weighted(Phase.seconds)))
+        self.pulp.setObjective(pulp.LpAffineExpression(self._weighted(ForwardBackward.seconds)))
 
     def prefer_few_moves(self) -> None:
         """Among equally fast solutions, those that stall and move least; for choices, no bounds."""
-        self.pulp.setObjective(pulp.LpAffineExpression(self._weighted(Phase.seconds_and_moves)))
+        self.pulp.setObjective(
+            pulp.LpAffineExpression(self._weighted(ForwardBackward.seconds_and_moves))
+        )
 
-    def _weighted(self, terms: Callable[[Phase], Terms]) -> Terms:
+    def _weighted(self, terms: Callable[[ForwardBackward], Terms]) -> Terms:
         return [
             (variable, factor * weight)
             for phase, weight in zip(self.phases, self.weights, strict=True)
@@ -555,7 +559,7 @@ class Fluid(DecisionModel):
                 row.expr.addterm(budget, -1.0)
                 row.changeRHS(0.0)
         # The step's seconds.
-        self.row("seconds", self._weighted(Phase.seconds), LE, limit_s / self.second_unit)
+        self.row("seconds", self._weighted(ForwardBackward.seconds), LE, limit_s / self.second_unit)
         self.pulp.setObjective(pulp.LpAffineExpression([(budget, 1.0)]))
 
     def lower_bound_seconds(self, objective: float) -> float:

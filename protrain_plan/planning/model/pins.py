@@ -45,7 +45,7 @@ from protrain_plan.records.plan import (
     SwapInput,
 )
 from protrain_plan.records.reader import headed
-from protrain_plan.records.tree import Value, did_you_mean, listed, root
+from protrain_plan.records.tree import Node, did_you_mean, listed, root
 
 KIND = "pins"
 _MAX_SHOWN = 6
@@ -101,7 +101,7 @@ def read_pins(path: str | Path) -> tuple[Pin, ...]:
     return tuple(pins)
 
 
-def _root(text: str, source: str) -> Value:
+def _root(text: str, source: str) -> Node:
     try:
         return root(text, source)
     except RecordError as error:

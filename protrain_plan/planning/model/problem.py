@@ -10,7 +10,7 @@ from protrain_plan.planning.model.lane_seconds import LaneSeconds
 from protrain_plan.planning.model.options import UnitOptions, unit_options
 from protrain_plan.planning.model.pins import Pin, pinned_options
 from protrain_plan.program.compiling import bind
-from protrain_plan.program.group import ALONE, Group, not_joined, profile_of_rank
+from protrain_plan.program.group import ALONE, DeviceGroup, not_joined, profile_of_rank
 from protrain_plan.program.implications import (
     ActivationOption,
     BoundProgram,
@@ -177,7 +177,7 @@ class Problem:
         updates: Updates = "in backward",
         micro_batches: int = 1,
         pins: Sequence[Pin] = (),
-        group: Group = ALONE,
+        group: DeviceGroup = ALONE,
         allow: Sequence[Form] = (),
     ) -> "Problem":
         """What the budgets leave, and no more than the machine has below the device.
@@ -216,7 +216,7 @@ class Problem:
             piece_bytes=plan.piece_bytes,
             updates=plan.updates,
             micro_batches=plan.micro_batches,
-            group=Group.of(plan),
+            group=DeviceGroup.of(plan),
             allow=plan.inexact_forms,
         )
 

@@ -26,7 +26,7 @@ from protrain_plan.planning.questions.planner import (
 from protrain_plan.planning.search.baselines import kept_seconds
 from protrain_plan.planning.search.local_search import Effort
 from protrain_plan.planning.search.min_memory import min_memory
-from protrain_plan.program.group import ALONE, Group
+from protrain_plan.program.group import ALONE, DeviceGroup
 from protrain_plan.records.plan import Budgets, Updates
 from protrain_plan.records.profile import Form, Profile
 from protrain_plan.simulation.report import StepReport, report
@@ -48,7 +48,7 @@ class Question:
     updates: Updates = "in backward"
     micro_batches: int = 1
     pins: tuple[Pin, ...] = ()
-    group: Group = ALONE
+    group: DeviceGroup = ALONE
     replicas: tuple[int, ...] = ()  # to choose from, fewest first; none: the group's
     allow: tuple[Form, ...] = ()  # forms of activations that are not exact
 
@@ -65,7 +65,7 @@ class Question:
         """The largest batch or sequence that fits; None where none does."""
         return largest(self.profile, quantity, lambda profile: self._problem(profile, self.group))
 
-    def _problem(self, profile: Profile, group: Group) -> Problem:
+    def _problem(self, profile: Profile, group: DeviceGroup) -> Problem:
         return Problem.of(
             profile,
             self.budgets,
@@ -311,7 +311,7 @@ def pareto(
     return tuple(points)
 
 
-Verdict = Literal["fits", "fits with a plan", "does not fit"]
+Feasibility = Literal["fits", "fits with a plan", "does not fit"]
 
 NOTEWORTHY = 0.1
 """A lane that makes up less of the step is not named."""
@@ -328,7 +328,7 @@ class Fit:
     """
 
     profile: Profile
-    group: Group
+    group: DeviceGroup
     plain_bytes: int
     plain_seconds: float | None
     solved: Solved | None
@@ -336,7 +336,7 @@ class Fit:
     binds: str
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Feasibility:
         """`fits`: as plain PyTorch, with nothing planned (a plan may be faster all the same)."""
         if self.solved is None:
             return "does not fit"
@@ -368,7 +368,7 @@ def fit(question: Question, *, effort: Effort) -> Fit:
         binds = f"{format_bytes(short.shortfall_bytes)} of {short.tier} memory, in {short.slot}"
     return Fit(
         profile=question.profile,
-        group=Group.of(answer.solved.plan) if answer.solved else question.group,
+        group=DeviceGroup.of(answer.solved.plan) if answer.solved else question.group,
         plain_bytes=max(problem.static_bytes(plain)) + besides,
         plain_seconds=answer.kept_seconds,
         solved=answer.solved,

@@ -41,7 +41,7 @@ from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
 from protrain_plan.planning.search.local_search import Effort, improved
 from protrain_plan.planning.search.min_memory import Leanest, min_memory
 from protrain_plan.planning.search.simplify_schedule import TOLERANCE, in_runs, simplified
-from protrain_plan.program.group import ALONE, Group
+from protrain_plan.program.group import ALONE, DeviceGroup
 from protrain_plan.records.forms import FORMS
 from protrain_plan.records.plan import Budgets, Plan, Prediction
 from protrain_plan.records.profile import Profile
@@ -80,7 +80,7 @@ def plan(
     solver: Solver = "milp",
     progress: Progress | None = None,
     hints: Sequence[Choice] = (),
-    group: Group = ALONE,
+    group: DeviceGroup = ALONE,
 ) -> Solved | Infeasible:
     """The fastest plan found for `profile` within `budgets`, or why there is none.
 

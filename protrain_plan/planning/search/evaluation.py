@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.planning.search.schedule import Rule, fill, plans_of
+from protrain_plan.planning.search.schedule import ScheduleRule, fill, plans_of
 from protrain_plan.records.plan import Persistent, Schedule, UnitPlan
 from protrain_plan.simulation.timeline import simulated_seconds
 
@@ -14,7 +14,7 @@ ALL = 1 << 20
 DEPTHS = (0, 1, 2, 3, 4, 6, 9, 14, ALL)
 WINDOWS = (0, 0.25, 0.5, 1, 2, 4, ALL)
 
-QUICK_GRID = (Rule(3, 1), Rule(ALL, 1))
+QUICK_GRID = (ScheduleRule(3, 1), ScheduleRule(ALL, 1))
 """The rules that decisions are compared with during local search."""
 
 
@@ -24,7 +24,7 @@ class Evaluation(NamedTuple):
     seconds: float
     stall_s: float
     choice: Choice
-    rule: Rule
+    rule: ScheduleRule
     plans: tuple[UnitPlan, ...]
 
 
@@ -40,7 +40,7 @@ class Evaluator:
         self,
         choice: Choice,
         *,
-        rules: Sequence[Rule] = QUICK_GRID,
+        rules: Sequence[ScheduleRule] = QUICK_GRID,
         faster_than_s: float = float("inf"),
     ) -> Evaluation | None:
         """The fastest schedule of `choice` under `rules`, and under those it was tried with before.
@@ -62,7 +62,9 @@ class Evaluator:
                 seen[schedules] = self._simulated(choice, rule, schedules)
         return min(seen.values(), key=lambda evaluation: evaluation.seconds)
 
-    def best_schedule(self, choice: Choice, *, rule: Rule = QUICK_GRID[0]) -> Evaluation | None:
+    def best_schedule(
+        self, choice: Choice, *, rule: ScheduleRule = QUICK_GRID[0]
+    ) -> Evaluation | None:
         """The fastest schedule of `choice` under a search over rules that starts at `rule`.
 
         Depths and windows in turn, until neither gives a faster one.
@@ -73,13 +75,15 @@ class Evaluator:
         before = None
         while before is None or best.seconds < before:
             before = best.seconds
-            windows = [Rule(best.rule.depth, window) for window in WINDOWS]
+            windows = [ScheduleRule(best.rule.depth, window) for window in WINDOWS]
             best = self.evaluate(choice, rules=windows) or best
-            depths = [Rule(depth, best.rule.window) for depth in DEPTHS]
+            depths = [ScheduleRule(depth, best.rule.window) for depth in DEPTHS]
             best = self.evaluate(choice, rules=depths) or best
         return best
 
-    def _simulated(self, choice: Choice, rule: Rule, schedules: tuple[Schedule, ...]) -> Evaluation:
+    def _simulated(
+        self, choice: Choice, rule: ScheduleRule, schedules: tuple[Schedule, ...]
+    ) -> Evaluation:
         plans = plans_of(self.problem, choice, schedules)
         seconds, stall = step_seconds(self.problem, plans)
         self.num_simulations += 1

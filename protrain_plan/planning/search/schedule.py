@@ -20,7 +20,7 @@ from protrain_plan.records.plan import Schedule, UnitPlan
 _Coming = Fetch | Gathered
 
 
-class Rule(NamedTuple):
+class ScheduleRule(NamedTuple):
     """How far ahead to fetch, and how long to let bytes leave at first; in slots.
 
     A window of n + f is n slots, and one more for the fraction f of the bytes.
@@ -131,7 +131,9 @@ class _Drain:
         return self.gone - self.slot - 1 + self.rest
 
 
-def schedule(problem: Problem, choice: Choice, *, limit: int, rule: Rule) -> list[UnitPlan] | None:
+def schedule(
+    problem: Problem, choice: Choice, *, limit: int, rule: ScheduleRule
+) -> list[UnitPlan] | None:
     """Full plans for the units whose device bytes stay within `limit`; None if there are none."""
     free = [limit - total for total in problem.static_bytes(choice)]
     if min(free) < 0:
@@ -139,7 +141,9 @@ def schedule(problem: Problem, choice: Choice, *, limit: int, rule: Rule) -> lis
     return list(plans_of(problem, choice, fill(problem, choice, free, rule)))
 
 
-def fill(problem: Problem, choice: Choice, free: list[int], rule: Rule) -> tuple[Schedule, ...]:
+def fill(
+    problem: Problem, choice: Choice, free: list[int], rule: ScheduleRule
+) -> tuple[Schedule, ...]:
     """Hand out `free`, the bytes per slot that the choice leaves; changes it."""
     count, end = problem.count, 2 * problem.count
     activations, states = problem.chosen(choice)

@@ -24,7 +24,7 @@ from protrain_plan.presentation.report.step import (
     slot_begins_s,
     waits,
 )
-from protrain_plan.program.group import Group
+from protrain_plan.program.group import DeviceGroup
 from protrain_plan.program.recording import Recording
 from protrain_plan.records import activations_text, fingerprint, states_text
 from protrain_plan.records.plan import UnitPlan
@@ -92,7 +92,7 @@ def step_data(
         "exact": plan.exact,
         "updates": plan.updates,
         "micro_batches": plan.micro_batches,
-        **(asdict(Group.of(plan)) if plan.num_devices > 1 else {}),
+        **(asdict(DeviceGroup.of(plan)) if plan.num_devices > 1 else {}),
         "plan_fingerprint": fingerprint(plan),
         "profile_fingerprint": plan.profile_fingerprint,
         "profile_method": step.profile.method,
@@ -142,7 +142,7 @@ def workload_text(step: Step) -> str:
     """`2 sequences of 256 tokens on each of 8 devices, float32`."""
     workload = step.plan.workload
     sequences = "1 sequence" if workload.batch_size == 1 else f"{workload.batch_size} sequences"
-    devices = f" on each of {Group.of(step.plan)}" if step.plan.num_devices > 1 else ""
+    devices = f" on each of {DeviceGroup.of(step.plan)}" if step.plan.num_devices > 1 else ""
     parts = [f"{sequences} of {workload.seq_len} tokens{devices}", workload.dtype]
     if workload.precision != "pure":
         parts.append(f"{workload.precision} precision")

@@ -7,15 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.console import Group as Lines
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 
 from protrain_plan.escaping import one_line
 from protrain_plan.presentation.plans import tiers_json
 from protrain_plan.presentation.report.page import workload_text
 from protrain_plan.presentation.report.step import Bar, Step, TierMemory, bars, memory, waits
 from protrain_plan.presentation.terminal import Text, table_of
-from protrain_plan.program.group import Group
+from protrain_plan.program.group import DeviceGroup
 from protrain_plan.records.decisions import WORDINGS
 from protrain_plan.simulation.report import COMPUTE, in_words
 from protrain_plan.units import format_bytes, format_range, format_seconds
@@ -293,7 +292,7 @@ def summary_json(step: Step) -> dict[str, Any]:
     """The step as plain data, in seconds and bytes; `protrain show --json` has the time line."""
     report = step.report
     expected = step.plan.prediction.expected_seconds
-    several = asdict(Group.of(step.plan)) if step.plan.num_devices > 1 else {}
+    several = asdict(DeviceGroup.of(step.plan)) if step.plan.num_devices > 1 else {}
     return several | {
         "step_seconds": report.step_seconds,
         "predicted_step_seconds": step.plan.prediction.step_seconds,
@@ -327,5 +326,5 @@ def summary_text(step: Step) -> RenderableType:
             f" {format_seconds(report.step_seconds)} of the step's {whole}"
         )
     if step.plan.num_devices > 1:
-        head += f", on each of {Group.of(step.plan)}"
-    return Lines(Text(head), "", table, "", *(Text(line) for line in in_words(report)))
+        head += f", on each of {DeviceGroup.of(step.plan)}"
+    return Group(Text(head), "", table, "", *(Text(line) for line in in_words(report)))

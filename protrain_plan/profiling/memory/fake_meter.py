@@ -64,7 +64,7 @@ class _Geometry(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class MeasuredCall:
     """An operator with all that its scratch memory may depend on: equal calls take the same."""
 
     func: Any
@@ -74,7 +74,9 @@ class Call:
     num_threads: int
 
     @staticmethod
-    def of(func: Any, args: object, kwargs: object, results: Sequence[Tensor]) -> "Call | None":
+    def of(
+        func: Any, args: object, kwargs: object, results: Sequence[Tensor]
+    ) -> "MeasuredCall | None":
         """The call; None where it cannot be repeated (see `MOST_BYTES`, `_BY_VALUES`)."""
         leaves, tree = tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -87,7 +89,7 @@ class Call:
         known = [_Geometry.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         arguments = tuple((type(leaf), leaf) for leaf in known)
         shapes = tuple(tuple(tensor.shape) for tensor in results)
-        return Call(func, arguments, tree, shapes, torch.get_num_threads())
+        return MeasuredCall(func, arguments, tree, shapes, torch.get_num_threads())
 
     def operands(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with zeros for tensors."""
@@ -98,10 +100,10 @@ class Call:
         return found
 
 
-_MEASURED: dict[Call, int | None] = {}
+_MEASURED: dict[MeasuredCall, int | None] = {}
 
 
-def measured_bytes(calls: Iterable[Call]) -> Mapping[Call, int | None]:
+def measured_bytes(calls: Iterable[MeasuredCall]) -> Mapping[MeasuredCall, int | None]:
     """What each takes beyond its operands and results at its highest point.
 
     None where it cannot be called with zeros, or gives results of other shapes then. Each is called
@@ -113,7 +115,7 @@ def measured_bytes(calls: Iterable[Call]) -> Mapping[Call, int | None]:
     return _MEASURED
 
 
-def _measure(calls: Sequence[Call]) -> dict[Call, int | None]:
+def _measure(calls: Sequence[MeasuredCall]) -> dict[MeasuredCall, int | None]:
     """In one run of the profiler, which takes 20 ms to start."""
     shapes: list[tuple[tuple[int, ...], ...]] = []
     generator = torch.default_generator  # itself: `faking` replaces the functions that ask it
@@ -165,8 +167,8 @@ class FakeMeter(TorchDispatchMode):
         self._product: tuple[int, weakref.ref[torch.Tensor]] | None = None  # the last, with number
         self._live = self._start = self._peak = 0
         self._label: str | None = None
-        self._calls: dict[Call, _Highest] = {}  # since the mark, still to be measured
-        self._ended_segments: list[tuple[Segment, Mapping[Call, _Highest]]] = []
+        self._calls: dict[MeasuredCall, _Highest] = {}  # since the mark, still to be measured
+        self._ended_segments: list[tuple[Segment, Mapping[MeasuredCall, _Highest]]] = []
         self._segments: tuple[Segment, ...] = ()
         self._ended = False
 
@@ -240,7 +242,7 @@ class FakeMeter(TorchDispatchMode):
     ) -> None:
         most = self._allocator.workspace(func, args, kwargs, result)
         results = tensors_in(result)
-        call = Call.of(func, args, kwargs, results) if self._allocator.is_here else None
+        call = MeasuredCall.of(func, args, kwargs, results) if self._allocator.is_here else None
         if call is None:
             self._peak = max(self._peak, self._live + most)
         else:
@@ -328,7 +330,9 @@ class _Highest(NamedTuple):
 
 
 def _with_scratch(
-    segment: Segment, calls: Mapping[Call, _Highest], taken: Mapping[Call, int | None]
+    segment: Segment,
+    calls: Mapping[MeasuredCall, _Highest],
+    taken: Mapping[MeasuredCall, int | None],
 ) -> Segment:
     """The segment with what operators held at their highest point; their bounds where unknown."""
     peak = segment.peak_bytes

@@ -36,7 +36,7 @@ from protrain_runtime.states.layout import extent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class ModuleCall:
     """One run of a module's forward, from `begin` to `end` on the execution's clock."""
 
     path: str
@@ -44,7 +44,7 @@ class Call:
     begin: int
     end: int
 
-    def holds(self, other: "Call") -> bool:
+    def holds(self, other: "ModuleCall") -> bool:
         """Whether `other` ran inside this call."""
         return self.begin < other.begin and other.end < self.end
 
@@ -68,7 +68,7 @@ class Operation:
 class Execution:
     """The calls in order of their beginnings, and the operations in order."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[ModuleCall, ...]
     operations: tuple[Operation, ...]
 
 
@@ -156,7 +156,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Call] = []
+        self.calls: list[ModuleCall] = []
         self.operations: list[Operation] = []
         self._paths = {module: path for path, module in model.named_modules()}
         self._clock = 0
@@ -195,7 +195,7 @@ class _Recorder(TorchDispatchMode):
         self._inside.pop()
         whereabouts.in_module(self._inside[-1] if self._inside else "")
         self.calls.append(
-            Call(
+            ModuleCall(
                 path=self._paths[module],
                 module=module,
                 begin=self._begun[module].pop(),
@@ -430,7 +430,7 @@ def discover(
 # --- which modules are blocks ---------------------------------------------------------------------
 
 
-def _blocks(model: nn.Module, execution: Execution) -> tuple[Call, ...]:
+def _blocks(model: nn.Module, execution: Execution) -> tuple[ModuleCall, ...]:
     """The calls of the blocks: disjoint, in order."""
     once = _calls_of_modules_that_run_once(execution)
     groups = [group for parent in model.modules() for group in _alike(parent, once)]
@@ -441,21 +441,21 @@ def _blocks(model: nn.Module, execution: Execution) -> tuple[Call, ...]:
     return found or _children(model, once)
 
 
-def _calls_of_modules_that_run_once(execution: Execution) -> dict[nn.Module, Call]:
-    calls: dict[nn.Module, list[Call]] = defaultdict(list)
+def _calls_of_modules_that_run_once(execution: Execution) -> dict[nn.Module, ModuleCall]:
+    calls: dict[nn.Module, list[ModuleCall]] = defaultdict(list)
     for call in execution.calls:
         calls[call.module].append(call)
     return {module: only[0] for module, only in calls.items() if len(only) == 1}
 
 
-def _alike(parent: nn.Module, once: dict[nn.Module, Call]) -> list[list[Call]]:
+def _alike(parent: nn.Module, once: dict[nn.Module, ModuleCall]) -> list[list[ModuleCall]]:
     """The groups of two and more children with parameters that are alike and run once.
 
     Alike is of equal structure; in a list of modules, where layers may differ in details (T5's
     first layer owns the position bias of all), of the same class.
     """
     listed = isinstance(parent, nn.ModuleList)
-    groups: dict[object, list[Call]] = defaultdict(list)
+    groups: dict[object, list[ModuleCall]] = defaultdict(list)
     for child in parent.children():
         if child in once and any(True for _ in child.parameters()):
             groups[type(child) if listed else _structure(child)].append(once[child])
@@ -471,15 +471,15 @@ def _structure(module: nn.Module) -> object:
     return type(module), parameters, children
 
 
-def _outermost(calls: Iterable[Call]) -> tuple[Call, ...]:
-    kept: list[Call] = []
+def _outermost(calls: Iterable[ModuleCall]) -> tuple[ModuleCall, ...]:
+    kept: list[ModuleCall] = []
     for call in sorted(calls, key=lambda call: call.begin):
         if not (kept and kept[-1].holds(call)):
             kept.append(call)
     return tuple(kept)
 
 
-def _children(model: nn.Module, once: dict[nn.Module, Call]) -> tuple[Call, ...]:
+def _children(model: nn.Module, once: dict[nn.Module, ModuleCall]) -> tuple[ModuleCall, ...]:
     """The children with parameters that run once; a model in a wrapper is unwrapped first."""
     having = [child for child in model.children() if any(True for _ in child.parameters())]
     if len(having) == 1 and any(True for _ in having[0].children()):
@@ -495,13 +495,15 @@ class _Stretch:
     """What will be a unit: a block's call, or what ran since the last one."""
 
     name: str
-    block: Call | None
+    block: ModuleCall | None
     uses: tuple[str, ...]  # parameters, in order of first use in this stretch
     writes: tuple[str, ...]
     signature: str = ""
 
     @staticmethod
-    def of(name: str, operations: Sequence[Operation], block: Call | None = None) -> "_Stretch":
+    def of(
+        name: str, operations: Sequence[Operation], block: ModuleCall | None = None
+    ) -> "_Stretch":
         return _Stretch(
             name=name,
             block=block,
@@ -511,7 +513,7 @@ class _Stretch:
         )
 
 
-def _stretches(execution: Execution, blocks: tuple[Call, ...]) -> list[_Stretch]:
+def _stretches(execution: Execution, blocks: tuple[ModuleCall, ...]) -> list[_Stretch]:
     last = max((call.end for call in execution.calls), default=0) + 1
     # The model itself has no path; containers that hold blocks lie across the parts' borders.
     once = _calls_of_modules_that_run_once(execution).values()
@@ -534,7 +536,7 @@ def _stretches(execution: Execution, blocks: tuple[Call, ...]) -> list[_Stretch]
     return stretches
 
 
-def _signature(block: Call, operations: Iterable[Operation]) -> str:
+def _signature(block: ModuleCall, operations: Iterable[Operation]) -> str:
     digest = hashlib.sha256(repr(_structure(block.module)).encode())
     for operation in operations:
         digest.update(operation.signature.encode())
@@ -545,7 +547,7 @@ def _between(operations: Iterable[Operation], begin: int, end: int) -> list[Oper
     return [o for o in operations if begin < o.at < end]
 
 
-def _placed(blocks: tuple[Call, ...], index: int) -> str:
+def _placed(blocks: tuple[ModuleCall, ...], index: int) -> str:
     """The name of a part where no module runs and no module below the root owns a parameter."""
     if not blocks:
         return "(model)"

@@ -19,7 +19,7 @@ from protrain_plan.program.program import BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceType:
+class DeviceCalls:
     """What PyTorch has no common name for. All of it may be absent.
 
     pin           makes host pages the device's to copy from and to by itself, given their address
@@ -48,8 +48,8 @@ def _memory_limit_cuda(device: torch.device) -> int | None:
     return int(torch.cuda.get_per_process_memory_fraction(device) * total)
 
 
-TYPES: dict[str, DeviceType] = {
-    "cuda": DeviceType(pin=_pin_cuda, memory_limit=_memory_limit_cuda),
+TYPES: dict[str, DeviceCalls] = {
+    "cuda": DeviceCalls(pin=_pin_cuda, memory_limit=_memory_limit_cuda),
 }
 """By the name of the type: a new type is one entry. ROCm's devices are called cuda, and are."""
 
@@ -63,9 +63,9 @@ HOST_ALIGNMENT_BYTES = 64
 """What PyTorch's CPU allocator aligns tensors to (c10/core/alignment.h, gAlignment)."""
 
 
-def of_type(device: torch.device) -> DeviceType:
+def of_type(device: torch.device) -> DeviceCalls:
     """What only devices of this type have."""
-    return TYPES.get(device.type, DeviceType())
+    return TYPES.get(device.type, DeviceCalls())
 
 
 def on_host(device: torch.device) -> bool:

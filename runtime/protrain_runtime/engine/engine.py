@@ -54,7 +54,7 @@ def refuse_written(chunk: Chunk) -> None:
         )
 
 
-class Evaluation:
+class EvaluationPass:
     """One forward without a graph over the offloaded `chunks`.
 
     `arrived` waits for a chunk's groups that are on their way; `collect` runs a collective.
@@ -150,7 +150,7 @@ class Engine:
         self.held_views: set[int] = set()  # units of which views were held after their slot
         self.gathered = ""  # what has parameters on the device, in words: `full_parameters`
         self._modified = False  # they may change there
-        self._lent: Evaluation | None = None
+        self._lent: EvaluationPass | None = None
         self.recorder: StepTimes | None = None  # of steps of `program`
         self._times: StepTimes | None = None  # the recorder, while such a step runs
         self.lanes: Mapping[Lane, WorkLane] = {
@@ -192,7 +192,7 @@ class Engine:
         self._running: set[int] = set()  # submitted, and not yet seen to end
         self._saved: SavedTensors | None = None
         self._handed_on: HandedOn | None = None
-        self._evaluation: Evaluation | None = None
+        self._evaluation: EvaluationPass | None = None
         self._outputs: frozenset[int] = frozenset()
         self._lingering: list[tuple[int, StorageWeakRef]] = []  # by unit: buffers that are held
 
@@ -596,8 +596,10 @@ class Engine:
         self._lent.end(check=False)
         self._lent, self.gathered, self._modified = None, "", False
 
-    def _evaluated(self, chunks: Sequence[Chunk]) -> Evaluation:
-        return Evaluation(chunks, self._moves, arrived=self._await_fetches, collect=self._collect)
+    def _evaluated(self, chunks: Sequence[Chunk]) -> EvaluationPass:
+        return EvaluationPass(
+            chunks, self._moves, arrived=self._await_fetches, collect=self._collect
+        )
 
     # ---- slots ------------------------------------------------------------------------------
 

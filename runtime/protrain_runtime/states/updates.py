@@ -45,7 +45,7 @@ def spare_threads(device: torch.device) -> int:
     return 1 if on_host(device) else max(1, torch.get_num_threads() - 1)
 
 
-class Span(NamedTuple):
+class ElementRange(NamedTuple):
     """Elements of one of several tensors."""
 
     tensor: int
@@ -66,7 +66,7 @@ class UpdateTeam:
         self._smallest = smallest
         self._helpers = _helpers(num_threads - 1) if num_threads > 1 else None
 
-    def ranges(self, lengths: Sequence[int]) -> list[list[Span]]:
+    def ranges(self, lengths: Sequence[int]) -> list[list[ElementRange]]:
         """What each thread works on, of tensors of these lengths: all of their elements once.
 
         About as much each, and nothing smaller than is worth a thread.
@@ -107,14 +107,14 @@ def _helpers(count: int) -> ThreadPoolExecutor:
     return pool
 
 
-def ranges(lengths: Sequence[int], count: int, *, longest: int) -> list[list[Span]]:
+def ranges(lengths: Sequence[int], count: int, *, longest: int) -> list[list[ElementRange]]:
     """At most `count` ranges of about equal numbers of elements, over tensors of these lengths.
 
     Tensors are cut at multiples of PIECE_ALIGNMENT, and so that no span is longer than `longest`,
     which is one.
     """
     ends = [sum(lengths) * number // count for number in range(1, count + 1)]
-    shares: list[list[Span]] = [[] for _ in ends]
+    shares: list[list[ElementRange]] = [[] for _ in ends]
     number = done = 0
     for tensor, length in enumerate(lengths):
         start = 0
@@ -126,7 +126,7 @@ def ranges(lengths: Sequence[int], count: int, *, longest: int) -> list[list[Spa
                 number += 1
                 continue
             stop = start + min(taken, longest)
-            shares[number].append(Span(tensor, start, stop))
+            shares[number].append(ElementRange(tensor, start, stop))
             start = stop
         done += length
     return [share for share in shares if share]
