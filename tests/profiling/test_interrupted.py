@@ -17,6 +17,7 @@ from protrain_plan.profiling.measured import measure_model
 from protrain_plan.records.profile import Workload
 from tests.support.forked import protrain
 from tests.support.runtime_cases import attached, copied, differences
+from tests.support.thinning import thinned
 
 WORKLOAD = Workload(
     model="x", model_config="", batch_size=2, seq_len=1, dtype="float32", device="cpu", seed=0
@@ -167,7 +168,7 @@ def test_the_calls_that_the_other_tests_end_in_are_those_of_a_profile(tmp_path: 
 @pytest.mark.parametrize(
     "call",
     [
-        pytest.param(call, marks=() if call in (1, 7, 9, 10, 14) else pytest.mark.slow)
+        pytest.param(call, marks=() if call in (1, 9, 14) else pytest.mark.slow)
         for call in range(1, NUM_CALLS + 1)
     ],
 )
@@ -179,7 +180,10 @@ def test_an_exception_in_a_forward_leaves_the_model_as_it_was(call: int, tmp_pat
 
 @pytest.mark.parametrize(
     "call",
-    [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4, 9],
+    [
+        pytest.param(call, marks=() if call in (4, 9) else pytest.mark.slow)
+        for call in (1, 2, 3, 4, 9)
+    ],
 )
 def test_an_exception_in_a_backward_leaves_the_model_as_it_was(call: int, tmp_path: Path) -> None:
     model = model_with_gradients()
@@ -187,13 +191,16 @@ def test_an_exception_in_a_backward_leaves_the_model_as_it_was(call: int, tmp_pa
     measured(model, ZeroDivisionError, tmp_path)
 
 
-@pytest.mark.parametrize("call", [1, 9, 10, NUM_CALLS])
 @pytest.mark.parametrize(
-    ("act", "error"), [(interrupt, KeyboardInterrupt), (exhaust, RuntimeError)]
+    ("call", "failing"),
+    thinned(
+        [1, 9, 10, NUM_CALLS], [(interrupt, KeyboardInterrupt), (exhaust, RuntimeError)], every=2
+    ),
 )
 def test_an_interruption_leaves_the_model_as_it_was(
-    call: int, act: Callable[[], None], error: type[BaseException], tmp_path: Path
+    call: int, failing: tuple[Callable[[], None], type[BaseException]], tmp_path: Path
 ) -> None:
+    act, error = failing
     model = model_with_gradients()
     model.at_call = At(call, act)
     measured(model, error, tmp_path)

@@ -163,7 +163,7 @@ def result_of(kind: type[nn.Module], profile: Profile | None, units: Any, spill:
 
 
 @pytest.mark.parametrize(
-    "kind", thinned([*DRAWING, *ONCE], every=2), ids=lambda kind: kind.__name__
+    "kind", thinned([*DRAWING, *ONCE], every=4), ids=lambda kind: kind.__name__
 )
 def test_training_is_bitwise_under_every_plan(kind: type[nn.Module], tmp_path: Path) -> None:
     expected = result_of(kind, None, (), tmp_path)

@@ -32,6 +32,7 @@ from tests.support.runtime_cases import (
     outcome,
     plan_for,
 )
+from tests.support.thinning import thinned
 
 NAME = "llama-tied"
 Loop = Callable[[nn.Module, torch.optim.Optimizer], list[Tensor]]
@@ -70,8 +71,9 @@ def assert_same(loop: Loop, spill: Path, **plan: Any) -> None:
 
 
 @every_device
-@pytest.mark.parametrize("tier", ["disk", "host"])
-@pytest.mark.parametrize("updates", ["in backward", "after backward"])
+@pytest.mark.parametrize(
+    ("updates", "tier"), thinned(["in backward", "after backward"], ["disk", "host"], every=2)
+)
 def test_evaluation_and_checkpoints_between_micro_batches_change_nothing(
     tier: TierName, updates: Updates, tmp_path: Path
 ) -> None:
@@ -93,9 +95,15 @@ def test_evaluation_and_checkpoints_between_micro_batches_change_nothing(
 
 
 @every_device
-@pytest.mark.parametrize("tier", ["disk", "host"])
-@pytest.mark.parametrize("updates", ["in backward", "after backward"])
-@pytest.mark.parametrize("drop", ["optimizer.zero_grad", "model.zero_grad"])
+@pytest.mark.parametrize(
+    ("drop", "updates", "tier"),
+    thinned(
+        ["optimizer.zero_grad", "model.zero_grad"],
+        ["in backward", "after backward"],
+        ["disk", "host"],
+        every=2,
+    ),
+)
 def test_dropped_micro_batches_change_nothing(
     tier: TierName, updates: Updates, drop: str, tmp_path: Path
 ) -> None:
@@ -164,8 +172,7 @@ def test_an_exception_in_forward_costs_that_micro_batch_alone(
 
 
 @every_device
-@pytest.mark.parametrize("tier", ["disk", "host"])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(("micro_batches", "tier"), thinned([1, 2], ["disk", "host"], every=2))
 def test_an_exception_in_backward_costs_that_step_alone_where_updates_come_after(
     tier: TierName, micro_batches: int, tmp_path: Path
 ) -> None:
@@ -189,8 +196,7 @@ def test_an_exception_in_backward_costs_that_step_alone_where_updates_come_after
 
 
 @every_device
-@pytest.mark.parametrize("tier", ["disk", "host"])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("count", "tier"), thinned([1, 3], ["disk", "host"], every=2))
 def test_any_number_of_micro_batches_adds_up_where_updates_come_after(
     tier: TierName, count: int, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ from tests.support.runtime_cases import (
     step,
     train,
 )
+from tests.support.thinning import thinned
 
 NAME = "llama-tied"
 UNITS = len(described(NAME))
@@ -296,8 +297,7 @@ READS: dict[str, Callable[[nn.Module, PlannedOptimizer, Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("use", READS)
+@pytest.mark.parametrize(("use", "tier"), thinned(tuple(READS), TIERS, every=2))
 def test_whoever_reads_finds_a_bit(use: str, tier: TierName, tmp_path: Path) -> None:
     model, optimizer = checked(everywhere(Keep(), Offload(tier=tier)), tmp_path)
     step(NAME, model, optimizer, 0)

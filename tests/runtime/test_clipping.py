@@ -81,7 +81,7 @@ def backward(model: nn.Module, number: int, scale: Tensor | float = 1.0) -> Tens
 
 @pytest.mark.parametrize(
     ("micro_batches", "tier", "norm_type", "foreach"),
-    thinned([1, 2], ["disk", "host"], [2.0, 1.0, float("inf")], [None, False]),
+    thinned([1, 2], ["disk", "host"], [2.0, 1.0, float("inf")], [None, False], every=6),
 )
 def test_norms_and_clipped_steps_match_plain_torch_bitwise(
     micro_batches: int, tier: TierName, norm_type: float, foreach: bool | None, tmp_path: Path

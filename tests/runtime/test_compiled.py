@@ -28,6 +28,7 @@ from tests.support.runtime_cases import (
     plan_for,
     train,
 )
+from tests.support.thinning import thinned
 
 BACKENDS = [
     "aot_eager",
@@ -67,21 +68,21 @@ def trained(model: nn.Module) -> Outcome:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("decision", thinned(tuple(DECISIONS)))
 def test_plans_of_compiled_blocks_compute_the_bits_of_the_compiled_model(
-    backend: str, tmp_path: Path
+    decision: str, backend: str, tmp_path: Path
 ) -> None:
     plain = trained(compiled(backend))
-    for name, decision in DECISIONS.items():
-        model = compiled(backend)
-        before = attached(model)
-        units = decided(described("llama"), decision, Offload(tier="disk"))
-        model, optimizer = prepare(
-            model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path
-        )
-        found = train("llama", model, optimizer, num_steps=2)
-        assert_bitwise(found, plain)
-        restore(model)
-        assert attached(model) == before, name
+    model = compiled(backend)
+    before = attached(model)
+    units = decided(described("llama"), DECISIONS[decision], Offload(tier="disk"))
+    model, optimizer = prepare(
+        model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path
+    )
+    found = train("llama", model, optimizer, num_steps=2)
+    assert_bitwise(found, plain)
+    restore(model)
+    assert attached(model) == before
 
 
 def forms(model: nn.Module) -> list[tuple[str, str, tuple[str, ...]]]:

@@ -241,9 +241,14 @@ def adapted_model() -> Any:
 
 @every_device
 @pytest.mark.parametrize(
-    "states", [Offload(tier="disk"), Offload(tier="host", keep_gathered=True)], ids=decision_name
+    ("activations", "states"),
+    thinned(
+        [Recompute(), Swap(tier="disk")],
+        [Offload(tier="disk"), Offload(tier="host", keep_gathered=True)],
+        every=2,
+    ),
+    ids=decision_name,
 )
-@pytest.mark.parametrize("activations", [Recompute(), Swap(tier="disk")], ids=decision_name)
 def test_a_preference_loss_asks_the_model_without_its_adapters(
     activations: Activations, states: Placement, tmp_path: Path
 ) -> None:

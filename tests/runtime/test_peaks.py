@@ -170,7 +170,7 @@ def assert_equal_to_the_promise(found: Peaks) -> None:
 
 @pytest.mark.parametrize(
     ("profile", "decision"),
-    thinned(list(SOURCES.values()), decisions("disk")[1:], every=9),
+    thinned(list(SOURCES.values()), decisions("disk")[1:], every=18),
     ids=decision_name,
     indirect=["profile"],
 )
@@ -300,7 +300,7 @@ def test_measured_bytes_of_other_steps_of_mixed_plans_never_exceed_predicted(
 
 @pytest.mark.parametrize(
     ("step", "states"),
-    thinned([("in backward", 1), *STEPS], [Persistent(), Offload(tier="disk")], every=4),
+    thinned([("in backward", 1), *STEPS], [Persistent(), Offload(tier="disk")], every=8),
     ids=decision_name,
 )
 def test_measured_bytes_with_master_weights_never_exceed_predicted(
@@ -444,7 +444,9 @@ def test_measured_bytes_of_transfers_in_parts_match_predicted_in_every_slot(
 
 
 @pytest.mark.parametrize(
-    ("profile", "seed"), thinned(list(SOURCES.values()), range(200, 204)), indirect=["profile"]
+    ("profile", "seed"),
+    thinned(list(SOURCES.values()), range(200, 204), every=6),
+    indirect=["profile"],
 )
 def test_measured_bytes_of_mixed_transfers_in_parts_match_predicted_in_every_slot(
     profile: Profile, seed: int, tmp_path: Path
@@ -465,7 +467,7 @@ def smallest_budget(profile: Profile) -> int:
 
 @pytest.mark.parametrize(
     ("profile", "factor"),
-    thinned(list(SOURCES.values()), [1.0, 1.1, 1.4, 2.0, 3.0]),
+    thinned(list(SOURCES.values()), [1.0, 1.1, 1.4, 2.0, 3.0], every=5),
     indirect=["profile"],
 )
 def test_solved_plans_stay_within_their_promise_and_budget(

@@ -115,7 +115,7 @@ def assert_trains_bitwise(
 
 @every_device
 @pytest.mark.parametrize(
-    ("name", "decision"), thinned(MODELS, decisions("disk"), every=9), ids=decision_name
+    ("name", "decision"), thinned(MODELS, decisions("disk"), every=18), ids=decision_name
 )
 def test_five_steps_match_plain_torch_bitwise(
     name: str, decision: tuple[Activations, Placement], tmp_path: Path
@@ -349,7 +349,7 @@ def test_a_plan_that_keeps_everything_installs_nothing(tmp_path: Path) -> None:
 
 
 @every_device
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", thinned(MODELS, every=2))
 def test_training_goes_on_plainly_after_restore_bitwise(name: str, tmp_path: Path) -> None:
     model, optimizer = planned(name, tmp_path)
     torch.manual_seed(1)
@@ -360,7 +360,7 @@ def test_training_goes_on_plainly_after_restore_bitwise(name: str, tmp_path: Pat
 
 
 @every_device
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", thinned(MODELS, every=2))
 def test_evaluation_between_steps_matches_plain_torch_bitwise(name: str, tmp_path: Path) -> None:
     def train_and_evaluate(
         model: nn.Module, optimizer: torch.optim.Optimizer
@@ -394,14 +394,18 @@ ANOTHER = 23  # the seed of another plan
 
 
 @every_device
-@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "functional"])
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [("plan", "another plan"), ("plan", "plain"), ("plain", "plan")],
+    ("name", "sides"),
+    thinned(
+        ["llama-tied", "gpt2", "functional"],
+        [("plan", "another plan"), ("plan", "plain"), ("plain", "plan")],
+    ),
 )
 def test_a_checkpoint_loads_into_any_plan_and_training_continues_bitwise(
-    name: str, first: str, second: str, tmp_path: Path
+    name: str, sides: tuple[str, str], tmp_path: Path
 ) -> None:
+    first, second = sides
+
     def made(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         if kind == "plain":
             model = build(name, seed=seed)

@@ -198,7 +198,9 @@ def assert_trains_bitwise(
 @pytest.mark.parametrize(
     ("kind", "states"),
     thinned(
-        tuple(KINDS), [Persistent(), Offload(tier="disk"), Offload(tier="disk", keep_gathered=True)]
+        tuple(KINDS),
+        [Persistent(), Offload(tier="disk"), Offload(tier="disk", keep_gathered=True)],
+        every=6,
     ),
     ids=decision_name,
 )
@@ -209,7 +211,7 @@ def test_every_kind_of_step_matches_plain_torch_bitwise(
     assert_trains_bitwise(KINDS[kind], units, tmp_path)
 
 
-@pytest.mark.parametrize("kind", thinned(tuple(KINDS)))
+@pytest.mark.parametrize("kind", thinned(tuple(KINDS), every=6))
 def test_every_kind_of_step_on_the_host_tier_matches_plain_torch_bitwise(
     kind: str, tmp_path: Path
 ) -> None:
