@@ -27,7 +27,7 @@ settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")
 
 
-EMULATED_EVERY = 8
+EMULATED_EVERY = 12
 ROWS_EVERY = 24  # a row of the matrix takes seconds on the emulated device
 
 
