@@ -30,8 +30,7 @@ from fractions import Fraction
 from typing import Literal
 
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.planning.search.choices import plain_choices
-from protrain_plan.planning.search.min_memory import min_memory
+from protrain_plan.planning.search.choices import min_memory, plain_choices
 from protrain_plan.program.program import BLOCK_BYTES
 from protrain_plan.records.plan import Activations, Placement
 from protrain_plan.records.profile import FormCost, Profile

@@ -30,17 +30,22 @@ from math import inf, isfinite
 from typing import Literal
 
 from protrain_plan.planning.explain.advice import infeasible
-from protrain_plan.planning.model.counting import WORK, CountModel, least_lane_seconds
+from protrain_plan.planning.model.decision_model import WORK, CountModel, least_lane_seconds
 from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import Solution, solve, solver_name
 from protrain_plan.planning.outcome import Infeasible, Replicas, Solved, Status
 from protrain_plan.planning.search.baselines import BASELINES, Baseline, baseline, leanest_variant
-from protrain_plan.planning.search.choices import moved_down, plain_choices, repaired, roundings
+from protrain_plan.planning.search.choices import (
+    Leanest,
+    min_memory,
+    moved_down,
+    plain_choices,
+    repaired,
+    roundings,
+)
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
-from protrain_plan.planning.search.local_search import Effort, improved
-from protrain_plan.planning.search.min_memory import Leanest, min_memory
-from protrain_plan.planning.search.simplify_schedule import TOLERANCE, in_runs, simplified
+from protrain_plan.planning.search.improving import TOLERANCE, Effort, improved, in_runs, simplified
 from protrain_plan.program.group import ALONE, DeviceGroup
 from protrain_plan.records.forms import FORMS
 from protrain_plan.records.plan import Budgets, Plan, Prediction
