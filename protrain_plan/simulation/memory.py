@@ -17,7 +17,7 @@ On several devices all of it is one rank's. Gradients of shared chunks are copie
 which they are reduced, group by group, when their slot ends: room for the largest group, and for
 the rank's shard of the sum, is counted in that slot as far as it exceeds what the slot itself took.
 
-What a step took beside what its plan promises, slot by slot where the profile is at hand.
+`exceeded` compares what a step took with all that.
 """
 
 import re
@@ -70,7 +70,19 @@ def holdings(program: BoundProgram) -> Iterator[Holding]:
     yield Holding("base", 0, 0, end, base_bytes(program.profile, settings))
     for activation, state in zip(program.activations, program.states, strict=True):
         yield from (*activation.holdings, *state.holdings)
-    yield from _transfer_holdings(program)
+    for slot_index, slot in enumerate(program.slots):
+        for number in slot.submit:  # what is fetched ahead of its slot
+            move = program.moves[number]
+            # A rank's shard is read into its place among the others', which are gathered there.
+            read = move.kind == "fetch" and settings.num_devices > 1
+            if slot_index < move.slot and not read:
+                yield Holding("fetched ahead", move.unit, slot_index, move.slot - 1, move.bytes)
+    gone_at = dict.fromkeys(program.reduced, end) | _gone_at(program)
+    for number, move in enumerate(program.moves):  # what has not left after its slot
+        size = _held_until_moved(move, program.states[move.unit])
+        gone = gone_at.get(number, end + 1)
+        if size and gone > move.slot + 1:
+            yield Holding("leaving", move.unit, move.slot + 1, gone - 1, size)
     staging = staging_bytes(program.states, program.profile)
     if staging and not is_accelerator(settings.device):
         yield Holding("staging", 0, 0, end, staging)
@@ -165,24 +177,6 @@ def evaluation_bytes(program: BoundProgram) -> int:
     return standing + most
 
 
-def _transfer_holdings(program: BoundProgram) -> Iterator[Holding]:
-    """What was fetched ahead of its slot, and what has not left after its slot."""
-    for slot_index, slot in enumerate(program.slots):
-        for number in slot.submit:
-            move = program.moves[number]
-            # A rank's shard is read into its place among the others', which are gathered there.
-            read = move.kind == "fetch" and program.settings.num_devices > 1
-            if slot_index < move.slot and not read:
-                yield Holding("fetched ahead", move.unit, slot_index, move.slot - 1, move.bytes)
-    end = len(program.slots)
-    gone_at = dict.fromkeys(program.reduced, end) | _gone_at(program)
-    for number, move in enumerate(program.moves):
-        size = _held_until_moved(move, program.states[move.unit])
-        gone = gone_at.get(number, end + 1)
-        if size and gone > move.slot + 1:
-            yield Holding("leaving", move.unit, move.slot + 1, gone - 1, size)
-
-
 def _gone_at(program: Program) -> dict[int, int]:
     """For each move that a slot waits for before it starts: the first such slot.
 
@@ -270,34 +264,22 @@ def exceeded(
     one where slots were not told apart. Without the profile their highest is compared, with the
     step's. What an allocator or a library took besides is compared where it was `measured`.
     """
-    found = [*_of_slots(plan, measured, slots, profile), *_of_tiers(plan, measured)]
-    return tuple(sorted(found, key=lambda one: one.predicted_bytes - one.measured_bytes))
-
-
-def _of_slots(
-    plan: Plan, measured: TierBytes, slots: Sequence[int], profile: Profile | None
-) -> Iterator[Excess]:
-    told_apart = len(slots) == 2 * len(plan.units) + 1
+    promised, told_apart = plan.prediction.peak_bytes, len(slots) == 2 * len(plan.units) + 1
+    compared: list[tuple[str, int, int]] = []
     if profile is not None and told_apart:
-        promised = promised_bytes(plan, profile)
-        for slot, (size, most) in enumerate(zip(slots, promised, strict=True)):
-            if size > most:
-                yield Excess(where=slot_name(plan, slot), predicted_bytes=most, measured_bytes=size)
-    elif measured.device > plan.prediction.peak_bytes.device:
+        of_slots = zip(promised_bytes(plan, profile), slots, strict=True)
+        compared += [(slot_name(plan, slot), *pair) for slot, pair in enumerate(of_slots)]
+    else:
         where = f", {slot_name(plan, slots.index(max(slots)))}" if told_apart else ""
-        yield Excess(
-            where=f"the step's peak of tensors{where}",
-            predicted_bytes=plan.prediction.peak_bytes.device,
-            measured_bytes=measured.device,
-        )
-
-
-def _of_tiers(plan: Plan, measured: TierBytes) -> Iterator[Excess]:
-    promised = plan.prediction.peak_bytes
-    for where, most, size in (
+        compared.append((f"the step's peak of tensors{where}", promised.device, measured.device))
+    compared += [
         ("the process besides tensors", promised.context, measured.context),
         ("host memory", promised.host, measured.host),
         ("disk", promised.disk, measured.disk),
-    ):
-        if size > most:
-            yield Excess(where=where, predicted_bytes=most, measured_bytes=size)
+    ]
+    found = [
+        Excess(where=where, predicted_bytes=most, measured_bytes=size)
+        for where, most, size in compared
+        if size > most
+    ]
+    return tuple(sorted(found, key=lambda one: one.predicted_bytes - one.measured_bytes))
