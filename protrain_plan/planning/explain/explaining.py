@@ -148,7 +148,13 @@ def explain(profile: Profile, plan: Plan) -> Explanation:
     problem = Problem.of_plan(plan, profile)
     choice = problem.choice_of(plan.units)
     explainer = _Explainer(problem, choice, gap=plan.gap)
-    groups = sorted(_groups(problem, choice), key=lambda units: (-len(units), units[0]))
+    # Blocks of one class with the same decisions; a part is a group of its own.
+    alike: dict[object, list[int]] = {}
+    for number, members in enumerate(problem.classes):
+        for unit in members:
+            is_block = profile.units[unit].kind == "block"
+            alike.setdefault((number, choice[unit]) if is_block else unit, []).append(unit)
+    groups = sorted(alike.values(), key=lambda units: (-len(units), units[0]))
     return Explanation(
         limits=tuple(limits_of(problem, choice)),
         groups=tuple(explainer.reason(units) for units in groups[:MAX_GROUPS]),
@@ -156,16 +162,6 @@ def explain(profile: Profile, plan: Plan) -> Explanation:
         evaluation_bytes=evaluation_bytes(problem.program(plan.units)),
         num_unexplained=max(0, len(groups) - MAX_GROUPS),
     )
-
-
-def _groups(problem: Problem, choice: Choice) -> Iterator[list[int]]:
-    """Blocks of one class with the same decisions; a part is a group of its own."""
-    for members in problem.classes:
-        groups: dict[object, list[int]] = {}
-        for unit in members:
-            is_block = problem.profile.units[unit].kind == "block"
-            groups.setdefault(choice[unit] if is_block else unit, []).append(unit)
-        yield from groups.values()
 
 
 def in_words(explanation: Explanation) -> list[str]:
@@ -219,13 +215,10 @@ def limits_of(problem: Problem, choice: Choice) -> Iterator[Limit]:
     for tier in problem.tiers:
         row = model.pulp.get_constraint_by_name(f"budget_{tier}")
         worth[tier] = _seconds_per_gib(model, row.pi)
-    for decisions, taken in (
-        (variables, option)
-        for kind, options in ((0, model.activations), (1, model.states))
-        for variables, option in zip(options, (pair[kind] for pair in choice), strict=True)
-    ):
-        for number, decision in enumerate(decisions):
-            decision.bounds(float(number == taken), float(number == taken))
+    for unit, (activation, state) in enumerate(choice):
+        for taken, decisions in ((activation, model.activations), (state, model.states)):
+            for number, decision in enumerate(decisions[unit]):
+                decision.bounds(float(number == taken), float(number == taken))
     if not _solved(model.pulp):
         return
     for lane, share in sorted(_shares(model).items(), key=lambda item: -item[1]):

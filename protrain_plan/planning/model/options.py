@@ -177,25 +177,10 @@ def read_pins(path: str | Path) -> tuple[Pin, ...]:
 
 def _decisions(text: str) -> tuple[Activations | None, Placement | None]:
     """The one or two decisions, in any order."""
-    activations: Activations | None = None
-    states: Placement | None = None
+    found: dict[str, str] = {}
     for phrase in (part.strip() for part in text.split(",")):
         phrase = OLD_PHRASES.get(phrase, phrase)
-        if phrase in ACTIVATIONS:
-            if activations is not None:
-                first = activations_text(activations)
-                raise ProtrainError(
-                    f"expected one decision for activations, got {first!r} and {phrase!r}"
-                )
-            activations = ACTIVATIONS[phrase]
-        elif phrase in STATES:
-            if states is not None:
-                first = states_text(states)
-                raise ProtrainError(
-                    f"expected one decision for states, got {first!r} and {phrase!r}"
-                )
-            states = STATES[phrase]
-        else:
+        if phrase not in ACTIVATIONS and phrase not in STATES:
             plain = [known for known in ACTIVATIONS if not known.endswith(FORM_WORDS)]
             raise ProtrainError(
                 f"expected a decision, got {phrase!r}",
@@ -203,7 +188,13 @@ def _decisions(text: str) -> tuple[Activations | None, Placement | None]:
                 or f"the decisions are {listed(plain, 'or')} for activations"
                 f" and {listed(STATES, 'or')} for states",
             )
-    return activations, states
+        kind = "activations" if phrase in ACTIVATIONS else "states"
+        if kind in found:
+            raise ProtrainError(
+                f"expected one decision for {kind}, got {found[kind]!r} and {phrase!r}"
+            )
+        found[kind] = phrase
+    return ACTIVATIONS.get(found.get("activations", "")), STATES.get(found.get("states", ""))
 
 
 def pinned_options(

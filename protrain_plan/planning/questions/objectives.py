@@ -360,7 +360,10 @@ def fit(question: Question, *, effort: Effort) -> Fit:
     besides = problem.profile.hardware.device.besides_bytes
     plain = tuple((0, 0) for _ in problem.options)
     if answer.solved is not None:
-        binds = _lanes(problem, answer.solved)
+        limits = limits_of(problem, problem.choice_of(answer.solved.plan.units))
+        lanes = [limit for limit in limits if isinstance(limit, LaneLimit)]  # the largest first
+        named = [limit for limit in lanes if limit.share >= NOTEWORTHY] or lanes[:1]
+        binds = ", ".join(f"{lane_words(limit.resource)} {limit.share:.0%}" for limit in named)
     else:
         short = answer.infeasible
         assert short is not None
@@ -374,10 +377,3 @@ def fit(question: Question, *, effort: Effort) -> Fit:
         infeasible=answer.infeasible,
         binds=binds,
     )
-
-
-def _lanes(problem: Problem, solved: Solved) -> str:
-    limits = limits_of(problem, problem.choice_of(solved.plan.units))
-    lanes = [limit for limit in limits if isinstance(limit, LaneLimit)]  # the largest first
-    named = [limit for limit in lanes if limit.share >= NOTEWORTHY] or lanes[:1]
-    return ", ".join(f"{lane_words(limit.resource)} {limit.share:.0%}" for limit in named)

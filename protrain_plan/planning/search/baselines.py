@@ -67,7 +67,8 @@ def baseline(name: Baseline, problem: Problem, evaluator: Evaluator) -> Evaluati
         return None
     fastest: list[Evaluation] = []
     offloads: list[Placement] = [Offload(tier=home) for home in homes(problem.implied)]
-    for placements in [[Persistent()], offloads] if name == "recompute-all" else [offloads]:
+    persistent: list[Placement] = [Persistent()] if name == "recompute-all" else []
+    for placements in (persistent, offloads):
         for placement in placements:  # the first that any policy fits with
             found = [
                 evaluator.best_schedule(uniform(problem, policy, placement))

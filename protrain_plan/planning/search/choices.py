@@ -151,7 +151,7 @@ def _relieved(
     return options.decision(activations, states)
 
 
-def repaired(problem: Problem, choice: Choice, min_memory: Choice) -> Choice:
+def repaired(problem: Problem, choice: Choice, leanest: Choice) -> Choice:
     """`choice`, with as many decisions of `leanest` as it takes to meet the device's budget.
 
     Each step changes the one decision that takes least off the tightest slot and yet enough, or
@@ -165,7 +165,7 @@ def repaired(problem: Problem, choice: Choice, min_memory: Choice) -> Choice:
             return tuple(current)
         excess = static[tightest] - problem.device
         best, saved = None, 0
-        for unit, (lean_activation, lean_state) in enumerate(min_memory):
+        for unit, (lean_activation, lean_state) in enumerate(leanest):
             activation, state = current[unit]
             for change in ((lean_activation, state), (activation, lean_state)):
                 if change == current[unit]:
@@ -176,7 +176,7 @@ def repaired(problem: Problem, choice: Choice, min_memory: Choice) -> Choice:
                 if gain > saved if saved < excess else excess <= gain < saved:
                     best, saved = (unit, change), gain
         if best is None:
-            return min_memory
+            return leanest
         current[best[0]] = best[1]
 
 

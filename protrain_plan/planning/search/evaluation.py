@@ -1,6 +1,6 @@
 """What decisions are worth: the fastest of several schedules, by the simulator.
 
-Leads and drains for given decisions: as large as a rule asks and memory allows.
+A schedule's leads and drains are as large as a rule asks and memory allows.
 
 Memory is handed out in the order in which lanes work: first every outgoing move gets up to
 `window` slots, then every fetch, the one needed first before the others, gets a lead of up to
@@ -310,9 +310,7 @@ class Evaluator:
         None where the choice exceeds a budget, or can at best reach `faster_than_s`.
         """
         problem = self.problem
-        if problem.least_seconds(choice) >= faster_than_s:
-            return None
-        if not problem.within_tiers(choice):
+        if problem.least_seconds(choice) >= faster_than_s or not problem.within_tiers(choice):
             return None
         free = [problem.device - total for total in problem.static_bytes(choice)]
         if min(free) < 0:
@@ -321,7 +319,10 @@ class Evaluator:
         for rule in rules if moves_anything(problem, choice) else rules[:1]:
             schedules = fill(problem, choice, list(free), rule)
             if schedules not in seen:
-                seen[schedules] = self._simulated(choice, rule, schedules)
+                plans = plans_of(problem, choice, schedules)
+                seconds, stall_s = step_seconds(problem, plans)
+                self.num_simulations += 1
+                seen[schedules] = Evaluation(seconds, stall_s, choice, rule, plans)
         return min(seen.values(), key=lambda evaluation: evaluation.seconds)
 
     def best_schedule(
@@ -342,14 +343,6 @@ class Evaluator:
             depths = [ScheduleRule(depth, best.rule.window) for depth in DEPTHS]
             best = self.evaluate(choice, rules=depths) or best
         return best
-
-    def _simulated(
-        self, choice: Choice, rule: ScheduleRule, schedules: tuple[Schedule, ...]
-    ) -> Evaluation:
-        plans = plans_of(self.problem, choice, schedules)
-        seconds, stall = step_seconds(self.problem, plans)
-        self.num_simulations += 1
-        return Evaluation(seconds, stall, choice, rule, plans)
 
 
 def step_seconds(problem: Problem, plans: Sequence[UnitPlan]) -> tuple[float, float]:
