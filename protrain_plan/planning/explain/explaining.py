@@ -320,6 +320,12 @@ class _Compared(NamedTuple):
     doing: str
     burden: _Burden
 
+    @property
+    def extra_s(self) -> float:
+        """Infinite for what does not fit."""
+        extra = self.alternative.extra_seconds
+        return float("inf") if extra is None else extra
+
 
 class _Explainer:
     """Compares a plan's choice with those that differ from it in one decision.
@@ -419,7 +425,7 @@ class _Explainer:
         """Why units do what is least work."""
         if not compared:
             return f"nothing else is open to {'them' if many else 'it'}"
-        extra = min(_extra_seconds(one) for one in compared)
+        extra = min(one.extra_s for one in compared)
         words = "there is room, and any other choice only adds work"
         if self._tie_s < extra < float("inf"):
             words += f", at least {format_seconds(extra)}{' per block' if many else ''}"
@@ -436,10 +442,10 @@ class _Explainer:
             return self._plain(others, many=many)
         # Of what is less work, the plainest and the nearest; of the rest, the fastest.
         told = [*less[:1], *less[1:][-1:]]
-        told += sorted(others, key=_extra_seconds)[:1]
+        told += sorted(others, key=lambda one: one.extra_s)[:1]
         excluded = [one for one in told if one.alternative.shortfall_bytes is not None]
         fitting = [one for one in told if one not in excluded]
-        ties = [one for one in fitting if -self._gap_s <= _extra_seconds(one) <= self._tie_s]
+        ties = [one for one in fitting if -self._gap_s <= one.extra_s <= self._tie_s]
         one_more = " in one more block" if many else ""
         clauses: list[str] = []
         before = None
@@ -454,22 +460,19 @@ class _Explainer:
             before = short
         each = " per block" if many else ""
         for one in fitting:
-            extra = _extra_seconds(one)
             if one in ties:
                 continue
-            if extra < 0:  # such a plan is not the planner's
-                clauses.append(f"{one.doing} would be {format_seconds(-extra)} faster{each}")
+            if one.extra_s < 0:  # such a plan is not the planner's
+                clauses.append(f"{one.doing} would be {format_seconds(-one.extra_s)} faster{each}")
             else:
                 fits = " fits, but" if one in less else ""
-                clauses.append(f"{one.doing}{fits} costs {format_seconds(extra)} more{each}")
+                clauses.append(f"{one.doing}{fits} costs {format_seconds(one.extra_s)} more{each}")
         if ties:
             doing = listed([one.doing for one in ties], "or")
             clauses.append(f"{doing}{one_more} would be no slower")
         for one in ties:
-            if one in less and one.alternative.in_all:
-                clauses.append(
-                    f"in all of them, {one.doing} would " + _exceed(one.alternative.in_all)
-                )
+            if one in less and (short_in_all := one.alternative.in_all):
+                clauses.append(f"in all of them, {one.doing} would {_exceed(short_in_all)}")
                 break
         return "; ".join(clauses)
 
@@ -484,12 +487,6 @@ def _shortfall(problem: Problem, choice: Choice) -> Shortfall | None:
         if (used := problem.tier_use(tier, choice)) > limit:
             return Shortfall(used - limit, tier)
     return None
-
-
-def _extra_seconds(found: _Compared) -> float:
-    """Infinite for what does not fit."""
-    extra = found.alternative.extra_seconds
-    return float("inf") if extra is None else extra
 
 
 def _exceed(short: Shortfall) -> str:

@@ -94,9 +94,8 @@ class _Drain:
     stands there. The fraction `rest` of the bytes stays one slot longer.
     """
 
-    unit: int
     slot: int
-    pieces: tuple[int, ...]  # see options.Leaving
+    pieces: tuple[int, ...]  # see implications.Leaving
     held: tuple[int, ...]
     gone: int
     latest: int
@@ -165,22 +164,13 @@ def fill(
         if activation.swap_in:
             fetch = activation.swap_in
             swaps[unit] = _Drain(
-                unit, unit, fetch.pieces, fetch.pieces, unit + 1, fetch.slot, fetch.bytes, 0
+                unit, fetch.pieces, fetch.pieces, unit + 1, fetch.slot, fetch.bytes, 0
             )
         if leaving := state.leaving:
-            slot = leaving.slot
+            slot, pieces, held = leaving.slot, leaving.pieces, leaving.held_pieces
             last = slot == end - 1  # stays for the device's update: see Problem.static_bytes
             gone = end + 1 if last else slot + 1
-            updates[unit] = _Drain(
-                unit=unit,
-                slot=slot,
-                pieces=leaving.pieces,
-                held=leaving.held_pieces,
-                gone=gone,
-                latest=end + 1,
-                size=leaving.held,
-                kept=leaving.kept,
-            )
+            updates[unit] = _Drain(slot, pieces, held, gone, end + 1, leaving.held, leaving.kept)
     drains = [*swaps.values(), *(updates[unit] for unit in sorted(updates, reverse=True))]
     for drain in drains:
         drain.extend(free, rule.window)
