@@ -1,6 +1,6 @@
 """The linear model of decisions and of the bytes that stand for them, slot by slot.
 
-Bytes are fractions of the device's budget. `planning/fluid.py` adds transfers and time to it.
+Bytes are fractions of the device's budget. `fluid.py` adds transfers and time to it.
 
 Large chunks fit a tier in whole numbers only, and what does not fit goes to a slower one. The fluid
 model's relaxation leaves fractions of chunks there, and takes too little time. In the `CountModel`
@@ -109,6 +109,7 @@ class DecisionModel:
         return row
 
     def minimise(self, terms: Terms) -> None:
+        """Make the sum of the terms what the solver minimises."""
         self.pulp.setObjective(pulp.LpAffineExpression(terms))
 
     def each_activation(self) -> Iterable[tuple[int, ActivationOption, pulp.LpVariable]]:

@@ -126,8 +126,7 @@ def solve_problem(
         peak = max(problem.static_bytes(variant))
         needed = Leanest(choice=variant, bytes=peak, proven_bytes=peak)
         return infeasible(problem, budgets, needed)
-    bound = min(planning.bound, best.seconds)
-    return _solved(problem, budgets, best, bound, effort, solver, time.monotonic() - started)
+    return planning.solved(best, budgets, solver, time.monotonic() - started)
 
 
 class _Planning:
@@ -189,6 +188,46 @@ class _Planning:
             self.best = found
             self._tell(name)
         return found
+
+    def solved(self, best: Evaluation, budgets: Budgets, solver: Solver, seconds: float) -> Solved:
+        """The answer: `best` as a plan, with what it promises."""
+        profile, settings = self.problem.profile, self.problem.settings
+        peaks = peak_bytes(self.problem.program(best.plans))
+        assert peaks.device <= self.problem.device, "the schedule and the peak function disagree"
+        error_low, error_high = profile.error_band
+        prediction = Prediction(
+            step_seconds=best.seconds,
+            lower_bound_seconds=min(self.bound, best.seconds),
+            peak_bytes=peaks,
+            error_low=error_low,
+            error_high=error_high,
+        )
+        made = Plan(
+            workload=profile.workload,
+            hardware=profile.hardware.name,
+            optimizer=profile.optimizer.name,
+            profile_fingerprint=fingerprint(self.problem.made_from),
+            model_fingerprint=profile.model_fingerprint,
+            exact=all(FORMS[unit.activations.form].exact for unit in best.plans),
+            budgets=budgets,
+            prediction=prediction,
+            piece_bytes=settings.piece_bytes,
+            units=best.plans,
+            updates=settings.updates,
+            micro_batches=settings.micro_batches,
+            num_devices=settings.num_devices,
+            num_replicas=settings.num_replicas,
+            num_nodes=settings.num_nodes,
+            tensors=profile.tensors,
+        )
+        return Solved(
+            plan=made,
+            status=status_of(made.gap, self.effort),
+            gap=made.gap,
+            stall_seconds=best.stall_s,
+            solve_seconds=seconds,
+            solver=solver_name() if solver == "milp" else solver,
+        )
 
     def _find_bound(self) -> None:
         self.fluid = Fluid(self.problem)
@@ -300,55 +339,6 @@ class _Planning:
 def status_of(gap: float, effort: Effort) -> Status:
     """What a plan of this gap is called."""
     return "optimal" if gap <= effort.gap_target else "feasible"
-
-
-def _solved(
-    problem: Problem,
-    budgets: Budgets,
-    best: Evaluation,
-    bound: float,
-    effort: Effort,
-    solver: Solver,
-    seconds: float,
-) -> Solved:
-    profile, settings = problem.profile, problem.settings
-    peaks = peak_bytes(problem.program(best.plans))
-    assert peaks.device <= problem.device, "the schedule and the peak function disagree"
-    error_low, error_high = profile.error_band
-    prediction = Prediction(
-        step_seconds=best.seconds,
-        lower_bound_seconds=bound,
-        peak_bytes=peaks,
-        error_low=error_low,
-        error_high=error_high,
-    )
-    made = Plan(
-        workload=profile.workload,
-        hardware=profile.hardware.name,
-        optimizer=profile.optimizer.name,
-        profile_fingerprint=fingerprint(problem.made_from),
-        model_fingerprint=profile.model_fingerprint,
-        exact=all(FORMS[unit.activations.form].exact for unit in best.plans),
-        budgets=budgets,
-        prediction=prediction,
-        piece_bytes=settings.piece_bytes,
-        units=best.plans,
-        updates=settings.updates,
-        micro_batches=settings.micro_batches,
-        num_devices=settings.num_devices,
-        num_replicas=settings.num_replicas,
-        num_nodes=settings.num_nodes,
-        tensors=profile.tensors,
-    )
-    gap = made.gap
-    return Solved(
-        plan=made,
-        status=status_of(gap, effort),
-        gap=gap,
-        stall_seconds=best.stall_s,
-        solve_seconds=seconds,
-        solver=solver_name() if solver == "milp" else solver,
-    )
 
 
 def solve_any(
