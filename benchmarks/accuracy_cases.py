@@ -12,7 +12,7 @@ from protrain_plan.models.presets import JsonObject
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as solve
-from protrain_plan.planning.search.min_memory import min_memory
+from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.records.plan import (
     Activations,
     Budgets,

@@ -25,7 +25,7 @@ from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.planning.questions.planner import solve_problem
 from protrain_plan.planning.search.baselines import BASELINES, baseline
 from protrain_plan.planning.search.evaluation import Evaluator
-from protrain_plan.planning.search.local_search import Effort
+from protrain_plan.planning.search.improving import Effort
 from protrain_plan.profiling.estimated import estimates
 from protrain_plan.records.files import replace_text
 from protrain_plan.records.hardware import Hardware

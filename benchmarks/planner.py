@@ -36,9 +36,9 @@ from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search.baselines import BASELINES, baseline
+from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.evaluation import Evaluator
-from protrain_plan.planning.search.local_search import Effort
-from protrain_plan.planning.search.min_memory import min_memory
+from protrain_plan.planning.search.improving import Effort
 from protrain_plan.records.plan import Budgets
 from protrain_plan.records.profile import Profile
 

@@ -24,7 +24,7 @@ from benchmarks.shapes import SHAPES, profile
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.planning.questions.planner import plan
-from protrain_plan.planning.search.local_search import Effort
+from protrain_plan.planning.search.improving import Effort
 from protrain_plan.program.group import DeviceGroup, group_on, profile_of_rank
 from protrain_plan.records import states_text
 from protrain_plan.records.plan import Budgets, Plan

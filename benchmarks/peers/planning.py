@@ -15,7 +15,7 @@ from benchmarks.peers.work import Work
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.questions.objectives import Objective, Question, ask
 from protrain_plan.planning.questions.planner import Solver
-from protrain_plan.planning.search.local_search import Effort
+from protrain_plan.planning.search.improving import Effort
 from protrain_plan.profiling.estimated import estimate as estimated
 from protrain_plan.profiling.measured import measure_model
 from protrain_plan.records import read_profile, write_plan, write_profile

@@ -23,7 +23,7 @@ import yaml
 
 from protrain_plan.checking.budgets import read_budgets
 from protrain_plan.errors import ProtrainError, RecordError
-from protrain_plan.planning.model.pins import read_pins
+from protrain_plan.planning.model.options import read_pins
 from protrain_plan.records import fingerprint, loads_hardware, loads_plan, loads_profile
 from protrain_plan.records.files import read_text
 from protrain_plan.records.plan import Plan

@@ -18,7 +18,7 @@ from protrain_plan.checking.verdicts import Failed, Passed, Rule, Skipped, Verdi
 from protrain_plan.errors import ProtrainError, RecordError
 from protrain_plan.hardware.catalogue import hardware_names
 from protrain_plan.planning.model.problem import Problem
-from protrain_plan.planning.search.min_memory import min_memory
+from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.program.group import DeviceGroup, not_joined
 from protrain_plan.records import commands as records
 from protrain_plan.records.hardware import TierName

@@ -61,7 +61,7 @@ _OF_A_RUN = (
     "protrain_plan.checking.plan_files",
     "protrain_plan.commands.training",
     "protrain_plan.presentation.runs",
-    "protrain_plan.simulation.promises",
+    "protrain_plan.simulation.memory",
 )
 """What `protrain run` imports: the process holds it besides tensors, as a run does."""
 

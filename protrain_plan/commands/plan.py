@@ -110,10 +110,10 @@ def plan(
     target = output if pareto else destination(output)  # a front is printed
     lp_target = None if lp is None else destination(lp, option="--lp")
     from protrain_plan.planning.model.fluid import Fluid
-    from protrain_plan.planning.model.pins import parse_pin, read_pins
+    from protrain_plan.planning.model.options import parse_pin, read_pins
     from protrain_plan.planning.questions.objectives import Objective, Question, ask
     from protrain_plan.planning.questions.planner import SOLVERS, Solver
-    from protrain_plan.planning.search.local_search import Effort
+    from protrain_plan.planning.search.improving import Effort
     from protrain_plan.program.group import group_on, profile_of_rank
 
     solver_name: Solver = choice("--solver", solver, SOLVERS)

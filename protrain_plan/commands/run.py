@@ -13,7 +13,7 @@ from protrain_plan.commands.options import JsonOption, SpillOption, size
 from protrain_plan.errors import ProtrainError
 
 if TYPE_CHECKING:
-    from protrain_plan.simulation.promises import Excess
+    from protrain_plan.simulation.memory import Excess
     from protrain_runtime.preparation import Check
     from protrain_runtime.ranks.launching import Launched
 
@@ -88,7 +88,7 @@ def run(
     from protrain_plan.records import fingerprint, read_plan
     from protrain_plan.records.hardware import is_accelerator
     from protrain_plan.records.profile import Profile
-    from protrain_plan.simulation.promises import exceeded
+    from protrain_plan.simulation.memory import exceeded
 
     with _launched() as who:
         record = read_plan(plan)

@@ -10,7 +10,7 @@ from protrain_plan.presentation.plans import tiers_json
 from protrain_plan.presentation.terminal import Text, table_of
 from protrain_plan.records.commands import profile_command
 from protrain_plan.records.plan import Plan
-from protrain_plan.simulation.promises import Excess
+from protrain_plan.simulation.memory import Excess
 from protrain_plan.units import format_bytes, format_range, format_seconds
 
 if TYPE_CHECKING:

@@ -16,6 +16,8 @@ a programme waits for moves and never for a clock, no speed of the lanes makes i
 On several devices all of it is one rank's. Gradients of shared chunks are copied to the buffers in
 which they are reduced, group by group, when their slot ends: room for the largest group, and for
 the rank's shard of the sum, is counted in that slot as far as it exceeds what the slot itself took.
+
+`exceeded` compares what a step took with all that.
 """
 
 import re
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
+from protrain_plan.program.compiling import program_of
 from protrain_plan.program.implications import (
     BoundProgram,
     Holding,
@@ -39,10 +42,12 @@ from protrain_plan.program.program import (
     Program,
     Settings,
     pieces_in,
+    slot_words,
 )
 from protrain_plan.records.hardware import DeviceKind, is_accelerator
-from protrain_plan.records.plan import Persistent, TierBytes, UnitPlan
+from protrain_plan.records.plan import Persistent, Plan, TierBytes, UnitPlan
 from protrain_plan.records.profile import Profile
+from protrain_plan.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,19 @@ def holdings(program: BoundProgram) -> Iterator[Holding]:
     yield Holding("base", 0, 0, end, base_bytes(program.profile, settings))
     for activation, state in zip(program.activations, program.states, strict=True):
         yield from (*activation.holdings, *state.holdings)
-    yield from _transfer_holdings(program)
+    for slot_index, slot in enumerate(program.slots):
+        for number in slot.submit:  # what is fetched ahead of its slot
+            move = program.moves[number]
+            # A rank's shard is read into its place among the others', which are gathered there.
+            read = move.kind == "fetch" and settings.num_devices > 1
+            if slot_index < move.slot and not read:
+                yield Holding("fetched ahead", move.unit, slot_index, move.slot - 1, move.bytes)
+    gone_at = dict.fromkeys(program.reduced, end) | _gone_at(program)
+    for number, move in enumerate(program.moves):  # what has not left after its slot
+        size = _held_until_moved(move, program.states[move.unit])
+        gone = gone_at.get(number, end + 1)
+        if size and gone > move.slot + 1:
+            yield Holding("leaving", move.unit, move.slot + 1, gone - 1, size)
     staging = staging_bytes(program.states, program.profile)
     if staging and not is_accelerator(settings.device):
         yield Holding("staging", 0, 0, end, staging)
@@ -160,24 +177,6 @@ def evaluation_bytes(program: BoundProgram) -> int:
     return standing + most
 
 
-def _transfer_holdings(program: BoundProgram) -> Iterator[Holding]:
-    """What was fetched ahead of its slot, and what has not left after its slot."""
-    for slot_index, slot in enumerate(program.slots):
-        for number in slot.submit:
-            move = program.moves[number]
-            # A rank's shard is read into its place among the others', which are gathered there.
-            read = move.kind == "fetch" and program.settings.num_devices > 1
-            if slot_index < move.slot and not read:
-                yield Holding("fetched ahead", move.unit, slot_index, move.slot - 1, move.bytes)
-    end = len(program.slots)
-    gone_at = dict.fromkeys(program.reduced, end) | _gone_at(program)
-    for number, move in enumerate(program.moves):
-        size = _held_until_moved(move, program.states[move.unit])
-        gone = gone_at.get(number, end + 1)
-        if size and gone > move.slot + 1:
-            yield Holding("leaving", move.unit, move.slot + 1, gone - 1, size)
-
-
 def _gone_at(program: Program) -> dict[int, int]:
     """For each move that a slot waits for before it starts: the first such slot.
 
@@ -229,3 +228,58 @@ def peak_bytes(program: BoundProgram, slots: Sequence[SlotBytes] | None = None) 
         host=program.tier_bytes("host") if "host" in there else 0,
         disk=program.tier_bytes("disk") if "disk" in there else 0,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excess:
+    """More than was promised, and where: `the device's tensors in the backward of layers.3`."""
+
+    where: str
+    predicted_bytes: int
+    measured_bytes: int
+
+    def __str__(self) -> str:
+        predicted, measured = format_bytes(self.predicted_bytes), format_bytes(self.measured_bytes)
+        more = format_bytes(self.measured_bytes - self.predicted_bytes)
+        return f"{self.where}: {predicted} predicted, {measured} measured, {more} more"
+
+
+def slot_name(plan: Plan, slot: int) -> str:
+    """A slot in words: `backward of layers.3`, or `the update on the device`."""
+    the = "the " if slot == 2 * len(plan.units) else ""
+    return the + slot_words(plan.units, slot)
+
+
+def promised_bytes(plan: Plan, profile: Profile) -> tuple[int, ...]:
+    """The most that the device's tensors take in every slot, and in the update after them."""
+    return tuple(slot.total for slot in device_bytes(program_of(plan, profile)))
+
+
+def exceeded(
+    plan: Plan, measured: TierBytes, slots: Sequence[int], profile: Profile | None = None
+) -> tuple[Excess, ...]:
+    """Where a step took more than its plan promises, the largest excess first.
+
+    `slots` are the measured bytes of the device's tensors in every slot and in the update, none or
+    one where slots were not told apart. Without the profile their highest is compared, with the
+    step's. What an allocator or a library took besides is compared where it was `measured`.
+    """
+    promised, told_apart = plan.prediction.peak_bytes, len(slots) == 2 * len(plan.units) + 1
+    compared: list[tuple[str, int, int]] = []
+    if profile is not None and told_apart:
+        of_slots = zip(promised_bytes(plan, profile), slots, strict=True)
+        compared += [(slot_name(plan, slot), *pair) for slot, pair in enumerate(of_slots)]
+    else:
+        where = f", {slot_name(plan, slots.index(max(slots)))}" if told_apart else ""
+        compared.append((f"the step's peak of tensors{where}", promised.device, measured.device))
+    compared += [
+        ("the process besides tensors", promised.context, measured.context),
+        ("host memory", promised.host, measured.host),
+        ("disk", promised.disk, measured.disk),
+    ]
+    found = [
+        Excess(where=where, predicted_bytes=most, measured_bytes=size)
+        for where, most, size in compared
+        if size > most
+    ]
+    return tuple(sorted(found, key=lambda one: one.predicted_bytes - one.measured_bytes))

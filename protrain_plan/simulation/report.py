@@ -92,7 +92,12 @@ def report(program: BoundProgram) -> StepReport:
 
 def in_words(report: StepReport) -> list[str]:
     """What limits the step's time and its memory, in two to four sentences."""
-    sentences = [_waits_in_words(report)]
+    step = format_seconds(report.step_seconds)
+    sentences = [f"compute never waits in the step of {step}"]
+    if report.stall_by_cause:
+        waits = [f"{format_seconds(s)} for {cause}" for cause, s in report.stall_by_cause.items()]
+        stall = format_seconds(report.stall_seconds)
+        sentences = [f"compute waits {stall} of {step}: {', '.join(waits)}"]
     transfers = [lane for lane in report.lanes if lane.name != COMPUTE]
     if transfers:
         busiest = max(transfers, key=lambda lane: lane.busy_s)
@@ -113,16 +118,6 @@ def in_words(report: StepReport) -> list[str]:
     if held:
         sentences.append(f"below the device, {held}")
     return sentences
-
-
-def _waits_in_words(report: StepReport) -> str:
-    step = format_seconds(report.step_seconds)
-    if not report.stall_by_cause:
-        return f"compute never waits in the step of {step}"
-    causes = ", ".join(
-        f"{format_seconds(seconds)} for {cause}" for cause, seconds in report.stall_by_cause.items()
-    )
-    return f"compute waits {format_seconds(report.stall_seconds)} of {step}: {causes}"
 
 
 def _lanes(program: BoundProgram, timeline: Timeline) -> tuple[LaneReport, ...]:

@@ -10,7 +10,7 @@ events all rates are constant, so the result is exact for this model.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from protrain_plan.program.group import collective_seconds
 from protrain_plan.program.implications import BoundProgram, update_seconds
@@ -116,6 +116,8 @@ _NEVER = float("inf")
 _CRUMB = 1e-12
 """Seconds of work that count as none."""
 
+_Rates = tuple[float, tuple[tuple[int, float], ...]]
+"""The rates of compute and of each running lane, by its number, until the next event."""
 
 _Shared = TierName | Literal["optimizer", "network"]
 
@@ -129,13 +131,6 @@ def _way(lane: Lane) -> tuple[_Shared, bool]:
     if lane.direction == "update":
         return "optimizer", False
     return lane.tier or "network", lane.direction in ("fetch", "read")
-
-
-class _Rates(NamedTuple):
-    """The rates of compute and of each running lane, by its number, until the next event."""
-
-    compute: float
-    lanes: tuple[tuple[int, float], ...]
 
 
 class _Simulation:
@@ -301,7 +296,7 @@ class _Simulation:
         if computing:
             for contention in slowing.values():
                 compute *= contention.compute
-        return _Rates(compute, tuple(lanes))
+        return compute, tuple(lanes)
 
     def _end(self, lane: int) -> None:
         """The lane's move has ended: what waited for it may start."""

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import protrain_runtime
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.questions.objectives import Objective, Question, ask
-from protrain_plan.planning.search.local_search import Effort
+from protrain_plan.planning.search.improving import Effort
 from protrain_plan.records import write_plan
 from protrain_plan.records.plan import Budgets
 from protrain_runtime.diagnostics.matching import model_fingerprint

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from protrain_plan.planning.model.counting import WORK, CountModel
+from protrain_plan.planning.model.decision_model import WORK, CountModel
 from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import solve

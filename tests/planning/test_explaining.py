@@ -9,20 +9,22 @@ from hypothesis import strategies as st
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.explain.explaining import (
+    GIB,
     MAX_GROUPS,
     Alternative,
     Explanation,
+    LaneLimit,
+    MemoryLimit,
     explain,
     in_words,
 )
-from protrain_plan.planning.explain.limiting import GIB, LaneLimit, MemoryLimit
 from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search.evaluation import Evaluator
-from protrain_plan.planning.search.local_search import Effort
+from protrain_plan.planning.search.improving import Effort
 from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import (
     Activations,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from protrain_plan.planning.model.pins import Pin, parse_pin
+from protrain_plan.planning.model.options import Pin, parse_pin
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.questions.growth import (
     STEPS,
@@ -15,8 +15,7 @@ from protrain_plan.planning.questions.growth import (
     grown,
     largest,
 )
-from protrain_plan.planning.search.choices import plain_choices
-from protrain_plan.planning.search.min_memory import min_memory
+from protrain_plan.planning.search.choices import min_memory, plain_choices
 from protrain_plan.records import dumps_profile, loads_profile
 from protrain_plan.records.plan import Budgets
 from protrain_plan.records.profile import FormCost, Profile, Unit

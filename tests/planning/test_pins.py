@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.planning.model.options import UnitOptions
-from protrain_plan.planning.model.pins import Pin, parse_pin, pinned_options, read_pins
+from protrain_plan.planning.model.options import (
+    Pin,
+    UnitOptions,
+    parse_pin,
+    pinned_options,
+    read_pins,
+)
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.records.decisions import activations_text, states_text
 from protrain_plan.records.hardware import Hardware

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import solve
-from protrain_plan.planning.search.evaluation import ALL, step_seconds
-from protrain_plan.planning.search.min_memory import min_memory
-from protrain_plan.planning.search.schedule import ScheduleRule, schedule
+from protrain_plan.planning.search.choices import min_memory
+from protrain_plan.planning.search.evaluation import ALL, ScheduleRule, schedule, step_seconds
 from protrain_plan.program.group import ALONE
 from protrain_plan.records.plan import Budgets, Updates
 from protrain_plan.records.profile import Profile

@@ -7,16 +7,15 @@ from dataclasses import replace
 import pytest
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.planning.model.pins import parse_pin
+from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.objectives import Objective, Question, ask
 from protrain_plan.planning.questions.planner import plan, solve_problem
 from protrain_plan.planning.search.baselines import BASELINES, baseline
-from protrain_plan.planning.search.evaluation import DEPTHS, WINDOWS, Evaluator
-from protrain_plan.planning.search.local_search import Effort
-from protrain_plan.planning.search.min_memory import min_memory
-from protrain_plan.planning.search.schedule import ScheduleRule
+from protrain_plan.planning.search.choices import min_memory
+from protrain_plan.planning.search.evaluation import DEPTHS, WINDOWS, Evaluator, ScheduleRule
+from protrain_plan.planning.search.improving import Effort
 from protrain_plan.presentation.report.step import simulated
 from protrain_plan.program.group import (
     ALONE,

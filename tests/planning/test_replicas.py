@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from protrain_plan.planning.model.counting import least_lane_seconds
+from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.objectives import Objective, Question, ask
 from protrain_plan.planning.questions.planner import solve_any, solve_problem
 from protrain_plan.planning.search.choices import plain_choices
 from protrain_plan.planning.search.evaluation import Evaluator
-from protrain_plan.planning.search.local_search import Effort
+from protrain_plan.planning.search.improving import Effort
 from protrain_plan.presentation.plans import solved_json, solved_text
 from protrain_plan.program.group import ALONE, DeviceGroup
 from protrain_plan.records import states_text

@@ -6,13 +6,13 @@ import pytest
 
 from protrain_plan.checking.predicting import misfit
 from protrain_plan.errors import ProtrainError
-from protrain_plan.planning.model.pins import parse_pin
+from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search.baselines import BASELINES, baseline
+from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.evaluation import Evaluator
-from protrain_plan.planning.search.min_memory import min_memory
 from protrain_plan.records import dumps_profile, loads_profile
 from protrain_plan.records.plan import Budgets, Offload, Persistent
 from protrain_plan.records.profile import SPARSE, Profile

@@ -16,7 +16,7 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as solve
-from protrain_plan.planning.search.min_memory import min_memory
+from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.profiling.measured import measure_model
 from protrain_plan.profiling.memory.unit_bytes import analyze_units
 from protrain_plan.profiling.rehearsal import ALLOWANCE_BYTES

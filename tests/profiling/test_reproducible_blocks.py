@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.planning.model.pins import parse_pin, pinned_options
+from protrain_plan.planning.model.options import parse_pin, pinned_options
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.records.plan import Budgets
 from protrain_plan.records.profile import Profile

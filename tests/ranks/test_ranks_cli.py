@@ -13,7 +13,7 @@ from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.program.compiling import program_of
 from protrain_plan.records import write_plan
 from protrain_plan.records.plan import Budgets, Offload, Persistent, Placement
-from protrain_plan.simulation.promises import promised_bytes
+from protrain_plan.simulation.memory import promised_bytes
 from tests.support.ranks_cases import started
 from tests.support.runtime_cases import profiled_here
 

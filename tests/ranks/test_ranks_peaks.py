@@ -29,8 +29,7 @@ from protrain_plan.records.plan import (
     Updates,
 )
 from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import gap_bytes
-from protrain_plan.simulation.promises import promised_bytes, slot_name
+from protrain_plan.simulation.memory import gap_bytes, promised_bytes, slot_name
 from protrain_plan.units import format_bytes
 from protrain_runtime.devices.memory_meter import storage_bytes
 from protrain_runtime.diagnostics.out_of_memory import explain_memory

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from protrain_plan.errors import RecordError
-from protrain_plan.planning.model.pins import parse_pin
+from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.records import (
     dumps_hardware,
     dumps_plan,

@@ -13,10 +13,10 @@ import torch
 
 from protrain_plan.commands.training import train as train_plan
 from protrain_plan.errors import ProtrainError, RecordError
-from protrain_plan.planning.model.pins import parse_pin
+from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.objectives import Objective, Question, ask
-from protrain_plan.planning.search.local_search import Effort
+from protrain_plan.planning.search.improving import Effort
 from protrain_plan.records import (
     dumps_plan,
     dumps_profile,

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protrain_plan.planning.search.schedule import ScheduleRule, schedule
+from protrain_plan.planning.search.evaluation import ScheduleRule, schedule
 from protrain_plan.program.program import (
     MAX_PIECES,
     PAGE_BYTES,
@@ -65,7 +65,7 @@ def test_pinned_memory_comes_in_pages() -> None:
 
 def test_pieces_take_the_room_that_a_whole_chunk_would_not_fit_in() -> None:
     from protrain_plan.planning.model.problem import Problem
-    from protrain_plan.planning.search.min_memory import min_memory
+    from protrain_plan.planning.search.choices import min_memory
     from protrain_plan.records.plan import Budgets
 
     leads = []

@@ -20,7 +20,7 @@ from protrain_plan.records import (
 from protrain_plan.records.hardware import Rates
 from protrain_plan.records.plan import Budgets, Plan
 from protrain_plan.records.profile import Profile, Repetitions
-from protrain_plan.simulation.promises import Excess, exceeded, promised_bytes
+from protrain_plan.simulation.memory import Excess, exceeded, promised_bytes
 from tests.support import forked
 from tests.support.commands import printed, protrain
 from tests.support.peaks import profile_file

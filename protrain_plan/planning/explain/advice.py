@@ -5,8 +5,8 @@ from dataclasses import replace
 from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible
-from protrain_plan.planning.search.min_memory import Leanest, min_memory
-from protrain_plan.planning.search.schedule import ScheduleRule, schedule
+from protrain_plan.planning.search.choices import Leanest, min_memory
+from protrain_plan.planning.search.evaluation import ScheduleRule, schedule
 from protrain_plan.program.program import slot_words
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import Budgets
@@ -26,13 +26,28 @@ def infeasible(problem: Problem, budgets: Budgets, lean: Leanest | None) -> Infe
             key="--pin",
             fix="pin fewer decisions, or raise --host-memory and --disk",
         )
-    for tier in ("host", "disk"):
-        found = _below_device(problem, budgets, lean, tier)
-        if found:
-            return found
     besides = problem.profile.hardware.device.besides_bytes
-    needed = lean.bytes + besides
     slot, occupants = _tightest(problem, lean)
+    below: tuple[tuple[TierName, int], ...] = (("host", budgets.host), ("disk", budgets.disk))
+    for tier, budget in below:
+        needs = min_memory(problem, of=tier) if tier in problem.tiers else None
+        if needs is None or max(problem.static_bytes(needs.choice)) > problem.device:
+            continue
+        # More of this tier would make the device's budget enough.
+        return Infeasible(
+            tier=tier,
+            slot=slot,
+            occupants=occupants,
+            budget_bytes=budget,
+            shortfall_bytes=needs.bytes - problem.tiers[tier],
+            smallest_budget_bytes=needs.bytes,
+            proven_budget_bytes=needs.proven_bytes,
+            advice=(
+                f"raise the {tier} budget to {enough(needs.bytes)}",
+                f"or the device budget to {enough(lean.bytes + besides)}",
+            ),
+        )
+    needed = lean.bytes + besides
     return Infeasible(
         tier="device",
         slot=slot,
@@ -42,33 +57,6 @@ def infeasible(problem: Problem, budgets: Budgets, lean: Leanest | None) -> Infe
         smallest_budget_bytes=needed,
         proven_budget_bytes=lean.proven_bytes + besides,
         advice=_advice(problem, lean, dict(occupants)),
-    )
-
-
-def _below_device(
-    problem: Problem, budgets: Budgets, lean: Leanest, tier: TierName
-) -> Infeasible | None:
-    """The answer if more of one tier below would make the device's budget enough."""
-    if tier not in problem.tiers:
-        return None
-    needs = min_memory(problem, of=tier)
-    if needs is None or max(problem.static_bytes(needs.choice)) > problem.device:
-        return None
-    budget = budgets.host if tier == "host" else budgets.disk
-    besides = problem.profile.hardware.device.besides_bytes
-    slot, occupants = _tightest(problem, lean)
-    return Infeasible(
-        tier=tier,
-        slot=slot,
-        occupants=occupants,
-        budget_bytes=budget,
-        shortfall_bytes=needs.bytes - problem.tiers[tier],
-        smallest_budget_bytes=needs.bytes,
-        proven_budget_bytes=needs.proven_bytes,
-        advice=(
-            f"raise the {tier} budget to {enough(needs.bytes)}",
-            f"or the device budget to {enough(lean.bytes + besides)}",
-        ),
     )
 
 

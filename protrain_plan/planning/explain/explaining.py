@@ -2,29 +2,35 @@
 
 reasons   one unit of a group takes another decision, everything else stays as planned: the
           simulator says what that costs, or the memory count by how much it exceeds a budget
-limits    the fluid model's dual values: what a little more of a resource is worth
+limits    the fluid model's dual values, in seconds per byte and shares of the step: what a little
+          more of a resource is worth
+
+[Note: shares] The model's optimum is in proportion to the durations it is given: were compute, all
+links and all updates 1 % slower, the step would be 1 % longer. A lane's share is its part of that
+1 %: the sum of -dual · term over the terms that hold its speed. Shares sum to one. Where
+several duals are optimal (equal blocks, exact fits) the solver picks one: hence "about".
+
+[Note: worth of memory] The dual of a row `bytes in slot t <= budget` is the change of the optimum
+per byte. The optimum is convex in the budget: each further byte is worth the same or less.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Literal, NamedTuple
 
+import pulp
+
 from protrain_plan.errors import ProtrainError
-from protrain_plan.planning.explain.limiting import (
-    GIB,
-    LaneLimit,
-    Limit,
-    MemoryLimit,
-    Tier,
-    limits_of,
-)
+from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import Choice, Problem, misfit
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
 from protrain_plan.program.implications import ActivationOption, StateOption
 from protrain_plan.program.program import slot_words
 from protrain_plan.records.decisions import WORDINGS
 from protrain_plan.records.folding import fold, runs
-from protrain_plan.records.plan import Keep, Persistent, Plan
+from protrain_plan.records.plan import Keep, Persistent, Plan, StateTier
 from protrain_plan.records.profile import Profile
 from protrain_plan.records.tree import listed
 from protrain_plan.simulation.memory import evaluation_bytes
@@ -44,14 +50,42 @@ TIE = 2e-4
 """The fraction of the step that does not count: the planner gives away ten times as much to make
 schedules simple."""
 
+GIB = 2**30
+
+NEGLIGIBLE = 1e-7
+"""The solver's tolerance: smaller duals are zero."""
+
 Kind = Literal["activations", "states"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneLimit:
+    """How much of the step's time is a lane's doing. See [Note: shares]."""
+
+    resource: str  # "compute", "update", or a lane: "fetch host"
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimit:
+    """What a little more of a tier would save. See [Note: worth of memory].
+
+    `where` are slots, with the plan's decisions as they are; "" means a new plan.
+    """
+
+    resource: StateTier
+    seconds_per_gib: float
+    where: str  # "backward of layers.12-31"
+
+
+Limit = LaneLimit | MemoryLimit
 
 
 class Shortfall(NamedTuple):
     """By how much a budget is exceeded; on the device, in which slot most of all."""
 
     bytes: int
-    tier: Tier
+    tier: StateTier
     slot: str = ""
 
 
@@ -69,7 +103,7 @@ class Alternative:
     decision: str  # "swap to host"
     extra_seconds: float | None = None
     shortfall_bytes: int | None = None
-    tier: Tier | None = None
+    tier: StateTier | None = None
     slot: str = ""
     in_all: Shortfall | None = None
 
@@ -114,7 +148,13 @@ def explain(profile: Profile, plan: Plan) -> Explanation:
     problem = Problem.of_plan(plan, profile)
     choice = problem.choice_of(plan.units)
     explainer = _Explainer(problem, choice, gap=plan.gap)
-    groups = sorted(_groups(problem, choice), key=lambda units: (-len(units), units[0]))
+    # Blocks of one class with the same decisions; a part is a group of its own.
+    alike: dict[object, list[int]] = {}
+    for number, members in enumerate(problem.classes):
+        for unit in members:
+            is_block = profile.units[unit].kind == "block"
+            alike.setdefault((number, choice[unit]) if is_block else unit, []).append(unit)
+    groups = sorted(alike.values(), key=lambda units: (-len(units), units[0]))
     return Explanation(
         limits=tuple(limits_of(problem, choice)),
         groups=tuple(explainer.reason(units) for units in groups[:MAX_GROUPS]),
@@ -122,16 +162,6 @@ def explain(profile: Profile, plan: Plan) -> Explanation:
         evaluation_bytes=evaluation_bytes(problem.program(plan.units)),
         num_unexplained=max(0, len(groups) - MAX_GROUPS),
     )
-
-
-def _groups(problem: Problem, choice: Choice) -> Iterator[list[int]]:
-    """Blocks of one class with the same decisions; a part is a group of its own."""
-    for members in problem.classes:
-        groups: dict[object, list[int]] = {}
-        for unit in members:
-            is_block = problem.profile.units[unit].kind == "block"
-            groups.setdefault(choice[unit] if is_block else unit, []).append(unit)
-        yield from groups.values()
 
 
 def in_words(explanation: Explanation) -> list[str]:
@@ -175,6 +205,103 @@ def in_words(explanation: Explanation) -> list[str]:
     return words
 
 
+def limits_of(problem: Problem, choice: Choice) -> Iterator[Limit]:
+    """What limits the plan's decisions, then what limits every plan; none if HiGHS fails."""
+    model = Fluid(problem)
+    if not _solved(model.pulp):
+        return
+    device = sum(row.pi for phase in model.phases for row in phase.memory_rows)
+    worth: dict[StateTier, float] = {"device": _seconds_per_gib(model, device)}
+    for tier in problem.tiers:
+        row = model.pulp.get_constraint_by_name(f"budget_{tier}")
+        worth[tier] = _seconds_per_gib(model, row.pi)
+    for unit, (activation, state) in enumerate(choice):
+        for taken, decisions in ((activation, model.activations), (state, model.states)):
+            for number, decision in enumerate(decisions[unit]):
+                decision.bounds(float(number == taken), float(number == taken))
+    if not _solved(model.pulp):
+        return
+    for lane, share in sorted(_shares(model).items(), key=lambda item: -item[1]):
+        if share > NEGLIGIBLE:
+            yield LaneLimit(resource=lane, share=share)
+    yield from sorted(_worth_of_slots(model), key=lambda limit: -limit.seconds_per_gib)
+    for resource, seconds_per_gib in worth.items():
+        yield MemoryLimit(resource=resource, seconds_per_gib=seconds_per_gib, where="")
+
+
+def _solved(model: pulp.LpProblem) -> bool:
+    """Solve the relaxation, and leave the duals in the rows; `solver.solve` does not keep them."""
+    pulp.HiGHS(mip=False, msg=False, threads=1, random_seed=0).actualSolve(model)
+    return bool(model.sol_status == pulp.LpSolutionOptimal)
+
+
+def _seconds_per_gib(model: Fluid, dual: float) -> float:
+    """What a byte-unit's price in second-units means; more memory never costs time."""
+    saved = -dual if dual < -NEGLIGIBLE else 0.0
+    return saved * model.second_unit / model.byte_unit * GIB
+
+
+def _worth_of_slots(model: Fluid) -> Iterator[MemoryLimit]:
+    """Seconds per GiB in runs of slots that have no room left."""
+    problem, count = model.problem, model.problem.count
+    rows = zip(*(phase.memory_rows for phase in model.phases), strict=True)
+    worth = [_seconds_per_gib(model, sum(row.pi for row in of_phases)) for of_phases in rows]
+    in_backward = [worth[2 * count - 1 - unit] for unit in range(count)]
+    names = [unit.name for unit in problem.profile.units]
+    for direction, seconds in (("forward", worth[:count]), ("backward", in_backward)):
+        for positive, units in groupby(range(count), key=lambda unit: seconds[unit] > 0):
+            if not positive:
+                continue
+            run = list(units)
+            inside = [names[unit] for unit in run]
+            words = inside[0]
+            if len(inside) > 1:
+                words = f"{inside[0]} to {inside[-1]}"
+                if len(list(runs(inside, [None] * len(inside)))) == 1:
+                    words = fold(inside[0], inside[-1])
+            yield MemoryLimit(
+                resource="device",
+                seconds_per_gib=sum(seconds[unit] for unit in run),
+                where=f"{direction} of {words}",
+            )
+    if worth[-1]:
+        where = slot_words(problem.profile.units, 2 * count)
+        yield MemoryLimit(resource="device", seconds_per_gib=worth[-1], where=where)
+
+
+def _shares(model: Fluid) -> dict[str, float]:
+    """See [Note: shares]; of a model that is solved with fixed decisions."""
+    lanes: dict[str, str] = {}  # by the variable of what a lane does
+    for phase in model.phases:
+        for flow in phase.flows.values():
+            lanes.update((variable.name, flow.lane) for variable in (*flow.stall, *flow.compute))
+    gradients = {
+        y.name: f"spill {state.gradients.tier}" if state.gradients else "collect"
+        for _, state, y in model.each_state()
+        if state.gradients or state.scattered
+    }
+    decisions = {y.name for of_unit in (*model.activations, *model.states) for y in of_unit}
+    shares: dict[str, float] = defaultdict(float)
+    for row in model.pulp.constraints():
+        if abs(row.pi) < NEGLIGIBLE:
+            continue
+        kind = row.name.removeprefix("micro_")
+        for variable, factor in row.items():
+            lane: str | None = None
+            if kind.startswith(("lane_", "beside_")):
+                lane = lanes.get(variable.name)
+            elif kind.startswith("compute_") and variable.name in decisions:
+                lane = "compute"
+            elif kind.startswith("updates_from_") and variable.name in decisions:
+                lane = "update"
+            elif kind.startswith("tail_"):
+                lane = gradients.get(variable.name)
+            if lane:
+                shares[lane] -= row.pi * factor * variable.varValue
+    seconds = pulp.value(model.pulp.objective)
+    return {name: share / seconds for name, share in shares.items()}
+
+
 class _Burden(NamedTuple):
     """What a decision has a unit do, in seconds; memory apart, the plain decision does least."""
 
@@ -192,6 +319,12 @@ class _Compared(NamedTuple):
     alternative: Alternative
     doing: str
     burden: _Burden
+
+    @property
+    def extra_s(self) -> float:
+        """Infinite for what does not fit."""
+        extra = self.alternative.extra_seconds
+        return float("inf") if extra is None else extra
 
 
 class _Explainer:
@@ -246,15 +379,31 @@ class _Explainer:
         chosen: int,
     ) -> list[_Compared]:
         """The group's middle unit with every other decision of one kind."""
-        return [
-            _Compared(
-                self._alternative(units, kind, number, WORDINGS[option.decision].phrase),
-                WORDINGS[option.decision].doing(many=len(units) > 1),
-                self._burden(option),
-            )
-            for number, option in enumerate(options)
-            if number != chosen
-        ]
+        found: list[_Compared] = []
+        for number, option in enumerate(options):
+            if number == chosen:
+                continue
+            wording = WORDINGS[option.decision]
+            alternative = Alternative(kind=kind, decision=wording.phrase)
+            changed = self._changed(units[len(units) // 2 :][:1], kind, number)
+            if short := _shortfall(self.problem, changed):
+                alternative = replace(
+                    alternative, shortfall_bytes=short.bytes, tier=short.tier, slot=short.slot
+                )
+            else:
+                if self._evaluator.num_simulations * self.problem.count < SIMULATED_UNITS:
+                    evaluation = self._evaluator.best_schedule(changed, rule=self.base.rule)
+                else:
+                    evaluation = self._evaluator.evaluate(changed, rules=(self.base.rule,))
+                assert evaluation, "a choice that meets the budgets has a schedule"
+                alternative = replace(
+                    alternative,
+                    extra_seconds=evaluation.seconds - self.base.seconds,
+                    in_all=_shortfall(self.problem, self._changed(units, kind, number)),
+                )
+            doing = wording.doing(many=len(units) > 1)
+            found.append(_Compared(alternative, doing, self._burden(option)))
+        return found
 
     def _burden(self, option: ActivationOption | StateOption) -> _Burden:
         """The device's own update is left out: moving states elsewhere is no means to save it."""
@@ -263,30 +412,6 @@ class _Explainer:
             moved = seconds.moved_activations(option)
             return _Burden(option.forward_s + option.backward_s, sum(moved.values()), 0.0)
         return _Burden(0.0, sum(seconds.moved_states(option).values()), option.update_s)
-
-    def _alternative(
-        self, units: Sequence[int], kind: Kind, number: int, decision: str
-    ) -> Alternative:
-        changed = self._changed(units[len(units) // 2 :][:1], kind, number)
-        if short := _shortfall(self.problem, changed):
-            return Alternative(
-                kind=kind,
-                decision=decision,
-                shortfall_bytes=short.bytes,
-                tier=short.tier,
-                slot=short.slot,
-            )
-        if self._evaluator.num_simulations * self.problem.count < SIMULATED_UNITS:
-            evaluation = self._evaluator.best_schedule(changed, rule=self.base.rule)
-        else:
-            evaluation = self._evaluator.evaluate(changed, rules=(self.base.rule,))
-        assert evaluation, "a choice that meets the budgets has a schedule"
-        return Alternative(
-            kind=kind,
-            decision=decision,
-            extra_seconds=evaluation.seconds - self.base.seconds,
-            in_all=_shortfall(self.problem, self._changed(units, kind, number)),
-        )
 
     def _changed(self, units: Sequence[int], kind: Kind, number: int) -> Choice:
         """The plan's choice with another decision of one kind for `units`."""
@@ -300,7 +425,7 @@ class _Explainer:
         """Why units do what is least work."""
         if not compared:
             return f"nothing else is open to {'them' if many else 'it'}"
-        extra = min(_extra_seconds(one) for one in compared)
+        extra = min(one.extra_s for one in compared)
         words = "there is room, and any other choice only adds work"
         if self._tie_s < extra < float("inf"):
             words += f", at least {format_seconds(extra)}{' per block' if many else ''}"
@@ -317,10 +442,10 @@ class _Explainer:
             return self._plain(others, many=many)
         # Of what is less work, the plainest and the nearest; of the rest, the fastest.
         told = [*less[:1], *less[1:][-1:]]
-        told += sorted(others, key=_extra_seconds)[:1]
+        told += sorted(others, key=lambda one: one.extra_s)[:1]
         excluded = [one for one in told if one.alternative.shortfall_bytes is not None]
         fitting = [one for one in told if one not in excluded]
-        ties = [one for one in fitting if -self._gap_s <= _extra_seconds(one) <= self._tie_s]
+        ties = [one for one in fitting if -self._gap_s <= one.extra_s <= self._tie_s]
         one_more = " in one more block" if many else ""
         clauses: list[str] = []
         before = None
@@ -335,22 +460,19 @@ class _Explainer:
             before = short
         each = " per block" if many else ""
         for one in fitting:
-            extra = _extra_seconds(one)
             if one in ties:
                 continue
-            if extra < 0:  # such a plan is not the planner's
-                clauses.append(f"{one.doing} would be {format_seconds(-extra)} faster{each}")
+            if one.extra_s < 0:  # such a plan is not the planner's
+                clauses.append(f"{one.doing} would be {format_seconds(-one.extra_s)} faster{each}")
             else:
                 fits = " fits, but" if one in less else ""
-                clauses.append(f"{one.doing}{fits} costs {format_seconds(extra)} more{each}")
+                clauses.append(f"{one.doing}{fits} costs {format_seconds(one.extra_s)} more{each}")
         if ties:
             doing = listed([one.doing for one in ties], "or")
             clauses.append(f"{doing}{one_more} would be no slower")
         for one in ties:
-            if one in less and one.alternative.in_all:
-                clauses.append(
-                    f"in all of them, {one.doing} would " + _exceed(one.alternative.in_all)
-                )
+            if one in less and (short_in_all := one.alternative.in_all):
+                clauses.append(f"in all of them, {one.doing} would {_exceed(short_in_all)}")
                 break
         return "; ".join(clauses)
 
@@ -365,12 +487,6 @@ def _shortfall(problem: Problem, choice: Choice) -> Shortfall | None:
         if (used := problem.tier_use(tier, choice)) > limit:
             return Shortfall(used - limit, tier)
     return None
-
-
-def _extra_seconds(found: _Compared) -> float:
-    """Infinite for what does not fit."""
-    extra = found.alternative.extra_seconds
-    return float("inf") if extra is None else extra
 
 
 def _exceed(short: Shortfall) -> str:

@@ -1,10 +1,15 @@
 """The linear model of decisions and of the bytes that stand for them, slot by slot.
 
-Bytes are fractions of the device's budget. `planning/fluid.py` adds transfers and time to it.
+Bytes are fractions of the device's budget. `fluid.py` adds transfers and time to it.
+
+Large chunks fit a tier in whole numbers only, and what does not fit goes to a slower one. The fluid
+model's relaxation leaves fractions of chunks there, and takes too little time. In the `CountModel`
+the decisions, their bytes in every slot and the tiers' budgets are the same, and there is nothing
+else: whole numbers of units are found at once.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -12,6 +17,7 @@ from typing import NamedTuple
 import pulp
 
 from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.solver import solve
 from protrain_plan.program.implications import NO_STAGING, ActivationOption, Holding, StateOption
 from protrain_plan.program.program import PIECE_ALIGNMENT, STAGING_PIECES
 from protrain_plan.records import activations_text, states_text
@@ -22,8 +28,19 @@ from protrain_plan.simulation.memory import base_bytes
 
 Terms = list[tuple[pulp.LpVariable, float]]
 
+LE, EQ, GE = pulp.LpConstraintLE, pulp.LpConstraintEQ, pulp.LpConstraintGE
+
 COUNTED = 3
 """Equal units from which on their numbers are worth variables of their own."""
+
+MAX_NODES = 50
+"""Of the search trees over whole numbers of units."""
+
+DISK_WEIGHT = 10.0
+"""What a byte more that is written to disk counts for, in bytes that are placed otherwise."""
+
+SAFE = 1e-6
+"""What a proven least amount gives away for the solver's tolerance."""
 
 
 class Placed(NamedTuple):
@@ -47,7 +64,23 @@ class DecisionModel:
         self.uses: list[pulp.LpVariable] = []
         self.placed: dict[str, Placed] = {}
         self.tier_rows: dict[TierName, pulp.LpConstraint] = {}
-        self._add_decisions()
+        for unit, options in enumerate(problem.options):
+            for kind, into, decisions in (
+                (
+                    "act",
+                    self.activations,
+                    [activations_text(o.decision) for o in options.activations],
+                ),
+                ("states", self.states, [_state_name(o.decision) for o in options.states]),
+            ):
+                names = (words.replace(" ", "_").replace("-", "_") for words in decisions)
+                chosen = [
+                    self.pulp.add_variable(f"{kind}_{unit}_{name}", 0, 1, pulp.LpInteger)
+                    for name in names
+                ]
+                into.append(chosen)
+                # Every unit takes exactly one option.
+                self.row(f"one_{kind}_{unit}", [(x, 1.0) for x in chosen], EQ, 1)
 
     # Names and rows
 
@@ -75,23 +108,9 @@ class DecisionModel:
         self.pulp.addConstraint(row)
         return row
 
-    def _add_decisions(self) -> None:
-        for unit, options in enumerate(self.problem.options):
-            for kind, decisions, into in (
-                (
-                    "act",
-                    [activations_text(o.decision) for o in options.activations],
-                    self.activations,
-                ),
-                ("states", [_state_name(o.decision) for o in options.states], self.states),
-            ):
-                chosen = []
-                for words in decisions:
-                    name = f"{kind}_{unit}_{words.replace(' ', '_').replace('-', '_')}"
-                    chosen.append(self.pulp.add_variable(name, 0, 1, pulp.LpInteger))
-                into.append(chosen)
-                # Every unit takes exactly one option.
-                self.row(f"one_{kind}_{unit}", [(x, 1.0) for x in chosen], pulp.LpConstraintEQ, 1)
+    def minimise(self, terms: Terms) -> None:
+        """Make the sum of the terms what the solver minimises."""
+        self.pulp.setObjective(pulp.LpAffineExpression(terms))
 
     def each_activation(self) -> Iterable[tuple[int, ActivationOption, pulp.LpVariable]]:
         """(unit, option, its binary)."""
@@ -131,7 +150,7 @@ class DecisionModel:
                         variables[unit][k].cat = pulp.LpContinuous
                         terms.append((variables[unit][k], -1.0))
                     # The number of the class's units that take the option.
-                    self.row(name, terms, pulp.LpConstraintEQ)
+                    self.row(name, terms, EQ)
                     if kind == "states":
                         option = self.problem.options[units[0]].states[k]
                         self.placed[name] = Placed(units[0], option, count)
@@ -185,17 +204,25 @@ class DecisionModel:
             before: Terms = [(memory[t - 1], -1.0)] if t else []
             base = base_bytes(problem.profile, problem.settings) / unit if t == 0 else 0.0
             terms = [(m, 1.0), *before, *((x, -size) for x, size in change[t])]
-            self.row(f"static_{self.slot_name(t)}", terms, pulp.LpConstraintEQ, base)
-        self._add_tiers(staging)
+            self.row(f"static_{self.slot_name(t)}", terms, EQ, base)
+        for tier, limit in problem.tiers.items():
+            # States, swapped activations and gradients in passing fit the tier's budget.
+            terms = self.tier_terms(tier)
+            if tier == "host" and is_accelerator(problem.settings.device):
+                terms += staging
+            self.tier_rows[tier] = self.row(f"budget_{tier}", terms, LE, limit / unit)
         return memory
 
-    def left_by_last_slot(self) -> Terms:
-        """Bytes that stand in the device's update: no slot is left that could wait for them."""
-        return [
+    def add_needs(self) -> list[Terms]:
+        """`add_memory`, and in each slot the bytes that the decisions need at least."""
+        needs: list[Terms] = [[(standing, 1.0)] for standing in self.add_memory()]
+        # What the last slot leaves stands in the device's update: no slot is left to wait for it.
+        needs[self.end] += [
             (y, leaving.kept / self.byte_unit)
             for _, state, y in self.each_state()
             if (leaving := state.leaving) and leaving.slot == self.end - 1
         ]
+        return needs
 
     def _used_states(self) -> list[tuple[StateOption, pulp.LpVariable]]:
         """Every placement with whether some unit of a class takes it: 1 as soon as one does.
@@ -214,7 +241,7 @@ class DecisionModel:
                     for unit in units:
                         # Whoever takes an option makes it a used one.
                         terms = [(some, 1.0), (self.states[unit][k], -1.0)]
-                        self.row(f"{name}_{unit}", terms, pulp.LpConstraintGE)
+                        self.row(f"{name}_{unit}", terms, GE)
                     self.uses.append(some)
                     used.append((option, some))
         return used
@@ -227,17 +254,8 @@ class DecisionModel:
         for number, (size, used) in enumerate(sizes):
             if size > 0:
                 terms = [(largest, 1.0), (used, -size)]
-                self.row(f"{name}_{number}", terms, pulp.LpConstraintGE)
+                self.row(f"{name}_{number}", terms, GE)
         return largest
-
-    def _add_tiers(self, staging: Terms) -> None:
-        for tier, limit in self.problem.tiers.items():
-            # States, swapped activations and gradients in passing fit the tier's budget.
-            terms = self.tier_terms(tier)
-            if tier == "host" and is_accelerator(self.problem.settings.device):
-                terms += staging
-            row = self.row(f"budget_{tier}", terms, pulp.LpConstraintLE, limit / self.byte_unit)
-            self.tier_rows[tier] = row
 
     def tier_terms(self, tier: TierName) -> Terms:
         """Bytes on a tier below the device, staging apart."""
@@ -271,3 +289,93 @@ def _state_name(decision: Placement) -> str:
     if isinstance(decision, Offload) and decision.keep_gathered:
         return f"gathered from {'shards' if decision.tier == 'device' else decision.tier}"
     return states_text(decision)
+
+
+def written_to_disk(option: StateOption) -> float:
+    """Bytes that an update writes to disk."""
+    return float(option.write_bytes)
+
+
+def updated_below(option: StateOption) -> float:
+    """Seconds of the optimizer on the host."""
+    return option.update_s
+
+
+WORK: tuple[Callable[[StateOption], float], ...] = (written_to_disk, updated_below)
+"""What whole numbers of chunks can leave to slower tiers."""
+
+
+class CountModel(DecisionModel):
+    """The decisions that meet all budgets with leads and drains of 0, whole numbers per class."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        for t, terms in enumerate(self.add_needs()):
+            # What the decisions alone need in a slot fits the device.
+            self.row(f"fits_{self.slot_name(t)}", terms, LE, 1.0)
+        self.count_units()
+
+    def least(self, amount: Callable[[StateOption], float]) -> float:
+        """The least of a kind of work that any decisions leave, 0 where none is proven."""
+        amounts = [(y, amount(option)) for _, option, y in self.each_state()]
+        scale = max(size for _, size in amounts)
+        if not scale:
+            return 0.0
+        terms: Terms = [(y, size / scale) for y, size in amounts if size]
+        self.minimise(terms)
+        answer = solve(self.pulp, integer=True, max_nodes=MAX_NODES, gap=1e-6)
+        return max(0.0, answer.bound * scale * (1 - SAFE))
+
+    def nearest(self, values: Mapping[str, float]) -> dict[str, int] | None:
+        """Whole numbers of units per placement, near those in `values`, that meet all budgets.
+
+        Near by the bytes of chunks that are placed otherwise, and much nearer where no more is
+        written to disk. To be asked once per model.
+        """
+        more_written = self.variable("more_written")
+        distance: Terms = [(more_written, DISK_WEIGHT)]
+        written: Terms = [(more_written, -1.0)]
+        before = 0.0
+        for name, (unit, option, number) in self.placed.items():
+            cost = self.problem.profile.units[unit]
+            away = self.variable(f"away_{name}")
+            distance.append((away, (cost.parameter_bytes + cost.state_bytes) / self.byte_unit))
+            # How many units more, or fewer, take the placement.
+            more = [(number, 1.0), (away, -1.0)]
+            self.row(f"more_{name}", more, LE, values[name])
+            fewer = [(number, 1.0), (away, 1.0)]
+            self.row(f"fewer_{name}", fewer, GE, values[name])
+            written.append((number, option.write_bytes / self.byte_unit))
+            before += values[name] * option.write_bytes
+        self.row("more_written", written, LE, before / self.byte_unit)
+        self.minimise(distance)
+        answer = solve(self.pulp, integer=True, max_nodes=MAX_NODES, gap=1e-3)
+        if not answer.values:
+            return None
+        return {name: round(answer.values[name]) for name in self.placed}
+
+
+def least_lane_seconds(problem: Problem) -> float | None:
+    """No plan within the budgets takes less; None where there is no plan.
+
+    The fluid model knows when bytes are needed, and its bound is tighter; for a hundred units on a
+    machine with two tiers it takes half a minute, and this a second.
+    """
+    model, lanes = CountModel(problem), problem.lane_seconds
+    busiest = model.variable("step")
+    busy: dict[str, Terms] = {lane: [] for lane in lanes.lanes}
+    for unit, activation, x in model.each_activation():
+        for lane, seconds in lanes.of_activations(
+            activation, last=unit == problem.count - 1
+        ).items():
+            busy[lane].append((x, seconds))
+    for _, state, y in model.each_state():
+        for lane, seconds in lanes.of_states(state).items():
+            busy[lane].append((y, seconds))
+    for lane, terms in busy.items():
+        model.row(f"busy_{lane}", [*terms, (busiest, -1.0)], LE)
+    model.minimise([(busiest, 1.0)])
+    answer = solve(model.pulp, integer=False)
+    if answer.status == "infeasible":
+        return None
+    return answer.bound * (1 - SAFE) if answer.status == "optimal" else 0.0

@@ -34,13 +34,10 @@ from typing import Literal, NamedTuple
 
 import pulp
 
-from protrain_plan.planning.model.decision_model import DecisionModel, Terms
-from protrain_plan.planning.model.lane_seconds import Network
+from protrain_plan.planning.model.decision_model import EQ, GE, LE, DecisionModel, Terms
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.program.implications import StateOption
 from protrain_plan.records.hardware import Contention, TierName
-
-LE, EQ, GE = pulp.LpConstraintLE, pulp.LpConstraintEQ, pulp.LpConstraintGE
 
 BOUND_TOLERANCE = 1e-6
 """What the bound gives away for the solver's feasibility tolerance (1e-7) and rounded pieces."""
@@ -73,11 +70,6 @@ class LaneFlows(NamedTuple):
     flows: list[Flow]
 
 
-def work(lane: LaneFlows, slot: int, factor: float) -> Terms:
-    """`factor` times the seconds that a lane works beside a slot's compute."""
-    return [(f.compute[slot], factor * f.rate / lane.contention.lane) for f in lane.flows]
-
-
 def rates_of(running: Sequence[LaneFlows], link_share: float) -> tuple[float, dict[str, float]]:
     """The rates of compute, and of each lane, while these lanes run."""
     compute, lanes = 1.0, {}
@@ -103,27 +95,20 @@ def crossing(share: float) -> float:
 class ForwardBackward:
     """One forward and backward: transfers and time of a model's decisions."""
 
-    def __init__(
-        self,
-        model: DecisionModel,
-        static: list[pulp.LpVariable],
-        second_unit: float,
-        prefix: str,
-        *,
-        updating: bool,
-    ) -> None:
+    def __init__(self, model: "Fluid", static: list[pulp.LpVariable], *, updating: bool) -> None:
         self.model, self.problem, self.end = model, model.problem, model.end
-        self.prefix, self.updating = prefix, updating
-        self.byte_unit, self.second_unit = model.byte_unit, second_unit
+        self.prefix, self.updating = "" if updating else "micro_", updating
+        self.byte_unit, self.second_unit = model.byte_unit, model.second_unit
         self.memory_rows: list[pulp.LpConstraint] = []
         self.stall, self.compute = self.per_slot("s"), self.per_slot("d")
         self.flows: dict[str, Flow] = {}
-        self.network: Network | None = None
-        if self.problem.settings.num_devices > 1:
-            problem = self.problem
-            self.network = Network.of(problem.profile.hardware, problem.settings)
-        self.held_per_written = 0.0
+        self.several = self.problem.settings.num_devices > 1
+        self.network = self.problem.lane_seconds.network
+        joined = self.problem.profile.hardware.interconnect
+        self.link_share = joined.link_share if joined else 1.0
         self._add_flows()
+        self._add_amounts()
+        self._add_balances()
         self._add_lanes()
         self._add_compute()
         if updating:
@@ -165,34 +150,23 @@ class ForwardBackward:
                 self._add_flow("write", spill, "ws wc W", down[name], ahead=False)
         if tiers:
             self._add_flow("up", "update", "us uc P", 1.0, ahead=False)
-        if network := self.network:
+        if self.several:
             # The shards that tiers hold, what is gathered from all ranks, and reduced over them.
             for name in up:
                 words = f"ks_{name} kc_{name} K_{name}"
                 self._add_flow(f"{name}_shards", f"fetch {name}", words, up[name], ahead=True)
-            rate = self.byte_unit * network.gathered / seconds
+            rate = self.byte_unit * self.network.gathered / seconds
             self._add_flow("ranks", "collect", "ns nc N", rate, ahead=True)
             if self.updating:
-                rate = self.byte_unit * network.scattered / seconds
+                rate = self.byte_unit * self.network.scattered / seconds
                 self._add_flow("scatter", "collect", "xs xc X", rate, ahead=False)
-                rate = self.byte_unit * network.summed / seconds
+                rate = self.byte_unit * self.network.summed / seconds
                 self._add_flow("sum", "collect", "ys yc Y", rate, ahead=False)
-        self._add_amounts()
-        for word, flow in self.flows.items():
-            if flow.ahead:
-                self._add_inventory(word, flow)
-        for word, flow in self.flows.items():
-            if not flow.ahead:
-                self._add_backlog(word, flow)
-        # The device's update waits for the sums of gradients.
-        if self.network and self.updating:
-            sums = (self.flows["scatter"], self.flows["sum"])
-            self.row("summed_before_update", [(f.compute[self.end], 1.0) for f in sums], EQ)
 
     def _add_amounts(self) -> None:
         """What each decision asks of the flows, in which slots."""
         # Of several devices, only the last micro-batch reduces gradients; no host adds them.
-        several, updating = self.network is not None, self.updating
+        several, updating = self.several, self.updating
         adding = self.problem.settings.micro_batches > 1 and not several
 
         def ask(name: str, slot: int, binary: pulp.LpVariable, amount: float) -> None:
@@ -231,30 +205,33 @@ class ForwardBackward:
                     held_per_written.append(state.in_place.held / state.in_place.bytes)
         self.held_per_written = min(held_per_written, default=0.0)
 
-    def _add_inventory(self, name: str, flow: Flow) -> None:
-        for t in range(self.end + 1):
-            slot = self.slot_name(t)
-            before: Terms = [(flow.waiting[t - 1], 1.0)] if t else []
-            needed = [(binary, -size) for binary, size in flow.amounts[t]]
-            # What the slot reads is there when its compute starts.
-            self.row(f"arrive_{name}_{slot}", [*before, (flow.stall[t], 1.0), *needed], GE)
-            # J_t = J_{t-1} + hs_t + hc_t - needed_t
-            came = [(flow.stall[t], 1.0), (flow.compute[t], 1.0)]
-            terms = [*before, *came, *needed, (flow.waiting[t], -1.0)]
-            self.row(f"ahead_{name}_{slot}", terms, EQ)
-
-    def _add_backlog(self, name: str, flow: Flow) -> None:
-        for t in range(self.end + 1):
-            slot = self.slot_name(t)
-            before: Terms = [(flow.waiting[t - 1], 1.0)] if t else []
-            done = [(flow.stall[t], -1.0), (flow.compute[t], -1.0)]
-            # Only what earlier slots produced can be done by the end of this one.
-            self.row(f"{name}_produced_{slot}", [*before, *done], GE)
-            # waiting_t = waiting_{t-1} - done_t + produced_t
-            terms = [*before, *done, *flow.amounts[t], (flow.waiting[t], -1.0)]
-            self.row(f"{name}_waiting_{slot}", terms, EQ)
-        # The step ends when every move has ended.
-        self.row(f"{name}_all", [(flow.waiting[self.end], 1.0)], EQ)
+    def _add_balances(self) -> None:
+        """What waits after each slot, of what is fetched ahead, then of what is left to be done."""
+        for name, flow in sorted(self.flows.items(), key=lambda item: not item[1].ahead):
+            for t in range(self.end + 1):
+                slot = self.slot_name(t)
+                before: Terms = [(flow.waiting[t - 1], 1.0)] if t else []
+                after = (flow.waiting[t], -1.0)
+                if flow.ahead:
+                    needed = [(binary, -size) for binary, size in flow.amounts[t]]
+                    # What the slot reads is there when its compute starts.
+                    self.row(f"arrive_{name}_{slot}", [*before, (flow.stall[t], 1.0), *needed], GE)
+                    # J_t = J_{t-1} + hs_t + hc_t - needed_t
+                    came = [(flow.stall[t], 1.0), (flow.compute[t], 1.0)]
+                    self.row(f"ahead_{name}_{slot}", [*before, *came, *needed, after], EQ)
+                else:
+                    done = [(flow.stall[t], -1.0), (flow.compute[t], -1.0)]
+                    # Only what earlier slots produced can be done by the end of this one.
+                    self.row(f"{name}_produced_{slot}", [*before, *done], GE)
+                    # waiting_t = waiting_{t-1} - done_t + produced_t
+                    produced = flow.amounts[t]
+                    self.row(f"{name}_waiting_{slot}", [*before, *done, *produced, after], EQ)
+            if not flow.ahead:  # the step ends when every move has ended
+                self.row(f"{name}_all", [(flow.waiting[self.end], 1.0)], EQ)
+        # The device's update waits for the sums of gradients.
+        if self.several and self.updating:
+            sums = (self.flows["scatter"], self.flows["sum"])
+            self.row("summed_before_update", [(f.compute[self.end], 1.0) for f in sums], EQ)
 
     def _add_lanes(self) -> None:
         """During a stall a lane does no more than its time; a link's directions share it.
@@ -262,8 +239,21 @@ class ForwardBackward:
         With k = 1/duplex - 1, in + k·out <= time and k·in + out <= time: exact for duplex >= 1/2,
         optimistic below, where k is cut to 1. The same for a link and collectives.
         """
-        self._add_network_lane()
-        for tier in self.problem.profile.hardware.tiers:
+        tiers, across = self.problem.profile.hardware.tiers, crossing(self.link_share)
+        collectives = self.on("collect")
+        for t in range(self.end + 1) if self.several else ():
+            slot = self.slot_name(t)
+            terms = [(f.stall[t], f.rate) for f in collectives]
+            self.row(f"lane_network_{slot}", [*terms, (self.stall[t], -1.0)], LE)
+            for tier in tiers if across else ():
+                for way, lane in (("in", "fetch"), ("out", "spill")):
+                    flows = self.on(f"{lane} {tier.name}")
+                    for word, one, other in (("", 1.0, across), ("_shared", across, 1.0)):
+                        both = [(f.stall[t], one * f.rate) for f in collectives]
+                        both += [(f.stall[t], other * f.rate) for f in flows]
+                        name = f"lane_network{word}_{way}_{tier.name}_{slot}"
+                        self.row(name, [*both, (self.stall[t], -1.0)], LE)
+        for tier in tiers:
             k = crossing(tier.link.duplex)
             fetches, spills = self.on(f"fetch {tier.name}"), self.on(f"spill {tier.name}")
             for t in range(self.end + 1):
@@ -276,28 +266,6 @@ class ForwardBackward:
             for t in range(self.end + 1):
                 terms = [(updates.stall[t], 1.0), (self.stall[t], -1.0)]
                 self.row(f"lane_update_{self.slot_name(t)}", terms, LE)
-
-    def _add_network_lane(self) -> None:
-        if not self.network:
-            return
-        collectives, k = self.on("collect"), crossing(self._link_share)
-        for t in range(self.end + 1):
-            slot = self.slot_name(t)
-            terms = [(f.stall[t], f.rate) for f in collectives]
-            self.row(f"lane_network_{slot}", [*terms, (self.stall[t], -1.0)], LE)
-            for tier in self.problem.profile.hardware.tiers if k else ():
-                for way, lane in (("in", "fetch"), ("out", "spill")):
-                    flows = self.on(f"{lane} {tier.name}")
-                    for word, one, other in (("", 1.0, k), ("_shared", k, 1.0)):
-                        both = [(f.stall[t], one * f.rate) for f in collectives]
-                        both += [(f.stall[t], other * f.rate) for f in flows]
-                        name = f"lane_network{word}_{way}_{tier.name}_{slot}"
-                        self.row(name, [*both, (self.stall[t], -1.0)], LE)
-
-    @property
-    def _link_share(self) -> float:
-        joined = self.problem.profile.hardware.interconnect
-        return joined.link_share if joined else 1.0
 
     def _add_compute(self) -> None:
         """Compute's time is divided among the sets of lanes that slow it down and run beside it.
@@ -325,7 +293,7 @@ class ForwardBackward:
             tuple(lane for lane in lanes if number >> lanes.index(lane) & 1)
             for number in range(1 << len(lanes))
         ]
-        rates = [rates_of(running, self._link_share) for running in sets]
+        rates = [rates_of(running, self.link_share) for running in sets]
         for t in range(self.end + 1):
             slot = self.slot_name(t)
             spent = [self.variable(f"r{number}_{slot}") for number in range(len(sets))]
@@ -344,29 +312,27 @@ class ForwardBackward:
 
     def _add_links_beside_compute(self, quiet: list[LaneFlows], slowing: list[LaneFlows]) -> None:
         """What `quiet` lanes do during compute, and whichever lane shares a link with them."""
-        across = crossing(self._link_share)
+        across = crossing(self.link_share)
         for lane in quiet:
             others = [o for o in (*quiet, *slowing) if o is not lane and o.link == lane.link]
-            k = crossing(lane.duplex)
-            pairs = [(lane, other) for other in others] if others else [(lane, None)]
-            for one, other in pairs:
-                self._add_beside(one.name, one, other, k)
+            for together in [[lane, other] for other in others] or [[lane]]:
+                self._add_beside(lane.name, together, crossing(lane.duplex))
         for lane in quiet if across else ():
             for other in (*quiet, *slowing):
                 kinds = {lane.link, other.link} - {None}
                 first = lane.link == "network" or other not in quiet
                 if len(kinds) == 2 and "network" in kinds and first:
-                    self._add_beside(f"{lane.name}_{other.name}", lane, other, across)
+                    self._add_beside(f"{lane.name}_{other.name}", (lane, other), across)
 
-    def _add_beside(self, name: str, one: LaneFlows, other: LaneFlows | None, k: float) -> None:
-        """Work during compute takes no longer than compute."""
+    def _add_beside(self, name: str, lanes: Sequence[LaneFlows], k: float) -> None:
+        """Work of one lane, or of two that share a link, takes no longer than compute beside it."""
         for t in range(self.end + 1):
-            for first, second, word in ((1.0, k, ""), (k, 1.0, "_shared")):
-                terms = work(one, t, first)
-                if other:
-                    terms += work(other, t, second)
-                elif word:
-                    continue
+            for factors, word in (((1.0, k), ""), ((k, 1.0), "_shared"))[: len(lanes)]:
+                terms = [
+                    (flow.compute[t], factor * flow.rate / lane.contention.lane)
+                    for lane, factor in zip(lanes, factors, strict=False)
+                    for flow in lane.flows
+                ]
                 row = f"beside_{name}{word}_{self.slot_name(t)}"
                 self.row(row, [*terms, (self.compute[t], -1.0)], LE)
 
@@ -379,7 +345,7 @@ class ForwardBackward:
             lanes.append(LaneFlows(f"out_{name}", name, duplex, hardware.write_contention, spills))
         if updates := self.on("update"):
             lanes.append(LaneFlows("update", None, 1.0, hardware.update_contention, updates))
-        if self.network:
+        if self.several:
             assert hardware.interconnect, "asked when the problem was made"
             contention = hardware.interconnect.contention
             lanes.append(LaneFlows("network", "network", 1.0, contention, self.on("collect")))
@@ -411,7 +377,7 @@ class ForwardBackward:
             if state.gradients and self.problem.settings.updates == "in backward":
                 flow = self.flows[f"leave_{state.gradients.tier}"]
                 waits = state.gradients.bytes / self.byte_unit * flow.rate
-            if state.scattered and self.network and state.scattered.slot == t:
+            if state.scattered and self.several and state.scattered.slot == t:
                 # Its pieces leave one after the other, while the next are summed.
                 summed_s = self.network.scattered * state.scattered.bytes
                 waits = max(waits, summed_s / self.second_unit)
@@ -466,14 +432,12 @@ class ForwardBackward:
 
     def seconds_and_moves(self) -> Terms:
         """The same, and a little of all that moves."""
-        few = [
-            (variable, 1e-3 * flow.rate)
-            for name, flow in self.flows.items()
-            if name not in ("read", "write")
-            for variable in (*flow.stall, *flow.compute)
-        ]
-        compute = [(variable, 1.0) for variable in self.compute]
-        return [*compute, *((variable, 1.0 + 1e-3) for variable in self.stall), *few]
+        terms: Terms = [(variable, 1.0) for variable in self.compute]
+        terms += [(variable, 1.0 + 1e-3) for variable in self.stall]
+        for name, flow in self.flows.items():
+            if name not in ("read", "write"):
+                terms += [(moved, 1e-3 * flow.rate) for moved in (*flow.stall, *flow.compute)]
+        return terms
 
 
 class Fluid(DecisionModel):
@@ -490,30 +454,25 @@ class Fluid(DecisionModel):
             for options in problem.options
         )
         static = self.add_memory()
-        before = problem.settings.micro_batches - 1
-        self.phases = [ForwardBackward(self, static, self.second_unit, "", updating=True)]
-        if before:
-            self.phases.append(
-                ForwardBackward(self, static, self.second_unit, "micro_", updating=False)
-            )
-        self.weights = [1.0, float(before)][: len(self.phases)]
+        self.phases = [ForwardBackward(self, static, updating=True)]
+        if problem.settings.micro_batches > 1:
+            self.phases.append(ForwardBackward(self, static, updating=False))
         self.count_units()
         self.minimise_seconds()
 
     def minimise_seconds(self) -> None:
         """The step's seconds alone: what bounds are made of."""
-        self.pulp.setObjective(pulp.LpAffineExpression(self._weighted(ForwardBackward.seconds)))
+        self.minimise(self._of_step(ForwardBackward.seconds))
 
     def prefer_few_moves(self) -> None:
         """Among equally fast solutions, those that stall and move least; for choices, no bounds."""
-        self.pulp.setObjective(
-            pulp.LpAffineExpression(self._weighted(ForwardBackward.seconds_and_moves))
-        )
+        self.minimise(self._of_step(ForwardBackward.seconds_and_moves))
 
-    def _weighted(self, terms: Callable[[ForwardBackward], Terms]) -> Terms:
+    def _of_step(self, terms: Callable[[ForwardBackward], Terms]) -> Terms:
+        times = (1.0, float(self.problem.settings.micro_batches - 1))
         return [
             (variable, factor * weight)
-            for phase, weight in zip(self.phases, self.weights, strict=True)
+            for phase, weight in zip(self.phases, times, strict=False)
             for variable, factor in terms(phase)
         ]
 
@@ -526,7 +485,7 @@ class Fluid(DecisionModel):
     def at_least(self, name: str, amount: Callable[[StateOption], float], least: float) -> None:
         """Say that every plan within the budgets leaves this much of a kind of work.
 
-        A fact about whole chunks that their fractions do not know: see `planning/counting.py`.
+        A fact about whole chunks that their fractions do not know: see `CountModel`.
         """
         amounts = [(y, amount(option) / least) for _, option, y in self.each_state()]
         self.row(name, [(y, part) for y, part in amounts if part], GE, 1.0)
@@ -559,8 +518,8 @@ class Fluid(DecisionModel):
                 row.expr.addterm(budget, -1.0)
                 row.changeRHS(0.0)
         # The step's seconds.
-        self.row("seconds", self._weighted(ForwardBackward.seconds), LE, limit_s / self.second_unit)
-        self.pulp.setObjective(pulp.LpAffineExpression([(budget, 1.0)]))
+        self.row("seconds", self._of_step(ForwardBackward.seconds), LE, limit_s / self.second_unit)
+        self.minimise([(budget, 1.0)])
 
     def lower_bound_seconds(self, objective: float) -> float:
         """The bound on every plan's seconds that a bound on the objective implies."""

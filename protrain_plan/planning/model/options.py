@@ -1,23 +1,63 @@
-"""The decisions open to each unit of a profile, each with what it implies."""
+"""The decisions open to each unit of a profile, and what is left of them where the user fixes some:
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+    --pin 'layers.0-3: recompute'
+    --pin 'model.layers.4: swap to host, persistent'
 
+or the same in a file:
+
+    protrain: pins
+    version: 2
+    pins:
+      layers.0-3: recompute
+      '*.layers.*': persistent
+
+A pattern is a unit's name, a run of names such as layers.0-3, or a glob such as '*.layers.*'. It
+may leave out what stands before a dot: layers.0-3 is model.layers.0 to model.layers.3 as well,
+unless units have the shorter names.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+
+from protrain_plan.errors import ProtrainError, RecordError
 from protrain_plan.program.implications import ActivationOption, Implications, StateOption
-from protrain_plan.program.program import Settings, gradient_home, residencies
-from protrain_plan.records.hardware import Hardware
+from protrain_plan.program.program import gradient_home, residencies
+from protrain_plan.records.decisions import (
+    ACTIVATIONS,
+    FORM_WORDS,
+    OLD_PHRASES,
+    STATES,
+    WORDINGS,
+    activations_text,
+    states_text,
+)
+from protrain_plan.records.files import read_text
+from protrain_plan.records.folding import fold, runs, unfold
+from protrain_plan.records.forms import FORMS
+from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     Activations,
     Offload,
     Persistent,
     Placement,
+    Recompute,
     StateTier,
+    Swap,
+    SwapInput,
     activations_in,
 )
 from protrain_plan.records.profile import Unit
+from protrain_plan.records.reader import headed
+from protrain_plan.records.tree import did_you_mean, listed, root
+
+Decision = tuple[int, int]
+"""The numbers of a unit's activation option and of its state option."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UnitOptions:
     """Everything that a unit may do; without pins, keep and persistent come first."""
 
@@ -25,46 +65,262 @@ class UnitOptions:
     activations: tuple[ActivationOption, ...]
     states: tuple[StateOption, ...]
 
+    @cached_property
+    def numbers(self) -> tuple[dict[Activations, int], dict[Placement, int]]:
+        """The numbers of the activation options and of the state options, by their decisions."""
+        return (
+            {option.decision: number for number, option in enumerate(self.activations)},
+            {option.decision: number for number, option in enumerate(self.states)},
+        )
+
+    def decision(self, activations: Activations, states: Placement) -> Decision | None:
+        """The numbers of these two; None where the unit cannot take one of them."""
+        known, placements = self.numbers
+        if activations not in known or states not in placements:
+            return None
+        return known[activations], placements[states]
+
+
+def homes(implied: Implications) -> list[StateTier]:
+    """Where states that are not persistent can live, the nearest first."""
+    shards: list[StateTier] = ["device"] if implied.settings.num_devices > 1 else []
+    return [*shards, *(tier.name for tier in implied.profile.hardware.tiers)]
+
 
 def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
     """The options of every unit, in execution order."""
-    profile, settings = implied.profile, implied.settings
-    hardware, count = profile.hardware, len(profile.units)
-    return tuple(
-        UnitOptions(
-            unit=unit,
-            activations=tuple(
-                implied.activations(index, decision) for decision in _activations(unit, hardware)
-            ),
-            states=tuple(
-                implied.states(index, decision)
-                for decision in _placements(unit, hardware, count, settings)
-            ),
+    units, settings, found = implied.profile.units, implied.settings, []
+    tiers = [tier.name for tier in implied.profile.hardware.tiers]
+    for index, unit in enumerate(units):
+        activations: list[Activations] = []
+        for cost in unit.forms:
+            activations.append(activations_in(cost.form))
+            if cost.swappable_bytes > 0:
+                activations += [activations_in(cost.form, tier) for tier in tiers]
+        states: list[Placement] = [Persistent()]
+        for home in homes(implied) if unit.used_by and not unit.stays else ():
+            offload, buffer = Offload(tier=home), Offload(tier=home, keep_gathered=True)
+            if gradient_home(offload, settings) == "host" and "host" not in tiers:
+                continue  # the optimizer of this chunk would run in host memory
+            states.append(offload)
+            stays = [residencies(one, unit.used_by, len(units)) for one in (offload, buffer)]
+            if stays[0] != stays[1]:
+                states.append(buffer)
+        found.append(
+            UnitOptions(
+                unit,
+                tuple(implied.activations(index, decision) for decision in activations),
+                tuple(implied.states(index, decision) for decision in states),
+            )
         )
-        for index, unit in enumerate(profile.units)
-    )
+    return tuple(found)
 
 
-def _activations(unit: Unit, hardware: Hardware) -> Iterator[Activations]:
-    for cost in unit.forms:
-        yield activations_in(cost.form)
-        if cost.swappable_bytes > 0:
-            for tier in hardware.tiers:
-                yield activations_in(cost.form, tier.name)
+KIND = "pins"
+_MAX_SHOWN = 6
+"""How many names of units, runs counted once, a message enumerates."""
 
 
-def _placements(
-    unit: Unit, hardware: Hardware, count: int, settings: Settings
-) -> Iterator[Placement]:
-    yield Persistent()
-    if not unit.used_by or unit.stays:
-        return
-    names = [tier.name for tier in hardware.tiers]
-    homes: list[StateTier] = ["device"] if settings.num_devices > 1 else []
-    for name in (*homes, *names):
-        offload, buffer = Offload(tier=name), Offload(tier=name, keep_gathered=True)
-        if gradient_home(offload, settings) == "host" and "host" not in names:
-            continue  # the optimizer of this chunk would run in host memory
-        yield offload
-        if residencies(offload, unit.used_by, count) != residencies(buffer, unit.used_by, count):
-            yield buffer
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """What the units of a pattern have to do; `None`: open to the planner.
+
+    `source` is where it stands, for messages: `--pin`, or a file with its line.
+    """
+
+    units: str
+    activations: Activations | None
+    states: Placement | None
+    source: str
+
+
+def parse_pin(text: str) -> Pin:
+    """The pin in an option such as `layers.0-3: recompute`; ProtrainError where there is none."""
+    units, colon, decisions = text.rpartition(":")  # a decision has no colon, a name might
+    units = units.strip()
+    if not colon or not units:
+        problem = f"expected units and their decisions, got {text!r}"
+        raise ProtrainError(problem, source="--pin", fix="for example 'layers.0-3: recompute'")
+    try:
+        activations, states = _decisions(decisions)
+    except ProtrainError as error:
+        raise ProtrainError(error.message, source="--pin", key=units, fix=error.fix) from None
+    return Pin(units=units, activations=activations, states=states, source="--pin")
+
+
+def read_pins(path: str | Path) -> tuple[Pin, ...]:
+    """The pins in a file, in order; RecordError, with file, line and key, where it has others."""
+    source = str(path)
+    text = read_text(path)
+    try:
+        top = root(text, source)
+    except RecordError as error:
+        line = "" if error.line is None else text.splitlines()[error.line - 1 :][:1]
+        if line and line[0].lstrip().startswith("*") and error.fix is None:
+            error.fix = "put a pattern that starts with * in quotes"  # else YAML sees an alias
+        raise
+    values = headed(top, KIND).mapping(("protrain", "version", "pins"))
+    pins: list[Pin] = []
+    for units, value in values["pins"].any_mapping().items():
+        try:
+            activations, states = _decisions(value.text())
+        except RecordError:
+            raise
+        except ProtrainError as error:
+            raise value.error(error.message, error.fix) from None
+        place = f"{source}:{value.node.start_mark.line + 1}"
+        pins.append(Pin(units=units, activations=activations, states=states, source=place))
+    if not pins:
+        raise values["pins"].error("expected at least one pin, got none")
+    return tuple(pins)
+
+
+def _decisions(text: str) -> tuple[Activations | None, Placement | None]:
+    """The one or two decisions, in any order."""
+    found: dict[str, str] = {}
+    for phrase in (part.strip() for part in text.split(",")):
+        phrase = OLD_PHRASES.get(phrase, phrase)
+        if phrase not in ACTIVATIONS and phrase not in STATES:
+            plain = [known for known in ACTIVATIONS if not known.endswith(FORM_WORDS)]
+            raise ProtrainError(
+                f"expected a decision, got {phrase!r}",
+                fix=did_you_mean(phrase, (*ACTIVATIONS, *STATES))
+                or f"the decisions are {listed(plain, 'or')} for activations"
+                f" and {listed(STATES, 'or')} for states",
+            )
+        kind = "activations" if phrase in ACTIVATIONS else "states"
+        if kind in found:
+            raise ProtrainError(
+                f"expected one decision for {kind}, got {found[kind]!r} and {phrase!r}"
+            )
+        found[kind] = phrase
+    return ACTIVATIONS.get(found.get("activations", "")), STATES.get(found.get("states", ""))
+
+
+def pinned_options(
+    options: tuple[UnitOptions, ...], pins: Sequence[Pin]
+) -> tuple[UnitOptions, ...]:
+    """The options that the pins leave; of two pins for one unit's activations the later one holds.
+
+    ProtrainError where a pattern fits no unit, or where a unit cannot take the decision that holds.
+    """
+    names = [unit.unit.name for unit in options]
+    activations: dict[str, Pin] = {}
+    states: dict[str, Pin] = {}
+    for pin in pins:
+        for name in _matches(pin, names):
+            if pin.activations is not None:
+                activations[name] = pin
+            if pin.states is not None:
+                states[name] = pin
+    pinned: list[UnitOptions] = []
+    for unit in options:
+        name = unit.unit.name
+        if (asked := activations.get(name)) and asked.activations:
+            kept = tuple(o for o in unit.activations if o.decision == asked.activations)
+            if not kept:
+                raise _cannot(unit, asked, asked.activations, options)
+            unit = replace(unit, activations=kept)
+        if (placed := states.get(name)) and placed.states:
+            left = tuple(o for o in unit.states if o.decision == placed.states)
+            if not left:
+                raise _cannot(unit, placed, placed.states, options)
+            unit = replace(unit, states=left)
+        pinned.append(unit)
+    return tuple(pinned)
+
+
+def _cannot(
+    unit: UnitOptions,
+    pin: Pin,
+    decision: Activations | Placement,
+    options: Sequence[UnitOptions],
+) -> ProtrainError:
+    """Why a unit cannot take `decision`, what it can, and who else can."""
+
+    def phrases(of: UnitOptions) -> list[str]:
+        if isinstance(decision, Persistent | Offload):
+            return [states_text(option.decision) for option in of.states]
+        return [activations_text(option.decision) for option in of.activations]
+
+    name, phrase, tier = unit.unit.name, WORDINGS[decision].phrase, _tier(decision)
+    takers = [other.unit.name for other in options if phrase in phrases(other)]
+    tiers: dict[TierName, None] = {}
+    for of in options:
+        used = [_tier(option.decision) for option in of.activations]
+        used += [_tier(option.decision) for option in of.states]
+        tiers.update((one, None) for one in used if one is not None)
+    if tier is not None and tier not in tiers:
+        here = f"only {listed(tiers, 'and')}" if tiers else "nothing"
+        problem = f"{name} cannot take {phrase!r}: this machine has {here} below the device"
+    elif isinstance(decision, Offload) and decision.tier == "device" and not takers:
+        problem = f"{name} cannot take {phrase!r}: states are shared over several devices alone"
+    elif isinstance(decision, Offload) and not unit.unit.used_by:
+        problem = f"{name} cannot take {phrase!r}: it has no parameters of its own"
+    elif isinstance(decision, Offload) and unit.unit.stays:
+        why = unit.unit.stays
+        problem = f"{name} cannot take {phrase!r}: its states stay on the device ({why})"
+    elif unit.unit.kind == "part" and not isinstance(decision, Offload):
+        problem = f"{name} cannot take {phrase!r}: it is a part between blocks, not a block"
+    elif isinstance(decision, Activations) and not FORMS[decision.form].exact and not takers:
+        problem = (
+            f"{name} cannot take {phrase!r}: it changes what training computes, and is used with"
+            f" --allow {decision.form} alone"
+        )
+    elif unit.unit.runs_once and isinstance(decision, Recompute | SwapInput):
+        problem = f"{name} cannot take {phrase!r}: {unit.unit.runs_once}"
+    else:
+        problem = f"{name} cannot take {phrase!r}"
+    in_order = [words for words in (*ACTIVATIONS, *STATES) if words in phrases(unit)]
+    fix = f"it can take {listed(in_order, 'or')}"
+    if takers:
+        fix += f"; {_shown(takers)} can take {phrase!r}"
+    return ProtrainError(problem, source=pin.source, key=pin.units, fix=fix)
+
+
+def _tier(decision: Activations | Placement) -> TierName | None:
+    if isinstance(decision, Swap | SwapInput):
+        return decision.tier
+    if isinstance(decision, Offload) and decision.tier != "device":
+        return decision.tier
+    return None
+
+
+def _matches(pin: Pin, names: Sequence[str]) -> list[str]:
+    """The units that the pin speaks of, at least one; of a run, at least one for every name."""
+    if pin.units in names:  # even where the name itself looks like a run or a glob
+        return [pin.units]
+    if any(sign in pin.units for sign in "*?["):
+        for whole in (pin.units, f"*.{pin.units}"):
+            if found := [name for name in names if fnmatchcase(name, whole)]:
+                return found
+        raise _no_unit(pin, pin.units, names)
+    called: dict[str, list[str]] = {}
+    for wanted in unfold(pin.units) or [pin.units]:
+        longer = [name for name in names if name.endswith(f".{wanted}")]
+        called[wanted] = [wanted] if wanted in names else longer
+    missing = [name for name, units in called.items() if not units]
+    if missing:
+        raise _no_unit(pin, pin.units if len(missing) == len(called) else missing[0], names)
+    return [unit for units in called.values() for unit in units]
+
+
+def _no_unit(pin: Pin, wanted: str, names: Sequence[str]) -> ProtrainError:
+    what = "fits" if any(sign in wanted for sign in "*?[") else "is called"
+    problem = f"no unit {what} {wanted!r}: the units are {_shown(names)}"
+    fix = did_you_mean(wanted, (*_folded(names), *names))
+    return ProtrainError(problem, source=pin.source, key=pin.units, fix=fix)
+
+
+def _shown(names: Sequence[str]) -> str:
+    """The names, runs folded, as an enumeration of at most a few."""
+    folded = list(_folded(names))
+    if len(folded) > _MAX_SHOWN:
+        folded = [*folded[: _MAX_SHOWN - 1], f"{len(folded) - _MAX_SHOWN + 1} more"]
+    return listed(folded, "and")
+
+
+def _folded(names: Sequence[str]) -> Iterator[str]:
+    for run in runs(names, [None] * len(names)):
+        first, last = names[run[0]], names[run[-1]]
+        yield first if len(run) == 1 else fold(first, last)

@@ -6,11 +6,21 @@ from functools import cached_property
 from typing import NamedTuple
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.planning.model.lane_seconds import LaneSeconds
-from protrain_plan.planning.model.options import UnitOptions, unit_options
-from protrain_plan.planning.model.pins import Pin, pinned_options
+from protrain_plan.planning.model.options import (
+    Decision,
+    Pin,
+    UnitOptions,
+    pinned_options,
+    unit_options,
+)
 from protrain_plan.program.compiling import bind
-from protrain_plan.program.group import ALONE, DeviceGroup, not_joined, profile_of_rank
+from protrain_plan.program.group import (
+    ALONE,
+    DeviceGroup,
+    collective_seconds_per_byte,
+    not_joined,
+    profile_of_rank,
+)
 from protrain_plan.program.implications import (
     ActivationOption,
     BoundProgram,
@@ -22,7 +32,7 @@ from protrain_plan.program.implications import (
 from protrain_plan.program.program import Settings
 from protrain_plan.records.decisions import activations_text, states_text
 from protrain_plan.records.forms import FORMS
-from protrain_plan.records.hardware import TierName, is_accelerator
+from protrain_plan.records.hardware import Hardware, TierName, is_accelerator
 from protrain_plan.records.plan import (
     Activations,
     Budgets,
@@ -49,8 +59,8 @@ MANY_PIECES = {False: 5_000, True: 25_000}
 """Pieces of a step of which no more are asked for, by whether there is an accelerator: a search
 looks at thousands of steps. (Frozen parameters count, and stay in pieces that are small.)"""
 
-Choice = tuple[tuple[int, int], ...]
-"""Per unit: the number of its activation option and of its state option."""
+Choice = tuple[Decision, ...]
+"""The decisions of all units."""
 
 
 def default_piece_bytes(profile: Profile) -> int:
@@ -67,19 +77,6 @@ def default_piece_bytes(profile: Profile) -> int:
     while piece * MAX_PIECES_ON_DISK < largest or sum(-(-size // piece) for size in sizes) > many:
         piece *= 2
     return piece
-
-
-def _refuse_sums_of_sparse(profile: Profile, *, micro_batches: int, devices: int) -> None:
-    """ProtrainError where gradients are summed that grow with every one that is added."""
-    sparse = [unit.name for unit in profile.units if unit.stays == SPARSE]
-    if not sparse or (micro_batches == 1 and devices == 1):
-        return
-    key, what = ("num_devices", "devices") if devices > 1 else ("micro_batches", "micro-batches")
-    raise ProtrainError(
-        f"{sparse[0]} has sparse gradients, and their sum over {what} has no bytes that are known",
-        key=key,
-        fix="let the embedding have dense gradients (sparse=False)",
-    )
 
 
 def _with_leave(profile: Profile, allow: Sequence[Form]) -> Profile:
@@ -124,7 +121,9 @@ def misfit(plan: Plan, profile: Profile) -> Misfit | None:
         if missing := [name for name in there if name not in planned]:
             return Misfit(f"the plan decides nothing for {missing[0]}", key)
         strange = [name for name in planned if name not in there]
-        return Misfit(f"{strange[0]} is not in the profile" if strange else _ORDER, key)
+        return Misfit(
+            f"{strange[0]} is not in the profile" if strange else "the units' order differs", key
+        )
     if (reason := not_joined(plan, profile.hardware)) is not None:
         return Misfit(reason, "num_devices")
     try:
@@ -132,14 +131,13 @@ def misfit(plan: Plan, profile: Profile) -> Misfit | None:
     except ProtrainError as error:
         return Misfit(error.message, error.key or "units", error.fix)
     for index, (unit, options) in enumerate(zip(plan.units, problem.options, strict=True)):
-        activations = [option.decision for option in options.activations]
+        activations, states = options.numbers
         if unit.activations not in activations:
             return Misfit(
                 f"{unit.name} cannot do this with its activations",
                 f"units[{index}].activations",
                 f"decide on {listed([activations_text(one) for one in activations], 'or')}",
             )
-        states = [option.decision for option in options.states]
         if unit.states not in states:
             stays = options.unit.stays
             return Misfit(
@@ -151,7 +149,85 @@ def misfit(plan: Plan, profile: Profile) -> Misfit | None:
     return None
 
 
-_ORDER = "the units' order differs"
+class Network(NamedTuple):
+    """Seconds per byte of the buffers that are gathered, scattered and summed; on one device, 0."""
+
+    gathered: float = 0.0
+    scattered: float = 0.0
+    summed: float = 0.0
+
+    @staticmethod
+    def of(hardware: Hardware, settings: Settings) -> "Network":
+        """What joins the devices of a group, without the latency of single collectives."""
+        if settings.num_devices == 1:
+            return Network()
+        return Network(
+            gathered=collective_seconds_per_byte("all-gather", hardware, settings),
+            scattered=collective_seconds_per_byte("reduce-scatter", hardware, settings),
+            summed=collective_seconds_per_byte("all-reduce", hardware, settings),
+        )
+
+
+class LaneSeconds:
+    """Seconds of a step that decisions take of each lane at least, over all its micro-batches.
+
+    Lanes of states work on the update, which starts after the first backward slot: their seconds
+    count from the step's beginning.
+    """
+
+    def __init__(self, hardware: Hardware, settings: Settings) -> None:
+        self.times = float(settings.micro_batches)
+        # Of several devices, only the last micro-batch reduces its gradients.
+        self.spills = self.times if settings.num_devices == 1 else 1.0
+        self.network = Network.of(hardware, settings)
+        self.read = {tier.name: 1 / tier.link.read_bytes_per_s for tier in hardware.tiers}
+        self.write = {tier.name: 1 / tier.link.write_bytes_per_s for tier in hardware.tiers}
+        self.lanes = ["compute", "update", "network"]
+        for name in self.read:
+            self.lanes += [f"from_{name}", f"to_{name}"]
+            self.lanes += ["read", "write"] if name == "disk" else []
+
+    def moved_activations(self, option: ActivationOption) -> dict[str, float]:
+        """What transfers of a unit's activations take of each lane."""
+        if not option.swap_in or not option.swap_out:
+            return {}
+        tier = option.swap_in.tier
+        return {
+            f"from_{tier}": self.times * option.swap_in.bytes * self.read[tier],
+            f"to_{tier}": self.times * option.swap_out.bytes * self.write[tier],
+        }
+
+    def of_activations(self, option: ActivationOption, *, last: bool) -> dict[str, float]:
+        """What a decision takes of each lane; `last` where its backward is the first."""
+        both = option.forward_s + option.backward_s
+        first = (self.times - 1) * both + option.forward_s + option.backward_s * last
+        seconds = {"compute": self.times * both, "update": first}
+        if "disk" in self.read:
+            seconds |= {"read": first, "write": first}
+        return seconds | self.moved_activations(option)
+
+    def moved_states(self, option: StateOption) -> dict[str, float]:
+        """What transfers of a chunk's parameters, gradients and states take of each lane."""
+        gathered = sum(gather.bytes for gather in option.gathers)
+        scattered = option.scattered.bytes if option.scattered else 0
+        reducing = self.network.scattered * scattered + self.network.summed * option.summed_bytes
+        seconds = {"network": self.times * (self.network.gathered * gathered) + reducing}
+        for name, read in self.read.items():
+            fetched = sum(fetch.bytes for fetch in option.fetches if fetch.tier == name)
+            seconds[f"from_{name}"] = self.times * fetched * read
+            if option.gradients and option.gradients.tier == name:
+                spilled = option.gradients.bytes * self.write[name]
+                seconds[f"to_{name}"] = self.spills * spilled
+            if name == "disk":
+                seconds["read"] = option.read_bytes * read
+                seconds["write"] = option.write_bytes * self.write[name]
+        return seconds
+
+    def of_states(self, option: StateOption) -> dict[str, float]:
+        """What a placement takes of each lane. The device's update waits for all collectives."""
+        seconds = self.moved_states(option)
+        seconds["network"] += option.device_s
+        return seconds | {"compute": option.device_s, "update": option.update_s}
 
 
 @dataclass(frozen=True)
@@ -186,7 +262,17 @@ class Problem:
         `allow` names them. ProtrainError where the profile's machine does not say what joins
         several devices, or sparse gradients would have to be summed.
         """
-        _refuse_sums_of_sparse(profile, micro_batches=micro_batches, devices=group.num_devices)
+        sparse = [unit.name for unit in profile.units if unit.stays == SPARSE]
+        if sparse and (micro_batches > 1 or group.num_devices > 1):
+            # Such a sum grows with every gradient that is added.
+            several = group.num_devices > 1
+            what = "devices" if several else "micro-batches"
+            raise ProtrainError(
+                f"{sparse[0]} has sparse gradients, and their sum over {what} has no bytes"
+                " that are known",
+                key="num_devices" if several else "micro_batches",
+                fix="let the embedding have dense gradients (sparse=False)",
+            )
         made_from, profile = profile, _with_leave(profile_of_rank(profile, group), allow)
         limits: dict[TierName, int] = {"host": budgets.host, "disk": budgets.disk}
         return Problem(
@@ -231,20 +317,18 @@ class Problem:
     @cached_property
     def _busy(self) -> list[tuple[list[tuple[float, ...]], list[tuple[float, ...]]]]:
         """Per unit and option, in the order of choices, the seconds of each lane."""
-        lanes = self.lane_seconds
-        found: list[tuple[list[tuple[float, ...]], list[tuple[float, ...]]]] = []
-        for unit, options in enumerate(self.options):
-            last = unit == self.count - 1
-            pair = (
-                [lanes.of_activations(option, last=last) for option in options.activations],
-                [lanes.of_states(option) for option in options.states],
+        lanes, last = self.lane_seconds, self.count - 1
+
+        def row(seconds: dict[str, float]) -> tuple[float, ...]:
+            return tuple(seconds.get(lane, 0.0) for lane in lanes.lanes)
+
+        return [
+            (
+                [row(lanes.of_activations(one, last=unit == last)) for one in options.activations],
+                [row(lanes.of_states(one)) for one in options.states],
             )
-            activations, states = (
-                [tuple(seconds.get(lane, 0.0) for lane in lanes.lanes) for seconds in of_kind]
-                for of_kind in pair
-            )
-            found.append((activations, states))
-        return found
+            for unit, options in enumerate(self.options)
+        ]
 
     def least_seconds(self, choice: Choice) -> float:
         """A bound on the seconds of every schedule of a choice: no lane is faster than its work."""
@@ -297,48 +381,36 @@ class Problem:
         """Units that cost the same, chunks shared between units apart, in execution order."""
         groups: dict[object, list[int]] = {}
         for index, unit in enumerate(self.profile.units):
-            plain = len(unit.used_by) <= 1
-            key = (
-                (
-                    unit.parameter_bytes,
-                    unit.gradient_bytes,
-                    unit.state_bytes,
-                    unit.num_parameters,
-                    unit.reached,
-                    bool(unit.used_by),
-                    unit.forms,
-                    unit.parameter_pieces,
-                    len(self.options[index].activations),
-                    len(self.options[index].states),
-                    self.options[index].activations[0].decision,
-                    self.options[index].states[0].decision,
-                )
-                if plain
-                else index
+            options = self.options[index]
+            costs = (
+                unit.parameter_bytes,
+                unit.gradient_bytes,
+                unit.state_bytes,
+                unit.num_parameters,
+                unit.reached,
+                bool(unit.used_by),
+                unit.forms,
+                unit.parameter_pieces,
+                len(options.activations),
+                len(options.states),
+                options.activations[0].decision,
+                options.states[0].decision,
             )
-            groups.setdefault(key, []).append(index)
+            groups.setdefault(costs if len(unit.used_by) <= 1 else index, []).append(index)
         return tuple(tuple(group) for group in groups.values())
 
     def chosen(self, choice: Choice) -> tuple[list[ActivationOption], list[StateOption]]:
         """The options that a choice names."""
+        pairs = list(zip(self.options, choice, strict=True))
         return (
-            [
-                options.activations[activation]
-                for options, (activation, _) in zip(self.options, choice, strict=True)
-            ],
-            [
-                options.states[state]
-                for options, (_, state) in zip(self.options, choice, strict=True)
-            ],
+            [options.activations[activation] for options, (activation, _) in pairs],
+            [options.states[state] for options, (_, state) in pairs],
         )
 
     def choice_of(self, plans: Sequence[UnitPlan]) -> Choice:
         """A plan's decisions, which are among the options, as a choice."""
         return tuple(
-            (
-                [option.decision for option in options.activations].index(plan.activations),
-                [option.decision for option in options.states].index(plan.states),
-            )
+            (options.numbers[0][plan.activations], options.numbers[1][plan.states])
             for options, plan in zip(self.options, plans, strict=True)
         )
 
@@ -349,6 +421,10 @@ class Problem:
     def within_tiers(self, choice: Choice) -> bool:
         """Whether a choice meets the budgets of the tiers below the device."""
         return all(self.tier_use(tier, choice) <= limit for tier, limit in self.tiers.items())
+
+    def fits(self, choice: Choice) -> bool:
+        """Whether a choice meets all budgets."""
+        return max(self.static_bytes(choice)) <= self.device and self.within_tiers(choice)
 
     def static_bytes(self, choice: Choice) -> list[int]:
         """Device bytes per slot with every lead and drain 0: the least that a choice can hold.

@@ -40,18 +40,16 @@ def solve(
 
     `max_nodes` limits the search in a way that does not depend on the machine's speed.
     """
-    options: dict[str, Any] = {"random_seed": 0}
-    if max_nodes is not None:
-        options["mip_max_nodes"] = max_nodes
-    highs = _Highs(
+    limits: dict[str, Any] = {} if max_nodes is None else {"mip_max_nodes": max_nodes}
+    _Highs(
         mip=integer,
         msg=False,
         threads=1,
         timeLimit=time_limit_s,
         gapRel=gap,
-        **options,
-    )
-    highs.actualSolve(model)
+        random_seed=0,
+        **limits,
+    ).actualSolve(model)
     run = model.solverModel
     status, info = run.getModelStatus(), run.getInfo()
     has_solution = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible

@@ -24,14 +24,13 @@ carried as far as it fits, and the programme is asked only about what lies beyon
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
-from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.planning.search.choices import plain_choices
-from protrain_plan.planning.search.min_memory import min_memory
+from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.search.choices import min_memory, plain_choices
 from protrain_plan.program.program import BLOCK_BYTES
 from protrain_plan.records.plan import Activations, Placement
 from protrain_plan.records.profile import FormCost, Profile
@@ -88,54 +87,38 @@ def grown(
 
 
 def _form_grown(profile: Profile, index: int, form: FormCost, ratio: Fraction) -> FormCost:
-    staying = form.kept_bytes - form.swappable_bytes
+    """The costs in whole blocks."""
+    staying = form.kept_bytes - form.swappable_bytes  # what a swap leaves on the device
     constant = Fraction(0)  # what a smaller batch has more than its proportion
     if form.form != "keep" and ratio < 1:
         constant = (1 - ratio) * min(max(0, staying), RANDOM_STATE_BYTES)
-    return _form(
-        form,
-        staying=ratio * staying + constant,
-        swappable=ratio * form.swappable_bytes,
-        pieces=[ratio * piece for piece in form.swap_pieces],
-        forward_peak=ratio * form.forward_peak_bytes + constant,
-        backward_peak=_backward_peak(profile, index, form, ratio),
-        forward_s=float(ratio) * form.forward_s,
-        backward_s=float(ratio) * form.backward_s,
-    )
-
-
-def _form(
-    form: FormCost,
-    *,
-    staying: Fraction,
-    swappable: Fraction,
-    pieces: Sequence[Fraction],
-    forward_peak: Fraction,
-    backward_peak: Fraction,
-    forward_s: float,
-    backward_s: float,
-) -> FormCost:
-    """The costs in whole blocks; `staying` are the kept bytes that a swap leaves on the device."""
-    swap_pieces = tuple(_aligned(piece) for piece in pieces)
-    moved = sum(swap_pieces) if swap_pieces else _aligned(swappable)
+    pieces = tuple(_aligned(ratio * piece) for piece in form.swap_pieces)
+    moved = sum(pieces) if pieces else _aligned(ratio * form.swappable_bytes)
     # Rounded apart, so that neither what a swap leaves on the device nor what it takes of a tier
     # comes out too small.
-    kept = _aligned(staying) + moved
+    kept = _aligned(ratio * staying + constant) + moved
     return replace(
         form,
-        forward_peak_bytes=max(_aligned(forward_peak), kept),
+        forward_peak_bytes=max(_aligned(ratio * form.forward_peak_bytes + constant), kept),
         kept_bytes=kept,
-        backward_peak_bytes=_aligned(backward_peak),
+        backward_peak_bytes=_aligned(_backward_peak(profile, index, form, ratio)),
         swappable_bytes=moved,
-        swap_pieces=swap_pieces,
-        forward_s=four_digits(forward_s),
-        backward_s=four_digits(backward_s),
+        swap_pieces=pieces,
+        forward_s=four_digits(float(ratio) * form.forward_s),
+        backward_s=four_digits(float(ratio) * form.backward_s),
     )
 
 
 def _backward_peak(profile: Profile, index: int, form: FormCost, ratio: Fraction) -> Fraction:
     """The most that the peak can be. See [Note: what grows of a backward peak]."""
-    peak, gradients = form.backward_peak_bytes, _new_gradients(profile, index)
+    # Where a later unit has made a tied parameter's gradient already, this one makes another and
+    # the sum of both.
+    peak = form.backward_peak_bytes
+    gradients = sum(
+        unit.gradient_bytes * (1 if index == max(unit.used_by) else 2)
+        for unit in profile.units
+        if index in unit.used_by
+    )
     if ratio <= 1:
         return ratio * peak + (1 - ratio) * gradients
     keep = profile.units[index].cost("keep")
@@ -143,19 +126,6 @@ def _backward_peak(profile: Profile, index: int, form: FormCost, ratio: Fraction
     activations = keep.forward_peak_bytes + recomputed
     growing = min(peak, max(activations, peak - gradients))
     return ratio * growing + (peak - growing)
-
-
-def _new_gradients(profile: Profile, index: int) -> int:
-    """The most bytes of gradients of parameters that a unit's backward makes.
-
-    Where a later unit has made a tied parameter's gradient already, this one makes another and the
-    sum of both.
-    """
-    return sum(
-        unit.gradient_bytes * (1 if index == max(unit.used_by) else 2)
-        for unit in profile.units
-        if index in unit.used_by
-    )
 
 
 def _aligned(size: Fraction) -> int:
@@ -192,7 +162,7 @@ def largest(
     """
     step = STEPS[quantity]
     most = MOST[quantity] // step
-    found: list[_Decisions] = []
+    found: _Decisions | None = None
 
     def at(number: int) -> Profile:
         if quantity == "batch-size":
@@ -206,12 +176,16 @@ def largest(
         problem = problem_at(number)
         if _least_bytes(problem) > problem.device:
             return False
-        return any(_fits(problem, choice) for choice in plain_choices(problem))
+        return any(problem.fits(choice) for choice in plain_choices(problem))
 
     def fits_as_found(number: int) -> bool:
+        assert found, "asked when there is a choice"
         problem = problem_at(number)
-        choices = (_choice(problem, decisions) for decisions in found[-1:])
-        return any(choice is not None and _fits(problem, choice) for choice in choices)
+        # Another size can close an option: what is too small is not swapped.
+        units = zip(problem.options, found, strict=True)
+        numbers = [unit.decision(*decisions) for unit, decisions in units]
+        choice = tuple(one for one in numbers if one is not None)
+        return len(choice) == problem.count and problem.fits(choice)
 
     # `fitting` fits, `beyond` does not; ever larger strides in between, until one is too large.
     fitting, beyond, stride = _last(fits_plainly, 0, most + 1), most + 1, 1
@@ -225,7 +199,7 @@ def largest(
             fitting, stride = number, 2 * stride
         if lean is not None:
             chosen = zip(*problem.chosen(lean.choice), strict=True)
-            found.append(tuple((one.decision, other.decision) for one, other in chosen))
+            found = tuple((one.decision, other.decision) for one, other in chosen)
             fitting = _last(fits_as_found, fitting, beyond)
     if fitting == 0:
         return None
@@ -244,18 +218,13 @@ def _last(fits: Callable[[int], bool], fitting: int, beyond: int) -> int:
     return fitting
 
 
-def _fits(problem: Problem, choice: Choice) -> bool:
-    return max(problem.static_bytes(choice)) <= problem.device and problem.within_tiers(choice)
-
-
 def _least_bytes(problem: Problem) -> int:
     """No choice's peak is lower: each slot with the least that each unit may hold in it."""
     end = 2 * problem.count
     least = [base_bytes(problem.profile, problem.settings)] * (end + 1)
     for unit in problem.options:
         activations = [option.holdings for option in unit.activations]
-        states = [option.holdings for option in unit.states]
-        for options in (activations, states):
+        for options in (activations, [option.holdings for option in unit.states]):
             held = [[0] * (end + 1) for _ in options]
             for row, stays in zip(held, options, strict=True):
                 for stay in stays:
@@ -264,18 +233,3 @@ def _least_bytes(problem: Problem) -> int:
             for slot, column in enumerate(zip(*held, strict=True)):
                 least[slot] += min(column)
     return max(least)
-
-
-def _choice(problem: Problem, decisions: _Decisions) -> Choice | None:
-    """The choice of the same decisions in another problem; None where a unit cannot take its own.
-
-    Another size can close an option: what is too small is not swapped.
-    """
-    choice: list[tuple[int, int]] = []
-    for unit, (activations, states) in zip(problem.options, decisions, strict=True):
-        open_activations = [option.decision for option in unit.activations]
-        open_states = [option.decision for option in unit.states]
-        if activations not in open_activations or states not in open_states:
-            return None
-        choice.append((open_activations.index(activations), open_states.index(states)))
-    return tuple(choice)

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from protrain_plan.planning.explain.explaining import lane_words
-from protrain_plan.planning.explain.limiting import LaneLimit, limits_of
+from protrain_plan.planning.explain.explaining import LaneLimit, lane_words, limits_of
 from protrain_plan.planning.model.fluid import Fluid
-from protrain_plan.planning.model.pins import Pin
+from protrain_plan.planning.model.options import Pin
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.outcome import Infeasible, Solved
@@ -24,8 +23,8 @@ from protrain_plan.planning.questions.planner import (
     within,
 )
 from protrain_plan.planning.search.baselines import kept_seconds
-from protrain_plan.planning.search.local_search import Effort
-from protrain_plan.planning.search.min_memory import min_memory
+from protrain_plan.planning.search.choices import min_memory
+from protrain_plan.planning.search.improving import Effort
 from protrain_plan.program.group import ALONE, DeviceGroup
 from protrain_plan.records.plan import Budgets, Updates
 from protrain_plan.records.profile import Form, Profile
@@ -361,7 +360,10 @@ def fit(question: Question, *, effort: Effort) -> Fit:
     besides = problem.profile.hardware.device.besides_bytes
     plain = tuple((0, 0) for _ in problem.options)
     if answer.solved is not None:
-        binds = _lanes(problem, answer.solved)
+        limits = limits_of(problem, problem.choice_of(answer.solved.plan.units))
+        lanes = [limit for limit in limits if isinstance(limit, LaneLimit)]  # the largest first
+        named = [limit for limit in lanes if limit.share >= NOTEWORTHY] or lanes[:1]
+        binds = ", ".join(f"{lane_words(limit.resource)} {limit.share:.0%}" for limit in named)
     else:
         short = answer.infeasible
         assert short is not None
@@ -375,12 +377,3 @@ def fit(question: Question, *, effort: Effort) -> Fit:
         infeasible=answer.infeasible,
         binds=binds,
     )
-
-
-def _lanes(problem: Problem, solved: Solved) -> str:
-    limits = limits_of(problem, problem.choice_of(solved.plan.units))
-    lanes = sorted(
-        (limit for limit in limits if isinstance(limit, LaneLimit)), key=lambda limit: -limit.share
-    )
-    named = [limit for limit in lanes if limit.share >= NOTEWORTHY] or lanes[:1]
-    return ", ".join(f"{lane_words(limit.resource)} {limit.share:.0%}" for limit in named)

@@ -24,23 +24,28 @@ the least memory.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf, isfinite
 from typing import Literal
 
 from protrain_plan.planning.explain.advice import infeasible
-from protrain_plan.planning.model.counting import WORK, CountModel, least_lane_seconds
+from protrain_plan.planning.model.decision_model import WORK, CountModel, least_lane_seconds
 from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.planning.model.solver import Solution, solve, solver_name
+from protrain_plan.planning.model.solver import solve, solver_name
 from protrain_plan.planning.outcome import Infeasible, Replicas, Solved, Status
 from protrain_plan.planning.search.baselines import BASELINES, Baseline, baseline, leanest_variant
-from protrain_plan.planning.search.choices import moved_down, plain_choices, repaired, roundings
+from protrain_plan.planning.search.choices import (
+    Leanest,
+    min_memory,
+    moved_down,
+    plain_choices,
+    repaired,
+    roundings,
+)
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
-from protrain_plan.planning.search.local_search import Effort, improved
-from protrain_plan.planning.search.min_memory import Leanest, min_memory
-from protrain_plan.planning.search.simplify_schedule import TOLERANCE, in_runs, simplified
+from protrain_plan.planning.search.improving import TOLERANCE, Effort, improved, in_runs, simplified
 from protrain_plan.program.group import ALONE, DeviceGroup
 from protrain_plan.records.forms import FORMS
 from protrain_plan.records.plan import Budgets, Plan, Prediction
@@ -121,8 +126,7 @@ def solve_problem(
         peak = max(problem.static_bytes(variant))
         needed = Leanest(choice=variant, bytes=peak, proven_bytes=peak)
         return infeasible(problem, budgets, needed)
-    bound = min(planning.bound, best.seconds)
-    return _solved(problem, budgets, best, bound, effort, solver, time.monotonic() - started)
+    return planning.solved(best, budgets, solver, time.monotonic() - started)
 
 
 class _Planning:
@@ -149,12 +153,14 @@ class _Planning:
             self._place_whole_chunks,
             self._count,
             self._round,
-            self._count_with_margin,
+            lambda: self._count(margin=MARGINS[2]),
             self._improve,
         )
         for stage in stages if self.effort.enough_s is None else stages[:2]:
-            if self._good_enough() or self.effort.spent() or self._hopeless():
+            if self._good_enough() or self.effort.spent() or self._beaten():
                 break
+            if self.effort.enough_s is not None and self.bound > self.effort.enough_s:
+                break  # no plan takes what the effort asks for
             stage()
         if self._beaten() and self.best.seconds >= self.effort.below_s:
             return self.best
@@ -170,7 +176,9 @@ class _Planning:
             self._keep(found)
             slowest = min(slowest, found.seconds if found else slowest)
         self._tell("baselines")
-        return self._tidied(max(slowest, self.best.seconds))
+        slowest = max(slowest, self.best.seconds)
+        best = in_runs(self.problem, self.evaluator, self.best, slowest_s=slowest)
+        return simplified(self.problem, best, slowest_s=slowest)
 
     def solve_baseline(self, name: Baseline) -> Evaluation | None:
         """The best plan of a baseline, None where it has none within the budgets."""
@@ -181,6 +189,46 @@ class _Planning:
             self._tell(name)
         return found
 
+    def solved(self, best: Evaluation, budgets: Budgets, solver: Solver, seconds: float) -> Solved:
+        """The answer: `best` as a plan, with what it promises."""
+        profile, settings = self.problem.profile, self.problem.settings
+        peaks = peak_bytes(self.problem.program(best.plans))
+        assert peaks.device <= self.problem.device, "the schedule and the peak function disagree"
+        error_low, error_high = profile.error_band
+        prediction = Prediction(
+            step_seconds=best.seconds,
+            lower_bound_seconds=min(self.bound, best.seconds),
+            peak_bytes=peaks,
+            error_low=error_low,
+            error_high=error_high,
+        )
+        made = Plan(
+            workload=profile.workload,
+            hardware=profile.hardware.name,
+            optimizer=profile.optimizer.name,
+            profile_fingerprint=fingerprint(self.problem.made_from),
+            model_fingerprint=profile.model_fingerprint,
+            exact=all(FORMS[unit.activations.form].exact for unit in best.plans),
+            budgets=budgets,
+            prediction=prediction,
+            piece_bytes=settings.piece_bytes,
+            units=best.plans,
+            updates=settings.updates,
+            micro_batches=settings.micro_batches,
+            num_devices=settings.num_devices,
+            num_replicas=settings.num_replicas,
+            num_nodes=settings.num_nodes,
+            tensors=profile.tensors,
+        )
+        return Solved(
+            plan=made,
+            status=status_of(made.gap, self.effort),
+            gap=made.gap,
+            stall_seconds=best.stall_s,
+            solve_seconds=seconds,
+            solver=solver_name() if solver == "milp" else solver,
+        )
+
     def _find_bound(self) -> None:
         self.fluid = Fluid(self.problem)
         answer = solve(self.fluid.pulp, integer=False)
@@ -188,20 +236,11 @@ class _Planning:
             self.bound = self.fluid.lower_bound_seconds(answer.bound)
         self._tell("lower bound")
 
-    def _tidied(self, slowest_s: float) -> Evaluation:
-        best = in_runs(self.problem, self.evaluator, self.best, slowest_s=slowest_s)
-        return simplified(self.problem, best, slowest_s=slowest_s)
-
     def _good_enough(self) -> bool:
         return self.best.seconds <= max(self._enough(), self.effort.enough_s or 0.0)
 
     def _enough(self) -> float:
         return self.bound * (1 + self.effort.gap_target)
-
-    def _hopeless(self) -> bool:
-        """Whether no plan takes what the effort asks for."""
-        slower = self.effort.enough_s is not None and self.bound > self.effort.enough_s
-        return slower or self._beaten()
 
     def _beaten(self) -> bool:
         """Whether no plan is faster than what is known already, by more than the gap asked for."""
@@ -223,7 +262,7 @@ class _Planning:
     def _try(self, choice: Choice) -> None:
         self._keep(self.evaluator.evaluate(choice, faster_than_s=self.best.seconds))
 
-    def _try_near(self, values: dict[str, float]) -> None:
+    def _try_near(self, values: Mapping[str, float]) -> None:
         """Evaluate the roundings of a solution of the fluid model."""
         for choice in roundings(self.problem, self.fluid.choice_values(values)):
             for below in moved_down(self.problem, choice):
@@ -238,7 +277,7 @@ class _Planning:
             self.fluid.set_margin(margin)
             answer = solve(self.fluid.pulp, integer=False)
             if answer.values:
-                self._try_near(dict(answer.values))
+                self._try_near(answer.values)
         self._polish("roundings")
 
     def _improve(self) -> None:
@@ -266,32 +305,22 @@ class _Planning:
                     with self.fluid.placing(numbers, spare_swaps=spare):
                         placed = solve(self.fluid.pulp, integer=False)
                     if placed.values and not self._good_enough():
-                        self._try_near(dict(placed.values))
+                        self._try_near(placed.values)
         if not self._good_enough():
             self._polish("whole chunks")
 
-    def _count(self) -> None:
-        """Branch and bound over how many units of a class take which option."""
-        if len(self.fluid.pulp.variables()) > LARGE:
-            return
-        self.fluid.minimise_seconds()
-        self.fluid.set_margin(0.0)
-        answer = self._search_tree()
-        # At the smallest budget, where one plan is left, solvers may find none: infinity then.
-        if isfinite(answer.bound):
-            self.bound = max(self.bound, self.fluid.lower_bound_seconds(answer.bound))
-        self._polish("whole numbers of units")
+    def _count(self, *, margin: float = 0.0) -> None:
+        """Branch and bound over how many units of a class take which option.
 
-    def _count_with_margin(self) -> None:
-        """The same with few moves preferred and room for whole ones: for its solution alone."""
-        if len(self.fluid.pulp.variables()) > LARGE // 2:
+        With a margin few moves are preferred, with room for whole ones: for its solution alone.
+        """
+        if len(self.fluid.pulp.variables()) > (LARGE // 2 if margin else LARGE):
             return
-        self.fluid.prefer_few_moves()
-        self.fluid.set_margin(MARGINS[2])
-        self._search_tree()
-        self._polish("whole numbers of units, with room for pieces")
-
-    def _search_tree(self) -> Solution:
+        if margin:
+            self.fluid.prefer_few_moves()
+        else:
+            self.fluid.minimise_seconds()
+        self.fluid.set_margin(margin)
         answer = solve(
             self.fluid.pulp,
             integer=True,
@@ -300,62 +329,16 @@ class _Planning:
             gap=self.effort.gap_target / 4,
         )
         if answer.values:
-            self._try_near(dict(answer.values))
-        return answer
+            self._try_near(answer.values)
+        # At the smallest budget, where one plan is left, solvers may find none: infinity then.
+        if not margin and isfinite(answer.bound):
+            self.bound = max(self.bound, self.fluid.lower_bound_seconds(answer.bound))
+        self._polish("whole numbers of units" + (", with room for pieces" if margin else ""))
 
 
 def status_of(gap: float, effort: Effort) -> Status:
     """What a plan of this gap is called."""
     return "optimal" if gap <= effort.gap_target else "feasible"
-
-
-def _solved(
-    problem: Problem,
-    budgets: Budgets,
-    best: Evaluation,
-    bound: float,
-    effort: Effort,
-    solver: Solver,
-    seconds: float,
-) -> Solved:
-    profile, settings = problem.profile, problem.settings
-    peaks = peak_bytes(problem.program(best.plans))
-    assert peaks.device <= problem.device, "the schedule and the peak function disagree"
-    error_low, error_high = profile.error_band
-    prediction = Prediction(
-        step_seconds=best.seconds,
-        lower_bound_seconds=bound,
-        peak_bytes=peaks,
-        error_low=error_low,
-        error_high=error_high,
-    )
-    made = Plan(
-        workload=profile.workload,
-        hardware=profile.hardware.name,
-        optimizer=profile.optimizer.name,
-        profile_fingerprint=fingerprint(problem.made_from),
-        model_fingerprint=profile.model_fingerprint,
-        exact=all(FORMS[unit.activations.form].exact for unit in best.plans),
-        budgets=budgets,
-        prediction=prediction,
-        piece_bytes=settings.piece_bytes,
-        units=best.plans,
-        updates=settings.updates,
-        micro_batches=settings.micro_batches,
-        num_devices=settings.num_devices,
-        num_replicas=settings.num_replicas,
-        num_nodes=settings.num_nodes,
-        tensors=profile.tensors,
-    )
-    gap = made.gap
-    return Solved(
-        plan=made,
-        status=status_of(gap, effort),
-        gap=gap,
-        stall_seconds=best.stall_s,
-        solve_seconds=seconds,
-        solver=solver_name() if solver == "milp" else solver,
-    )
 
 
 def solve_any(
@@ -376,15 +359,71 @@ def solve_any(
         return solve_problem(
             problems[0], budgets, effort=effort, solver=solver, progress=progress, hints=hints
         )
-    started = time.monotonic()
-    search = _Search(problems, budgets, effort, solver, progress, hints)
-    for number in search.order():
-        if search.is_ruled_out(number) or search.is_over():
+    started, tolerated = time.monotonic(), 1 + effort.gap_target
+    best: Solved | None = None
+    best_s, known = inf, list(hints)
+
+    def solve_one(problem: Problem) -> Solved | Infeasible:
+        number = problem.settings.num_replicas
+
+        def tell(stage: str, step_s: float | None, bound_s: float | None) -> None:
+            if progress:
+                word = "replica" if number == 1 else "replicas"
+                progress(f"{number} {word}: {stage}", step_s, bound_s)
+
+        faster = replace(effort, below_s=best_s)
+        return solve_problem(
+            problem, budgets, effort=faster, solver=solver, progress=tell, hints=known
+        )
+
+    bounds: dict[int, float] = {}  # of all that may have plans
+    for number, problem in enumerate(problems):
+        if (bound := least_lane_seconds(problem)) is None:
+            break  # more replicas need more memory
+        bounds[number] = bound
+    seconds: dict[int, float] = {}  # of the plans found
+    reason: Infeasible | None = None  # why the first problem has none
+    # The most promising first; those whose bounds hardly differ by their replicas.
+    near = min(bounds.values(), default=0.0) * tolerated
+    for number in sorted(bounds, key=lambda number: max(near, bounds[number])):
+        if bounds[number] * tolerated >= best_s:
+            continue  # no plan of it is faster by more than the gap asked for
+        if best and (effort.spent() or best_s <= (effort.enough_s or 0.0)):
+            break
+        found = solve_one(problems[number])
+        if isinstance(found, Infeasible):
+            del bounds[number]
+            reason = found if number == 0 else reason
             continue
-        search.solve(number)
-    if search.best is None:
-        return search.reasons.get(0) or search.solve(0)
-    return search.proven(time.monotonic() - started)
+        prediction = found.plan.prediction
+        bounds[number] = prediction.lower_bound_seconds
+        if bounds[number] * tolerated < best_s:  # otherwise the search was given up
+            seconds[number] = prediction.step_seconds
+        if prediction.step_seconds < best_s:
+            best, best_s = found, prediction.step_seconds
+            seconds[number] = best_s
+            # The options are the same for every number of replicas.
+            known.append(problems[number].choice_of(found.plan.units))
+    if best is None:
+        return reason or solve_one(problems[0])
+    bound = min(bounds.values())
+    prediction = replace(best.plan.prediction, lower_bound_seconds=bound)
+    proven = replace(best.plan, prediction=prediction)
+    return replace(
+        best,
+        plan=proven,
+        gap=proven.gap,
+        status=status_of(proven.gap, effort),
+        solve_seconds=time.monotonic() - started,
+        replicas=tuple(
+            Replicas(
+                number=problem.settings.num_replicas,
+                step_seconds=seconds.get(number),
+                lower_bound_seconds=bounds.get(number),
+            )
+            for number, problem in enumerate(problems)
+        ),
+    )
 
 
 def problem_of(solved: Solved, problems: Sequence[Problem]) -> Problem:
@@ -396,107 +435,3 @@ def problem_of(solved: Solved, problems: Sequence[Problem]) -> Problem:
 def within(problems: Sequence[Problem], device: int) -> tuple[Problem, ...]:
     """The same with so many bytes for tensors on the device."""
     return tuple(replace(problem, device=device) for problem in problems)
-
-
-class _Search:
-    """What is known of each problem; problems are told by their places."""
-
-    def __init__(
-        self,
-        problems: Sequence[Problem],
-        budgets: Budgets,
-        effort: Effort,
-        solver: Solver,
-        progress: Progress | None,
-        hints: Sequence[Choice],
-    ) -> None:
-        self.problems, self.budgets = problems, budgets
-        self.effort, self.solver, self.progress = effort, solver, progress
-        self.hints = list(hints)
-        self.best: Solved | None = None
-        self.seconds: dict[int, float] = {}  # of the plans found
-        self.reasons: dict[int, Infeasible] = {}  # where none was
-        self.bounds = dict(enumerate(_first_bounds(problems)))  # of all that may have plans
-
-    def order(self) -> list[int]:
-        """The most promising first; those whose bounds hardly differ by their replicas."""
-        near = min(self.bounds.values(), default=0.0) * (1 + self.effort.gap_target)
-        return sorted(self.bounds, key=lambda n: max(near, self.bounds[n]))
-
-    def is_ruled_out(self, number: int) -> bool:
-        """Whether no plan of it is faster than the best one by more than the gap asked for."""
-        return self.bounds[number] * (1 + self.effort.gap_target) >= self._best_s()
-
-    def is_over(self) -> bool:
-        """Whether the best plan is good enough, or the time is up."""
-        return self.best is not None and (
-            self.effort.spent() or self._best_s() <= (self.effort.enough_s or 0.0)
-        )
-
-    def solve(self, number: int) -> Solved | Infeasible:
-        """Plan a problem."""
-        found = solve_problem(
-            self.problems[number],
-            self.budgets,
-            effort=replace(self.effort, below_s=self._best_s()),
-            solver=self.solver,
-            progress=self._progress(self.problems[number].settings.num_replicas),
-            hints=self.hints,
-        )
-        if isinstance(found, Infeasible):
-            self.bounds.pop(number, None)
-            self.reasons[number] = found
-            return found
-        prediction = found.plan.prediction
-        self.bounds[number] = prediction.lower_bound_seconds
-        if not self.is_ruled_out(number):  # otherwise the search was given up
-            self.seconds[number] = prediction.step_seconds
-        if prediction.step_seconds < self._best_s():
-            self.seconds[number] = prediction.step_seconds
-            self.best = found
-            # The options are the same for every number of replicas.
-            self.hints.append(self.problems[number].choice_of(found.plan.units))
-        return found
-
-    def proven(self, seconds: float) -> Solved:
-        """The best plan, with a bound on those of all problems."""
-        assert self.best, "asked when there is a plan"
-        plan = self.best.plan
-        bound = min(self.bounds.values())
-        plan = replace(plan, prediction=replace(plan.prediction, lower_bound_seconds=bound))
-        return replace(
-            self.best,
-            plan=plan,
-            gap=plan.gap,
-            status=status_of(plan.gap, self.effort),
-            solve_seconds=seconds,
-            replicas=tuple(
-                Replicas(
-                    number=problem.settings.num_replicas,
-                    step_seconds=self.seconds.get(number),
-                    lower_bound_seconds=self.bounds.get(number),
-                )
-                for number, problem in enumerate(self.problems)
-            ),
-        )
-
-    def _best_s(self) -> float:
-        return self.best.plan.prediction.step_seconds if self.best else inf
-
-    def _progress(self, num_replicas: int) -> Progress | None:
-        told = self.progress
-        if told is None:
-            return None
-        word = "replica" if num_replicas == 1 else "replicas"
-        return lambda stage, step_s, bound_s: told(
-            f"{num_replicas} {word}: {stage}", step_s, bound_s
-        )
-
-
-def _first_bounds(problems: Sequence[Problem]) -> Iterator[float]:
-    """A bound on each problem's plans, until one has none: more replicas need more memory."""
-    for problem in problems:
-        bound = least_lane_seconds(problem)
-        if bound is None:
-            return
-        yield bound

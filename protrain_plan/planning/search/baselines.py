@@ -14,9 +14,10 @@ enumeration is coarse to fine: a grid over n_persist and n_swap with the least n
 largest n_buffer that fit, then steps of halving size in all four numbers from the best of these.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, assert_never, get_args
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, get_args
 
+from protrain_plan.planning.model.options import homes
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.choices import uniform
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
@@ -56,27 +57,35 @@ def baseline(name: Baseline, problem: Problem, evaluator: Evaluator) -> Evaluati
     States are offloaded to the first tier with room for them; activations swap to the nearest. On
     several devices, shards stay on these where there is room.
     """
-    tiers = [tier.name for tier in problem.profile.hardware.tiers]
-    offloads: list[Placement] = [Offload(tier=tier) for tier in homes(problem)]
-    match name:
-        case "recompute-all":
-            persistent = _fastest(problem, evaluator, [[Recompute()]], [Persistent()])
-            offloaded = _fastest(problem, evaluator, [[Recompute()]], offloads)
-            found = [one for one in (persistent, offloaded) if one]
-            return min(found, key=lambda one: one.seconds, default=None)
-        case "offload-all":
-            if not tiers:
-                return None
-            nearest = tiers[0]
-            policies: list[list[Activations]] = [
-                [Swap(tier=nearest), Keep()],
-                [SwapInput(tier=nearest), Keep()],
+    tiers = list(problem.tiers)
+    if name == "four-parameter":
+        for home in homes(problem.implied) if tiers else ():
+            if best := _FourParameterSearch(problem, evaluator, home, tiers[0]).best():
+                return evaluator.best_schedule(best.choice, rule=best.rule)
+        return None
+    if name == "offload-all" and not tiers:
+        return None
+    fastest: list[Evaluation] = []
+    offloads: list[Placement] = [Offload(tier=home) for home in homes(problem.implied)]
+    persistent: list[Placement] = [Persistent()] if name == "recompute-all" else []
+    for placements in (persistent, offloads):
+        for placement in placements:  # the first that any policy fits with
+            found = [
+                evaluator.best_schedule(uniform(problem, policy, placement))
+                for policy in _policies(name, problem)
             ]
-            return _fastest(problem, evaluator, policies, offloads)
-        case "four-parameter":
-            return four_parameter(problem, evaluator)
-        case _:
-            assert_never(name)
+            if fitting := [one for one in found if one]:
+                fastest.append(min(fitting, key=lambda one: one.seconds))
+                break
+    return min(fastest, key=lambda one: one.seconds, default=None)
+
+
+def _policies(name: Baseline, problem: Problem) -> list[list[Activations]]:
+    """What a baseline does with activations, in each of its variants."""
+    tiers = list(problem.tiers)
+    if name != "offload-all" or not tiers:
+        return [[Recompute()]]
+    return [[Swap(tier=tiers[0]), Keep()], [SwapInput(tier=tiers[0]), Keep()]]
 
 
 def kept_seconds(problem: Problem) -> float | None:
@@ -92,33 +101,13 @@ def kept_seconds(problem: Problem) -> float | None:
 
 def leanest_variant(name: Baseline, problem: Problem) -> Choice:
     """The variant of a baseline with the lowest peak on the device."""
-    tiers = [tier.name for tier in problem.profile.hardware.tiers]
-    policies: list[list[Activations]] = [[Recompute()]]
-    if name == "offload-all" and tiers:
-        policies = [[Swap(tier=tiers[0]), Keep()], [SwapInput(tier=tiers[0]), Keep()]]
-    placements: list[Placement] = [Offload(tier=tier) for tier in homes(problem)]
-    placements = placements or [Persistent()]
+    placements: list[Placement] = [Offload(tier=home) for home in homes(problem.implied)]
     variants = [
-        uniform(problem, policy, placement) for policy in policies for placement in placements
+        uniform(problem, policy, placement)
+        for policy in _policies(name, problem)
+        for placement in placements or [Persistent()]
     ]
     return min(variants, key=lambda choice: max(problem.static_bytes(choice)))
-
-
-def _fastest(
-    problem: Problem,
-    evaluator: Evaluator,
-    policies: Sequence[Sequence[Activations]],
-    placements: Sequence[Placement],
-) -> Evaluation | None:
-    """The fastest policy under the first placement that any of them fits with."""
-    for placement in placements:
-        found = [
-            evaluator.best_schedule(uniform(problem, policy, placement)) for policy in policies
-        ]
-        fitting = [one for one in found if one]
-        if fitting:
-            return min(fitting, key=lambda one: one.seconds)
-    return None
 
 
 class Numbers(NamedTuple):
@@ -130,27 +119,8 @@ class Numbers(NamedTuple):
     checkpoint: int
 
 
-def four_parameter(problem: Problem, evaluator: Evaluator) -> Evaluation | None:
-    """The best plan of the paper's space with its best schedule; None where none fits.
-
-    States live on one tier, the first with room for them; swapped activations on the nearest. On
-    several devices, the first is the devices themselves, with a shard on each.
-    """
-    tiers = [tier.name for tier in problem.profile.hardware.tiers]
-    for home in homes(problem) if tiers else ():
-        if best := _FourParameterSearch(problem, evaluator, home, tiers[0]).best():
-            return evaluator.best_schedule(best.choice, rule=best.rule)
-    return None
-
-
-def homes(problem: Problem) -> list[StateTier]:
-    """Where states that are not persistent can live, the nearest first."""
-    shards: list[StateTier] = ["device"] if problem.settings.num_devices > 1 else []
-    return [*shards, *(tier.name for tier in problem.profile.hardware.tiers)]
-
-
 class _FourParameterSearch:
-    """The search with states on one tier."""
+    """The search with states on one tier, and swapped activations on another."""
 
     def __init__(
         self, problem: Problem, evaluator: Evaluator, tier: StateTier, swap_tier: TierName
@@ -161,13 +131,6 @@ class _FourParameterSearch:
         units = problem.profile.units
         self.chunks = [index for index, unit in enumerate(units) if unit.used_by]
         self.blocks = [index for index, unit in enumerate(units) if len(unit.forms) > 1]
-        self.options = [
-            (
-                {option.decision: k for k, option in enumerate(options.activations)},
-                {option.decision: k for k, option in enumerate(options.states)},
-            )
-            for options in problem.options
-        ]
         self.choices: dict[Numbers, Choice] = {}
         self.seconds: dict[Numbers, float] = {}
         self.tried = 0
@@ -181,17 +144,22 @@ class _FourParameterSearch:
             if self.tried > self.limit // 2:
                 break
             self._try(numbers)
-        for start in sorted(self.seconds, key=lambda n: self.seconds[n])[:STARTS]:
-            self._refine(start)
+        for numbers in sorted(self.seconds, key=lambda n: self.seconds[n])[:STARTS]:
+            # Steps of halving size in one number, or from one number to another.
+            step = max(1, len(self.blocks) // GRID // 2)
+            while step and self.tried <= self.limit:
+                steps = self._steps(numbers, step)
+                faster = min(steps, key=lambda n: self._try(n), default=numbers)
+                if self._try(faster) < self._try(numbers):
+                    numbers = faster
+                else:
+                    step //= 2
         return self.fastest
 
     def choice(self, numbers: Numbers) -> Choice:
         """The decisions that the four numbers stand for."""
-        if numbers not in self.choices:
-            self.choices[numbers] = self._choice(numbers)
-        return self.choices[numbers]
-
-    def _choice(self, numbers: Numbers) -> Choice:
+        if numbers in self.choices:
+            return self.choices[numbers]
         placements: dict[int, Placement] = {}
         for position, index in enumerate(self.chunks):
             if position < numbers.persist:
@@ -208,24 +176,27 @@ class _FourParameterSearch:
             until = -(-(position + 1) * numbers.swap // changed)
             policies[index] = self.swap if until > before else Recompute()
         choice = []
-        for index, (activations, states) in enumerate(self.options):
+        for index, options in enumerate(self.problem.options):
+            activations, states = options.numbers
             policy, placement = policies.get(index), placements.get(index)
-            state = states.get(placement, 0) if placement else 0
             if placement == self.buffer and self.buffer not in states:
-                # The last chunk stays between its slots in any case.
-                state = states.get(self.offload, 0)
+                placement = self.offload  # the last chunk stays between its slots in any case
+            state = states.get(placement, 0) if placement else 0
             choice.append((activations.get(policy, 0) if policy else 0, state))
-        return tuple(choice)
+        self.choices[numbers] = tuple(choice)
+        return self.choices[numbers]
 
     def _fits(self, numbers: Numbers) -> bool:
-        choice = self.choice(numbers)
-        within = max(self.problem.static_bytes(choice)) <= self.problem.device
-        return within and self.problem.within_tiers(choice)
+        return self.problem.fits(self.choice(numbers))
 
     def _coarse(self) -> Iterator[Numbers]:
         """For shares of chunks and blocks: fewest recomputed blocks, then most buffered chunks."""
-        for persist in _shares(len(self.chunks)):
-            for swap in _shares(len(self.blocks)):
+
+        def shares(count: int) -> list[int]:
+            return sorted({round(count * n / GRID) for n in range(GRID + 1)})
+
+        for persist in shares(len(self.chunks)):
+            for swap in shares(len(self.blocks)):
                 checkpoints = len(self.blocks) - swap
                 if not self._fits(Numbers(persist, 0, swap, checkpoints)):
                     continue
@@ -238,29 +209,14 @@ class _FourParameterSearch:
                         low = middle + 1
                 # Between the fewest and all: memory for activations against memory for states.
                 for checkpoint in {high, (high + checkpoints + 1) // 2, checkpoints}:
-                    yield Numbers(
-                        persist, self._most_buffers(persist, swap, checkpoint), swap, checkpoint
-                    )
-
-    def _most_buffers(self, persist: int, swap: int, checkpoint: int) -> int:
-        low, high = 0, len(self.chunks) - persist
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._fits(Numbers(persist, middle, swap, checkpoint)):
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-    def _refine(self, numbers: Numbers) -> None:
-        """Steps of halving size in one number, or from one number to another."""
-        step = max(1, len(self.blocks) // GRID // 2)
-        while step and self.tried <= self.limit:
-            faster = min(self._steps(numbers, step), key=lambda n: self._try(n), default=numbers)
-            if self._try(faster) < self._try(numbers):
-                numbers = faster
-            else:
-                step //= 2
+                    low, most = 0, len(self.chunks) - persist  # more buffers hold more: bisect
+                    while low < most:
+                        middle = (low + most + 1) // 2
+                        if self._fits(Numbers(persist, middle, swap, checkpoint)):
+                            low = middle
+                        else:
+                            most = middle - 1
+                    yield Numbers(persist, low, swap, checkpoint)
 
     def _steps(self, numbers: Numbers, step: int) -> Iterator[Numbers]:
         for add in range(4):
@@ -287,7 +243,3 @@ class _FourParameterSearch:
             if evaluation and evaluation.seconds < limit:
                 self.fastest = evaluation
         return self.seconds[numbers]
-
-
-def _shares(count: int) -> list[int]:
-    return sorted({round(count * n / GRID) for n in range(GRID + 1)})

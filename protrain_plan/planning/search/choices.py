@@ -1,16 +1,25 @@
-"""Choices to try: one policy for all units, or near a model's fractions, made to meet budgets."""
+"""Choices to try: one policy for all units, or near a model's fractions, made to meet budgets.
+
+And the leanest one, solved exactly. Leads and drains only add to a slot's bytes, so the lowest peak
+of any plan is that of the decisions alone: minimise z with m_t + what the last slot leaves <= z in
+every slot.
+"""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal, get_args
 
-from protrain_plan.planning.model.options import UnitOptions
+from protrain_plan.planning.model.decision_model import COUNTED, LE, DecisionModel, Terms
+from protrain_plan.planning.model.options import Decision, UnitOptions
 from protrain_plan.planning.model.problem import Choice, Problem
+from protrain_plan.planning.model.solver import solve
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     Activations,
     Persistent,
     Placement,
+    StateTier,
     Swap,
     SwapInput,
     activations_in,
@@ -19,13 +28,20 @@ from protrain_plan.records.plan import (
 Fractions = Sequence[tuple[Sequence[float], Sequence[float]]]
 """Per unit: how much of each activation option and of each state option the model takes."""
 
-Decision = tuple[int, int]
-"""The numbers of a unit's activation option and of its state option."""
-
 Relief = Literal["chunk below", "swap below", "no swap"]
 """How a tier is relieved: a chunk, or activations, to the next one, or these not swapped at all."""
 
 RELIEFS: tuple[Relief, ...] = get_args(Relief)
+
+MAX_NODES = 300
+CERTAIN = 1e-4
+"""The part of the least bytes that may be left unproven..."""
+
+MANY, NEARLY = 60, 1e-2
+"""... and the same for so many units, where the search for more takes a minute."""
+
+TIE_BREAK = 1e-9
+"""What a plain decision is worth, in fractions of about the peak: less than it can matter."""
 
 
 def plain_choices(problem: Problem) -> Iterator[Choice]:
@@ -48,54 +64,47 @@ def uniform(problem: Problem, policies: Sequence[Activations], placement: Placem
     """The same for all: a unit takes the first policy open to it, or keeps and persists."""
     choice = []
     for options in problem.options:
-        activations = [option.decision for option in options.activations]
-        states = [option.decision for option in options.states]
-        activation = next((activations.index(p) for p in policies if p in activations), 0)
-        choice.append((activation, states.index(placement) if placement in states else 0))
+        activations, states = options.numbers
+        activation = next((activations[one] for one in policies if one in activations), 0)
+        choice.append((activation, states.get(placement, 0)))
     return tuple(choice)
 
 
 def roundings(problem: Problem, fractions: Fractions) -> Iterator[Choice]:
-    """Several choices near `fractions`, without repetition."""
-    found: set[Choice] = set()
-    for start in (0.0, 0.25, -0.25, 0.45):
-        for backwards in (False, True):
-            choice = diffuse(problem, fractions, start=start, backwards=backwards)
-            if choice not in found:
-                found.add(choice)
-                yield choice
+    """Several choices near `fractions`, without repetition.
 
-
-def diffuse(problem: Problem, fractions: Fractions, *, start: float, backwards: bool) -> Choice:
-    """Walk each class in unit order, accumulate fractions, take the largest, subtract one.
-
-    `start` is the head start of every class's plain option.
+    Each walks every class in unit order, accumulates fractions, takes the largest and subtracts
+    one. They differ in the direction, and in the head start of every class's plain option.
     """
-    chosen: dict[int, tuple[int, int]] = {}
-    for units in problem.classes:
-        owed_activations = [0.0] * len(fractions[units[0]][0])
-        owed_states = [0.0] * len(fractions[units[0]][1])
-        owed_activations[0] = owed_states[0] = start if len(units) > 1 else 0.0
-        for unit in reversed(units) if backwards else units:
-            activation = _take(owed_activations, fractions[unit][0])
-            state = _take(owed_states, fractions[unit][1])
-            chosen[unit] = (activation, state)
-    return tuple(chosen[unit] for unit in range(problem.count))
 
+    def take(owed: list[float], fractions: Sequence[float]) -> int:
+        for k, fraction in enumerate(fractions):
+            owed[k] += fraction
+        best = max(range(len(owed)), key=lambda k: round(owed[k], 6))
+        owed[best] -= 1.0
+        return best
 
-def _take(owed: list[float], fractions: Sequence[float]) -> int:
-    for k, fraction in enumerate(fractions):
-        owed[k] += fraction
-    best = max(range(len(owed)), key=lambda k: round(owed[k], 6))
-    owed[best] -= 1.0
-    return best
+    found: set[Choice] = set()
+    for start, backwards in product((0.0, 0.25, -0.25, 0.45), (False, True)):
+        chosen: dict[int, Decision] = {}
+        for units in problem.classes:
+            activations, states = ([0.0] * len(options) for options in fractions[units[0]])
+            activations[0] = states[0] = start if len(units) > 1 else 0.0
+            for unit in reversed(units) if backwards else units:
+                of_activations, of_states = fractions[unit]
+                chosen[unit] = take(activations, of_activations), take(states, of_states)
+        choice = tuple(chosen[unit] for unit in range(problem.count))
+        if choice not in found:
+            found.add(choice)
+            yield choice
 
 
 def moved_down(problem: Problem, choice: Choice) -> Iterator[Choice]:
     """`choice`, changed as far as it takes to meet the budgets of the tiers below the device.
 
     Where it exceeds one: by chunks that move to a lower tier, and with fewer of these, by swapped
-    activations that move there or stay on the device.
+    activations that move there or stay on the device. The last units go first: their updates come
+    first in backward, and a slow tier has the rest of it to carry their states.
     """
     if problem.within_tiers(choice):
         yield choice
@@ -106,30 +115,15 @@ def moved_down(problem: Problem, choice: Choice) -> Iterator[Choice]:
         for tier, lower in zip(tiers, [*tiers[1:], None], strict=True):
             # Then chunks, once more for the staging buffers that the first of them need.
             for one in (relief, "chunk below", "chunk below"):
-                _relieve(problem, current, tier, lower, one)
+                excess = problem.tier_use(tier, tuple(current)) - problem.tiers[tier]
+                for unit in reversed(range(problem.count)):
+                    if excess <= 0:
+                        break
+                    options, old = problem.options[unit], current[unit]
+                    if changed := _relieved(options, old, tier, lower, one):
+                        excess -= _on_tier(options, old, tier) - _on_tier(options, changed, tier)
+                        current[unit] = changed
         yield tuple(current)
-
-
-def _relieve(
-    problem: Problem,
-    current: list[Decision],
-    tier: TierName,
-    lower: TierName | None,
-    relief: Relief,
-) -> None:
-    """Change units' decisions until a tier's budget is met, or nothing is left to change.
-
-    The last units go first: their updates come first in backward, and a slow tier has the rest of
-    it to carry their states.
-    """
-    excess = problem.tier_use(tier, tuple(current)) - problem.tiers[tier]
-    for unit in reversed(range(problem.count)):
-        if excess <= 0:
-            return
-        options = problem.options[unit]
-        if changed := _relieved(options, current[unit], tier, lower, relief):
-            excess -= _on_tier(options, current[unit], tier) - _on_tier(options, changed, tier)
-            current[unit] = changed
 
 
 def _on_tier(options: UnitOptions, decision: Decision, tier: TierName) -> int:
@@ -153,16 +147,11 @@ def _relieved(
     elif relief == "swap below":
         activations = replace(activations, tier=lower) if lower else activations
     else:
-        form = activations.form if activations.form != "keep" else "full"
-        activations = activations_in(form)
-    known = [option.decision for option in options.activations]
-    placements = [option.decision for option in options.states]
-    if activations not in known or states not in placements:
-        return None
-    return known.index(activations), placements.index(states)
+        activations = activations_in(activations.form if activations.form != "keep" else "full")
+    return options.decision(activations, states)
 
 
-def repaired(problem: Problem, choice: Choice, min_memory: Choice) -> Choice:
+def repaired(problem: Problem, choice: Choice, leanest: Choice) -> Choice:
     """`choice`, with as many decisions of `leanest` as it takes to meet the device's budget.
 
     Each step changes the one decision that takes least off the tightest slot and yet enough, or
@@ -176,7 +165,7 @@ def repaired(problem: Problem, choice: Choice, min_memory: Choice) -> Choice:
             return tuple(current)
         excess = static[tightest] - problem.device
         best, saved = None, 0
-        for unit, (lean_activation, lean_state) in enumerate(min_memory):
+        for unit, (lean_activation, lean_state) in enumerate(leanest):
             activation, state = current[unit]
             for change in ((lean_activation, state), (activation, lean_state)):
                 if change == current[unit]:
@@ -187,13 +176,85 @@ def repaired(problem: Problem, choice: Choice, min_memory: Choice) -> Choice:
                 if gain > saved if saved < excess else excess <= gain < saved:
                     best, saved = (unit, change), gain
         if best is None:
-            return min_memory
+            return leanest
         current[best[0]] = best[1]
 
 
-def _standing(problem: Problem, unit: int, decision: tuple[int, int], slot: int) -> int:
+def _standing(problem: Problem, unit: int, decision: Decision, slot: int) -> int:
     """What a unit's decision holds in a slot."""
     options = problem.options[unit]
     chosen = options.activations[decision[0]], options.states[decision[1]]
     holdings = (held for option in chosen for held in option.holdings)
     return sum(held.bytes for held in holdings if held.first <= slot <= held.last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leanest:
+    """Decisions, and the bytes that they need of the tier; none need less than `proven_bytes`."""
+
+    choice: Choice
+    bytes: int
+    proven_bytes: int
+
+
+def min_memory(problem: Problem, *, of: StateTier = "device") -> Leanest | None:
+    """The decisions that need least of a tier while all others' budgets are met; None: none do."""
+    # Whole numbers of units decide, unless their orders matter.
+    if any(len(units) >= COUNTED for units in problem.classes):
+        found = _leanest(problem, of, 1.0, counted=True)
+        certain = CERTAIN if problem.count < MANY else NEARLY
+        if found and found.bytes <= found.proven_bytes * (1 + certain):
+            return found
+    # The solver may overstep a limit by its tolerance: then a little less is asked for.
+    for slack in (0.0, 3e-7, 3e-6):
+        found = _leanest(problem, of, 1.0 - slack, counted=False)
+        if found:
+            return found
+    return None
+
+
+def _leanest(problem: Problem, of: StateTier, part: float, *, counted: bool) -> Leanest | None:
+    """The same, within `part` of every limit.
+
+    With whole decisions, or (`counted`) with whole numbers of units per option.
+    """
+    # The answer does not depend on the budget of the tier asked for: neither may the model's scale.
+    scale = min(max(problem.static_bytes(choice)) for choice in plain_choices(problem))
+    tiers = {tier: int(size * part) for tier, size in problem.tiers.items()}
+    if of != "device":
+        tiers[of] = problem.profile.hardware.tier(of).capacity_bytes
+    model = DecisionModel(replace(problem, device=max(1, scale), tiers=tiers))
+    needs, peak = model.add_needs(), model.variable("peak")
+    asked: Terms = [(peak, -1.0)]
+    for t, terms in enumerate(needs):
+        name = f"peak_{model.slot_name(t)}"
+        if of == "device":
+            model.row(name, [*terms, *asked], LE)
+        else:
+            model.row(name, terms, LE, problem.device * part / model.byte_unit)
+    if of != "device":
+        model.row(f"use_{of}", [*model.tier_terms(of), *asked], LE)
+    # Among equally lean decisions, those that keep and persist most, and move least.
+    plain = [(xs[0], -TIE_BREAK) for xs in (*model.activations, *model.states)]
+    model.minimise([(peak, 1.0), *plain])
+    if counted:
+        model.count_units()
+    answer = solve(model.pulp, integer=True, max_nodes=MAX_NODES, gap=1e-9)
+    if not answer.values:
+        return None
+    # What the solver proved, less its tolerance and what the tie-break may have taken off.
+    proven = 0.0
+    if answer.bound > 0:
+        proven = (answer.bound - 1e-8 * problem.count) * model.byte_unit * (1 - 1e-6)
+    found: list[Leanest] = []
+    for choice in roundings(problem, model.choice_values(answer.values)):
+        static = max(problem.static_bytes(choice))
+        others = (tier for tier in problem.tiers if tier != of)
+        if any(problem.tier_use(tier, choice) > problem.tiers[tier] for tier in others):
+            continue
+        if of != "device" and static > problem.device:
+            continue
+        needed = static if of == "device" else problem.tier_use(of, choice)
+        bound = max(0, min(int(proven), needed))
+        found.append(Leanest(choice=choice, bytes=needed, proven_bytes=bound))
+    return min(found, key=lambda lean: lean.bytes, default=None)

@@ -19,8 +19,7 @@ from protrain_plan.program.implications import HoldingKind
 from protrain_plan.records import read_profile
 from protrain_plan.records.plan import Plan
 from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import device_bytes
-from protrain_plan.simulation.promises import slot_name
+from protrain_plan.simulation.memory import device_bytes, slot_name
 from protrain_plan.units import format_bytes, parse_bytes
 from protrain_runtime.devices.device import out_of_memory, refusal
 from protrain_runtime.devices.memory_meter import device_of

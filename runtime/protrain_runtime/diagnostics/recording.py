@@ -23,7 +23,7 @@ from protrain_plan.program.recording import Recording
 from protrain_plan.records import fingerprint
 from protrain_plan.records.commands import profile_command
 from protrain_plan.records.plan import Plan, TierBytes
-from protrain_plan.simulation.promises import exceeded
+from protrain_plan.simulation.memory import exceeded
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import (
     MemoryMeter,

@@ -1,0 +1,243 @@
+"""What makes a plan better: a local search over decisions, then numbers that people can read.
+
+The search tries single changes, shifted runs and swapped pairs, by the simulator. It changes one
+block at a time, and leaves equal blocks with decisions in no order: `in_runs` lets equal decisions
+stand together. Handing out every spare byte gives equal blocks unequal leads and drains, and a peak
+of what the budget allows rather than what the step takes: `simplified` gives all units with the
+same decisions the same, smallest numbers. Neither may cost time.
+"""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import islice, permutations
+from math import inf
+
+from protrain_plan.planning.model.problem import Choice, Problem
+from protrain_plan.planning.search.evaluation import Evaluation, Evaluator, step_seconds
+from protrain_plan.records.hardware import Collectives, Hardware
+from protrain_plan.records.plan import Persistent, Schedule, Swap, SwapInput, UnitPlan
+from protrain_plan.records.profile import Profile
+from protrain_plan.simulation.memory import device_bytes
+
+TOLERANCE = 0.002
+"""The fraction of the step's time that a tidier schedule may cost."""
+
+SLOWER_LANES = 0.7
+"""Numbers must hold with lanes at this fraction of their speed, too: slack for noise. Replays of
+the planner's prototype were run at half and double bandwidth (docs/decisions.md)."""
+
+VALUES = (1, 2, 3, 4, 6, 9, 14, 0)
+"""In order of preference: 0 makes compute wait for the whole transfer, and is for want of room."""
+
+MAX_ORDERS = 24
+MAX_SLOTS = 40_000
+"""Slots simulated in all, which bounds the time that tidying takes."""
+
+IMPROVEMENT = 1e-7
+"""A step must be faster by this fraction to count: less is rounding in the simulator."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Effort:
+    """How long a search goes on, and when it is good enough.
+
+    gap_target    a plan this close to the bound is good enough (0.005: half a per cent)
+    enough_s      and so is one of as many seconds; a search that cannot get there is given up
+    below_s       only plans that are faster than this matter; so is one that has none
+    time_limit_s  for people in a hurry: with a limit that strikes, the plan depends on the machine
+    seed          of the order in which changes are tried
+    stopped       asked often; true ends the search with the best plan so far
+    """
+
+    gap_target: float = 0.005
+    enough_s: float | None = None
+    below_s: float = inf
+    time_limit_s: float | None = None
+    seed: int = 0
+    stopped: Callable[[], bool] = lambda: False
+    started: float = field(default_factory=time.monotonic)
+
+    def spent(self) -> bool:
+        """Whether the search has to end now."""
+        return self.stopped() or self.left_s() <= 0
+
+    def left_s(self) -> float:
+        """Seconds until the time limit."""
+        if self.time_limit_s is None:
+            return float("inf")
+        return self.time_limit_s - (time.monotonic() - self.started)
+
+
+def improved(
+    problem: Problem,
+    evaluator: Evaluator,
+    best: Evaluation,
+    *,
+    effort: Effort,
+    max_simulations: int,
+    enough_s: float,
+) -> Evaluation:
+    """`best`, or what changes of few decisions make of it, until it takes `enough_s` or less."""
+    started = evaluator.num_simulations
+    order = random.Random(effort.seed)
+    while True:
+        before = best
+        neighbours = list(_neighbours(problem, best.choice))
+        order.shuffle(neighbours)  # so that limited effort reaches all parts of the model
+        for choice in neighbours:
+            tried = evaluator.num_simulations - started
+            if tried >= max_simulations or effort.spent() or best.seconds <= enough_s:
+                return best
+            enough = best.seconds * (1 - IMPROVEMENT)
+            evaluation = evaluator.evaluate(choice, rules=(best.rule,), faster_than_s=enough)
+            if evaluation and evaluation.seconds < enough:
+                best = evaluation
+                break
+        if best is before:
+            return best
+
+
+def _neighbours(problem: Problem, choice: Choice) -> Iterator[Choice]:
+    """Choices that differ in one decision, then in one decision of each of two units."""
+    for unit, options in enumerate(problem.options):
+        activation, state = choice[unit]
+        for k in range(len(options.states)):
+            if k != state:
+                yield _with(choice, {unit: (activation, k)})
+        for k in range(len(options.activations)):
+            if k != activation:
+                yield _with(choice, {unit: (k, state)})
+    for units in problem.classes:
+        # Trade decisions where runs of equal decisions meet, and across the whole class.
+        for distance in (1, 2, 4, 8, 16, 32):
+            for first, second in zip(units, units[distance:], strict=False):
+                (a1, s1), (a2, s2) = choice[first], choice[second]
+                if a1 != a2:
+                    yield _with(choice, {first: (a2, s1), second: (a1, s2)})
+                if s1 != s2:
+                    yield _with(choice, {first: (a1, s2), second: (a2, s1)})
+                if a1 != a2 and s1 != s2:
+                    yield _with(choice, {first: (a2, s2), second: (a1, s1)})
+
+
+def _with(choice: Choice, changes: dict[int, tuple[int, int]]) -> Choice:
+    return tuple(changes.get(unit, decision) for unit, decision in enumerate(choice))
+
+
+def in_runs(
+    problem: Problem, evaluator: Evaluator, best: Evaluation, *, slowest_s: float
+) -> Evaluation:
+    """`best` with the decisions of alike units in runs, if some order takes up to `slowest_s`."""
+    for members in problem.classes:
+        decisions = [best.choice[unit] for unit in members]
+        counts = Counter(decisions)
+        fastest = None
+        for order in islice(permutations(sorted(counts)), MAX_ORDERS):
+            choice = list(best.choice)
+            arranged = [decision for decision in order for _ in range(counts[decision])]
+            for unit, decision in zip(members, arranged, strict=True):
+                choice[unit] = decision
+            evaluation = evaluator.evaluate(tuple(choice), rules=(best.rule,))
+            if evaluation and (fastest is None or evaluation.seconds < fastest.seconds):
+                fastest = evaluation
+        if fastest and fastest.seconds > slowest_s:
+            fastest = evaluator.best_schedule(fastest.choice, rule=fastest.rule)
+        if fastest and fastest.seconds <= slowest_s:
+            best = fastest
+    return best
+
+
+def simplified(problem: Problem, best: Evaluation, *, slowest_s: float) -> Evaluation:
+    """`best` with leads and drains made uniform and small, within the budgets and `slowest_s`.
+
+    With slower lanes, too, the step takes no longer than it did.
+    """
+    plans, num_slots = best.plans, 0
+    problems = (problem, replace(problem, profile=_with_slower_lanes(problem.profile)))
+
+    def seconds(plans: tuple[UnitPlan, ...]) -> list[float]:
+        nonlocal num_slots
+        num_slots += 4 * len(plans)
+        return [step_seconds(one, plans)[0] for one in problems]
+
+    limits = [slowest_s, seconds(plans)[1] * (1 + TOLERANCE)]
+
+    def accepted(plans: tuple[UnitPlan, ...]) -> bool:
+        slots = device_bytes(problem.program(plans))
+        if max(slot.total for slot in slots) > problem.device:
+            return False
+        return all(one <= limit for one, limit in zip(seconds(plans), limits, strict=True))
+
+    groups: dict[object, list[int]] = {}
+    for index, unit in enumerate(plans):  # a part is a group of its own
+        same = (unit.activations, unit.states) if unit.kind == "block" else index
+        groups.setdefault(same, []).append(index)
+    for group in groups.values():
+        first = plans[group[0]]
+        swaps = isinstance(first.activations, Swap | SwapInput)
+        moves = not isinstance(first.states, Persistent)
+        for number in fields(Schedule):
+            if not (swaps if number.name.startswith("swap") else moves):
+                continue
+            for candidate in _candidates(plans, group, number.name):
+                if candidate == plans or num_slots > MAX_SLOTS:
+                    break
+                if accepted(candidate):
+                    plans = candidate
+                    break
+    step_s, stall_s = step_seconds(problem, plans)
+    return best._replace(seconds=step_s, stall_s=stall_s, plans=plans)
+
+
+def _candidates(
+    plans: tuple[UnitPlan, ...], group: Sequence[int], field: str
+) -> Iterator[tuple[UnitPlan, ...]]:
+    """Every value for all units, and where that has no room, for all that can have so much.
+
+    Before a slot that holds much, everything has left: the units next to it have less time.
+    """
+    for value in VALUES:
+        for cap in (False, True):
+            changed = list(plans)
+            for index in group:
+                schedule = plans[index].schedule
+                old: int | None = getattr(schedule, field)
+                new = min(value, old) if cap and old is not None else value
+                changed[index] = replace(plans[index], schedule=replace(schedule, **{field: new}))
+            yield tuple(changed)
+
+
+def _with_slower_lanes(profile: Profile) -> Profile:
+    hardware: Hardware = profile.hardware
+    tiers = tuple(
+        replace(
+            tier,
+            link=replace(
+                tier.link,
+                read_bytes_per_s=tier.link.read_bytes_per_s * SLOWER_LANES,
+                write_bytes_per_s=tier.link.write_bytes_per_s * SLOWER_LANES,
+            ),
+        )
+        for tier in hardware.tiers
+    )
+    optimizer = replace(
+        profile.optimizer,
+        host_parameters_per_s=profile.optimizer.host_parameters_per_s * SLOWER_LANES,
+    )
+    joined = hardware.interconnect
+    if joined:
+        near, far = _slower(joined.intra_node), joined.inter_node
+        joined = replace(joined, intra_node=near, inter_node=far and _slower(far))
+    slow = replace(hardware, tiers=tiers, interconnect=joined)
+    return replace(profile, hardware=slow, optimizer=optimizer)
+
+
+def _slower(speeds: Collectives) -> Collectives:
+    return replace(
+        speeds,
+        gather_bytes_per_s=speeds.gather_bytes_per_s * SLOWER_LANES,
+        reduce_bytes_per_s=speeds.reduce_bytes_per_s * SLOWER_LANES,
+    )
