@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,11 +62,6 @@ class _Outputs:
         """Whether nothing is in them but dense tensors and plain values."""
         return all(isinstance(leaf, _Handed | _Made) or is_value(leaf) for leaf in self.leaves)
 
-    @property
-    def key(self) -> object:
-        """Equal for outputs of the same kind."""
-        return str(self.tree), tuple((type(leaf), leaf) for leaf in self.leaves)
-
 
 @dataclass(frozen=True, slots=True)
 class BlockClasses:
@@ -77,11 +73,6 @@ class BlockClasses:
     @property
     def stubbed(self) -> tuple[int, ...]:
         return tuple(unit for unit, other in enumerate(self.representatives) if unit != other)
-
-    @staticmethod
-    def of_nothing(num_units: int) -> "BlockClasses":
-        """All units run."""
-        return BlockClasses(tuple(range(num_units)), {})
 
 
 def equal_blocks(
@@ -112,8 +103,9 @@ def equal_blocks(
         if index in alone or runs or shared.intersection(unit.parameters):
             continue
         foreign = tuple(s if len(readers[s]) > 1 else None for s in block.inputs)
-        alike = unit.signature, block.geometry, foreign, block.outputs.key, block.output_is_saved
-        classes[alike].append(index)
+        leaves = tuple((type(leaf), leaf) for leaf in block.outputs.leaves)
+        kind = str(block.outputs.tree), leaves, block.output_is_saved
+        classes[unit.signature, block.geometry, foreign, kind].append(index)
     representatives = list(range(len(found)))
     for members in classes.values():
         for index in members[2:-1]:
@@ -212,11 +204,7 @@ class _Making(TorchDispatchMode):
         return any(self._known[key].held_elsewhere() for key in keys)
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None
     ) -> object:
         result = func(*args, **(kwargs or {}))
         made = self._made.get(self._block)
@@ -232,33 +220,29 @@ def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dic
     seen: dict[int, _Block] = {}
     making = _Making()
 
-    def before(index: int) -> Callable[..., None]:
-        return lambda *_: making.begin(index)
+    def before(index: int, *_: object) -> None:
+        making.begin(index)
 
-    def after(index: int) -> Callable[..., None]:
-        def hook(_: nn.Module, args: object, kwargs: object, output: object) -> None:
-            inputs = tensors_in((args, kwargs))
-            made = making.keys(tensors_in(output)) - making.keys(inputs) - identities(inputs)
-            making.end(index, made)
-            leaves, tree = tree_flatten(output)
-            seen[index] = _Block(
-                inputs=tuple(tuple(identities([tensor])) for tensor in inputs),
-                geometry=tuple((t.shape, t.dtype, t.layout, t.requires_grad) for t in inputs),
-                gradients=any(tensor.requires_grad for tensor in inputs),
-                outputs=_Outputs(tree, tuple(_leaf(leaf, inputs) for leaf in leaves)),
-                saves_output=not making.saved.isdisjoint(made),
-            )
-
-        return hook
+    def after(index: int, _: nn.Module, args: object, kwargs: object, output: object) -> None:
+        inputs = tensors_in((args, kwargs))
+        made = making.keys(tensors_in(output)) - making.keys(inputs) - identities(inputs)
+        making.end(index, made)
+        leaves, tree = tree_flatten(output)
+        seen[index] = _Block(
+            inputs=tuple(tuple(identities([tensor])) for tensor in inputs),
+            geometry=tuple((t.shape, t.dtype, t.layout, t.requires_grad) for t in inputs),
+            gradients=any(tensor.requires_grad for tensor in inputs),
+            outputs=_Outputs(tree, tuple(_leaf(leaf, inputs) for leaf in leaves)),
+            saves_output=not making.saved.isdisjoint(made),
+        )
 
     with ExitStack() as stack:
         stack.enter_context(undisturbed(model))
         for index, unit in enumerate(found):
             if unit.module is not None:
-                handle = unit.module.register_forward_pre_hook(before(index))
-                stack.callback(handle.remove)
-                handle = unit.module.register_forward_hook(after(index), with_kwargs=True)
-                stack.callback(handle.remove)
+                first, last = partial(before, index), partial(after, index)
+                stack.callback(unit.module.register_forward_pre_hook(first).remove)
+                stack.callback(unit.module.register_forward_hook(last, with_kwargs=True).remove)
         stack.enter_context(saved_tensors_hooks(making.pack, lambda held: held.tensor))
         stack.enter_context(making)
         call_model(model, batch)

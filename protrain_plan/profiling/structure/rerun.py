@@ -34,7 +34,7 @@ _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward"}
 """What is no attribute of the user's; a planned or watched module has its forward there."""
 
 _VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_SEQUENCES = (list, tuple, set, frozenset, deque)
+_CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module)
 _DEEPEST = 8
 
@@ -108,21 +108,11 @@ class _Walk:
             return _Held(value)
         if id(value) not in self._objects:
             self._objects[id(value)] = _Held(value)  # for what holds itself
-            inside = [self.described(one, depth - 1) for one in _inside(value)]
-            self._objects[id(value)] = _Held(value), inside
+            held: Any = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", ())
+            inside = (*held.keys(), *held.values()) if isinstance(held, Mapping) else held
+            described = [self.described(one, depth - 1) for one in inside]
+            self._objects[id(value)] = _Held(value), described
         return self._objects[id(value)]
-
-
-def _inside(value: object) -> Iterator[object]:
-    """What a container or an object holds, keys before values."""
-    if isinstance(value, Mapping):
-        yield from value.keys()
-        yield from value.values()
-    elif isinstance(value, _SEQUENCES):
-        yield from value
-    elif hasattr(value, "__dict__"):
-        yield from vars(value).keys()
-        yield from vars(value).values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,20 +133,22 @@ class Written:
 def writing_arguments(modules: Sequence[nn.Module | None]) -> Iterator[Written]:
     """Those of the blocks that run while inside; None is a part."""
     found = Written()
-    before: dict[int, _Arguments] = {}
+    # The tensors of the arguments, what makes a second run's of them, and the contents of both.
+    before: dict[int, tuple[list[Any], Rebuild, list[object], list[object]]] = {}
 
     def begin(unit: int, _: nn.Module, args: Any, kwargs: Any) -> None:
-        before[unit] = _Arguments.of((args, kwargs))
+        tensors, again = taken_apart((args, kwargs))
+        before[unit] = tensors, again, _contents((args, kwargs)), _contents(again(tensors))
 
     def end(unit: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        given, now = before.pop(unit), (args, kwargs)
-        if _contents(now) == given.contents:
+        tensors, again, contents, repeated = before.pop(unit)
+        if _contents((args, kwargs)) == contents:
             return
         found.anything.add(unit)
-        if _contents(given.again(given.tensors)) != given.repeated:
+        if _contents(again(tensors)) != repeated:
             found.lasting.add(unit)
-        known = {id(tensor) for tensor in (*given.tensors, *tensors_in(output))}
-        if any(id(tensor) not in known for tensor in tensors_in(now)):
+        known = {id(tensor) for tensor in (*tensors, *tensors_in(output))}
+        if any(id(tensor) not in known for tensor in tensors_in((args, kwargs))):
             found.tensors.add(unit)
 
     with ExitStack() as stack:
@@ -167,21 +159,6 @@ def writing_arguments(modules: Sequence[nn.Module | None]) -> Iterator[Written]:
                 stack.callback(handle.remove)
                 stack.callback(module.register_forward_hook(last, with_kwargs=True).remove)
         yield found
-
-
-@dataclass(frozen=True, slots=True)
-class _Arguments:
-    """Arguments before a run: their contents, and what a second run would get."""
-
-    tensors: list[Any]
-    again: Rebuild
-    contents: list[object]
-    repeated: list[object]
-
-    @staticmethod
-    def of(tree: object) -> "_Arguments":
-        tensors, again = taken_apart(tree)
-        return _Arguments(tensors, again, _contents(tree), _contents(again(tensors)))
 
 
 def _contents(tree: object) -> list[object]:
@@ -243,31 +220,23 @@ def _twice(
         reasons[unit] = "its forward writes an input in place"
     elif not any(isinstance(tensor, FakeTensor) for tensor in module.parameters()):
         second: object = None
-        with suppress(Exception), _second(draws, module, states):  # any code of the model runs here
-            own_args, own_kwargs = again(tensors)
-            second = forward(*own_args, **own_kwargs)
+        present = [(device, devices.random_state(device)) for device, _ in states]
+        for device, state in states:
+            devices.set_random_state(device, state)
+        try:
+            statistics = unchanged(with_running_statistics(module))
+            with suppress(Exception), draws.again(), statistics:  # any code of the model runs here
+                own_args, own_kwargs = again(tensors)
+                second = forward(*own_args, **own_kwargs)
+        finally:
+            for device, state in present:
+                devices.set_random_state(device, state)
         ones, others = tensors_in(result), tensors_in(second)
         if len(ones) != len(others) or not all(map(_equal, ones, others)):
             reasons[unit] = "its forward gave another result when it ran again on the same inputs"
         elif _written(before):
             reasons[unit] = "its forward writes an input in place when it runs again"
     return result
-
-
-@contextmanager
-def _second(
-    draws: Draws, module: nn.Module, states: Sequence[tuple[torch.device, torch.Tensor]]
-) -> Iterator[None]:
-    """Around the second run: all random states are those of the first, and put back afterwards."""
-    present = [(device, devices.random_state(device)) for device, _ in states]
-    for device, state in states:
-        devices.set_random_state(device, state)
-    try:
-        with draws.again(), unchanged(with_running_statistics(module)):
-            yield
-    finally:
-        for device, state in present:
-            devices.set_random_state(device, state)
 
 
 def _written(versions: Versions) -> bool:
