@@ -156,8 +156,8 @@ class ModelStructure:
     """A model's units, their parameters, and what each saves that is its own.
 
     `base_bytes` are live before the first slot, and `fixed_bytes` are as in the profile, without
-    what libraries keep. `plans` say what the units are, as a plan does,
-    with nothing decided. `once` are the blocks whose forward cannot run twice, with the reasons
+    what libraries keep. `plans` say what the units are, as a plan does, with nothing decided.
+    `once` are the blocks whose forward cannot run twice, with the reasons
     (see `rerun`), and `stays` says of units why their states stay on the device. `num_warm`
     steps replace what the model keeps from one to the next. `shared_bytes` are those of base_bytes
     that a recomputed block may hold of what others read too. `state_bytes` are those of a
@@ -245,6 +245,10 @@ def analyze_units(
     on_blocks = is_accelerator(device)
     chunks = _chunks(model, found, BLOCK_BYTES if on_blocks else ALIGNMENT)
     parts = [part for chunk in chunks for part in chunk.slices]
+    dtypes = {part.dtype for part in parts if part.trainable}
+    with _disable_current_modes():  # rules are tried on tensors of their own
+        factory = optimizer_factory(optimizer, precision)
+        rules = {dtype: UpdateRule.of(factory, dtype) for dtype in dtypes}
     base = storage_bytes([*model.buffers(), *tensors_in(batch)], block=block)
     base += lasting.num_bytes(block=block) + held_inputs
     return ModelStructure(
@@ -252,7 +256,7 @@ def analyze_units(
         chunks=chunks,
         saved=saved,
         base_bytes=base + (0 if on_blocks else _scalars(parts, optimizer)),
-        fixed_bytes=_beside_in_blocks(parts, optimizer, precision) if on_blocks else 0,
+        fixed_bytes=_beside_in_blocks(parts, optimizer, rules) if on_blocks else 0,
         plans=_described(found, chunks, keep),
         once=once,
         num_warm=lasting.num_steps(step),
@@ -260,10 +264,7 @@ def analyze_units(
         stays=dict.fromkeys(range(len(found)), DIFFERENTIATED)
         if differentiated
         else _staying(found, chunks, handing),
-        state_bytes={
-            dtype: _rule(optimizer, dtype, precision).element_bytes
-            for dtype in {part.dtype for part in parts if part.trainable}
-        },
+        state_bytes={dtype: rule.element_bytes for dtype, rule in rules.items()},
         unused=unused,
         kept=kept,
         block=block,
@@ -317,7 +318,9 @@ _LOOSE_BLOCKS = 16
 and the factor of clipping, a gradient scaler's scale and its growth; some more for the model's."""
 
 
-def _beside_in_blocks(parts: Sequence[Slice], optimizer: str, precision: Precision) -> int:
+def _beside_in_blocks(
+    parts: Sequence[Slice], optimizer: str, rules: Mapping[torch.dtype, UpdateRule]
+) -> int:
     """Bytes of an accelerator's allocator that belong to no unit: scalars take a block each.
 
     A parameter that stays there has its optimizer's scalars there too, and its gradient and its
@@ -326,11 +329,8 @@ def _beside_in_blocks(parts: Sequence[Slice], optimizer: str, precision: Precisi
     """
     rule = UpdateRule.of(optimizer_factory(optimizer))
     scalars = rule.scalar_bytes(block=BLOCK_BYTES) + _NORMS * BLOCK_BYTES
-    updated = [part for part in parts if part.trainable]
-    dtypes = {part.dtype for part in updated}
-    rules = {dtype: _rule(optimizer, dtype, precision) for dtype in dtypes}
     total = (_LOOSE_BLOCKS + 2 * len({part.dtype for part in parts})) * BLOCK_BYTES
-    for part in updated:
+    for part in (part for part in parts if part.trainable):
         total += scalars + _GRADIENTS * (-part.num_bytes % BLOCK_BYTES)
         states = rules[part.dtype].states.values()
         total += sum(-part.numel * state.itemsize % BLOCK_BYTES for state in states)
@@ -602,9 +602,3 @@ def _worthwhile(forms: Sequence[FormCost]) -> list[FormCost]:
             chosen.append(form)
             least = form.kept_bytes if recomputes else least
     return chosen
-
-
-def _rule(optimizer: str, dtype: torch.dtype, precision: Precision) -> UpdateRule:
-    """The rule by which parameters of `dtype` are updated."""
-    with _disable_current_modes():  # it is tried on tensors of its own
-        return UpdateRule.of(optimizer_factory(optimizer, precision), dtype)

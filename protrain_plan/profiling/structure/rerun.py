@@ -39,19 +39,13 @@ _OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Modu
 _DEEPEST = 8
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Held:
-    """An object, held so that no other takes its identity; of a tensor with its version."""
+    """An object's identity, of a tensor with its version; held so that no other takes it."""
 
-    value: object
+    identity: int
+    value: object = field(compare=False)
     version: int = 0
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Held) and self.value is other.value and self.version == other.version
-        )
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
@@ -87,7 +81,7 @@ def held_tensors(module: nn.Module) -> dict[str, list[torch.Tensor]]:
 
 
 def _tensor(tensor: torch.Tensor) -> _Held:
-    return _Held(tensor, 0 if tensor.is_inference() else tensor._version)
+    return _Held(id(tensor), tensor, 0 if tensor.is_inference() else tensor._version)
 
 
 class _Walk:
@@ -105,13 +99,13 @@ class _Walk:
         if isinstance(value, _VALUES):
             return type(value), value
         if isinstance(value, _OPAQUE) or depth == 0:
-            return _Held(value)
+            return _Held(id(value), value)
         if id(value) not in self._objects:
-            self._objects[id(value)] = _Held(value)  # for what holds itself
+            itself = self._objects[id(value)] = _Held(id(value), value)  # for what holds itself
             held: Any = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", ())
             inside = (*held.keys(), *held.values()) if isinstance(held, Mapping) else held
             described = [self.described(one, depth - 1) for one in inside]
-            self._objects[id(value)] = _Held(value), described
+            self._objects[id(value)] = itself, described
         return self._objects[id(value)]
 
 
