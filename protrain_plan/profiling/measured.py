@@ -27,7 +27,6 @@ from protrain_plan.profiling.memory.block_classes import (
     with_inputs,
 )
 from protrain_plan.profiling.memory.unit_bytes import (
-    HELD_VIEWS,
     analyze_units,
     measure_bytes,
     other_bytes,
@@ -182,7 +181,11 @@ def measure_model(
         modules = [unit.module for unit in found]
         with passes.watched(model, modules, "keep", watch), reserve.watching():
             passes.training_step(model, batch)  # fills caches that the first step makes
-        sparse = passes.sparse_gradients(model)
+        sparse = {
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None and parameter.grad.layout != torch.strided
+        }
         refuse_sparse(sparse, optimizer, workload)
         passes.drop_gradients(model)
         progress("finding what is saved", 0.1)
@@ -214,7 +217,8 @@ def measure_model(
             swapped_bytes=sum(saved.swappable_bytes for saved in structure.saved["keep"]),
             timed=whole and num_steps != 1,
         )
-        held = dict.fromkeys(rehearsal.held_views, HELD_VIEWS)
+        why = "a view of its parameters is held after their slot"
+        held = dict.fromkeys(rehearsal.held_views, why)
         structure = replace(structure, stays={**held, **structure.stays})
         fixed_bytes = structure.fixed_bytes + reserve.library_bytes()
         progress("counting bytes", 0.2)
@@ -238,16 +242,6 @@ def measure_model(
     if cost is None:
         progress("timing the optimizer", 0.95)
         cost = _optimizer(workload, optimizer, model, spill_directory, sparse=bool(sparse))
-    # Blocks of equal parameters and saved bytes are one class, and share the median over them all.
-    classes: dict[object, list[int]] = defaultdict(list)
-    members: list[list[int]] = []
-    for index, representative in enumerate(block_classes.representatives):
-        unit = units[representative]
-        saved_bytes = tuple(form.swappable_bytes for form in unit.forms)
-        alike = (unit.num_parameters, unit.parameter_bytes, saved_bytes)
-        members.append(classes[alike if unit.kind == "block" else index])
-        if representative == index:
-            members[-1].append(index)
     profile = Profile(
         workload=workload,
         hardware=replace(
@@ -262,7 +256,7 @@ def measure_model(
         model_fingerprint=model_fingerprint(model),
         optimizer=cost,
         base_bytes=structure.base_bytes + others + counting.left_bytes,
-        units=tuple(filled(timed(units, seconds, members), block_classes)),
+        units=tuple(timed(units, seconds, _alike(units, block_classes))),
         tensors=model_tensors(model),
         fixed_bytes=fixed_bytes,
     )
@@ -403,6 +397,20 @@ def timed(
         )
         for unit, alike in zip(units, members, strict=True)
     ]
+
+
+def _alike(units: Sequence[Unit], block_classes: BlockClasses) -> list[list[int]]:
+    """For each unit those that ran of its class: blocks of equal parameters and saved bytes."""
+    classes: dict[object, list[int]] = defaultdict(list)
+    members: list[list[int]] = []
+    for index, representative in enumerate(block_classes.representatives):
+        unit = units[representative]
+        saved_bytes = tuple(form.swappable_bytes for form in unit.forms)
+        alike = (unit.num_parameters, unit.parameter_bytes, saved_bytes)
+        members.append(classes[alike if unit.kind == "block" else index])
+        if representative == index:
+            members[-1].append(index)
+    return members
 
 
 def _repetitions(

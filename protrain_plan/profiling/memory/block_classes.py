@@ -154,7 +154,7 @@ def with_inputs(plans: Sequence[UnitPlan], block_classes: BlockClasses) -> list[
     ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Block:
     """What one block was given and gave."""
 
@@ -246,14 +246,10 @@ def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dic
         stack.enter_context(saved_tensors_hooks(making.pack, lambda held: held.tensor))
         stack.enter_context(making)
         call_model(model, batch)
-    return {
-        index: replace(
-            block,
-            stays=index in making.staying,
-            output_is_saved=not making.saved.isdisjoint(making.outputs[index]),
-        )
-        for index, block in seen.items()
-    }
+    for index, block in seen.items():
+        block.stays = index in making.staying
+        block.output_is_saved = not making.saved.isdisjoint(making.outputs[index])
+    return seen
 
 
 def _leaf(leaf: object, inputs: Sequence[Tensor]) -> object:

@@ -53,10 +53,6 @@ class _Geometry(NamedTuple):
         steps = zip(self.shape, self.stride, strict=True)
         return 1 + sum((size - 1) * stride for size, stride in steps)
 
-    @property
-    def num_bytes(self) -> int:
-        return self.num_elements * self.dtype.itemsize
-
     def zeros(self) -> Tensor:
         """A tensor that is like it; zeros are indices of whatever there is."""
         flat = torch.zeros(self.num_elements, dtype=self.dtype, device="cpu")
@@ -84,7 +80,7 @@ class MeasuredCall:
         plain = all(t.device.type == "cpu" and t.layout == torch.strided for t in everything)
         if func in _BY_VALUES or not given or not plain:
             return None
-        if sum(_Geometry.of(tensor).num_bytes for tensor in everything) > MOST_BYTES:
+        if sum(_Geometry.of(t).num_elements * t.itemsize for t in everything) > MOST_BYTES:
             return None
         known = [_Geometry.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         arguments = tuple((type(leaf), leaf) for leaf in known)

@@ -142,15 +142,6 @@ def training_step(model: nn.Module, batch: Batch) -> float:
     return loss.item()
 
 
-def sparse_gradients(model: nn.Module) -> frozenset[str]:
-    """The parameters whose gradients are sparse, now that a step has made them."""
-    return frozenset(
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None and parameter.grad.layout != torch.strided
-    )
-
-
 def drop_gradients(model: nn.Module) -> None:
     """What `zero_grad(set_to_none=True)` does."""
     for parameter in model.parameters():
@@ -321,11 +312,9 @@ def saved_bytes(
             if key not in foreign and readers[key] == {unit} and one.num_bytes >= MIN_SWAP_BYTES
         }
         # What the loss does not depend on ends with the forward: a swap would take it twice.
-        swappable = list(leaving.values()) if leaving.keys() <= awaited[unit] else []
-        pieces = tuple(
-            sum(swappable[place] for place in group)
-            for group in (grouped(swappable) if module is not None else ())
-        )
+        swaps = module is not None and leaving.keys() <= awaited[unit]
+        swappable = list(leaving.values()) if swaps else []
+        pieces = tuple(sum(swappable[place] for place in group) for group in grouped(swappable))
         # Beyond the unit that made it, which may save it, and the one after that.
         linked = any(
             len(readers[key] - {unit - 1}) > 1 or (place in staying[unit] and unit > 1)

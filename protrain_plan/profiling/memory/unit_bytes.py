@@ -146,11 +146,6 @@ def _identities(tensors: dict[str, list[torch.Tensor]]) -> set[int]:
     return set(storages_of(tensor for held in tensors.values() for tensor in held))
 
 
-_Arrived = dict[str, int | None]
-"""Names of parameters with gradients: the bytes of a sparse one, None for those of the usual size.
-A sparse gradient may have more than the parameter: a row for every time that it is read."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelStructure:
     """A model's units, their parameters, and what each saves that is its own.
@@ -271,7 +266,6 @@ def analyze_units(
     )
 
 
-HELD_VIEWS = "a view of its parameters is held after their slot"
 DIFFERENTIATED = "the forward differentiates through the units (torch.autograd.grad)"
 
 
@@ -372,21 +366,27 @@ def measure_bytes(
             num_warm=structure.num_warm,
         )
 
-    arrived: _Arrived = {}
+    # Of parameters that get a gradient, its bytes. A sparse one may have more than the parameter: a
+    # row for every time that it is read.
+    arrived: dict[str, int] = {}
+    sparse: set[str] = set()
 
-    def note(name: str, parameter: torch.Tensor) -> None:
+    def note(part: Slice, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None
-        arrived[name] = None if gradient.layout == torch.strided else storage_bytes([gradient])
+        arrived[part.name] = part.num_bytes
+        if gradient.layout != torch.strided:
+            sparse.add(part.name)
+            arrived[part.name] = storage_bytes([gradient])
 
     with ExitStack() as stack:
         for part in (part for chunk in structure.chunks for part in chunk.slices):
             if part.trainable:
-                hook = partial(note, part.name)
+                hook = partial(note, part)
                 handle = part.parameter.register_post_accumulate_grad_hook(hook)
                 stack.callback(handle.remove)
         memory = {form: segments(form) for form in structure.saved}
-    units = _units(structure, memory, arrived)
+    units = _units(structure, memory, arrived, sparse)
     if len(memory) > 1 and any(saved.linked for saved in structure.saved["keep"]):
         for forms in _mixtures(units):
             units = _raised(units, forms, segments(forms), structure, arrived)
@@ -421,7 +421,7 @@ def _raised(
     forms: Sequence[Form],
     cuts: Sequence[Segment],
     structure: ModelStructure,
-    arrived: _Arrived,
+    arrived: Mapping[str, int],
 ) -> list[Unit]:
     """The units with peaks that are not below those of a step of such forms."""
     start = cuts[0].start_bytes + structure.shared_bytes  # which the base has
@@ -447,10 +447,10 @@ def _raised(
     return raised
 
 
-def _live_gradients(structure: ModelStructure, arrived: _Arrived, *, after: int) -> int:
+def _live_gradients(structure: ModelStructure, arrived: Mapping[str, int], *, after: int) -> int:
     """Gradients of the chunks that are used last by units after `after`."""
     return sum(
-        in_blocks(_gradient_bytes(part, arrived), structure.block)
+        in_blocks(arrived[part.name], structure.block)
         for chunk in structure.chunks
         if chunk.used_by and max(chunk.used_by) > after
         for part in chunk.slices
@@ -502,7 +502,8 @@ def _described(
 def _units(
     structure: ModelStructure,
     memory: dict[Form, tuple[Segment, ...]],
-    arrived: _Arrived,
+    arrived: Mapping[str, int],
+    sparse: Set[str],
 ) -> list[Unit]:
     found, chunks, saved = structure.found, structure.chunks, structure.saved
     count = len(found)
@@ -547,9 +548,9 @@ def _units(
         else:
             forms = forms[:1] if index in structure.kept else _worthwhile(forms)
         trainable = [part for part in chunks[index].slices if part.trainable]
-        sparse = any(arrived.get(part.name) is not None for part in trainable)
+        is_sparse = any(part.name in sparse for part in trainable)
         stays = structure.stays.get(index, "")
-        if sparse:
+        if is_sparse:
             stays = SPARSE
         elif not all(part.numel for part in trainable if part.name in arrived):
             # An optimizer has states for these, too; a store has no place for them.
@@ -560,13 +561,13 @@ def _units(
                 kind=unit.kind,
                 num_parameters=size.num_parameters,
                 parameter_bytes=size.parameter_bytes,
-                gradient_bytes=sum(_gradient_bytes(part, arrived) for part in trainable)
-                if sparse
+                gradient_bytes=sum(arrived.get(part.name, part.num_bytes) for part in trainable)
+                if is_sparse
                 else size.gradient_bytes,
                 state_bytes=size.state_bytes,
                 used_by=size.used_by,
-                parameter_pieces=() if sparse else size.parameter_pieces,
-                gradient_pieces=() if sparse else size.gradient_pieces,
+                parameter_pieces=() if is_sparse else size.parameter_pieces,
+                gradient_pieces=() if is_sparse else size.gradient_pieces,
                 forms=tuple(forms),
                 parameters=_listed(unit),
                 own_inputs=saved["keep"][index].own_inputs if unit.kind == "block" else (0,),
@@ -578,11 +579,6 @@ def _units(
             )
         )
     return units
-
-
-def _gradient_bytes(part: Slice, arrived: _Arrived) -> int:
-    sparse = arrived.get(part.name)
-    return part.num_bytes if sparse is None else sparse
 
 
 def _worthwhile(forms: Sequence[FormCost]) -> list[FormCost]:

@@ -8,7 +8,7 @@ later code writes to, closures, globals, the clock.
 
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -149,8 +149,7 @@ def writing_arguments(modules: Sequence[nn.Module | None]) -> Iterator[Written]:
         for unit, module in enumerate(modules):
             if module is not None:
                 first, last = partial(begin, unit), partial(end, unit)
-                handle = module.register_forward_pre_hook(first, with_kwargs=True)
-                stack.callback(handle.remove)
+                stack.callback(module.register_forward_pre_hook(first, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(last, with_kwargs=True).remove)
         yield found
 
@@ -171,66 +170,62 @@ def run_once(model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch
     """
     reasons: dict[int, str] = {}
     inputs: dict[int, Versions] = {}
+
+    def twice(unit: int, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> object:
+        """Run a block's forward, and once more; what the first run gave goes on."""
+        given = tensors_in((args, kwargs))
+        before = inputs[unit] = [(t, t._version) for t in given if not t.is_inference()]
+        buffers, held = other_buffers(module), snapshot(module)
+        draws = Draws(module)
+        tensors, again = taken_apart((args, kwargs))  # what the first run writes into is not seen
+        where = {devices.HOST, *(p.device for p in module.parameters() if not p.is_meta)}
+        states = [(device, devices.random_state(device)) for device in where]
+        with draws.first():
+            result: object = forward(*args, **kwargs)
+        names = written_buffers(buffers, other_buffers(module))
+        now = snapshot(module)
+        changed = [key for key in {**held, **now} if held.get(key, _NONE) != now.get(key, _NONE)]
+        if names:
+            reasons[unit] = f"its forward writes its buffer {names[0]!r}"
+        elif changed:
+            reasons[unit] = f"its forward changes its attribute {changed[0]!r}"
+        elif _written(before):
+            reasons[unit] = "its forward writes an input in place"
+        elif not any(isinstance(tensor, FakeTensor) for tensor in module.parameters()):
+            second: object = None
+            present = [(device, devices.random_state(device)) for device, _ in states]
+            for device, state in states:
+                devices.set_random_state(device, state)
+            try:
+                with (
+                    suppress(Exception),  # any code of the model runs here
+                    draws.again(),
+                    unchanged(with_running_statistics(module)),
+                ):
+                    own_args, own_kwargs = again(tensors)
+                    second = forward(*own_args, **own_kwargs)
+            finally:
+                for device, state in present:
+                    devices.set_random_state(device, state)
+            ones, others = tensors_in(result), tensors_in(second)
+            if len(ones) != len(others) or not all(map(_equal, ones, others)):
+                reasons[unit] = (
+                    "its forward gave another result when it ran again on the same inputs"
+                )
+            elif _written(before):
+                reasons[unit] = "its forward writes an input in place when it runs again"
+        return result
+
     with ExitStack() as stack:
         for unit, module in enumerate(modules):
             if module is not None:
-                watch = partial(_twice, unit, module, code_of(module), reasons, inputs)
+                watch = partial(twice, unit, module, code_of(module))
                 stack.callback(replace_code(module, watch))
         call_model(model, batch)
     for unit, versions in inputs.items():
         if _written(versions):
             reasons.setdefault(unit, "an input of its forward is written to after it has run")
     return reasons
-
-
-def _twice(
-    unit: int,
-    module: nn.Module,
-    forward: Callable[..., Any],
-    reasons: dict[int, str],
-    inputs: dict[int, Versions],
-    /,
-    *args: object,
-    **kwargs: object,
-) -> object:
-    """Run a block's forward, and once more; what the first run gave goes on."""
-    given = tensors_in((args, kwargs))
-    before = inputs[unit] = [(t, t._version) for t in given if not t.is_inference()]
-    buffers, held = other_buffers(module), snapshot(module)
-    draws = Draws(module)
-    tensors, again = taken_apart((args, kwargs))  # what the first run writes into is not seen
-    where = {devices.HOST, *(parameter.device for parameter in module.parameters())}
-    states = [(device, devices.random_state(device)) for device in where if device.type != "meta"]
-    with draws.first():
-        result: object = forward(*args, **kwargs)
-    names = written_buffers(buffers, other_buffers(module))
-    now = snapshot(module)
-    changed = [name for name in {**held, **now} if held.get(name, _NONE) != now.get(name, _NONE)]
-    if names:
-        reasons[unit] = f"its forward writes its buffer {names[0]!r}"
-    elif changed:
-        reasons[unit] = f"its forward changes its attribute {changed[0]!r}"
-    elif _written(before):
-        reasons[unit] = "its forward writes an input in place"
-    elif not any(isinstance(tensor, FakeTensor) for tensor in module.parameters()):
-        second: object = None
-        present = [(device, devices.random_state(device)) for device, _ in states]
-        for device, state in states:
-            devices.set_random_state(device, state)
-        try:
-            statistics = unchanged(with_running_statistics(module))
-            with suppress(Exception), draws.again(), statistics:  # any code of the model runs here
-                own_args, own_kwargs = again(tensors)
-                second = forward(*own_args, **own_kwargs)
-        finally:
-            for device, state in present:
-                devices.set_random_state(device, state)
-        ones, others = tensors_in(result), tensors_in(second)
-        if len(ones) != len(others) or not all(map(_equal, ones, others)):
-            reasons[unit] = "its forward gave another result when it ran again on the same inputs"
-        elif _written(before):
-            reasons[unit] = "its forward writes an input in place when it runs again"
-    return result
 
 
 def _written(versions: Versions) -> bool:
