@@ -156,6 +156,7 @@ def measure_model(
     device = device_of(model)
     others = other_bytes(model)
     with ExitStack() as stack:
+        # Without gradients inside, with the same ones as before afterwards.
         for parameter in model.parameters():
             stack.callback(setattr, parameter, "grad", parameter.grad)
         passes.drop_gradients(model)

@@ -3,6 +3,7 @@
 Fake tensors tell the units and their classes. Then the model is built with its parameters on
 `meta`, those of the units that run are made, and stubs take the other blocks' places
 (`block_classes`). What runs is real, so that bytes and seconds are measured as on the whole model.
+Estimates go by the same look at fake tensors (`sketch_and_model`).
 """
 
 import resource
