@@ -57,11 +57,6 @@ class _Outputs:
     def made(self) -> tuple[_Made, ...]:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, _Made))
 
-    @property
-    def can_be_made(self) -> bool:
-        """Whether nothing is in them but dense tensors and plain values."""
-        return all(isinstance(leaf, _Handed | _Made) or is_value(leaf) for leaf in self.leaves)
-
 
 @dataclass(frozen=True, slots=True)
 class BlockClasses:
@@ -99,12 +94,14 @@ def equal_blocks(
         unit = found[index]
         starts_gradients = any(m.requires_grad for m in block.outputs.made) and not block.gradients
         runs = starts_gradients or block.saves_output or block.stays or bool(unit.also_uses)
-        runs = runs or index in written.anything or not block.outputs.can_be_made
+        leaves = block.outputs.leaves
+        can_be_made = all(isinstance(leaf, _Handed | _Made) or is_value(leaf) for leaf in leaves)
+        runs = runs or index in written.anything or not can_be_made
         if index in alone or runs or shared.intersection(unit.parameters):
             continue
         foreign = tuple(s if len(readers[s]) > 1 else None for s in block.inputs)
-        leaves = tuple((type(leaf), leaf) for leaf in block.outputs.leaves)
-        kind = str(block.outputs.tree), leaves, block.output_is_saved
+        returned = tuple((type(leaf), leaf) for leaf in leaves)
+        kind = str(block.outputs.tree), returned, block.output_is_saved
         classes[unit.signature, block.geometry, foreign, kind].append(index)
     representatives = list(range(len(found)))
     for members in classes.values():
