@@ -27,20 +27,20 @@ def parse_bytes(text: str) -> int:
     KB, MB, GB, TB and PB are powers of 1000, KiB to PiB powers of 1024; case does not matter. A
     part of a byte is cut off (`0.3KiB` is 307). ProtrainError where the text names no size.
     """
+    if text.strip().startswith("-"):
+        raise ProtrainError(f"expected a size that is not negative, got {cut(text)!r}")
     match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        if text.strip().startswith("-"):
-            raise ProtrainError(f"expected a size that is not negative, got {cut(text)!r}")
-        raise _no_size(text)
-    number, unit = match["number"], match["unit"]
+    number, unit = match.group("number", "unit") if match else ("", "no unit")
     scale = _SCALES.get(unit.lower() or "b")
+    if len(unit) == 1 and unit.upper() in _PREFIXES:
+        prefix = unit.upper()
+        binary, decimal = f"{number}{prefix}iB", f"{number}{prefix}B"
+        fix = f"write {binary} (powers of 1024) or {decimal} (powers of 1000)"
+        raise ProtrainError(f"expected a size with its unit, got {cut(text)!r}", fix=fix)
     if scale is None:
-        if len(unit) == 1 and unit.upper() in _PREFIXES:
-            prefix = unit.upper()
-            binary, decimal = f"{number}{prefix}iB", f"{number}{prefix}B"
-            fix = f"write {binary} (powers of 1024) or {decimal} (powers of 1000)"
-            raise ProtrainError(f"expected a size with its unit, got {cut(text)!r}", fix=fix)
-        raise _no_size(text)
+        raise ProtrainError(
+            f"expected a size such as 1536MiB, 1.5GB or 4096 (bytes), got {cut(text)!r}"
+        )
     if scale == 1 and "." in number:
         raise ProtrainError(
             f"expected whole bytes, got {cut(text)!r}", fix="add a unit, such as GiB"
@@ -100,9 +100,3 @@ def format_range(seconds: tuple[float, float] | None) -> str:
 def four_digits(value: float) -> float:
     """Four significant digits, as measured numbers have: more would only be noise in a diff."""
     return float(f"{value:.4g}")
-
-
-def _no_size(text: str) -> ProtrainError:
-    return ProtrainError(
-        f"expected a size such as 1536MiB, 1.5GB or 4096 (bytes), got {cut(text)!r}"
-    )

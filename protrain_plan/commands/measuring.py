@@ -32,7 +32,7 @@ from protrain_plan.records.hardware import Hardware, is_accelerator
 from protrain_plan.records.profile import DType, Precision, Profile, Workload
 
 if TYPE_CHECKING:
-    from protrain_plan.profiling.estimated import Options
+    from protrain_plan.profiling.unit_by_unit import Options
 
 Progress = Callable[[str, float], None]
 

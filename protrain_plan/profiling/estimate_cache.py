@@ -179,20 +179,14 @@ class EstimateCache:
         path, name = entry
         with suppress(RecordError, OSError):  # a full disk is no reason to fail
             replace_text(path, f"{_digest(name + content)}\n{content}")
-            _evict(path.parent)
-
-
-def _evict(folder: Path) -> None:
-    """Remove the oldest entries beyond `_MOST_BYTES`."""
-    found = [
-        (file.stat(), Path(file)) for file in os.scandir(folder) if _ENTRY.fullmatch(file.name)
-    ]
-    size = sum(status.st_size for status, _ in found)
-    for status, path in sorted(found, key=lambda entry: entry[0].st_mtime):
-        if size <= _MOST_BYTES:
-            break
-        path.unlink(missing_ok=True)
-        size -= status.st_size
+            # The oldest entries go, beyond `_MOST_BYTES`.
+            files = os.scandir(path.parent)
+            found = [(file.stat(), file.path) for file in files if _ENTRY.fullmatch(file.name)]
+            size = sum(status.st_size for status, _ in found)
+            for status, old in sorted(found, key=lambda entry: entry[0].st_mtime):
+                if size > _MOST_BYTES:
+                    Path(old).unlink(missing_ok=True)
+                    size -= status.st_size
 
 
 def _folder() -> Path | None:

@@ -14,10 +14,9 @@ Of other accelerators nothing was read: their models are to be profiled where th
 of processors that are no x86 ones, unless they are at hand.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
-from pathlib import Path
-from typing import Required, TypedDict, Unpack
+from typing import Unpack
 
 import torch
 
@@ -36,21 +35,24 @@ from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling.measured import (
     other_dtypes,
     refuse_sparse,
+    timed,
     workspace_fraction,
 )
 from protrain_plan.profiling.memory.block_classes import filled
 from protrain_plan.profiling.memory.fake_meter import NUMBER_BYTES, FakeMeter
-from protrain_plan.profiling.memory.unit_bytes import Loaded, analyze_units, measure_bytes
-from protrain_plan.profiling.unit_by_unit import batches_of, faked
+from protrain_plan.profiling.memory.unit_bytes import Loaded
+from protrain_plan.profiling.unit_by_unit import (
+    Options,
+    batches_of,
+    sketch_and_model,
+    workload_of,
+)
+from protrain_plan.records.forms import FORMS
 from protrain_plan.records.hardware import DeviceKind, Hardware, Rates
 from protrain_plan.records.profile import (
     SPARSE,
-    DType,
-    Form,
     OptimizerCost,
-    Precision,
     Profile,
-    Unit,
     Workload,
 )
 from protrain_plan.units import four_digits
@@ -59,20 +61,6 @@ from protrain_runtime.states.update_rules import UpdateRule
 
 _OTHER_PROCESSORS = ("aarch64", "arm64", "ppc64le", "s390x", "riscv64", "loongarch64")
 """Names that `processor_name` gives to those that are no x86 ones."""
-
-
-class Options(TypedDict, total=False):
-    """What is trained, and how."""
-
-    batch_size: Required[int]
-    seq_len: Required[int]
-    dtype: Required[DType]
-    precision: Precision
-    adapter: str
-    optimizer: str
-    seed: int
-    text: Path | None
-    progress: Progress
 
 
 def estimate(source: ModelSource, *, hardware: Hardware, **options: Unpack[Options]) -> Profile:
@@ -99,7 +87,7 @@ def estimates(
     found = {
         id(machine): profile
         for group in groups.values()
-        for machine, profile in zip(group, _estimates(source, group, **options), strict=True)
+        for machine, profile in zip(group, _estimates(source, group, options), strict=True)
     }
     return [found[id(machine)] for machine in machines]
 
@@ -139,121 +127,76 @@ def _rates(machine: Hardware) -> Rates:
 def _estimates(
     source: ModelSource,
     machines: Sequence[Hardware],
-    *,
-    batch_size: int,
-    seq_len: int,
-    dtype: DType,
-    precision: Precision = "pure",
-    adapter: str = "",
-    optimizer: str = DEFAULT_OPTIMIZER,
-    seed: int = 0,
-    text: Path | None = None,
-    progress: Progress = lambda *_: None,
+    options: Options,
 ) -> list[Profile]:
     """The profiles of one model on machines of one kind, which differ in seconds alone."""
     kind, allocator = machines[0].device.kind, allocator_of(machines[0].device)
-    workload = Workload(
-        model=source.name,
-        model_config=source.model_config,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        dtype=dtype,
-        device=kind,
-        seed=seed,
-        precision=precision,
-        adapter=adapter,
-    )
+    workload = workload_of(source, kind, options)
+    optimizer = options.get("optimizer", DEFAULT_OPTIMIZER)
+    progress: Progress = options.get("progress", lambda *_: None)
     progress("reading a batch", 0.0)
     loaded = Loaded() if kind == "cpu" else None
     # Held while bytes are counted: what it keeps of a batch is memory in a run, too.
-    batches = batches_of(source, workload, text=text)
+    batches = batches_of(source, workload, text=options.get("text"))
     given = next(batches)
     data_bytes = 0 if loaded is None else loaded.num_bytes(given)
-    with faked(source, workload, given, progress=progress) as fake:
-        model = fake.model
-        workload = with_batch_sizes(workload, model, fake.batch)
-        progress("finding what is saved", 0.4)
-        structure = analyze_units(
-            model,
-            fake.batch,
-            fake.found,
-            device=kind,
-            optimizer=optimizer,
-            precision=precision,
-            once=fake.once,
-        )
-        progress("counting bytes and operations", 0.6)
-        steps: list[OperatorLog] = []
+    steps: list[OperatorLog] = []
 
-        def meter() -> FakeMeter:
-            steps.append(OperatorLog())
-            return FakeMeter(allocator, steps[-1])
+    def meter() -> FakeMeter:
+        steps.append(OperatorLog())
+        return FakeMeter(allocator, steps[-1])
 
-        counted = measure_bytes(model, fake.batch, structure, meter)
-    units = counted.units
+    sketch, model = sketch_and_model(
+        source, workload, given, meter, optimizer=optimizer, progress=progress
+    )
+    workload = with_batch_sizes(workload, model, given)
+    units = sketch.counted.units
     sparse = frozenset(unit.name for unit in units if unit.stays == SPARSE)
-    logs = dict(zip(structure.saved, steps, strict=False))  # mixtures come after
+    logs = dict(zip(FORMS, steps, strict=False))  # mixtures come after
     if allocator.python_scalars:
-        units = [_with_numbers(unit) for unit in units]
-    timed = [filled(_timed(units, logs, _rates(m)), fake.block_classes) for m in machines]
+        # A partial form runs under a dispatch mode, where a Python number becomes a tensor twice.
+        # One more in the forward peak is an upper bound: not every peak is at such an operator.
+        units = [
+            replace(
+                unit,
+                forms=tuple(
+                    cost
+                    if cost.form in ("keep", "full")
+                    else replace(cost, forward_peak_bytes=cost.forward_peak_bytes + NUMBER_BYTES)
+                    for cost in unit.forms
+                ),
+            )
+            for unit in units
+        ]
     fingerprint, tensors = model_fingerprint(model), model_tensors(model)
     beside = other_dtypes(model, workload)
     refuse_sparse(sparse, optimizer, workload)
-    costs = [
-        _optimizer(optimizer, workload, _rates(machine), beside=beside, sparse=bool(sparse))
-        for machine in machines
-    ]
+    profiles: list[Profile] = []
+    for machine in machines:
+        rates = _rates(machine)
+        # After the slots comes what is nobody's. Steps that ran before, of a model with a state,
+        # have no last mark.
+        num_marks = 2 * len(units) + 1
+        seconds = {form: [log.seconds(rates)[-num_marks:]] for form, log in logs.items()}
+        by_themselves = [(index,) for index in range(len(units))]
+        profiles.append(
+            Profile(
+                workload=workload,
+                hardware=machine,
+                method="estimated",
+                model_fingerprint=fingerprint,
+                optimizer=_optimizer(
+                    optimizer, workload, rates, beside=beside, sparse=bool(sparse)
+                ),
+                base_bytes=sketch.base_bytes + sketch.counted.left_bytes + data_bytes,
+                units=tuple(filled(timed(units, seconds, by_themselves), sketch.block_classes)),
+                tensors=tensors,
+                fixed_bytes=sketch.fixed_bytes
+                + device_type(kind).library_bytes(machine.device.name),
+            )
+        )
     progress("done", 1.0)
-    return [
-        Profile(
-            workload=workload,
-            hardware=machine,
-            method="estimated",
-            model_fingerprint=fingerprint,
-            optimizer=cost,
-            base_bytes=structure.base_bytes + counted.left_bytes + data_bytes,
-            units=tuple(its_units),
-            tensors=tensors,
-            fixed_bytes=structure.fixed_bytes
-            + device_type(kind).library_bytes(machine.device.name),
-        )
-        for machine, cost, its_units in zip(machines, costs, timed, strict=True)
-    ]
-
-
-def _with_numbers(unit: Unit) -> Unit:
-    """A partial form runs under a dispatch mode, where a Python number becomes a tensor twice.
-
-    One more number in the forward peak is an upper bound: not every peak is at such an operator.
-    """
-    forms = tuple(
-        cost
-        if cost.form in ("keep", "full")
-        else replace(cost, forward_peak_bytes=cost.forward_peak_bytes + NUMBER_BYTES)
-        for cost in unit.forms
-    )
-    return replace(unit, forms=forms)
-
-
-def _timed(units: Sequence[Unit], logs: Mapping[Form, OperatorLog], rates: Rates) -> list[Unit]:
-    """The units with the seconds of the operators in their slots, in every form that they have."""
-    last = 2 * len(units) - 1  # slots; what comes after them is nobody's
-    # Steps that ran before, of a model with a state, have no last mark.
-    seconds = {form: log.seconds(rates)[-last - 2 :] for form, log in logs.items()}
-    return [
-        replace(
-            unit,
-            forms=tuple(
-                replace(
-                    cost,
-                    forward_s=four_digits(seconds[cost.form][index]),
-                    backward_s=four_digits(seconds[cost.form][last - index]),
-                )
-                for cost in unit.forms
-            ),
-        )
-        for index, unit in enumerate(units)
-    ]
+    return profiles
 
 
 def _optimizer(

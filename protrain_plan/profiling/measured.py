@@ -1,10 +1,12 @@
 """`measure`: a profile of a model on the device that it runs on."""
 
 import statistics
-from collections.abc import Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from torch import nn
@@ -25,7 +27,6 @@ from protrain_plan.profiling.memory.block_classes import (
     with_inputs,
 )
 from protrain_plan.profiling.memory.unit_bytes import (
-    HELD_VIEWS,
     analyze_units,
     measure_bytes,
     other_bytes,
@@ -33,7 +34,6 @@ from protrain_plan.profiling.memory.unit_bytes import (
 from protrain_plan.profiling.rehearsal import Rehearsal, Reserve, rehearse
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.discovery import (
-    FoundUnit,
     Start,
     discover,
     fullest,
@@ -44,12 +44,14 @@ from protrain_plan.profiling.structure.discovery import (
 from protrain_plan.profiling.structure.rerun import run_once
 from protrain_plan.profiling.unit_by_unit import (
     SHARE_OF_FREE_MEMORY,
+    Options,
     Sketch,
     batches_of,
     build_sparsely,
     built,
     free_bytes,
     sketched,
+    workload_of,
 )
 from protrain_plan.program.compiling import program_of
 from protrain_plan.records.forms import FORMS
@@ -77,20 +79,12 @@ from protrain_runtime.states.layout import refuse_parameters
 def measure(
     source: ModelSource,
     *,
-    batch_size: int,
-    seq_len: int,
-    dtype: DType,
     device: torch.device | str,
-    seed: int,
     num_steps: int | None,
     spill_directory: Path,
-    text: Path | None,
-    progress: Progress,
-    precision: Precision = "pure",
-    adapter: str = "",
-    optimizer: str = DEFAULT_OPTIMIZER,
     unit_by_unit: bool = False,
     machine: Hardware | None = None,
+    **options: Unpack[Options],
 ) -> Profile:
     """Build the model, run it, and write down what it costs.
 
@@ -101,66 +95,40 @@ def measure(
     cannot be probed.
     """
     where = devices.found(str(device))
-    workload = Workload(
-        model=source.name,
-        model_config=source.model_config,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        dtype=dtype,
-        device=where.type,
-        seed=seed,
-        precision=precision,
-        adapter=adapter,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    workload = workload_of(source, where.type, options, deterministic=deterministic)
+    text = options.get("text")
+    progress: Progress = options.get("progress", lambda *_: None)
     progress("looking at the model", 0.0)
-    sketch = (
-        sketched(source, workload, text=text)
-        if unit_by_unit
-        else _too_large(source, workload, where, text)
-    )
+    sketch: Sketch | None = None
+    try:
+        sketch = sketched(source, workload, text=text)
+    except Exception:
+        if unit_by_unit:
+            raise
+        # Whatever a model's code does with fake tensors that it does not do with real ones: it is
+        # measured whole, and says what is wrong with it there.
+    if sketch is not None and not unit_by_unit:
+        fits = sketch.whole_bytes <= SHARE_OF_FREE_MEMORY * free_bytes(where)
+        sketch = None if fits else sketch
     progress("building the model", 0.02)
     if sketch is not None:
         model, found, batches = build_sparsely(source, workload, sketch, device=where, text=text)
-        running = Running(found, sketch.block_classes, sketch.seed)
+        sketch = replace(sketch, found=found)
     else:
         model = built(source, workload, device=where)
         batches = batches_of(source, workload, text=text, device=where)
-        running = None
     return measure_model(
         model,
         batches,
         workload=workload,
-        optimizer=optimizer,
+        optimizer=options.get("optimizer", DEFAULT_OPTIMIZER),
         num_steps=num_steps,
         spill_directory=spill_directory,
         progress=progress,
-        running=running,
+        running=sketch,
         machine=machine,
     )
-
-
-def _too_large(
-    source: ModelSource, workload: Workload, device: torch.device, text: Path | None
-) -> Sketch | None:
-    """A sketch of the model if the whole of it would take too much of the device's free memory."""
-    try:
-        sketch = sketched(source, workload, text=text)
-    except Exception:  # noqa: BLE001 (any code of the model runs here)
-        # Whatever a model's code does with fake tensors that it does not do with real ones: it is
-        # measured whole, and says what is wrong with it there.
-        return None
-    fits = sketch.whole_bytes <= SHARE_OF_FREE_MEMORY * free_bytes(device)
-    return None if fits else sketch
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """The units of a model, which of them run, and the seed with which all of them do."""
-
-    found: tuple[FoundUnit, ...]
-    block_classes: BlockClasses
-    seed: int = 0
 
 
 def measure_model(
@@ -172,14 +140,15 @@ def measure_model(
     spill_directory: Path,
     progress: Progress,
     optimizer: str = DEFAULT_OPTIMIZER,
-    running: Running | None = None,
+    running: Sketch | None = None,
     machine: Hardware | None = None,
     cost: OptimizerCost | None = None,
 ) -> Profile:
     """The profile of a model that is there. Leaves it, its gradients and the random state alone.
 
     `num_steps` are timed per form of activations (None: see `passes.slot_seconds`).
-    `running` says which units run, where not all do: parameters of the others may be on `meta`.
+    `running` says which units run, with modules, where not all do: parameters of the others may be
+    on `meta`.
     `machine` is this one, where it was probed before; what the model holds besides tensors is
     measured anew. `cost` is the optimizer's on it, where it was timed before.
     """
@@ -187,7 +156,10 @@ def measure_model(
     device = device_of(model)
     others = other_bytes(model)
     with ExitStack() as stack:
-        stack.enter_context(_gradients_aside(model))
+        # Without gradients inside, with the same ones as before afterwards.
+        for parameter in model.parameters():
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+        passes.drop_gradients(model)
         stack.enter_context(undisturbed(model))
         stack.callback(switch_off_checkpointing(model))
         batch = next(batches)
@@ -198,11 +170,11 @@ def measure_model(
         if running is None:
             start, execution = fullest(model, batch)
             found = discover(model, batch, execution)
-            running = Running(found, BlockClasses.of_nothing(len(found)))
+            block_classes = BlockClasses(tuple(range(len(found))), {})  # all of them run
         else:
             start = Start(running.seed, plain_attributes(model))
+            found, block_classes = running.found, running.block_classes
         stack.enter_context(starting_from(model, start))
-        found, block_classes = running.found, running.block_classes
         refuse_compiled_around(model, (unit.module for unit in found))
         stack.enter_context(stubs_in_place(found, block_classes))
         stack.enter_context(whereabouts.naming([unit.name for unit in found]))
@@ -210,11 +182,15 @@ def measure_model(
         modules = [unit.module for unit in found]
         with passes.watched(model, modules, "keep", watch), reserve.watching():
             passes.training_step(model, batch)  # fills caches that the first step makes
-        sparse = passes.sparse_gradients(model)
+        sparse = {
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None and parameter.grad.layout != torch.strided
+        }
         refuse_sparse(sparse, optimizer, workload)
         passes.drop_gradients(model)
         progress("finding what is saved", 0.1)
-        once = run_once(model, [unit.module for unit in found], batch)
+        once = run_once(model, modules, batch)
         # Bytes of equal blocks are counted once; seconds are those of the whole model.
         counted = equal_blocks(model, found, batch, alone=once) if whole else block_classes
         with stubs_in_place(found, counted) if whole else nullcontext():
@@ -237,11 +213,13 @@ def measure_model(
             reserve,
             optimizer=optimizer,
             absent=block_classes.stubbed,
-            staying=structure.stays.keys() | structure.owners(sparse),
+            staying=structure.stays.keys()
+            | {c.unit for c in structure.chunks if any(part.name in sparse for part in c.slices)},
             swapped_bytes=sum(saved.swappable_bytes for saved in structure.saved["keep"]),
             timed=whole and num_steps != 1,
         )
-        held = dict.fromkeys(rehearsal.held_views, HELD_VIEWS)
+        why = "a view of its parameters is held after their slot"
+        held = dict.fromkeys(rehearsal.held_views, why)
         structure = replace(structure, stays={**held, **structure.stays})
         fixed_bytes = structure.fixed_bytes + reserve.library_bytes()
         progress("counting bytes", 0.2)
@@ -252,7 +230,7 @@ def measure_model(
         forms = [form for form in FORMS if form in measured]
         seconds = passes.slot_seconds(
             model,
-            structure.modules,
+            modules,
             batches,
             forms,
             num_steps=num_steps,
@@ -279,24 +257,12 @@ def measure_model(
         model_fingerprint=model_fingerprint(model),
         optimizer=cost,
         base_bytes=structure.base_bytes + others + counting.left_bytes,
-        units=tuple(filled(_timed(units, seconds, block_classes), block_classes)),
+        units=tuple(timed(units, seconds, _alike(units, block_classes))),
         tensors=model_tensors(model),
         fixed_bytes=fixed_bytes,
     )
     progress("done", 1.0)
     return replace(profile, repetitions=_repetitions(seconds, rehearsal, profile))
-
-
-@contextmanager
-def _gradients_aside(model: nn.Module) -> Iterator[None]:
-    """Without gradients inside, with the same ones as before afterwards."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    passes.drop_gradients(model)
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
 def _optimizer(
@@ -403,33 +369,49 @@ def _gradient_of(parameter: nn.Parameter, *, sparse: bool) -> torch.Tensor:
     return torch.sparse_coo_tensor(rows, zeros, zeros.shape)
 
 
-def _timed(
-    units: Sequence[Unit], seconds: dict[Form, list[list[float]]], block_classes: BlockClasses
+def timed(
+    units: Sequence[Unit],
+    seconds: Mapping[Form, Sequence[Sequence[float]]],
+    members: Sequence[Sequence[int]],
 ) -> list[Unit]:
-    """The units that run with the medians of their slots' seconds.
+    """The units with medians of their slots' seconds, over steps and the `members` of their class.
 
-    Blocks of equal parameters and saved bytes are one class, and share the median over them all.
+    Of seconds: [form][step][slot]
     """
-    count = len(units)
-    classes: dict[object, list[int]] = {}
-    for index, unit in enumerate(units):
-        if block_classes.representatives[index] == index:
-            saved = tuple(form.swappable_bytes for form in unit.forms)
-            alike = (unit.num_parameters, unit.parameter_bytes, saved)
-            classes.setdefault(alike if unit.kind == "block" else index, []).append(index)
-    timed = list(units)
-    for members in classes.values():
-        for index in members:
-            forms = tuple(
+
+    def median(form: Form, slots: Sequence[int]) -> float:
+        steps = seconds[form]
+        return four_digits(statistics.median(step[slot] for step in steps for slot in slots))
+
+    last = 2 * len(units) - 1
+    return [
+        replace(
+            unit,
+            forms=tuple(
                 replace(
-                    form,
-                    forward_s=_median(seconds[form.form], members),
-                    backward_s=_median(seconds[form.form], [2 * count - 1 - m for m in members]),
+                    cost,
+                    forward_s=median(cost.form, alike),
+                    backward_s=median(cost.form, [last - other for other in alike]),
                 )
-                for form in units[index].forms
-            )
-            timed[index] = replace(units[index], forms=forms)
-    return timed
+                for cost in unit.forms
+            ),
+        )
+        for unit, alike in zip(units, members, strict=True)
+    ]
+
+
+def _alike(units: Sequence[Unit], block_classes: BlockClasses) -> list[list[int]]:
+    """For each unit those that ran of its class: blocks of equal parameters and saved bytes."""
+    classes: dict[object, list[int]] = defaultdict(list)
+    members: list[list[int]] = []
+    for index, representative in enumerate(block_classes.representatives):
+        unit = units[representative]
+        saved_bytes = tuple(form.swappable_bytes for form in unit.forms)
+        alike = (unit.num_parameters, unit.parameter_bytes, saved_bytes)
+        members.append(classes[alike if unit.kind == "block" else index])
+        if representative == index:
+            members[-1].append(index)
+    return members
 
 
 def _repetitions(
@@ -451,7 +433,3 @@ def _repetitions(
         high=four_digits(max(ratios)),
         planned=planned,
     )
-
-
-def _median(steps: Sequence[Sequence[float]], slots: Sequence[int]) -> float:
-    return four_digits(statistics.median(step[slot] for step in steps for slot in slots))

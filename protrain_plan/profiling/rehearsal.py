@@ -10,7 +10,7 @@ so that its optimizer runs, too. States that cannot leave the device stay there.
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -193,7 +193,19 @@ def rehearse(
         # Host memory is pinned: it is taken only where there is room.
         most_bytes = SHARE_OF_FREE_MEMORY * free_bytes(devices.HOST)
         tier = "host" if _STATE_BYTES * sum(sizes) + swapped_bytes <= most_bytes else "disk"
-    made = _offload_all(model, units, workload, left_alone, staying, tier=tier)
+    schedule = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=0)
+    moved = (
+        unit
+        if index in left_alone
+        else replace(
+            unit,
+            activations=Swap(tier=tier) if unit.kind == "block" else Keep(),
+            states=Persistent() if index in staying else Offload(tier=tier),
+            schedule=schedule,
+        )
+        for index, unit in enumerate(units)
+    )
+    made = plan_to_measure(model, moved, workload, optimizer="adamw")
     model, stepper = prepare(
         model,
         made,
@@ -214,11 +226,26 @@ def rehearse(
     engine = engine_of(model)
     assert engine is not None, "the rehearsal offloads"
     try:
-        with _as_refusal():
+        try:
             engine.observer, engine.refuses_views = _tell, False
             step(_tell)
             engine.observer = None
-        seconds = _seconds(step, device) if timed else None
+        except RuntimeError as error:
+            if out_of_memory(error) or isinstance(error, ProtrainError):
+                raise
+            said = str(error).splitlines() or [type(error).__name__]
+            raise ProtrainError(
+                f"the model runs as it is, and not under a plan that moves everything: {said[0]}",
+                fix="look for views of parameters and for gradients or tensors that the model's"
+                " code keeps for itself: what is offloaded is not where it was",
+            ) from error
+        seconds = None
+        if timed:
+            devices.synchronize(device)
+            start = time.perf_counter()
+            step(lambda _: None)
+            devices.synchronize(device)
+            seconds = time.perf_counter() - start
         if devices.on_host(device):
             held = measure_step(model, step).context_bytes + len(absent) * ABSENT_UNIT_BYTES
         else:
@@ -236,36 +263,11 @@ def rehearse(
         restore_as_is(model)  # the learning rate is zero
 
 
-def _seconds(step: Callable[[Observer], None], device: torch.device) -> float:
-    """How long a step takes."""
-    devices.synchronize(device)
-    start = time.perf_counter()
-    step(lambda _: None)
-    devices.synchronize(device)
-    return time.perf_counter() - start
-
-
 def _tell(what: str) -> None:
     """Say which slot begins, of what the engine tells its observer."""
     kind, _, number = what.partition(" ")
     if kind == "slot":
         whereabouts.in_slot(int(number))
-
-
-@contextmanager
-def _as_refusal() -> Iterator[None]:
-    """ProtrainError where a planned step of the model fails though a plain one ran."""
-    try:
-        yield
-    except RuntimeError as error:
-        if out_of_memory(error) or isinstance(error, ProtrainError):
-            raise
-        said = str(error).splitlines() or [type(error).__name__]
-        raise ProtrainError(
-            f"the model runs as it is, and not under a plan that moves everything: {said[0]}",
-            fix="look for views of parameters and for gradients or tensors that the model's code"
-            " keeps for itself: what is offloaded is not where it was",
-        ) from error
 
 
 def _idle(factory: OptimizerFactory) -> OptimizerFactory:
@@ -278,31 +280,3 @@ def _idle(factory: OptimizerFactory) -> OptimizerFactory:
         return made
 
     return make
-
-
-def _offload_all(
-    model: nn.Module,
-    units: Sequence[UnitPlan],
-    workload: Workload,
-    left_alone: Sequence[int],
-    staying: Set[int],
-    *,
-    tier: TierName,
-) -> Plan:
-    """A plan that sends everything to `tier` but for what belongs to the units `left_alone`.
-
-    And but for the states of the `staying` ones.
-    """
-    schedule = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=0)
-    moved = (
-        unit
-        if index in left_alone
-        else replace(
-            unit,
-            activations=Swap(tier=tier) if unit.kind == "block" else Keep(),
-            states=Persistent() if index in staying else Offload(tier=tier),
-            schedule=schedule,
-        )
-        for index, unit in enumerate(units)
-    )
-    return plan_to_measure(model, moved, workload, optimizer="adamw")

@@ -3,15 +3,17 @@
 Fake tensors tell the units and their classes. Then the model is built with its parameters on
 `meta`, those of the units that run are made, and stubs take the other blocks' places
 (`block_classes`). What runs is real, so that bytes and seconds are measured as on the whole model.
+Estimates go by the same look at fake tensors (`sketch_and_model`).
 """
 
 import resource
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Required, TypedDict
 
 import torch
 from torch import nn
@@ -21,6 +23,7 @@ from protrain_plan.hardware.probe import Progress, host_memory_bytes, processor_
 from protrain_plan.hardware.workspaces import allocator_of
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import remake_tensors, seeded, without_parameters
+from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling.memory.block_classes import (
     BlockClasses,
@@ -29,7 +32,8 @@ from protrain_plan.profiling.memory.block_classes import (
     stubs_in_place,
 )
 from protrain_plan.profiling.memory.fake_meter import FakeMeter
-from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
+from protrain_plan.profiling.memory.passes import MeterFactory
+from protrain_plan.profiling.memory.unit_bytes import StepBytes, analyze_units, measure_bytes
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.discovery import (
     FoundUnit,
@@ -40,8 +44,8 @@ from protrain_plan.profiling.structure.discovery import (
 )
 from protrain_plan.profiling.structure.faking import fake_batch, fake_model, faking, without_values
 from protrain_plan.profiling.structure.rerun import run_once
-from protrain_plan.records.hardware import Device
-from protrain_plan.records.profile import Unit, Workload
+from protrain_plan.records.hardware import Device, DeviceKind
+from protrain_plan.records.profile import DType, Form, Precision, Workload
 from protrain_plan.units import format_bytes
 from protrain_runtime.activations.recompute import switch_off_checkpointing
 from protrain_runtime.devices import device as devices
@@ -55,6 +59,38 @@ the page cache, which has to find room beside the model."""
 
 _INIT_STD = 0.02
 """Of the matrices that are made up: GPT-2's, with which values stay finite in the few that run."""
+
+
+class Options(TypedDict, total=False):
+    """What is trained, and how."""
+
+    batch_size: Required[int]
+    seq_len: Required[int]
+    dtype: Required[DType]
+    precision: Precision
+    adapter: str
+    optimizer: str
+    seed: int
+    text: Path | None
+    progress: Progress
+
+
+def workload_of(
+    source: ModelSource, device: DeviceKind, options: Options, *, deterministic: bool = False
+) -> Workload:
+    """The workload that the options say, on a device of this type."""
+    return Workload(
+        model=source.name,
+        model_config=source.model_config,
+        batch_size=options["batch_size"],
+        seq_len=options["seq_len"],
+        dtype=options["dtype"],
+        device=device,
+        seed=options.get("seed", 0),
+        precision=options.get("precision", "pure"),
+        adapter=options.get("adapter", ""),
+        deterministic=deterministic,
+    )
 
 
 def built(
@@ -90,22 +126,60 @@ def batches_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FakeModel:
-    """A source's model of fake tensors, its units, and which of them need to run."""
+class Sketch:
+    """What fake tensors tell of a model: its units with their bytes, and which need to run."""
 
-    model: nn.Module
-    batch: Batch
-    found: tuple[FoundUnit, ...]
-    once: Mapping[int, str]  # see `rerun`
+    found: tuple[FoundUnit, ...]  # without modules: those of the fake model are gone
     block_classes: BlockClasses
+    counted: StepBytes  # without seconds; true of the units that run
+    base_bytes: int
+    fixed_bytes: int
     seed: int  # with which a forward runs all blocks
 
+    @property
+    def whole_bytes(self) -> int:
+        """What a plain step of the whole model takes, at most; optimizer states excluded.
 
-@contextmanager
-def faked(
-    source: ModelSource, workload: Workload, given: Batch, *, progress: Progress = lambda *_: None
-) -> Iterator[FakeModel]:
-    """The source's model without memory for its parameters, undisturbed, with stubs in place."""
+        Parameters, gradients and kept activations of all units, and the largest peak above them.
+        """
+        units = filled(self.counted.units, self.block_classes)
+        forms = [unit.forms[0] for unit in units]
+        kept = sum(unit.parameter_bytes + unit.gradient_bytes for unit in units)
+        kept += sum(form.kept_bytes for form in forms)
+        return kept + max(max(f.forward_peak_bytes, f.backward_peak_bytes) for f in forms)
+
+
+def sketched(source: ModelSource, workload: Workload, *, text: Path | None) -> Sketch:
+    """Look at the source's model without memory for its parameters, in the form `keep` alone.
+
+    ProtrainError where it cannot be built, or its code looks at values of tensors.
+    """
+    given = next(batches_of(source, workload, text=text))
+    device = Device(
+        kind=workload.device,
+        name=processor_name(),
+        memory_bytes=0,
+        context_bytes=0,
+        num_threads=torch.get_num_threads(),
+    )
+    meter = partial(FakeMeter, allocator_of(device))
+    return sketch_and_model(source, workload, given, meter, forms=("keep",))[0]
+
+
+def sketch_and_model(
+    source: ModelSource,
+    workload: Workload,
+    given: Batch,
+    meter: MeterFactory,
+    *,
+    forms: Sequence[Form] | None = None,
+    optimizer: str = DEFAULT_OPTIMIZER,
+    progress: Progress = lambda *_: None,
+) -> tuple[Sketch, nn.Module]:
+    """What the source's model of fake tensors tells in one step per form, and the model itself.
+
+    `forms` and `meter` are as in `analyze_units` and `measure_bytes`.
+    """
     with faking(workload.device) as mode, without_values(source.name):
         progress("building the model", 0.05)
         model = fake_model(
@@ -127,67 +201,27 @@ def faked(
             block_classes = equal_blocks(model, found, batch, alone=once)
             stack.enter_context(stubs_in_place(found, block_classes))
             stack.enter_context(whereabouts.naming([unit.name for unit in found]))
-            yield FakeModel(
-                model=model,
-                batch=batch,
-                found=found,
+            progress("finding what is saved", 0.4)
+            structure = analyze_units(
+                model,
+                batch,
+                found,
+                device=workload.device,
+                forms=forms,
+                optimizer=optimizer,
+                precision=workload.precision,
                 once=once,
+            )
+            progress("counting bytes and operations", 0.6)
+            sketch = Sketch(
+                found=tuple(replace(unit, module=None) for unit in found),
                 block_classes=block_classes,
+                counted=measure_bytes(model, batch, structure, meter),
+                base_bytes=structure.base_bytes,
+                fixed_bytes=structure.fixed_bytes,
                 seed=start.seed,
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sketch:
-    """What fake tensors tell of a model: its units with their bytes, and which need to run."""
-
-    found: tuple[FoundUnit, ...]  # without modules: those of the fake model are gone
-    block_classes: BlockClasses
-    units: tuple[Unit, ...]  # in the form `keep` alone, without seconds
-    seed: int  # with which a forward runs all blocks
-
-    @property
-    def whole_bytes(self) -> int:
-        """What a plain step of the whole model takes, at most; optimizer states excluded.
-
-        Parameters, gradients and kept activations of all units, and the largest peak above them.
-        """
-        forms = [unit.forms[0] for unit in self.units]
-        kept = sum(unit.parameter_bytes + unit.gradient_bytes for unit in self.units)
-        kept += sum(form.kept_bytes for form in forms)
-        return kept + max(max(f.forward_peak_bytes, f.backward_peak_bytes) for f in forms)
-
-
-def sketched(source: ModelSource, workload: Workload, *, text: Path | None) -> Sketch:
-    """Look at the source's model without memory for its parameters.
-
-    ProtrainError where it cannot be built, or its code looks at values of tensors.
-    """
-    given = next(batches_of(source, workload, text=text))
-    device = Device(
-        kind=workload.device,
-        name=processor_name(),
-        memory_bytes=0,
-        context_bytes=0,
-        num_threads=torch.get_num_threads(),
-    )
-    with faked(source, workload, given) as fake:
-        structure = analyze_units(
-            fake.model,
-            fake.batch,
-            fake.found,
-            device=workload.device,
-            forms=("keep",),
-            once=fake.once,
-        )
-        meter = partial(FakeMeter, allocator_of(device))
-        units = measure_bytes(fake.model, fake.batch, structure, meter).units
-    return Sketch(
-        found=tuple(replace(unit, module=None) for unit in fake.found),
-        block_classes=fake.block_classes,
-        units=tuple(filled(units, fake.block_classes)),
-        seed=fake.seed,
-    )
+    return sketch, model
 
 
 def build_sparsely(
@@ -203,7 +237,18 @@ def build_sparsely(
     Parameters are random, by the workload's seed; all others are on `meta`, and all buffers as the
     model makes them. ProtrainError where a single unit's do not fit the device.
     """
-    _check_units(sketch, source.name, free_bytes(device))
+    free = free_bytes(device)
+    units = filled(sketch.counted.units, sketch.block_classes)
+    largest = max(units, key=lambda unit: unit.parameter_bytes + unit.gradient_bytes)
+    needed = largest.parameter_bytes + largest.gradient_bytes
+    if needed > free:
+        raise ProtrainError(
+            f"{largest.name} alone has {format_bytes(needed)} of parameters and gradients, and"
+            f" {format_bytes(free)} of the device are free: it can be neither measured nor trained"
+            " there",
+            source=source.name,
+            fix="a device with more memory, a narrower --dtype, or adapters (--lora)",
+        )
     with without_parameters():
         model = built(source, workload)
         batches = batches_of(source, workload, text=text, device=device)
@@ -212,7 +257,19 @@ def build_sparsely(
         for unit in sketch.found
     )
     absent = {name for unit in sketch.block_classes.stubbed for name in found[unit].parameters}
-    _materialise(model, absent, device, workload.seed)
+    left = {parameter for name, parameter in model.named_parameters() if name in absent}
+
+    def make(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor in left:
+            return tensor
+        if not isinstance(tensor, nn.Parameter):
+            return tensor.to(device)
+        values = torch.empty_like(tensor, device=device, requires_grad=False)
+        # Vectors are ones: norms scale by them.
+        return values.fill_(1) if values.dim() < 2 else values.normal_(std=_INIT_STD)
+
+    with seeded(workload.seed):
+        remake_tensors(model, make)
     return model, found, batches
 
 
@@ -234,35 +291,3 @@ def free_bytes(device: torch.device) -> int:
         if limit != resource.RLIM_INFINITY:
             free = min(free, limit - process_memory().data_bytes)
     return max(free, 0)
-
-
-def _check_units(sketch: Sketch, name: str, free: int) -> None:
-    largest = max(sketch.units, key=lambda unit: unit.parameter_bytes + unit.gradient_bytes)
-    needed = largest.parameter_bytes + largest.gradient_bytes
-    if needed > free:
-        raise ProtrainError(
-            f"{largest.name} alone has {format_bytes(needed)} of parameters and gradients, and"
-            f" {format_bytes(free)} of the device are free: it can be neither measured nor trained"
-            " there",
-            source=name,
-            fix="a device with more memory, a narrower --dtype, or adapters (--lora)",
-        )
-
-
-def _materialise(model: nn.Module, absent: set[str], device: torch.device, seed: int) -> None:
-    """Give every parameter but the `absent` ones memory and values, and move buffers along.
-
-    Matrices are drawn, and vectors are ones: norms scale by them.
-    """
-    left = {parameter for name, parameter in model.named_parameters() if name in absent}
-
-    def make(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor in left:
-            return tensor
-        if not isinstance(tensor, nn.Parameter):
-            return tensor.to(device)
-        values = torch.empty_like(tensor, device=device, requires_grad=False)
-        return values.fill_(1) if values.dim() < 2 else values.normal_(std=_INIT_STD)
-
-    with seeded(seed):
-        remake_tensors(model, make)

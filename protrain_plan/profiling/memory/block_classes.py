@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,16 +57,6 @@ class _Outputs:
     def made(self) -> tuple[_Made, ...]:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, _Made))
 
-    @property
-    def can_be_made(self) -> bool:
-        """Whether nothing is in them but dense tensors and plain values."""
-        return all(isinstance(leaf, _Handed | _Made) or is_value(leaf) for leaf in self.leaves)
-
-    @property
-    def key(self) -> object:
-        """Equal for outputs of the same kind."""
-        return str(self.tree), tuple((type(leaf), leaf) for leaf in self.leaves)
-
 
 @dataclass(frozen=True, slots=True)
 class BlockClasses:
@@ -77,11 +68,6 @@ class BlockClasses:
     @property
     def stubbed(self) -> tuple[int, ...]:
         return tuple(unit for unit, other in enumerate(self.representatives) if unit != other)
-
-    @staticmethod
-    def of_nothing(num_units: int) -> "BlockClasses":
-        """All units run."""
-        return BlockClasses(tuple(range(num_units)), {})
 
 
 def equal_blocks(
@@ -108,12 +94,15 @@ def equal_blocks(
         unit = found[index]
         starts_gradients = any(m.requires_grad for m in block.outputs.made) and not block.gradients
         runs = starts_gradients or block.saves_output or block.stays or bool(unit.also_uses)
-        runs = runs or index in written.anything or not block.outputs.can_be_made
+        leaves = block.outputs.leaves
+        can_be_made = all(isinstance(leaf, _Handed | _Made) or is_value(leaf) for leaf in leaves)
+        runs = runs or index in written.anything or not can_be_made
         if index in alone or runs or shared.intersection(unit.parameters):
             continue
         foreign = tuple(s if len(readers[s]) > 1 else None for s in block.inputs)
-        alike = unit.signature, block.geometry, foreign, block.outputs.key, block.output_is_saved
-        classes[alike].append(index)
+        returned = tuple((type(leaf), leaf) for leaf in leaves)
+        kind = str(block.outputs.tree), returned, block.output_is_saved
+        classes[unit.signature, block.geometry, foreign, kind].append(index)
     representatives = list(range(len(found)))
     for members in classes.values():
         for index in members[2:-1]:
@@ -162,7 +151,7 @@ def with_inputs(plans: Sequence[UnitPlan], block_classes: BlockClasses) -> list[
     ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Block:
     """What one block was given and gave."""
 
@@ -212,11 +201,7 @@ class _Making(TorchDispatchMode):
         return any(self._known[key].held_elsewhere() for key in keys)
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None
     ) -> object:
         result = func(*args, **(kwargs or {}))
         made = self._made.get(self._block)
@@ -232,44 +217,36 @@ def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dic
     seen: dict[int, _Block] = {}
     making = _Making()
 
-    def before(index: int) -> Callable[..., None]:
-        return lambda *_: making.begin(index)
+    def before(index: int, *_: object) -> None:
+        making.begin(index)
 
-    def after(index: int) -> Callable[..., None]:
-        def hook(_: nn.Module, args: object, kwargs: object, output: object) -> None:
-            inputs = tensors_in((args, kwargs))
-            made = making.keys(tensors_in(output)) - making.keys(inputs) - identities(inputs)
-            making.end(index, made)
-            leaves, tree = tree_flatten(output)
-            seen[index] = _Block(
-                inputs=tuple(tuple(identities([tensor])) for tensor in inputs),
-                geometry=tuple((t.shape, t.dtype, t.layout, t.requires_grad) for t in inputs),
-                gradients=any(tensor.requires_grad for tensor in inputs),
-                outputs=_Outputs(tree, tuple(_leaf(leaf, inputs) for leaf in leaves)),
-                saves_output=not making.saved.isdisjoint(made),
-            )
-
-        return hook
+    def after(index: int, _: nn.Module, args: object, kwargs: object, output: object) -> None:
+        inputs = tensors_in((args, kwargs))
+        made = making.keys(tensors_in(output)) - making.keys(inputs) - identities(inputs)
+        making.end(index, made)
+        leaves, tree = tree_flatten(output)
+        seen[index] = _Block(
+            inputs=tuple(tuple(identities([tensor])) for tensor in inputs),
+            geometry=tuple((t.shape, t.dtype, t.layout, t.requires_grad) for t in inputs),
+            gradients=any(tensor.requires_grad for tensor in inputs),
+            outputs=_Outputs(tree, tuple(_leaf(leaf, inputs) for leaf in leaves)),
+            saves_output=not making.saved.isdisjoint(made),
+        )
 
     with ExitStack() as stack:
         stack.enter_context(undisturbed(model))
         for index, unit in enumerate(found):
             if unit.module is not None:
-                handle = unit.module.register_forward_pre_hook(before(index))
-                stack.callback(handle.remove)
-                handle = unit.module.register_forward_hook(after(index), with_kwargs=True)
-                stack.callback(handle.remove)
+                first, last = partial(before, index), partial(after, index)
+                stack.callback(unit.module.register_forward_pre_hook(first).remove)
+                stack.callback(unit.module.register_forward_hook(last, with_kwargs=True).remove)
         stack.enter_context(saved_tensors_hooks(making.pack, lambda held: held.tensor))
         stack.enter_context(making)
         call_model(model, batch)
-    return {
-        index: replace(
-            block,
-            stays=index in making.staying,
-            output_is_saved=not making.saved.isdisjoint(making.outputs[index]),
-        )
-        for index, block in seen.items()
-    }
+    for index, block in seen.items():
+        block.stays = index in making.staying
+        block.output_is_saved = not making.saved.isdisjoint(making.outputs[index])
+    return seen
 
 
 def _leaf(leaf: object, inputs: Sequence[Tensor]) -> object:

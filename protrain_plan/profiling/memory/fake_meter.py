@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -22,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from protrain_plan.hardware.roofline import OperatorLog
 from protrain_plan.hardware.workspaces import Allocator
+from protrain_plan.profiling.memory.passes import identities
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.devices.memory_meter import MemoryMeter, Segment, strided_parts
 
@@ -53,10 +53,6 @@ class _Geometry(NamedTuple):
         steps = zip(self.shape, self.stride, strict=True)
         return 1 + sum((size - 1) * stride for size, stride in steps)
 
-    @property
-    def num_bytes(self) -> int:
-        return self.num_elements * self.dtype.itemsize
-
     def zeros(self) -> Tensor:
         """A tensor that is like it; zeros are indices of whatever there is."""
         flat = torch.zeros(self.num_elements, dtype=self.dtype, device="cpu")
@@ -84,7 +80,7 @@ class MeasuredCall:
         plain = all(t.device.type == "cpu" and t.layout == torch.strided for t in everything)
         if func in _BY_VALUES or not given or not plain:
             return None
-        if sum(_Geometry.of(tensor).num_bytes for tensor in everything) > MOST_BYTES:
+        if sum(_Geometry.of(t).num_elements * t.itemsize for t in everything) > MOST_BYTES:
             return None
         known = [_Geometry.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         arguments = tuple((type(leaf), leaf) for leaf in known)
@@ -110,18 +106,14 @@ def measured_bytes(calls: Iterable[MeasuredCall]) -> Mapping[MeasuredCall, int |
     twice in the process's life: what is made in the first one stays.
     """
     new = [call for call in dict.fromkeys(calls) if call not in _MEASURED]
-    if new:
-        _MEASURED.update(_measure(new))
-    return _MEASURED
-
-
-def _measure(calls: Sequence[MeasuredCall]) -> dict[MeasuredCall, int | None]:
-    """In one run of the profiler, which takes 20 ms to start."""
+    if not new:
+        return _MEASURED
+    # One run of the profiler for all: it takes 20 ms to start.
     shapes: list[tuple[tuple[int, ...], ...]] = []
     generator = torch.default_generator  # itself: `faking` replaces the functions that ask it
     with _disable_current_modes(), torch.no_grad(), ExitStack() as stack, MemoryMeter() as meter:
         stack.callback(generator.set_state, generator.get_state())
-        for call in calls:
+        for call in new:
             args, kwargs = call.operands()
             result: object = None
             with suppress(Exception):  # any operator, and operands that it may refuse
@@ -133,10 +125,10 @@ def _measure(calls: Sequence[MeasuredCall]) -> dict[MeasuredCall, int | None]:
             shapes.append(tuple(tuple(tensor.shape) for tensor in tensors_in(result)))
             del args, kwargs, result
     taken = [each for each in meter.segments if each.label == "call"]
-    return {
-        call: each.peak_bytes - each.end_bytes if found == call.results else None
-        for call, each, found in zip(calls, taken, shapes, strict=True)
-    }
+    for call, each, found in zip(new, taken, shapes, strict=True):
+        same = found == call.results
+        _MEASURED[call] = each.peak_bytes - each.end_bytes if same else None
+    return _MEASURED
 
 
 _SAVE_NUMBERS = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
@@ -167,29 +159,29 @@ class FakeMeter(TorchDispatchMode):
         self._product: tuple[int, weakref.ref[torch.Tensor]] | None = None  # the last, with number
         self._live = self._start = self._peak = 0
         self._label: str | None = None
-        self._calls: dict[MeasuredCall, _Highest] = {}  # since the mark, still to be measured
-        self._ended_segments: list[tuple[Segment, Mapping[MeasuredCall, _Highest]]] = []
-        self._segments: tuple[Segment, ...] = ()
-        self._ended = False
+        # Of operators since the mark that are still to be measured: the most live bytes while they
+        # ran, and the bound of what they take themselves.
+        self._calls: dict[MeasuredCall, tuple[int, int]] = {}
+        self._ended_segments: list[tuple[Segment, Mapping[MeasuredCall, tuple[int, int]]]] = []
+        self._segments: tuple[Segment, ...] | None = None
 
     def __enter__(self) -> Self:
         _sole_owner()  # is found out before anything is counted
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._close()
         taken = measured_bytes(call for _, calls in self._ended_segments for call in calls)
-        self._segments = tuple(
-            _with_scratch(segment, calls, taken) for segment, calls in self._ended_segments
-        )
-        self._ended = True
+        segments: list[Segment] = []
+        for segment, calls in self._ended_segments:
+            peak = segment.peak_bytes
+            for call, (live, bound) in calls.items():
+                scratch = taken[call]
+                peak = max(peak, live + (bound if scratch is None else scratch))
+            segments.append(replace(segment, peak_bytes=peak))
+        self._segments = tuple(segments)
 
     def mark(self, label: str) -> None:
         """End the segment that runs, if any, and start the one called `label`."""
@@ -202,23 +194,26 @@ class FakeMeter(TorchDispatchMode):
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The segments, in the order of the marks; RuntimeError before the meter has ended."""
-        if not self._ended:
+        if self._segments is None:
             raise RuntimeError("FakeMeter: segments are known after the with block has ended")
         return self._segments
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> object:
         kwargs = kwargs or {}
         numbered = self._keep_number(func, args) if self._allocator.python_scalars else None
         # [Note: sums of gradients] Where a tensor is used twice, autograd adds the second gradient
         # into the first one's memory if nobody else holds that. It never does so while a dispatch
         # mode looks on: it makes a new tensor. Here the sum takes over the memory of the first.
-        taken = args[0] if _adds_in_place(func, args) else None
+        adds_in_place = (
+            func is torch.ops.aten.add.Tensor
+            and not torch.is_grad_enabled()
+            and torch._C._current_graph_task_id() != -1
+            and isinstance(args[1], torch.Tensor)
+            and torch.ops.aten.is_non_overlapping_and_dense.default(args[0])
+            and _owners(args[0]) == _sole_owner()
+        )
         result = func(*args, **kwargs)
         if numbered is not None:
             self._product = numbered, weakref.ref(result)
@@ -228,26 +223,28 @@ class FakeMeter(TorchDispatchMode):
             return result
         before = self._live
         self._count(args, kwargs, result)
-        if taken is not None:
-            self._live -= self._sizes[_identity(taken)]
-            self._sizes[_identity(taken)] = 0
-        self._live += (extra := _resolved_bytes(func, args, kwargs))
+        if adds_in_place:
+            (taken,) = identities(args[:1])
+            self._live -= self._sizes[taken]
+            self._sizes[taken] = 0
+        # What lazily conjugated or negated operands take while one runs that resolves them.
+        extra = 0
+        for tensor in tensors_in((args, kwargs)):
+            lazy = (("Conjugate", tensor.is_conj()), ("Negative", tensor.is_neg()))
+            if any(there and _resolves(func, key) for key, there in lazy):
+                extra += tensor.numel() * tensor.itemsize
+        self._live += extra
         self._peak = max(self._peak, before, self._live)
-        self._add_scratch(func, args, kwargs, result)
-        self._live -= extra
-        return result
-
-    def _add_scratch(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object
-    ) -> None:
         most = self._allocator.workspace(func, args, kwargs, result)
         results = tensors_in(result)
         call = MeasuredCall.of(func, args, kwargs, results) if self._allocator.is_here else None
         if call is None:
             self._peak = max(self._peak, self._live + most)
         else:
-            before = self._calls.get(call, _Highest(0, 0))
-            self._calls[call] = _Highest(max(before.live_bytes, self._live), most)
+            highest, _ = self._calls.get(call, (0, 0))
+            self._calls[call] = max(highest, self._live), most
+        self._live -= extra
+        return result
 
     def _keep_number(self, func: Any, args: tuple[Any, ...]) -> int | None:
         """A product with a Python number: autograd keeps the number, as a tensor of 8 bytes.
@@ -256,7 +253,15 @@ class FakeMeter(TorchDispatchMode):
         goes with a graph that is dropped. Those that are made in backward are of a forward that is
         recomputed, and go with the node that asked for it.
         """
-        self._watch_product()
+        # Have the last product's number go when its node does. The product has its node when it is
+        # back at its caller, which asks for the next operator.
+        owner, found = self._product or (0, lambda: None)
+        product = found()
+        if product is not None and product.grad_fn is not None:
+            self._product, token = None, _Token()
+            metadata: Any = product.grad_fn.metadata  # typed as a method, which it is not
+            metadata[_Token] = token
+            weakref.finalize(token, self._drop_numbers, owner).atexit = False
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward:
             node: Any = torch._C._current_autograd_node()
@@ -277,19 +282,6 @@ class FakeMeter(TorchDispatchMode):
         self._live += NUMBER_BYTES
         return None if in_backward else made
 
-    def _watch_product(self) -> None:
-        """Have the last product's number go when its node does.
-
-        The product has its node when it is back at its caller, which asks for the next operator.
-        """
-        made, found = self._product or (0, lambda: None)
-        product = found()
-        if product is not None and product.grad_fn is not None:
-            self._product, token = None, _Token()
-            metadata: Any = product.grad_fn.metadata  # typed as a method, which it is not
-            metadata[_Token] = token
-            weakref.finalize(token, self._drop_numbers, made).atexit = False
-
     def _drop_numbers(self, node: int) -> None:
         self._live -= self._numbers.pop(node, 0)
 
@@ -297,7 +289,7 @@ class FakeMeter(TorchDispatchMode):
         outputs = tensors_in(result)
         if not outputs:
             return
-        given = set(map(_identity, strided_parts(tensors_in((args, kwargs)))))
+        given = identities(tensors_in((args, kwargs)))
         for tensor in strided_parts(outputs):
             storage = tensor.untyped_storage()
             identity = storage._cdata
@@ -322,56 +314,8 @@ class FakeMeter(TorchDispatchMode):
             self._label, self._calls = None, {}
 
 
-class _Highest(NamedTuple):
-    """The most live bytes while an operator ran, and the bound of what it takes itself."""
-
-    live_bytes: int
-    scratch_bytes: int
-
-
-def _with_scratch(
-    segment: Segment,
-    calls: Mapping[MeasuredCall, _Highest],
-    taken: Mapping[MeasuredCall, int | None],
-) -> Segment:
-    """The segment with what operators held at their highest point; their bounds where unknown."""
-    peak = segment.peak_bytes
-    for call, highest in calls.items():
-        scratch = taken[call]
-        peak = max(
-            peak, highest.live_bytes + (highest.scratch_bytes if scratch is None else scratch)
-        )
-    return replace(segment, peak_bytes=peak)
-
-
 class _Token:
     """Lives as long as what holds it."""
-
-
-def _identity(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _adds_in_place(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether autograd would add these two gradients in the memory of the first."""
-    return (
-        func is torch.ops.aten.add.Tensor
-        and not torch.is_grad_enabled()
-        and torch._C._current_graph_task_id() != -1
-        and isinstance(args[1], torch.Tensor)
-        and torch.ops.aten.is_non_overlapping_and_dense.default(args[0])
-        and _owners(args[0]) == _sole_owner()
-    )
-
-
-def _resolved_bytes(func: Any, args: object, kwargs: object) -> int:
-    """What lazily conjugated or negated operands take while an operator runs that resolves them."""
-    total = 0
-    for tensor in tensors_in((args, kwargs)):
-        lazy = (("Conjugate", tensor.is_conj()), ("Negative", tensor.is_neg()))
-        if any(there and _resolves(func, key) for key, there in lazy):
-            total += tensor.numel() * tensor.itemsize
-    return total
 
 
 @cache

@@ -70,9 +70,6 @@ class SlotWatch:
         self.slot = -1
         self.enter(0, ())
 
-    def begin_between(self) -> None:
-        pass
-
     def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
         while self.slot < slot:
             self.slot += 1
@@ -86,18 +83,14 @@ class SlotWatch:
     def differentiate(self, unit: int) -> None:
         self.differentiated.add(unit)
 
-    def end_forward(self) -> None:
-        pass
-
     def end_backward(self) -> None:
         # A model whose first units are frozen never enters their backward slots by itself.
         self.enter(self.num_slots - 1, ())
 
-    def abort(self) -> None:
+    def _ignore(self) -> None:
         pass
 
-    def backward_failed(self) -> None:
-        pass
+    begin_between = end_forward = abort = backward_failed = _ignore
 
 
 @contextmanager
@@ -147,15 +140,6 @@ def training_step(model: nn.Module, batch: Batch) -> float:
     loss = loss_of(call_model(model, batch))
     loss.backward()
     return loss.item()
-
-
-def sparse_gradients(model: nn.Module) -> frozenset[str]:
-    """The parameters whose gradients are sparse, now that a step has made them."""
-    return frozenset(
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None and parameter.grad.layout != torch.strided
-    )
 
 
 def drop_gradients(model: nn.Module) -> None:
@@ -267,13 +251,8 @@ def saved_bytes(
     storages = TrackedStorages()
     current = 0
 
-    def look(unit: int, *, two_later: bool) -> None:
-        if two_later:
-            staying[unit] = {
-                place for place, one in enumerate(inputs[unit]) if one.held_elsewhere()
-            }
-        else:
-            held[unit] = {key for key, one in saved[unit].items() if one.held_elsewhere()}
+    def look_at_inputs(unit: int) -> None:
+        staying[unit] = {place for place, one in enumerate(inputs[unit]) if one.held_elsewhere()}
 
     def on_slot(slot: int, tensors: Sequence[torch.Tensor]) -> None:
         nonlocal current
@@ -283,9 +262,10 @@ def saved_bytes(
             shared.update(identities(t for t in tensors if t.layout != torch.strided))
             note(tensors)
         if 0 < slot <= count:
-            look(slot - 1, two_later=False)
+            saved_before = saved[slot - 1].items()
+            held[slot - 1] = {key for key, one in saved_before if one.held_elsewhere()}
         if 1 < slot <= count:
-            look(slot - 2, two_later=True)
+            look_at_inputs(slot - 2)
 
     def note(tensors: Sequence[torch.Tensor]) -> None:
         flowing.update(storages.of(tensor).key for tensor in tensors if tensor.requires_grad)
@@ -297,7 +277,7 @@ def saved_bytes(
     def pack(tensor: torch.Tensor) -> Packed:
         if current == count - 1 and count > 1:
             # The last block's input: no unit begins two units later.
-            look(count - 2, two_later=True)
+            look_at_inputs(count - 2)
         one = storages.of(tensor)
         if tensor.layout == torch.strided:
             saved[current].setdefault(one.key, one)
@@ -332,11 +312,9 @@ def saved_bytes(
             if key not in foreign and readers[key] == {unit} and one.num_bytes >= MIN_SWAP_BYTES
         }
         # What the loss does not depend on ends with the forward: a swap would take it twice.
-        swappable = list(leaving.values()) if leaving.keys() <= awaited[unit] else []
-        pieces = tuple(
-            sum(swappable[place] for place in group)
-            for group in (grouped(swappable) if module is not None else ())
-        )
+        swaps = module is not None and leaving.keys() <= awaited[unit]
+        swappable = list(leaving.values()) if swaps else []
+        pieces = tuple(sum(swappable[place] for place in group) for group in grouped(swappable))
         # Beyond the unit that made it, which may save it, and the one after that.
         linked = any(
             len(readers[key] - {unit - 1}) > 1 or (place in staying[unit] and unit > 1)
@@ -444,17 +422,27 @@ def slot_seconds(
     fraction that is done.
     # [form][step][slot]
     """
-    clock = _Clock(device_of(model))
+    device = device_of(model)
+    on_host = devices.on_host(device)
     steps: dict[Form, list[list[float]]] = {form: [] for form in forms}
 
     def step(form: Form) -> list[float]:
-        watch = SlotWatch(lambda *_: clock.stamp(), timed=True)
-        with watched(model, modules, form, watch, kept=kept):
-            clock.restart()
+        # On an accelerator, moments are events of the compute stream, not waited for.
+        moments: list[Any] = []
+
+        def stamp(*_: object) -> None:
+            now = time.perf_counter() if on_host else devices.record_event(device, timing=True)
+            moments.append(now)
+
+        with watched(model, modules, form, SlotWatch(stamp, timed=True), kept=kept):
+            devices.synchronize(device)
             training_step(model, next(batches))
-            clock.stamp()
+            stamp()
         drop_gradients(model)
-        return clock.seconds()
+        if on_host:
+            return [end - start for start, end in pairwise(moments)]
+        devices.synchronize(device)
+        return [start.elapsed_time(end) / 1000 for start, end in pairwise(moments)]
 
     step(forms[0])
     if num_steps is None:
@@ -465,29 +453,3 @@ def slot_seconds(
         steps[form].append(step(form))
         tick(done / len(turns))
     return steps
-
-
-class _Clock:
-    """Moments of one step: on an accelerator, events of the compute stream, not waited for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._on_host = devices.on_host(device)
-        self._times: list[float] = []
-        self._events: list[torch.Event] = []
-
-    def restart(self) -> None:
-        devices.synchronize(self._device)
-        self._times, self._events = [], []
-
-    def stamp(self) -> None:
-        if self._on_host:
-            self._times.append(time.perf_counter())
-        else:
-            self._events.append(devices.record_event(self._device, timing=True))
-
-    def seconds(self) -> list[float]:
-        if self._on_host:
-            return [end - start for start, end in pairwise(self._times)]
-        devices.synchronize(self._device)
-        return [start.elapsed_time(end) / 1000 for start, end in pairwise(self._events)]

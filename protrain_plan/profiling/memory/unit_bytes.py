@@ -7,8 +7,8 @@ those in the process that are none of the model's.
 
 import gc
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -54,7 +54,7 @@ class Lasting:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._before = self._tensors()  # held, so that no other takes an identity
-        self._bytes = _by_path(self._before)
+        self._bytes = {path: storage_bytes(held) for path, held in self._before.items()}
 
     def num_bytes(self, *, block: int = 1) -> int:
         """Bytes of all that attributes hold now; each storage in whole blocks of `block`."""
@@ -81,7 +81,7 @@ class Lasting:
         """ProtrainError, naming the attribute, where `step` after step leaves more of them."""
         before = self._bytes
         for _ in range(_MOST_STEPS):
-            present = _by_path(self._tensors())
+            present = {path: storage_bytes(held) for path, held in self._tensors().items()}
             grown = {path: size - before.get(path, 0) for path, size in present.items()}
             if max(grown.values(), default=0) <= 0:
                 return
@@ -100,10 +100,8 @@ class Lasting:
     def _attributes(self) -> dict[str, list[torch.Tensor]]:
         """The tensors in attributes that are where the model is."""
         device = device_of(self._model)
-        found = {
-            path: [tensor for tensor in tensors if tensor.device == device]
-            for path, tensors in held_tensors(self._model).items()
-        }
+        held = held_tensors(self._model).items()
+        found = {path: [t for t in tensors if t.device == device] for path, tensors in held}
         return {path: tensors for path, tensors in found.items() if tensors}
 
 
@@ -148,27 +146,19 @@ def _identities(tensors: dict[str, list[torch.Tensor]]) -> set[int]:
     return set(storages_of(tensor for held in tensors.values() for tensor in held))
 
 
-def _by_path(tensors: dict[str, list[torch.Tensor]]) -> dict[str, int]:
-    return {path: storage_bytes(held) for path, held in tensors.items()}
-
-
-_Arrived = dict[str, int | None]
-"""Names of parameters with gradients: the bytes of a sparse one, None for those of the usual size.
-"""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelStructure:
     """A model's units, their parameters, and what each saves that is its own.
 
     `base_bytes` are live before the first slot, and `fixed_bytes` are as in the profile, without
-    what libraries keep. `plans` say what the units are, as a plan does,
-    with nothing decided. `once` are the blocks whose forward cannot run twice, with the reasons
+    what libraries keep. `plans` say what the units are, as a plan does, with nothing decided.
+    `once` are the blocks whose forward cannot run twice, with the reasons
     (see `rerun`), and `stays` says of units why their states stay on the device. `num_warm`
     steps replace what the model keeps from one to the next. `shared_bytes` are those of base_bytes
     that a recomputed block may hold of what others read too. `state_bytes` are those of a
-    parameter's optimizer states, by its dtype.
-    Storages take whole blocks of `block` bytes.
+    parameter's optimizer states, by its dtype. `unused` are the blocks that the loss does not
+    depend on: nothing that they saved outlives the forward. `kept` ones have one form: they keep
+    what they save, whatever the others do. Storages take whole blocks of `block` bytes.
     """
 
     found: tuple[FoundUnit, ...]
@@ -182,41 +172,13 @@ class ModelStructure:
     shared_bytes: int
     stays: Mapping[int, str]
     state_bytes: Mapping[torch.dtype, int]
+    unused: Set[int]
+    kept: Set[int]
     block: int = 1
-
-    @property
-    def unused(self) -> Set[int]:
-        """The blocks that the loss does not depend on."""
-        return unused_blocks(self.found, self.saved["keep"])
-
-    @property
-    def kept(self) -> Set[int]:
-        """The blocks that have one form: they keep what they save, whatever the others do."""
-        return self.unused | self.once.keys()
-
-    @property
-    def linked(self) -> bool:
-        """Whether the model is more than a chain: see `passes.SavedBytes`."""
-        return any(saved.linked for saved in self.saved["keep"])
-
-    def owners(self, names: Set[str]) -> Set[int]:
-        """The units whose chunks hold parameters of these names."""
-        return {
-            chunk.unit for chunk in self.chunks if any(part.name in names for part in chunk.slices)
-        }
 
     @property
     def modules(self) -> list[nn.Module | None]:
         return [unit.module for unit in self.found]
-
-
-def unused_blocks(found: Sequence[FoundUnit], keep: Sequence[passes.SavedBytes]) -> Set[int]:
-    """Those of which nothing that they saved outlives the forward."""
-    return frozenset(
-        index
-        for index, (unit, saved) in enumerate(zip(found, keep, strict=True))
-        if unit.kind == "block" and not saved.awaited
-    )
 
 
 def analyze_units(
@@ -259,7 +221,12 @@ def analyze_units(
                 once.setdefault(index, DIFFERENTIATED)
     own_inputs = [unit.own_inputs for unit in keep]
     saved: dict[Form, list[passes.SavedBytes]] = {"keep": keep}
-    kept = unused_blocks(found, keep) | once.keys()
+    unused = frozenset(
+        index
+        for index, (unit, own) in enumerate(zip(found, keep, strict=True))
+        if unit.kind == "block" and not own.awaited
+    )
+    kept = unused | once.keys()
     for form in FORMS if forms is None else forms:
         if form != "keep":
             saved[form] = passes.saved_bytes(
@@ -273,6 +240,10 @@ def analyze_units(
     on_blocks = is_accelerator(device)
     chunks = _chunks(model, found, BLOCK_BYTES if on_blocks else ALIGNMENT)
     parts = [part for chunk in chunks for part in chunk.slices]
+    dtypes = {part.dtype for part in parts if part.trainable}
+    with _disable_current_modes():  # rules are tried on tensors of their own
+        factory = optimizer_factory(optimizer, precision)
+        rules = {dtype: UpdateRule.of(factory, dtype) for dtype in dtypes}
     base = storage_bytes([*model.buffers(), *tensors_in(batch)], block=block)
     base += lasting.num_bytes(block=block) + held_inputs
     return ModelStructure(
@@ -280,50 +251,43 @@ def analyze_units(
         chunks=chunks,
         saved=saved,
         base_bytes=base + (0 if on_blocks else _scalars(parts, optimizer)),
-        fixed_bytes=_beside_in_blocks(parts, optimizer, precision) if on_blocks else 0,
+        fixed_bytes=_beside_in_blocks(parts, optimizer, rules) if on_blocks else 0,
         plans=_described(found, chunks, keep),
         once=once,
         num_warm=lasting.num_steps(step),
         shared_bytes=held_inputs,
-        stays=_staying(chunks)
-        | dict.fromkeys(handing, HANDED_ON)
-        | _written(found, chunks)
-        | (dict.fromkeys(range(len(found)), DIFFERENTIATED) if differentiated else {}),
-        state_bytes={
-            dtype: _rule(optimizer, dtype, precision).element_bytes
-            for dtype in {part.dtype for part in parts if part.trainable}
-        },
+        stays=dict.fromkeys(range(len(found)), DIFFERENTIATED)
+        if differentiated
+        else _staying(found, chunks, handing),
+        state_bytes={dtype: rule.element_bytes for dtype, rule in rules.items()},
+        unused=unused,
+        kept=kept,
         block=block,
     )
 
 
-HANDED_ON = "hands tensors on in its arguments"
-HELD_VIEWS = "a view of its parameters is held after their slot"
 DIFFERENTIATED = "the forward differentiates through the units (torch.autograd.grad)"
 
 
-def _written(found: Sequence[FoundUnit], chunks: Sequence[Chunk]) -> dict[int, str]:
-    """The units with parameters that the forward writes to."""
-    names = {name for unit in found for name in unit.writes}
-    return {
-        chunk.unit: f"the forward writes to {part.name!r}"
-        for chunk in chunks
-        for part in chunk.slices
-        if part.name in names
-    }
-
-
-def _staying(chunks: Sequence[Chunk]) -> dict[int, str]:
+def _staying(
+    found: Sequence[FoundUnit], chunks: Sequence[Chunk], handing: Set[int]
+) -> dict[int, str]:
     """Why the chunks stay that cannot be moved parameter by parameter, by unit."""
-    found = dict.fromkeys(of_one_storage(chunks), "parameters are views of one storage")
-    found |= dict.fromkeys(overlapping(chunks), "parameters share memory")
+    written = {name for unit in found for name in unit.writes}
+    stays = dict.fromkeys(of_one_storage(chunks), "parameters are views of one storage")
+    stays |= dict.fromkeys(overlapping(chunks), "parameters share memory")
     for chunk in chunks:
         dtypes = {part.dtype for part in chunk.slices if part.trainable}
         if len(dtypes) > 1:
             mixed = len({dtype.is_complex for dtype in dtypes}) > 1
             beside = "complex parameters beside real ones"
-            found[chunk.unit] = beside if mixed else "trainable parameters of several dtypes"
-    return found
+            stays[chunk.unit] = beside if mixed else "trainable parameters of several dtypes"
+    stays |= dict.fromkeys(handing, "hands tensors on in its arguments")
+    for chunk in chunks:
+        for part in chunk.slices:
+            if part.name in written:
+                stays[chunk.unit] = f"the forward writes to {part.name!r}"
+    return stays
 
 
 def _scalars(parts: Sequence[Slice], optimizer: str) -> int:
@@ -348,7 +312,9 @@ _LOOSE_BLOCKS = 16
 and the factor of clipping, a gradient scaler's scale and its growth; some more for the model's."""
 
 
-def _beside_in_blocks(parts: Sequence[Slice], optimizer: str, precision: Precision) -> int:
+def _beside_in_blocks(
+    parts: Sequence[Slice], optimizer: str, rules: Mapping[torch.dtype, UpdateRule]
+) -> int:
     """Bytes of an accelerator's allocator that belong to no unit: scalars take a block each.
 
     A parameter that stays there has its optimizer's scalars there too, and its gradient and its
@@ -357,11 +323,8 @@ def _beside_in_blocks(parts: Sequence[Slice], optimizer: str, precision: Precisi
     """
     rule = UpdateRule.of(optimizer_factory(optimizer))
     scalars = rule.scalar_bytes(block=BLOCK_BYTES) + _NORMS * BLOCK_BYTES
-    updated = [part for part in parts if part.trainable]
-    dtypes = {part.dtype for part in updated}
-    rules = {dtype: _rule(optimizer, dtype, precision) for dtype in dtypes}
     total = (_LOOSE_BLOCKS + 2 * len({part.dtype for part in parts})) * BLOCK_BYTES
-    for part in updated:
+    for part in (part for part in parts if part.trainable):
         total += scalars + _GRADIENTS * (-part.num_bytes % BLOCK_BYTES)
         states = rules[part.dtype].states.values()
         total += sum(-part.numel * state.itemsize % BLOCK_BYTES for state in states)
@@ -389,7 +352,7 @@ def measure_bytes(
     """The units with their bytes, from one training step per form; seconds are zero.
 
     `meter` makes what counts live bytes, of real tensors or of fake ones: one for each form of
-    `structure.saved`, in order, and one for each of MIXTURES where the model is more than a chain.
+    `structure.saved`, in order, and one for each mixture where the model is more than a chain.
     """
 
     def segments(form: Form | Sequence[Form]) -> tuple[Segment, ...]:
@@ -403,12 +366,29 @@ def measure_bytes(
             num_warm=structure.num_warm,
         )
 
-    with _noting_gradients(structure.chunks) as arrived:
+    # Of parameters that get a gradient, its bytes. A sparse one may have more than the parameter: a
+    # row for every time that it is read.
+    arrived: dict[str, int] = {}
+    sparse: set[str] = set()
+
+    def note(part: Slice, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        arrived[part.name] = part.num_bytes
+        if gradient.layout != torch.strided:
+            sparse.add(part.name)
+            arrived[part.name] = storage_bytes([gradient])
+
+    with ExitStack() as stack:
+        for part in (part for chunk in structure.chunks for part in chunk.slices):
+            if part.trainable:
+                hook = partial(note, part)
+                handle = part.parameter.register_post_accumulate_grad_hook(hook)
+                stack.callback(handle.remove)
         memory = {form: segments(form) for form in structure.saved}
-    units = _units(structure, memory, arrived)
-    if structure.linked and len(memory) > 1:
-        for mixture in MIXTURES:
-            forms = mixture(units)
+    units = _units(structure, memory, arrived, sparse)
+    if len(memory) > 1 and any(saved.linked for saved in structure.saved["keep"]):
+        for forms in _mixtures(units):
             units = _raised(units, forms, segments(forms), structure, arrived)
     gradients = _live_gradients(structure, arrived, after=-1)
     left = max(cuts[-1].start_bytes - cuts[0].start_bytes for cuts in memory.values())
@@ -420,28 +400,20 @@ _LOSS_BYTES = 64
 """Of a loss, with room for what a wrapper keeps of it: `_scalars` counts them."""
 
 
-def _in_turn(units: Sequence[Unit], *, first: int) -> list[Form]:
-    """Every other block in its leanest form, from block `first` on, and the others in `keep`."""
-    forms: list[Form] = ["keep"] * len(units)
+def _mixtures(units: Sequence[Unit]) -> list[list[Form]]:
+    """Blocks in different forms, for models where they depend on more than their neighbours.
+
+    Every other block in its leanest form, from the first or the second one on, and the others in
+    `keep`; then all at random. Costs are measured with all blocks in one form; what a mixture takes
+    beyond their sum is added to the slots in which it does.
+    """
     blocks = [index for index, unit in enumerate(units) if unit.kind == "block"]
-    for index in blocks[first::2]:
-        forms[index] = units[index].forms[-1].form
-    return forms
-
-
-def _at_random(units: Sequence[Unit]) -> list[Form]:
+    mixtures: list[list[Form]] = []
+    for first in range(2):
+        leanest = set(blocks[first::2])
+        mixtures.append([u.forms[-1].form if i in leanest else "keep" for i, u in enumerate(units)])
     rng = random.Random(0)
-    return [rng.choice(unit.forms).form for unit in units]
-
-
-MIXTURES: tuple[Callable[[Sequence[Unit]], list[Form]], ...] = (
-    partial(_in_turn, first=0),
-    partial(_in_turn, first=1),
-    _at_random,
-)
-"""Blocks in different forms, for models where they depend on more than their neighbours. Costs are
-measured with all blocks in one form; what a mixture takes beyond their sum is added to the slots in
-which it does."""
+    return [*mixtures, [rng.choice(unit.forms).form for unit in units]]
 
 
 def _raised(
@@ -449,10 +421,9 @@ def _raised(
     forms: Sequence[Form],
     cuts: Sequence[Segment],
     structure: ModelStructure,
-    arrived: _Arrived,
+    arrived: Mapping[str, int],
 ) -> list[Unit]:
     """The units with peaks that are not below those of a step of such forms."""
-    count = len(units)
     start = cuts[0].start_bytes + structure.shared_bytes  # which the base has
     level = 0
     raised: list[Unit] = []
@@ -461,7 +432,7 @@ def _raised(
         gradients = _live_gradients(structure, arrived, after=index)
         forward = cuts[index].peak_bytes - start - level
         level += cost.kept_bytes
-        backward = cuts[2 * count - 1 - index].peak_bytes - start - level - gradients
+        backward = cuts[2 * len(units) - 1 - index].peak_bytes - start - level - gradients
         more_forward = max(0, forward - cost.forward_peak_bytes)
         more_backward = max(0, backward - cost.backward_peak_bytes)
         higher = (
@@ -476,38 +447,15 @@ def _raised(
     return raised
 
 
-def _live_gradients(structure: ModelStructure, arrived: _Arrived, *, after: int) -> int:
+def _live_gradients(structure: ModelStructure, arrived: Mapping[str, int], *, after: int) -> int:
     """Gradients of the chunks that are used last by units after `after`."""
     return sum(
-        in_blocks(_gradient_bytes(part, arrived), structure.block)
+        in_blocks(arrived[part.name], structure.block)
         for chunk in structure.chunks
         if chunk.used_by and max(chunk.used_by) > after
         for part in chunk.slices
         if part.name in arrived
     )
-
-
-@contextmanager
-def _noting_gradients(chunks: Sequence[Chunk]) -> Iterator[_Arrived]:
-    """The parameters that get a gradient while inside, and its bytes; not all need to get one.
-
-    A sparse gradient may have more bytes than the parameter: a row for every time that it is read.
-    """
-    arrived: _Arrived = {}
-
-    def note(name: str, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        arrived[name] = None if gradient.layout == torch.strided else storage_bytes([gradient])
-
-    with ExitStack() as stack:
-        for chunk in chunks:
-            for part in chunk.slices:
-                if part.trainable:
-                    hook = partial(note, part.name)
-                    handle = part.parameter.register_post_accumulate_grad_hook(hook)
-                    stack.callback(handle.remove)
-        yield arrived
 
 
 def _listed(unit: FoundUnit) -> tuple[str, ...]:
@@ -554,7 +502,8 @@ def _described(
 def _units(
     structure: ModelStructure,
     memory: dict[Form, tuple[Segment, ...]],
-    arrived: _Arrived,
+    arrived: Mapping[str, int],
+    sparse: Set[str],
 ) -> list[Unit]:
     found, chunks, saved = structure.found, structure.chunks, structure.saved
     count = len(found)
@@ -587,49 +536,49 @@ def _units(
                 )
             )
         if unit.kind == "part":
-            forms = [_either(forms)]
+            # Its costs whatever forms the blocks have. One that is recomputed may hold inputs that
+            # several units share, which otherwise end with the model's forward.
+            either = replace(
+                forms[0],
+                forward_peak_bytes=max(form.forward_peak_bytes for form in forms),
+                kept_bytes=max(form.kept_bytes for form in forms),
+                backward_peak_bytes=max(form.backward_peak_bytes for form in forms),
+            )
+            forms = [either]
         else:
             forms = forms[:1] if index in structure.kept else _worthwhile(forms)
         trainable = [part for part in chunks[index].slices if part.trainable]
-        sparse = any(arrived.get(part.name) is not None for part in trainable)
+        is_sparse = any(part.name in sparse for part in trainable)
+        stays = structure.stays.get(index, "")
+        if is_sparse:
+            stays = SPARSE
+        elif not all(part.numel for part in trainable if part.name in arrived):
+            # An optimizer has states for these, too; a store has no place for them.
+            stays = "parameters without elements"
         units.append(
             Unit(
                 name=unit.name,
                 kind=unit.kind,
                 num_parameters=size.num_parameters,
                 parameter_bytes=size.parameter_bytes,
-                gradient_bytes=sum(_gradient_bytes(part, arrived) for part in trainable)
-                if sparse
+                gradient_bytes=sum(arrived.get(part.name, part.num_bytes) for part in trainable)
+                if is_sparse
                 else size.gradient_bytes,
                 state_bytes=size.state_bytes,
                 used_by=size.used_by,
-                parameter_pieces=() if sparse else size.parameter_pieces,
-                gradient_pieces=() if sparse else size.gradient_pieces,
+                parameter_pieces=() if is_sparse else size.parameter_pieces,
+                gradient_pieces=() if is_sparse else size.gradient_pieces,
                 forms=tuple(forms),
                 parameters=_listed(unit),
                 own_inputs=saved["keep"][index].own_inputs if unit.kind == "block" else (0,),
                 reached=index not in structure.unused
                 or size.used_by != (index,)
                 or any(part.name in arrived for part in chunks[index].slices),
-                stays=_stays(trainable, arrived) or structure.stays.get(index, ""),
+                stays=stays,
                 runs_once=structure.once.get(index, ""),
             )
         )
     return units
-
-
-def _stays(parts: Sequence[Slice], arrived: _Arrived) -> str:
-    """Why a unit's states stay that has gradients of these parameters; empty: they need not."""
-    with_gradients = [part for part in parts if part.name in arrived]
-    if any(arrived[part.name] is not None for part in with_gradients):
-        return SPARSE
-    # An optimizer has states for these, too; a store has no place for them.
-    return "parameters without elements" if not all(p.numel for p in with_gradients) else ""
-
-
-def _gradient_bytes(part: Slice, arrived: _Arrived) -> int:
-    sparse = arrived.get(part.name)
-    return part.num_bytes if sparse is None else sparse
 
 
 def _worthwhile(forms: Sequence[FormCost]) -> list[FormCost]:
@@ -649,23 +598,3 @@ def _worthwhile(forms: Sequence[FormCost]) -> list[FormCost]:
             chosen.append(form)
             least = form.kept_bytes if recomputes else least
     return chosen
-
-
-def _either(forms: Sequence[FormCost]) -> FormCost:
-    """A part's costs whatever forms the blocks have.
-
-    A block that is recomputed may hold inputs that several units share, which otherwise end with
-    the model's forward.
-    """
-    return replace(
-        forms[0],
-        forward_peak_bytes=max(form.forward_peak_bytes for form in forms),
-        kept_bytes=max(form.kept_bytes for form in forms),
-        backward_peak_bytes=max(form.backward_peak_bytes for form in forms),
-    )
-
-
-def _rule(optimizer: str, dtype: torch.dtype, precision: Precision) -> UpdateRule:
-    """The rule by which parameters of `dtype` are updated."""
-    with _disable_current_modes():  # it is tried on tensors of its own
-        return UpdateRule.of(optimizer_factory(optimizer, precision), dtype)

@@ -13,10 +13,10 @@ import hashlib
 import random
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +43,6 @@ class ModuleCall:
     module: nn.Module
     begin: int
     end: int
-
-    def holds(self, other: "ModuleCall") -> bool:
-        """Whether `other` ran inside this call."""
-        return self.begin < other.begin and other.end < self.end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +131,12 @@ def record_execution(model: nn.Module, batch: Batch, start: Start | None = None)
         if start is not None:
             stack.enter_context(starting_from(model, start))
         stack.enter_context(uncompiled())
-        stack.enter_context(recorder.hooks())
+        for module in model.modules():
+            before = module.register_forward_pre_hook(
+                recorder.begin, prepend=True, with_kwargs=True
+            )
+            stack.callback(before.remove)
+            stack.callback(module.register_forward_hook(recorder.end, with_kwargs=True).remove)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(recorder)
         call_model(model, batch)
@@ -169,29 +170,18 @@ class _Recorder(TorchDispatchMode):
             first, past = extent(parameter)
             self._owners[parameter.untyped_storage()._cdata].append((first, past, name))
 
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Watch every module of the model while inside."""
-        with ExitStack() as stack:
-            for module in self._paths:
-                before = module.register_forward_pre_hook(
-                    self._begin, prepend=True, with_kwargs=True
-                )
-                stack.callback(before.remove)
-                after = module.register_forward_hook(self._end, with_kwargs=True)
-                stack.callback(after.remove)
-            yield
-
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
 
-    def _begin(self, module: nn.Module, *_: object) -> None:
+    def begin(self, module: nn.Module, *_: object) -> None:
+        """A module's forward begins: a hook of every module."""
         self._begun[module].append(self._tick())
         self._inside.append(self._paths[module])
         whereabouts.in_module(self._inside[-1])
 
-    def _end(self, module: nn.Module, *_: object) -> None:
+    def end(self, module: nn.Module, *_: object) -> None:
+        """It ends."""
         self._inside.pop()
         whereabouts.in_module(self._inside[-1] if self._inside else "")
         self.calls.append(
@@ -204,11 +194,7 @@ class _Recorder(TorchDispatchMode):
         )
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> object:
         if func.namespace == "prim":  # questions that fake tensors ask about themselves
             return func(*args, **(kwargs or {}))
@@ -264,11 +250,24 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         )
         for module in model.modules()
     ]
-    with torch.random.fork_rng(devices=[]), _other_random_states(model):
-        model.train()
+    # Besides those that `fork_rng` knows.
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), numpy.random.get_state() if numpy else None
+    accelerators = {
+        device: devices.random_state(device)
+        for device in {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        if device.type != "meta" and not devices.on_host(device)
+    }
+    with torch.random.fork_rng(devices=[]):
         try:
+            model.train()
             yield
         finally:
+            random.setstate(states[0])
+            if numpy:
+                numpy.random.set_state(states[1])
+            for device, state in accelerators.items():
+                devices.set_random_state(device, state)
             for module, training in flags:
                 module.training = training
             with torch.no_grad():
@@ -277,26 +276,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                         buffer.copy_(content)
                     module._buffers.clear()
                     module._buffers.update(named)
-
-
-@contextmanager
-def _other_random_states(model: nn.Module) -> Iterator[None]:
-    """Those that `fork_rng` leaves alone: of Python, of NumPy, of the model's accelerators."""
-    numpy = sys.modules.get("numpy")
-    states = random.getstate(), numpy.random.get_state() if numpy else None
-    accelerators = {
-        device: devices.random_state(device)
-        for device in {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-        if device.type != "meta" and not devices.on_host(device)
-    }
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        if numpy:
-            numpy.random.set_state(states[1])
-        for device, state in accelerators.items():
-            devices.set_random_state(device, state)
 
 
 # --- the units ------------------------------------------------------------------------------------
@@ -341,10 +320,15 @@ def fullest(model: nn.Module, batch: Batch) -> tuple[Start, Execution]:
     for seed in range(SEEDS):
         start = Start(seed, plain_attributes(model))
         execution = record_execution(model, batch, start)
-        work = _work(model, execution)
-        for kind, count in work.values():
+        blocks = _blocks(model, execution)
+        work: dict[str, tuple[object, int]] = {}
+        for call in blocks:
+            operations = _between(execution.operations, call.begin, call.end)
+            count = sum(not operation.trivial for operation in operations)
+            kind = _structure(call.module)
+            work[call.path] = kind, count
             most[kind] = max(count, most.get(kind, 0))
-        tried.append(_Tried(_idle(model, execution), work, start, execution))
+        tried.append(_Tried(_idle(model, execution, blocks), work, start, execution))
         steady = seed == 1 and tried[0].work == work  # experts without tokens, in every forward
         if not tried[-1].idle and (steady or not tried[-1].short(most)):
             break
@@ -374,35 +358,22 @@ class _Tried:
         return sum(count < most[kind] for kind, count in self.work.values())
 
 
-def _work(model: nn.Module, execution: Execution) -> dict[str, tuple[object, int]]:
-    found: dict[str, tuple[object, int]] = {}
-    for call in _blocks(model, execution):
-        operations = _between(execution.operations, call.begin, call.end)
-        count = sum(not operation.trivial for operation in operations)
-        found[call.path] = _structure(call.module), count
-    return found
-
-
-def _idle(model: nn.Module, execution: Execution) -> list[str]:
+def _idle(model: nn.Module, execution: Execution, blocks: Iterable[ModuleCall]) -> list[str]:
     """The modules that did not run though siblings have their class, but for those inside blocks.
 
     What is in a block may be an expert that got no token.
     """
     ran = {call.module for call in execution.calls}
-    inside = {module for call in _blocks(model, execution) for module in call.module.modules()}
+    inside = {module for call in blocks for module in call.module.modules()}
     idle: list[str] = []
     for path, parent in model.named_modules():
         if parent in inside:
             continue
-        children = {
-            name: child
-            for name, child in parent.named_children()
-            if any(True for _ in child.parameters())
-        }
-        kinds = Counter(type(child) for child in children.values())
+        children = [(name, c) for name, c in parent.named_children() if _has_parameters(c)]
+        kinds = Counter(type(child) for _, child in children)
         idle += [
             f"{path}.{name}".lstrip(".")
-            for name, child in children.items()
+            for name, child in children
             if child not in ran and kinds[type(child)] > 1
         ]
     return idle
@@ -423,8 +394,41 @@ def discover(
     """
     if execution is None:
         execution = record_execution(model, batch)
-    blocks = _blocks(model, execution)
-    return _units(model, _stretches(execution, blocks))
+    stretches = _stretches(execution, _blocks(model, execution))
+    uses = [dict.fromkeys(used for o in s.operations for used in o.parameters) for s in stretches]
+    owner: dict[str, int] = {}
+    for index, read in enumerate(uses):
+        for name in read:
+            owner.setdefault(name, index)
+    # Parameters that this forward did not read.
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for index, stretch in enumerate(stretches):
+        if stretch.block is not None:
+            for parameter in stretch.block.module.parameters():
+                owner.setdefault(names[parameter], index)
+    for name in names.values():
+        owner.setdefault(name, len(stretches) - 1)
+    owned: list[list[str]] = [[] for _ in stretches]
+    for name, index in owner.items():
+        owned[index].append(name)
+    times: Counter[str] = Counter()  # a module may run in two parts: the second "x" is "x#2"
+    units: list[FoundUnit] = []
+    for index, (name, block, operations) in enumerate(stretches):
+        times[name] += 1
+        ran = "".join(operation.signature for operation in operations)
+        told = "" if block is None else f"{_structure(block.module)!r}{ran}"
+        units.append(
+            FoundUnit(
+                kind="part" if block is None else "block",
+                name=name if times[name] == 1 else f"{name}#{times[name]}",
+                module=None if block is None else block.module,
+                parameters=tuple(owned[index]),
+                also_uses=tuple(used for used in uses[index] if owner[used] < index),
+                signature=hashlib.sha256(told.encode()).hexdigest() if told else "",
+                writes=tuple(dict.fromkeys(name for o in operations for name in o.written)),
+            )
+        )
+    return tuple(units)
 
 
 # --- which modules are blocks ---------------------------------------------------------------------
@@ -433,7 +437,16 @@ def discover(
 def _blocks(model: nn.Module, execution: Execution) -> tuple[ModuleCall, ...]:
     """The calls of the blocks: disjoint, in order."""
     once = _calls_of_modules_that_run_once(execution)
-    groups = [group for parent in model.modules() for group in _alike(parent, once)]
+    groups: list[list[ModuleCall]] = []
+    for parent in model.modules():
+        # Alike are children of equal structure; in a list of modules, where layers may differ in
+        # details (T5's first layer owns the position bias of all), of the same class.
+        kind = type if isinstance(parent, nn.ModuleList) else _structure
+        alike: dict[object, list[ModuleCall]] = defaultdict(list)
+        for child in parent.children():
+            if child in once and _has_parameters(child):
+                alike[kind(child)].append(once[child])
+        groups += [group for group in alike.values() if len(group) > 1]
     # Two norms or two embeddings side by side are alike too: single layers are blocks only in a
     # model where nothing larger repeats.
     composite = [g for g in groups if any(True for _ in g[0].module.children())]
@@ -442,24 +455,12 @@ def _blocks(model: nn.Module, execution: Execution) -> tuple[ModuleCall, ...]:
 
 
 def _calls_of_modules_that_run_once(execution: Execution) -> dict[nn.Module, ModuleCall]:
-    calls: dict[nn.Module, list[ModuleCall]] = defaultdict(list)
-    for call in execution.calls:
-        calls[call.module].append(call)
-    return {module: only[0] for module, only in calls.items() if len(only) == 1}
+    times = Counter(call.module for call in execution.calls)
+    return {call.module: call for call in execution.calls if times[call.module] == 1}
 
 
-def _alike(parent: nn.Module, once: dict[nn.Module, ModuleCall]) -> list[list[ModuleCall]]:
-    """The groups of two and more children with parameters that are alike and run once.
-
-    Alike is of equal structure; in a list of modules, where layers may differ in details (T5's
-    first layer owns the position bias of all), of the same class.
-    """
-    listed = isinstance(parent, nn.ModuleList)
-    groups: dict[object, list[ModuleCall]] = defaultdict(list)
-    for child in parent.children():
-        if child in once and any(True for _ in child.parameters()):
-            groups[type(child) if listed else _structure(child)].append(once[child])
-    return [group for group in groups.values() if len(group) > 1]
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
 
 
 def _structure(module: nn.Module) -> object:
@@ -474,14 +475,14 @@ def _structure(module: nn.Module) -> object:
 def _outermost(calls: Iterable[ModuleCall]) -> tuple[ModuleCall, ...]:
     kept: list[ModuleCall] = []
     for call in sorted(calls, key=lambda call: call.begin):
-        if not (kept and kept[-1].holds(call)):
+        if not (kept and kept[-1].begin < call.begin and call.end < kept[-1].end):
             kept.append(call)
     return tuple(kept)
 
 
 def _children(model: nn.Module, once: dict[nn.Module, ModuleCall]) -> tuple[ModuleCall, ...]:
     """The children with parameters that run once; a model in a wrapper is unwrapped first."""
-    having = [child for child in model.children() if any(True for _ in child.parameters())]
+    having = [child for child in model.children() if _has_parameters(child)]
     if len(having) == 1 and any(True for _ in having[0].children()):
         return _children(having[0], once)
     return _outermost(once[child] for child in having if child in once)
@@ -490,27 +491,12 @@ def _children(model: nn.Module, once: dict[nn.Module, ModuleCall]) -> tuple[Modu
 # --- from blocks to units -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stretch:
+class _Stretch(NamedTuple):
     """What will be a unit: a block's call, or what ran since the last one."""
 
     name: str
     block: ModuleCall | None
-    uses: tuple[str, ...]  # parameters, in order of first use in this stretch
-    writes: tuple[str, ...]
-    signature: str = ""
-
-    @staticmethod
-    def of(
-        name: str, operations: Sequence[Operation], block: ModuleCall | None = None
-    ) -> "_Stretch":
-        return _Stretch(
-            name=name,
-            block=block,
-            uses=tuple(dict.fromkeys(used for o in operations for used in o.parameters)),
-            writes=tuple(dict.fromkeys(used for o in operations for used in o.written)),
-            signature="" if block is None else _signature(block, operations),
-        )
+    operations: list[Operation]
 
 
 def _stretches(execution: Execution, blocks: tuple[ModuleCall, ...]) -> list[_Stretch]:
@@ -527,73 +513,18 @@ def _stretches(execution: Execution, blocks: tuple[ModuleCall, ...]) -> list[_St
         if index == 0 or block is None or works:
             runs = next((c.path for c in calls if begin < c.begin and c.end < end), "")
             first = next((name for o in operations for name in o.parameters), "")
-            name = runs or (first if "." in first else "") or _placed(blocks, index)
-            stretches.append(_Stretch.of(name, operations))
+            # Where no module runs and no module below the root owns a parameter: its place.
+            place = f"(after {blocks[index - 1].path})" if index else "(input)"
+            if block is None:
+                place = "(output)" if blocks else "(model)"
+            name = runs or (first if "." in first else "") or place
+            stretches.append(_Stretch(name, None, operations))
         if block is not None:
             operations = _between(execution.operations, block.begin, block.end)
-            stretches.append(_Stretch.of(block.path, operations, block))
+            stretches.append(_Stretch(block.path, block, operations))
             begin = block.end
     return stretches
 
 
-def _signature(block: ModuleCall, operations: Iterable[Operation]) -> str:
-    digest = hashlib.sha256(repr(_structure(block.module)).encode())
-    for operation in operations:
-        digest.update(operation.signature.encode())
-    return digest.hexdigest()
-
-
 def _between(operations: Iterable[Operation], begin: int, end: int) -> list[Operation]:
     return [o for o in operations if begin < o.at < end]
-
-
-def _placed(blocks: tuple[ModuleCall, ...], index: int) -> str:
-    """The name of a part where no module runs and no module below the root owns a parameter."""
-    if not blocks:
-        return "(model)"
-    if index == 0:
-        return "(input)"
-    return "(output)" if index == len(blocks) else f"(after {blocks[index - 1].path})"
-
-
-def _units(model: nn.Module, stretches: list[_Stretch]) -> tuple[FoundUnit, ...]:
-    owner: dict[str, int] = {}
-    for index, stretch in enumerate(stretches):
-        for name in stretch.uses:
-            owner.setdefault(name, index)
-    blocks = [(i, s.block) for i, s in enumerate(stretches) if s.block is not None]
-    # Parameters that this forward did not read.
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for index, block in blocks:
-        for parameter in block.module.parameters():
-            owner.setdefault(names[parameter], index)
-    for name in names.values():
-        owner.setdefault(name, len(stretches) - 1)
-
-    owned: list[list[str]] = [[] for _ in stretches]
-    for name, index in owner.items():
-        owned[index].append(name)
-    return tuple(
-        FoundUnit(
-            kind="part" if stretch.block is None else "block",
-            name=name,
-            module=None if stretch.block is None else stretch.block.module,
-            parameters=tuple(owned[index]),
-            also_uses=tuple(name for name in stretch.uses if owner[name] < index),
-            signature=stretch.signature,
-            writes=stretch.writes,
-        )
-        for index, (stretch, name) in enumerate(
-            zip(stretches, _unique([s.name for s in stretches]), strict=True)
-        )
-    )
-
-
-def _unique(names: list[str]) -> list[str]:
-    """The names, the second "x" as "x#2" (a module that runs in two parts)."""
-    counts: dict[str, int] = defaultdict(int)
-    unique = []
-    for name in names:
-        counts[name] += 1
-        unique.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
-    return unique

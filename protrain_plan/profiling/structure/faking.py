@@ -10,7 +10,7 @@ parameters have none.
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -43,6 +43,8 @@ _MOST_BYTES = 2**22
 """Of a tensor whose values are known: a batch of 500,000 tokens. What is larger was no token id."""
 
 _ATTRIBUTE = "_protrain_value"
+_UNDEFINED = ("empty", "new_empty", "resize", "set_")
+"""How operators are called whose results do not follow from their arguments."""
 
 
 class KnownValues(TorchDispatchMode):
@@ -57,15 +59,17 @@ class KnownValues(TorchDispatchMode):
         self._overwritten: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> object:
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        if func is aten._grouped_mm.default:
+            # PyTorch knows the shapes of grouped matrix products of bfloat16 only.
+            left, right, offsets = args[:3] if len(args) > 2 else (*args, kwargs["offs"])
+            if left.dim() == 2 and right.dim() == 2:  # one product per group of inner columns
+                return left.new_empty(len(offsets), left.shape[0], right.shape[1])
+            return left.new_empty(*left.shape[:-1], right.shape[-1])
         given = tensors_in((args, kwargs))
         values = [self._value(tensor) for tensor in given]
         known = all(value is not None for value in values)
@@ -80,7 +84,9 @@ class KnownValues(TorchDispatchMode):
         for tensor in made:
             if tensor.layout != torch.strided:
                 setattr(tensor, PARTS, _parts(func, args))
-        if known and _repeatable(func) and all(map(_is_small, made)):
+        name = func._schema.name.partition("::")[2]
+        drawn = torch.Tag.nondeterministic_seeded in func.tags or name.startswith(_UNDEFINED)
+        if known and not drawn and all(map(_is_small, made)):
             real = tensors_in(self._real(func, args, kwargs))
             for tensor, found in zip(made, real, strict=True):
                 setattr(tensor, _ATTRIBUTE, found)
@@ -108,37 +114,30 @@ class KnownValues(TorchDispatchMode):
 
     def _counted(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, known: bool
-    ) -> object | None:
-        """A result whose shape depends on values: all of them, or a mask's alone."""
+    ) -> Any:
+        """A result whose shape depends on values, all or a mask's; None where that is unknown."""
         if known:
-            found: object = tree_map_only(
+            return tree_map_only(
                 Tensor,
                 lambda value: know(torch.empty(value.shape, dtype=value.dtype), value),
                 self._real(func, args, kwargs),
             )
-            return found
         if func is aten.masked_select.default:
-            given: Tensor = args[0]
-            mask = self._value(args[1])
+            given, mask = args[0], self._value(args[1])
             if mask is None:
                 return None
             shape = torch.broadcast_shapes(given.shape, mask.shape)
             return given.new_empty(_count(mask) * (shape.numel() // max(1, mask.numel())))
         if func is aten.index.Tensor:
-            return self._masked(args[0], args[1])
+            # `given[:, mask]`: elements of all dimensions that the mask spans become one.
+            given, indices = args[:2]
+            places = [place for place, index in enumerate(indices) if index is not None]
+            if len(places) == 1 and indices[places[0]].dtype == torch.bool:
+                mask = self._value(indices[places[0]])
+                if mask is not None:
+                    before, after = given.shape[: places[0]], given.shape[places[0] + mask.dim() :]
+                    return given.new_empty(*before, _count(mask), *after)
         return None
-
-    def _masked(self, given: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
-        """`given[:, mask]`: elements of all dimensions that the mask spans become one."""
-        places = [place for place, index in enumerate(indices) if index is not None]
-        first = indices[places[0]]
-        if len(places) > 1 or first is None or first.dtype != torch.bool:
-            return None
-        mask = self._value(first)
-        if mask is None:
-            return None
-        before, after = given.shape[: places[0]], given.shape[places[0] + mask.dim() :]
-        return given.new_empty(*before, _count(mask), *after)
 
 
 class SparseError(Exception):
@@ -164,15 +163,6 @@ def know(fake: Tensor, value: Tensor) -> Tensor:
 def _count(mask: Tensor) -> int:
     with unset_fake_temporarily():
         return int(mask.sum())
-
-
-_UNDEFINED = ("empty", "new_empty", "resize", "set_")
-
-
-def _repeatable(func: Any) -> bool:
-    """Whether the operator gives the same again, from its arguments alone."""
-    name = func._schema.name.partition("::")[2]
-    return torch.Tag.nondeterministic_seeded not in func.tags and not name.startswith(_UNDEFINED)
 
 
 def _is_small(tensor: Tensor) -> bool:
@@ -211,19 +201,24 @@ def faking(kind: DeviceKind = "cpu") -> Iterator[FakeTensorMode]:
         stack.enter_context(replaced(log, "disabled", True))
         if importlib.util.find_spec("transformers") is not None:
             masking = importlib.import_module("transformers.masking_utils")
-            looked = _looked(masking.find_packed_sequence_indices)
-            stack.enter_context(replaced(masking, "find_packed_sequence_indices", looked))
+            look = masking.find_packed_sequence_indices
+
+            def find_nothing(position_ids: Tensor) -> None:
+                look(position_ids)  # its operators' results are some models' highest
+
+            stack.enter_context(replaced(masking, "find_packed_sequence_indices", find_nothing))
         num_bytes = torch.get_rng_state().numel()
         stack.enter_context(
             replaced(torch, "get_rng_state", lambda: torch.empty(num_bytes, dtype=torch.uint8))
         )
         stack.enter_context(replaced(torch, "set_rng_state", lambda _: None))
         stack.enter_context(replaced(nn.Module, "_apply", converted))
-        # Draws again what lies outside its bounds, and so looks at what it drew.
-        stack.enter_context(replaced(nn.init, "_no_grad_trunc_normal_", _undrawn))
+        # Draws again what lies outside its bounds, and so looks at what it drew; a fake parameter
+        # has no values to draw.
+        undrawn = replaced(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
+        stack.enter_context(undrawn)
         stack.enter_context(mode)
         stack.enter_context(KnownValues())
-        stack.enter_context(_GroupedProducts())  # type: ignore[no-untyped-call]
         attention = device_type(kind).attention
         if attention is not None:
             # Not a function mode: those are not asked in a backward, where blocks are recomputed.
@@ -294,35 +289,3 @@ def _fake(mode: FakeTensorMode, value: Any) -> Any:
     if any(tensor.layout != torch.strided for tensor in tensors):
         raise SparseError("the batch")
     return rebuild([know(mode.from_tensor(tensor), tensor) for tensor in tensors])
-
-
-def _looked(look: Callable[[Tensor], object]) -> Callable[[Tensor], None]:
-    """The same operators, whose results are some models' highest; it finds nothing."""
-
-    def find_nothing(position_ids: Tensor) -> None:
-        look(position_ids)
-
-    return find_nothing
-
-
-def _undrawn(tensor: Tensor, *_: object, **__: object) -> Tensor:
-    """In place of an initialisation: a fake parameter has no values to draw."""
-    return tensor
-
-
-class _GroupedProducts(TorchDispatchMode):
-    """Shapes of grouped matrix products in every dtype; PyTorch knows those of bfloat16 only."""
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> object:
-        if func is torch.ops.aten._grouped_mm.default:
-            left, right, offsets = args[:3] if len(args) > 2 else (*args, (kwargs or {})["offs"])
-            if left.dim() == 2 and right.dim() == 2:  # one product per group of inner columns
-                return left.new_empty(len(offsets), left.shape[0], right.shape[1])
-            return left.new_empty(*left.shape[:-1], right.shape[-1])
-        return func(*args, **(kwargs or {}))

@@ -8,7 +8,7 @@ later code writes to, closures, globals, the clock.
 
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,24 +34,18 @@ _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward"}
 """What is no attribute of the user's; a planned or watched module has its forward there."""
 
 _VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_SEQUENCES = (list, tuple, set, frozenset, deque)
+_CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module)
 _DEEPEST = 8
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Held:
-    """An object, held so that no other takes its identity; of a tensor with its version."""
+    """An object's identity, of a tensor with its version; held so that no other takes it."""
 
-    value: object
+    identity: int
+    value: object = field(compare=False)
     version: int = 0
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Held) and self.value is other.value and self.version == other.version
-        )
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
@@ -87,7 +81,7 @@ def held_tensors(module: nn.Module) -> dict[str, list[torch.Tensor]]:
 
 
 def _tensor(tensor: torch.Tensor) -> _Held:
-    return _Held(tensor, 0 if tensor.is_inference() else tensor._version)
+    return _Held(id(tensor), tensor, 0 if tensor.is_inference() else tensor._version)
 
 
 class _Walk:
@@ -105,24 +99,14 @@ class _Walk:
         if isinstance(value, _VALUES):
             return type(value), value
         if isinstance(value, _OPAQUE) or depth == 0:
-            return _Held(value)
+            return _Held(id(value), value)
         if id(value) not in self._objects:
-            self._objects[id(value)] = _Held(value)  # for what holds itself
-            inside = [self.described(one, depth - 1) for one in _inside(value)]
-            self._objects[id(value)] = _Held(value), inside
+            itself = self._objects[id(value)] = _Held(id(value), value)  # for what holds itself
+            held: Any = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", ())
+            inside = (*held.keys(), *held.values()) if isinstance(held, Mapping) else held
+            described = [self.described(one, depth - 1) for one in inside]
+            self._objects[id(value)] = itself, described
         return self._objects[id(value)]
-
-
-def _inside(value: object) -> Iterator[object]:
-    """What a container or an object holds, keys before values."""
-    if isinstance(value, Mapping):
-        yield from value.keys()
-        yield from value.values()
-    elif isinstance(value, _SEQUENCES):
-        yield from value
-    elif hasattr(value, "__dict__"):
-        yield from vars(value).keys()
-        yield from vars(value).values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,45 +127,31 @@ class Written:
 def writing_arguments(modules: Sequence[nn.Module | None]) -> Iterator[Written]:
     """Those of the blocks that run while inside; None is a part."""
     found = Written()
-    before: dict[int, _Arguments] = {}
+    # The tensors of the arguments, what makes a second run's of them, and the contents of both.
+    before: dict[int, tuple[list[Any], Rebuild, list[object], list[object]]] = {}
 
     def begin(unit: int, _: nn.Module, args: Any, kwargs: Any) -> None:
-        before[unit] = _Arguments.of((args, kwargs))
+        tensors, again = taken_apart((args, kwargs))
+        before[unit] = tensors, again, _contents((args, kwargs)), _contents(again(tensors))
 
     def end(unit: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        given, now = before.pop(unit), (args, kwargs)
-        if _contents(now) == given.contents:
+        tensors, again, contents, repeated = before.pop(unit)
+        if _contents((args, kwargs)) == contents:
             return
         found.anything.add(unit)
-        if _contents(given.again(given.tensors)) != given.repeated:
+        if _contents(again(tensors)) != repeated:
             found.lasting.add(unit)
-        known = {id(tensor) for tensor in (*given.tensors, *tensors_in(output))}
-        if any(id(tensor) not in known for tensor in tensors_in(now)):
+        known = {id(tensor) for tensor in (*tensors, *tensors_in(output))}
+        if any(id(tensor) not in known for tensor in tensors_in((args, kwargs))):
             found.tensors.add(unit)
 
     with ExitStack() as stack:
         for unit, module in enumerate(modules):
             if module is not None:
                 first, last = partial(begin, unit), partial(end, unit)
-                handle = module.register_forward_pre_hook(first, with_kwargs=True)
-                stack.callback(handle.remove)
+                stack.callback(module.register_forward_pre_hook(first, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(last, with_kwargs=True).remove)
         yield found
-
-
-@dataclass(frozen=True, slots=True)
-class _Arguments:
-    """Arguments before a run: their contents, and what a second run would get."""
-
-    tensors: list[Any]
-    again: Rebuild
-    contents: list[object]
-    repeated: list[object]
-
-    @staticmethod
-    def of(tree: object) -> "_Arguments":
-        tensors, again = taken_apart(tree)
-        return _Arguments(tensors, again, _contents(tree), _contents(again(tensors)))
 
 
 def _contents(tree: object) -> list[object]:
@@ -200,74 +170,62 @@ def run_once(model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch
     """
     reasons: dict[int, str] = {}
     inputs: dict[int, Versions] = {}
+
+    def twice(unit: int, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> object:
+        """Run a block's forward, and once more; what the first run gave goes on."""
+        given = tensors_in((args, kwargs))
+        before = inputs[unit] = [(t, t._version) for t in given if not t.is_inference()]
+        buffers, held = other_buffers(module), snapshot(module)
+        draws = Draws(module)
+        tensors, again = taken_apart((args, kwargs))  # what the first run writes into is not seen
+        where = {devices.HOST, *(p.device for p in module.parameters() if not p.is_meta)}
+        states = [(device, devices.random_state(device)) for device in where]
+        with draws.first():
+            result: object = forward(*args, **kwargs)
+        names = written_buffers(buffers, other_buffers(module))
+        now = snapshot(module)
+        changed = [key for key in {**held, **now} if held.get(key, _NONE) != now.get(key, _NONE)]
+        if names:
+            reasons[unit] = f"its forward writes its buffer {names[0]!r}"
+        elif changed:
+            reasons[unit] = f"its forward changes its attribute {changed[0]!r}"
+        elif _written(before):
+            reasons[unit] = "its forward writes an input in place"
+        elif not any(isinstance(tensor, FakeTensor) for tensor in module.parameters()):
+            second: object = None
+            present = [(device, devices.random_state(device)) for device, _ in states]
+            for device, state in states:
+                devices.set_random_state(device, state)
+            try:
+                with (
+                    suppress(Exception),  # any code of the model runs here
+                    draws.again(),
+                    unchanged(with_running_statistics(module)),
+                ):
+                    own_args, own_kwargs = again(tensors)
+                    second = forward(*own_args, **own_kwargs)
+            finally:
+                for device, state in present:
+                    devices.set_random_state(device, state)
+            ones, others = tensors_in(result), tensors_in(second)
+            if len(ones) != len(others) or not all(map(_equal, ones, others)):
+                reasons[unit] = (
+                    "its forward gave another result when it ran again on the same inputs"
+                )
+            elif _written(before):
+                reasons[unit] = "its forward writes an input in place when it runs again"
+        return result
+
     with ExitStack() as stack:
         for unit, module in enumerate(modules):
             if module is not None:
-                watch = partial(_twice, unit, module, code_of(module), reasons, inputs)
+                watch = partial(twice, unit, module, code_of(module))
                 stack.callback(replace_code(module, watch))
         call_model(model, batch)
     for unit, versions in inputs.items():
         if _written(versions):
             reasons.setdefault(unit, "an input of its forward is written to after it has run")
     return reasons
-
-
-def _twice(
-    unit: int,
-    module: nn.Module,
-    forward: Callable[..., Any],
-    reasons: dict[int, str],
-    inputs: dict[int, Versions],
-    /,
-    *args: object,
-    **kwargs: object,
-) -> object:
-    """Run a block's forward, and once more; what the first run gave goes on."""
-    given = tensors_in((args, kwargs))
-    before = inputs[unit] = [(t, t._version) for t in given if not t.is_inference()]
-    buffers, held = other_buffers(module), snapshot(module)
-    draws = Draws(module)
-    tensors, again = taken_apart((args, kwargs))  # what the first run writes into is not seen
-    where = {devices.HOST, *(parameter.device for parameter in module.parameters())}
-    states = [(device, devices.random_state(device)) for device in where if device.type != "meta"]
-    with draws.first():
-        result: object = forward(*args, **kwargs)
-    names = written_buffers(buffers, other_buffers(module))
-    now = snapshot(module)
-    changed = [name for name in {**held, **now} if held.get(name, _NONE) != now.get(name, _NONE)]
-    if names:
-        reasons[unit] = f"its forward writes its buffer {names[0]!r}"
-    elif changed:
-        reasons[unit] = f"its forward changes its attribute {changed[0]!r}"
-    elif _written(before):
-        reasons[unit] = "its forward writes an input in place"
-    elif not any(isinstance(tensor, FakeTensor) for tensor in module.parameters()):
-        second: object = None
-        with suppress(Exception), _second(draws, module, states):  # any code of the model runs here
-            own_args, own_kwargs = again(tensors)
-            second = forward(*own_args, **own_kwargs)
-        ones, others = tensors_in(result), tensors_in(second)
-        if len(ones) != len(others) or not all(map(_equal, ones, others)):
-            reasons[unit] = "its forward gave another result when it ran again on the same inputs"
-        elif _written(before):
-            reasons[unit] = "its forward writes an input in place when it runs again"
-    return result
-
-
-@contextmanager
-def _second(
-    draws: Draws, module: nn.Module, states: Sequence[tuple[torch.device, torch.Tensor]]
-) -> Iterator[None]:
-    """Around the second run: all random states are those of the first, and put back afterwards."""
-    present = [(device, devices.random_state(device)) for device, _ in states]
-    for device, state in states:
-        devices.set_random_state(device, state)
-    try:
-        with draws.again(), unchanged(with_running_statistics(module)):
-            yield
-    finally:
-        for device, state in present:
-            devices.set_random_state(device, state)
 
 
 def _written(versions: Versions) -> bool:
