@@ -29,17 +29,17 @@ from typing import Any
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.files import replace_text
-from protrain_runtime.checkpoint.checksums import (
+from protrain_runtime.checkpoint.files import (
     MAX_JSON_BYTES,
     SUMS,
     damaged,
     is_sealed,
     parse_json,
+    read_entries,
     read_regular,
     seal,
     shown,
 )
-from protrain_runtime.checkpoint.tensor_files import read_entries
 
 INDEX = "model.safetensors.index.json"
 TRAINING = "training.pt"
