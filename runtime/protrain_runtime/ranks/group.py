@@ -8,10 +8,8 @@ accelerators a collective is submitted to a stream, and nothing fails where it w
 how long collectives take, and says who is missing before the library of collectives ends the
 process.
 
-Joining the ranks that a launcher started.
-
-They come together at their store first, before anything can go wrong on one of them alone: a file
-that a node lacks is told like what fails later.
+Ranks that a launcher started come together at their store first, before anything can go wrong on
+one of them alone: a file that a node lacks is told like what fails later.
 """
 
 import ctypes
@@ -22,7 +20,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -95,7 +93,16 @@ class Ranks:
     def connect(self, facts: Mapping[str, str], *, num_replicas: int, device: torch.device) -> None:
         """Make groups for collectives. RanksError where not all ranks have the same `facts`."""
         library = devices.collectives(device)
-        self._agree(facts)
+        what = "prepare()"
+        _of_this_world()
+        given_up_here = _given_up_of.get(self._members, "")
+        given_up = next(filter(None, self.meeting.meet(what, given_up_here)), "")
+        if given_up:
+            raise known(RanksError(given_up, fix=_ANEW))
+        fixes = _ALIKE.items()
+        self.meeting.agree(
+            what, facts, lambda name: next(fix for kind, fix in fixes if kind in name or not kind)
+        )
         self._device, self.on_stream = device, not devices.on_host(device)
         self.num_shards = self.count // num_replicas
         self.shard = self.rank % self.num_shards
@@ -119,28 +126,7 @@ class Ranks:
         """Answer no more. The groups stay, for the next one: see `_group`."""
         self.meeting.close()
 
-    def _agree(self, facts: Mapping[str, str]) -> None:
-        """Let every rank see every other's facts: all of them raise, or none."""
-        what = "prepare()"
-        given_up = next(filter(None, self.meeting.meet(what, _given_up(self._members))), "")
-        if given_up:
-            raise known(RanksError(given_up, fix=_ANEW))
-        fixes = _ALIKE.items()
-        self.meeting.agree(
-            what, facts, lambda name: next(fix for kind, fix in fixes if kind in name or not kind)
-        )
-
     # ---- telling ------------------------------------------------------------------------------
-
-    def telling(
-        self, what: str, *, final: bool = False, limit_s: float | None = None
-    ) -> AbstractContextManager[None]:
-        """See `Meeting.telling`."""
-        return self.meeting.telling(what, final=final, limit_s=limit_s)
-
-    def meet(self, what: str, *, limit_s: float | None = None) -> None:
-        """All ranks have come here, or all of them raise."""
-        self.meeting.meet(what, limit_s=limit_s)
 
     def tell_end(self, error: BaseException | None, what: str) -> None:
         """This rank cannot go on from where it is, and the others are on their way to there.
@@ -152,12 +138,20 @@ class Ranks:
             self.meeting.tell(error, what, final=True)
 
     def _look(self) -> None:
-        """End a collective in which this rank waits for one that has failed."""
-        self._look_for_late()
+        """End a collective in which this rank waits for one that has failed.
+
+        Of one on a stream that has not ended in time it says once who is missing.
+        """
+        while self._under_way and self._under_way[0][0].query():
+            self._under_way.popleft()
+        now = time.monotonic()
+        if not self._asked and self._under_way and now - self._under_way[0][1] > self._limit_s:
+            self._asked = True
+            # Not in the thread that answers others who ask.
+            Thread(target=self._say_late, name="protrain asks", daemon=True).start()
         failure = self.meeting.failure
         if failure is None or self._world is not dist.group.WORLD:  # destroyed, and its groups
             return
-        now = time.monotonic()
         if self._under_way and now - max(self._under_way[0][1], failure[1]) > GRACE_S:
             self._give_up(self._groups)
         for since, groups in list(self._waits.values()):
@@ -283,17 +277,6 @@ class Ranks:
         if self.on_stream:
             self._under_way.append((devices.record_event(self._device), time.monotonic()))
 
-    def _look_for_late(self) -> None:
-        """Say once, of a collective on a stream that has not ended in time, who is missing."""
-        while self._under_way and self._under_way[0][0].query():
-            self._under_way.popleft()
-        if self._asked or not self._under_way:
-            return
-        if time.monotonic() - self._under_way[0][1] > self._limit_s:
-            self._asked = True
-            # Not in the thread that answers others who ask.
-            Thread(target=self._say_late, name="protrain asks", daemon=True).start()
-
     def _say_late(self) -> None:
         self._late = self._why(self._limit_s).message
         warnings.warn(f"{self._late}; {START_AGAIN}", RuntimeWarning, stacklevel=1)
@@ -370,11 +353,6 @@ def leave() -> None:
     _of_this_world()
 
 
-def _given_up(members: tuple[int, ...]) -> str:
-    _of_this_world()
-    return _given_up_of.get(members, "")
-
-
 def _group(members: tuple[int, ...], backend: str, limit_s: float) -> dist.ProcessGroup:
     """The group of these ranks of the world, made when first asked for, and kept.
 
@@ -415,7 +393,7 @@ _NO_TAG = 0x7C0FFEE
 
 def ranks_of(group: dist.ProcessGroup | None, *, limit_s: float) -> Ranks | None:
     """The ranks of a group, at their store; None where this process is alone."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) <= 1:
+    if not _initialized() or dist.get_world_size(group) <= 1:
         return None
     try:
         return Ranks(group, limit_s=limit_s)
@@ -425,25 +403,28 @@ def ranks_of(group: dist.ProcessGroup | None, *, limit_s: float) -> Ranks | None
 
 def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> int:
     """How many ranks run; ProtrainError where the plan is for another number of them."""
-    running = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    running = dist.get_world_size(group) if _initialized() else 1
     if plan.num_devices == running:
         return running
     if running == 1:
         fix = f"start it with torchrun --nproc-per-node {plan.num_devices}"
-        if not (dist.is_available() and dist.is_initialized()):
+        if not _initialized():
             fix += ", and call torch.distributed.init_process_group() before prepare()"
     else:
         fix = f"plan with --num-devices {running}"
+    planned = "1 device" if plan.num_devices == 1 else f"{plan.num_devices} devices"
     raise ProtrainError(
-        f"the plan is for {_devices(plan.num_devices)}, and {running} run"
-        + ("s" if running == 1 else ""),
+        f"the plan is for {planned}, and {running} run{'s' if running == 1 else ''}",
         key="num_devices",
         fix=fix,
     )
 
 
-def _devices(number: int) -> str:
-    return "1 device" if number == 1 else f"{number} devices"
+def _initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+# ---- ranks of a launcher -------------------------------------------------------------------------
 
 
 JOIN_S = 120.0
@@ -478,21 +459,17 @@ class Launched:
         except Exception as error:
             if (cause := known_error(error)) is not None:
                 raise ProtrainError(cause.message) from None
-            self._explain(error, self._meeting)
+            # PyTorch's own collectives may have failed because another rank did, which tells soon.
+            end = time.monotonic() + ANSWER_S
+            waits = isinstance(error, RuntimeError)
+            while waits and self._meeting.lost is None and time.monotonic() < end:
+                time.sleep(0.05)
+            lost = self._meeting.lost if waits else None
+            if lost is not None and lost[0].rank != self.rank:
+                raise ProtrainError(lost[0].error(self.rank, self.count).message) from None
             raise
         finally:
             self._meeting.close()
-
-    def _explain(self, error: Exception, meeting: Meeting) -> None:
-        """ProtrainError where PyTorch's own collectives failed because another rank did."""
-        end = time.monotonic() + ANSWER_S
-        while isinstance(error, RuntimeError) and time.monotonic() < end:
-            lost = meeting.lost
-            if lost is not None:
-                if lost[0].rank != self.rank:
-                    raise ProtrainError(lost[0].error(self.rank, self.count).message) from None
-                return
-            time.sleep(0.05)
 
     @contextmanager
     def joined(self, device: str) -> Iterator[None]:
@@ -519,7 +496,7 @@ class Launched:
 
 def launched() -> Launched:
     """Who this process is, once the ranks' store is there. ProtrainError where it does not come."""
-    if dist.is_available() and dist.is_initialized():
+    if _initialized():
         return Launched(None, dist.get_rank(), dist.get_world_size())
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Launched(None, 0, 1)

@@ -220,7 +220,9 @@ class Meeting:
 
     def tell_missing(self, absent: Sequence[int]) -> RanksError:
         """Tell which ranks do not answer; returns what this one raises."""
-        which = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {_listed(absent)}"
+        which = f"rank {absent[0]}"
+        if len(absent) > 1:
+            which = f"ranks {', '.join(map(str, absent[:-1]))} and {absent[-1]}"
         told = Told(absent[0], "", f"{which} ended or hangs", START_AGAIN, missing=True)
         self._say(told, final=True, missing=len(absent))
         return told.error(self.rank, self.count)
@@ -338,7 +340,13 @@ class Meeting:
                     else f"see what that rank says; every rank calls {what}, in the same order",
                 )
             if number and now - asked > ANSWER_S:  # all have come once, so that they can answer
-                asked, silent = now, self._silent(waiting)
+                # Which of them have not answered what was asked last; asks anew.
+                asked, answered = now, self._asks
+                before = f"here/{answered - 1}"
+                silent = [
+                    r for r in waiting if answered and not self._store.check([f"{before}/{r}"])
+                ]
+                self._store.set(f"asked/{answered}", "1")
                 heard = heard if silent else now
                 if silent and now - heard > SILENT_S:
                     raise self.tell_missing(silent)
@@ -346,14 +354,6 @@ class Meeting:
             nap = min(2 * nap, _LONGEST_NAP_S)
 
     # ---- who is there -------------------------------------------------------------------------
-
-    def _silent(self, ranks: Sequence[int]) -> list[int]:
-        """Which of these ranks have not answered what was asked last; asks anew."""
-        answered = self._asks
-        before = f"here/{answered - 1}"
-        silent = [r for r in ranks if answered and not self._store.check([f"{before}/{r}"])]
-        self._store.set(f"asked/{answered}", "1")
-        return silent
 
     def missing(self, *, patient: bool) -> list[int]:
         """Ask who is there; the ranks that do not answer, or have left. RuntimeError: no store.
@@ -385,10 +385,6 @@ class Meeting:
                 if store.check([f"asked/{self._asks}"]):
                     store.set(f"here/{self._asks}/{self.rank}", "1")
                     self._asks += 1
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
 
 
 # ---- what nobody catches ------------------------------------------------------------------------
