@@ -145,7 +145,7 @@ def prepare(
     except BaseException:
         undo_all([*own, *undo])
         if ranks is not None:
-            ranks.close()
+            ranks.meeting.close()
         raise
     return model, prepared.optimizer
 
@@ -209,7 +209,7 @@ def _prepare(
     if ranks is not None:
         facts = _facts(model, plan, inner, names, device, limit_s)
         ranks.connect(facts, num_replicas=plan.num_replicas, device=device)
-        undo.append(ranks.close)
+        undo.append(ranks.meeting.close)
     stores = Stores(backend, directory, checked=check == "spills")
     undo.append(stores.close)
     _attach(model, modules, prepared, optimizer, stores, backend, ranks, own)
@@ -453,4 +453,4 @@ def _shut(lanes: Sequence[WorkLane], stores: Stores, ranks: Ranks | None) -> Non
         lane.close()
     stores.close()
     if ranks is not None:
-        ranks.close()
+        ranks.meeting.close()

@@ -289,7 +289,7 @@ def _next_folder(directory: Path, ranks: Ranks) -> Path:
             directory.mkdir(parents=True, exist_ok=True)
             if is_of_one_device(directory):
                 problem = "the directory holds a checkpoint of one device"
-            current = read_pointer(directory).folder if is_distributed(directory) else None
+            current = read_pointer(directory)[0] if is_distributed(directory) else None
             name = new_folder(directory, RANKS_FOLDER, current).name
         except ProtrainError as error:
             problem = error.message

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from threading import Event
@@ -444,19 +445,17 @@ def fill_values(targets: Sequence[tuple[Entry, Value]]) -> None:
         if threads_are_free() and any(entry.checksum is not None for entry, _ in targets):
             pool = ThreadPoolExecutor(1, thread_name_prefix="protrain sums")
             summing = stack.enter_context(pool)
-        with ExitStack() as opened:
-            path, file = None, None
-            for entry, value in sorted(targets, key=lambda pair: (pair[0].path, pair[0].start)):
-                if file is None or entry.path != path:
-                    opened.close()
-                    path, file = entry.path, opened.enter_context(open_regular(entry.path))
-                reader = _Reader(file, entry, summing)
-                try:
-                    file.seek(entry.start)
-                    value.copy_from(reader.fill)
-                except OSError as error:
-                    raise reader.failed(f"cannot be read: {error.strerror}") from None
-                reader.compare()
+        in_order = sorted(targets, key=lambda pair: (pair[0].path, pair[0].start))
+        for path, of_file in groupby(in_order, key=lambda pair: pair[0].path):
+            with open_regular(path) as file:
+                for entry, value in of_file:
+                    reader = _Reader(file, entry, summing)
+                    try:
+                        file.seek(entry.start)
+                        value.copy_from(reader.fill)
+                    except OSError as error:
+                        raise reader.failed(f"cannot be read: {error.strerror}") from None
+                    reader.compare()
 
 
 class _Reader:

@@ -18,10 +18,11 @@ import re
 import stat
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
@@ -73,16 +74,9 @@ _STORAGES = {
 }
 """What `torch.save` calls the elements of a storage. Others it names by their dtype."""
 
-_DTYPES = {
-    dtype_name(dtype): dtype
-    for dtype in (
-        *_STORAGES.values(),
-        *(
-            getattr(torch, name)
-            for name in dir(torch)
-            if re.match(r"uint(16|32|64)$|float8_", name)
-        ),
-    )
+_DTYPES = {dtype_name(dtype): dtype for dtype in _STORAGES.values()}
+_DTYPES |= {  # newer ones, without storages of their own
+    name: getattr(torch, name) for name in dir(torch) if re.match(r"uint(16|32|64)$|float8_", name)
 }
 
 _RECORDS = "torch.distributed.checkpoint.metadata"
@@ -218,7 +212,17 @@ def _tensor(name: str, listed: Any) -> SavedTensor:
             raise ValueError(f"{name!r} lies in no file of the checkpoint")
         if math.prod(part.sizes) * dtype.itemsize > length:
             raise ValueError(f"a part of {name!r} has more bytes than its range in {file}")
-        parts.append((_first(shape, part, name), part))
+        if not len(shape) == len(part.offsets) == len(part.sizes):
+            raise ValueError(f"a part of {name!r} has other dimensions")
+        # The index of its first element, which the others have to follow: from the last dimension.
+        first, stride, whole = 0, 1, True
+        for extent, offset, size in reversed([*zip(shape, part.offsets, part.sizes, strict=True)]):
+            if offset + size > extent or (size > 1 and not whole):
+                raise ValueError(f"a part of {name!r} is no range of its elements")
+            first += offset * stride
+            stride *= extent
+            whole = whole and size == extent
+        parts.append((first, part))
     parts.sort(key=lambda found: found[0])
     counts = [math.prod(part.sizes) for _, part in parts]
     ends = list(itertools.accumulate(counts))
@@ -227,22 +231,6 @@ def _tensor(name: str, listed: Any) -> SavedTensor:
     if len(parts) > 1 and 0 in counts:
         raise ValueError(f"{name!r} has a part without elements")
     return SavedTensor(dtype, torch.Size(shape), tuple(part for _, part in parts))
-
-
-def _first(shape: Sequence[int], part: Part, name: str) -> int:
-    """The index of a part's first element. ValueError where its elements do not follow it."""
-    if not len(shape) == len(part.offsets) == len(part.sizes):
-        raise ValueError(f"a part of {name!r} has other dimensions")
-    first, stride, whole = 0, 1, True
-    for extent, offset, size in zip(
-        reversed(shape), reversed(part.offsets), reversed(part.sizes), strict=True
-    ):
-        if offset + size > extent or (size > 1 and not whole):
-            raise ValueError(f"a part of {name!r} is no range of its elements")
-        first += offset * stride
-        stride *= extent
-        whole = whole and size == extent
-    return first
 
 
 def _mapping(found: Any, keys: set[str] | None) -> dict[str, Any]:
@@ -266,16 +254,16 @@ def _listed(content: bytes) -> dict[str, Any]:
     """What a pickled list says, in the form of tensors.json. ValueError where it is another one."""
     top = _state(read_pickle(content, _METADATA_NAMES), (_RECORDS, "Metadata"))
     places: dict[tuple[str, tuple[int, ...]], list[Any]] = {}
-    for index, info_ in _pairs(top["storage_data"]):
+    for index, info_ in _plain(Pairs, top["storage_data"]):
         part, info = _state(index, (_RECORDS, "MetadataIndex")), _state(info_, _STORAGE_INFO)
         if info.keys() != {"relative_path", "offset", "length"}:
             raise ValueError("a part was transformed when it was written")
-        name = _text(part["fqn"])
+        name = _plain(str, part["fqn"])
         offsets = _size(part["offset"], name)
         places[name, offsets] = [info["relative_path"], info["offset"], info["length"]]
     listed: dict[str, Any] = {}
-    for key, item in _pairs(top["state_dict_metadata"]):
-        name = _text(key)
+    for key, item in _plain(Pairs, top["state_dict_metadata"]):
+        name = _plain(str, key)
         tensor = _state(item, (_RECORDS, "TensorStorageMetadata"))
         properties = _made(tensor["properties"], (_RECORDS, "TensorProperties")).state
         if type(properties) is not tuple or not properties or type(properties[0]) is not Named:
@@ -308,8 +296,8 @@ def _made(found: Any, name: Name) -> Made:
 
 def _state(found: Any, name: Name) -> dict[str, Any]:
     """The fields of a dataclass."""
-    pairs = _pairs(_made(found, name).state)
-    fields = {_text(key): value for key, value in pairs}
+    pairs = _plain(Pairs, _made(found, name).state)
+    fields = {_plain(str, key): value for key, value in pairs}
     if len(fields) != len(pairs):
         raise ValueError(f"{name[1]} has a field twice")
     return _Fields(fields)
@@ -320,15 +308,12 @@ class _Fields(dict[str, Any]):
         raise ValueError(f"it lacks {key}")
 
 
-def _pairs(found: Any) -> Pairs:
-    if type(found) is not Pairs:
-        raise ValueError("expected a mapping")
-    return found
+_Kind = TypeVar("_Kind")
 
 
-def _text(found: Any) -> str:
-    if type(found) is not str:
-        raise ValueError("expected a text")
+def _plain(kind: type[_Kind], found: Any) -> _Kind:
+    if type(found) is not kind:
+        raise ValueError(f"expected a {'mapping' if kind is Pairs else 'text'}")
     return found
 
 
@@ -353,11 +338,7 @@ def _slices(first: Sequence[int], stop: Sequence[int], origin: Sequence[int]) ->
 
 
 def _copy(
-    file: FileIO,
-    place: Place,
-    part: Part,
-    comes: tuple[slice, ...],
-    target: torch.Tensor,
+    file: FileIO, place: Place, part: Part, comes: tuple[slice, ...], target: torch.Tensor
 ) -> None:
     """Copy a part's elements that lie in these slices of it, rows at a time."""
     start, order = place
@@ -454,10 +435,7 @@ class _Window:
 
 
 def _records(file: FileIO, part: Part) -> dict[str, tuple[int, int]]:
-    """Where an archive's records lie, and their bytes. ValueError where it is none of torch.save.
-
-    It is a zip file without compression.
-    """
+    """Where the records of a zip file lie, and their bytes; ValueError for none of torch.save."""
     try:
         with ZipFile(cast(BinaryIO, _Window(file, part))) as archive:
             members = archive.infolist()
@@ -532,17 +510,12 @@ def boxes(shape: Sequence[int], first: int, stop: int) -> Iterator[Box]:
 # ---- what a load asks --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pointer:
-    """Which folder is the checkpoint; `checksums` is "" where an older version wrote it."""
+def read_pointer(directory: Path) -> tuple[str, int, str]:
+    """Which folder is the checkpoint, of how many ranks, and the sum of its sums.
 
-    folder: str
-    num_ranks: int
-    checksums: str
-
-
-def read_pointer(directory: Path) -> Pointer:
-    """ProtrainError where there is none, where it is damaged, or does not say where to look."""
+    That is "" where an older version wrote it. ProtrainError where there is none, where it is
+    damaged, or does not say where to look.
+    """
     path = directory / POINTER
     text = read_regular(path, max_bytes=MAX_LIST_BYTES)
     if is_of_one_device(directory):
@@ -551,17 +524,16 @@ def read_pointer(directory: Path) -> Pointer:
             source=str(directory),
             fix=f"move {POINTER}, or the other one, to a directory of its own",
         )
-    try:
+    read = None
+    with suppress(ValueError):
         read = parse_json(text)
-    except ValueError:
-        read = None
     match read:
         case {"protrain_save": str(folder), "num_ranks": int(count), **more}:
             sums = more.get("checksums", "")
             sealed = more.keys() == {"checksums", "protrain_checksum"} and is_sealed(text)
             summed = not more or (sealed and re.fullmatch("[0-9a-f]{8}", f"{sums}"))
             if summed and RANKS_FOLDER.fullmatch(folder) and type(count) is int and count > 0:
-                return Pointer(folder=folder, num_ranks=count, checksums=f"{sums}")
+                return folder, count, f"{sums}"
         case _:
             pass
     raise damaged(path, "this is no index of a checkpoint, or a damaged one")
@@ -574,14 +546,14 @@ class Saved:
     """
 
     def __init__(self, directory: Path) -> None:
-        pointer = read_pointer(directory)
-        self._directory, self.folder = directory, directory / pointer.folder
+        folder, num_ranks, checksum = read_pointer(directory)
+        self._directory, self.folder = directory, directory / folder
         files = files_of(self.folder)
         self._sums: Sums = {}
         self._asked = ["training", "random."]  # what the names of tensors begin with
         self._places: dict[Part, Place] = {}  # as far as they were looked for
-        if pointer.checksums:
-            self._sums = read_sums(self.folder, pointer.checksums)
+        if checksum:
+            self._sums = read_sums(self.folder, checksum)
             compare_files(self.folder, files, {*self._sums, SUMS})
             lists = {name: self._sums[name] for name in (METADATA, TENSORS) if name in self._sums}
             verify(self.folder, lists)
@@ -595,12 +567,12 @@ class Saved:
             raise damaged(path, f"this is no list of a checkpoint's tensors{problem}") from None
         expected = {part.file for tensor in self._tensors.values() for part in tensor.parts}
         expected.add(METADATA)
-        if pointer.checksums:
+        if checksum:
             expected |= {TENSORS, SUMS}
         compare_files(self.folder, files, expected)
         random = {name for name in self._tensors if name.startswith("random.")}
-        if random != {f"random.{rank}" for rank in range(pointer.num_ranks)}:
-            raise damaged(directory / POINTER, f"it is not of {pointer.num_ranks} ranks")
+        if random != {f"random.{rank}" for rank in range(num_ranks)}:
+            raise damaged(directory / POINTER, f"it is not of {num_ranks} ranks")
 
     def entries(self, prefix: str) -> dict[str, Entry]:
         """The tensors whose names begin so, by what follows."""
@@ -695,11 +667,7 @@ class Saved:
                     value.copy_from(_from(flat))
 
     def _read(
-        self,
-        name: str,
-        offsets: Sequence[int],
-        sizes: Sequence[int],
-        target: torch.Tensor | None,
+        self, name: str, offsets: Sequence[int], sizes: Sequence[int], target: torch.Tensor | None
     ) -> None:
         """Fill a tensor with a box's elements; without one, find them, and compare with the list.
 

@@ -301,11 +301,8 @@ def unpack_random(packed: bytes, source: str) -> dict[str, Any]:
     return read
 
 
-def _check_random(states: Any, source: str) -> None:
-    """ProtrainError for random states that generators do not take; those in use stay as they are.
-
-    Of the states of accelerators this is their type alone.
-    """
+def _check_random(states: object, source: str) -> None:
+    """ProtrainError for states that generators do not take; of accelerators' by type alone."""
     try:
         match states:
             case {"torch": torch.Tensor() as own, "python": tuple(python), **others}:
@@ -315,9 +312,10 @@ def _check_random(states: Any, source: str) -> None:
                     raise TypeError
             case _:
                 raise TypeError
-        if not _all_are(str, others) or not _all_are(list, others.values()):
+        of_devices: dict[Any, Any] = others
+        if not _all_are(str, of_devices) or not _all_are(list, of_devices.values()):
             raise TypeError
-        for state in itertools.chain.from_iterable(others.values()):
+        for state in itertools.chain.from_iterable(of_devices.values()):
             if not (
                 isinstance(state, torch.Tensor)
                 and state.dtype == torch.uint8
@@ -367,10 +365,7 @@ def _all_are(kind: type, values: Any) -> bool:
 
 
 def _archive(packed: bytes) -> io.BytesIO:
-    """The records of an archive in one of our own. See [Note: what a small file could take].
-
-    Raises whatever there is to raise where it is not what saving writes.
-    """
+    """The records in an archive of our own: see [Note: what a small file could take]. It raises."""
     written = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(packed)) as archive, zipfile.ZipFile(written, "w") as copy:
         members = archive.infolist()
@@ -509,20 +504,15 @@ def _called(function: Any, arguments: Any) -> _Result:
 
 
 def _check_no_expanded(arguments: tuple[Any, ...]) -> None:
-    """Raises for tensors that would be copied, or gone through, and are larger than what is read.
-
-    Those with strides of zero are such: alone they take no memory.
-    """
+    """Tensors with strides of zero take no memory, until they are copied, or gone through."""
     for value in arguments:
         if _EXPANDED in (value if isinstance(value, tuple) else (value,)):
             raise ValueError("a tensor that is larger than its storage")
 
 
 def _checked_view(arguments: tuple[Any, ...]) -> str:
-    """What kind of tensor that is; raises where it ends behind its storage.
-
-    A storage without a dtype counts bytes, and may still be larger by the size of an element.
-    """
+    """What kind of tensor that is; raises where it ends behind its storage."""
+    # A storage without a dtype counts bytes, and may still be larger by the size of an element.
     match arguments:
         case (_Storage(numel=numel), int(offset), tuple(size), tuple(stride), *_):
             counts = (offset, *size, *stride)

@@ -97,8 +97,8 @@ def save(
     ProtrainError where the directory cannot be written, or the optimizer is not the model's;
     RuntimeError between backward and step under plans that update in backward.
     """
-    directory = Path(directory)
     with together(model, "save()"):
+        directory = Path(directory)
         prepared = _settled(model, optimizer, "save() was called")
         weights = dict(model_values(model, prepared))
         states: dict[str, Value] = {}
@@ -148,11 +148,7 @@ def save(
 def _settled(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, what: str
 ) -> Prepared | None:
-    """What `prepare` attached, with nothing in the middle of an update.
-
-    ProtrainError where the optimizer is not the prepared model's; RuntimeError, saying `what`,
-    where some parameters are updated and some are not.
-    """
+    """What `prepare` attached; it raises, saying `what`, in the middle of an update."""
     prepared = prepared_of(model)
     if prepared is None:
         return None
@@ -249,10 +245,7 @@ def _write(
     shard_bytes: int,
     sums: dict[str, Sequence[Range]],
 ) -> dict[str, str]:
-    """Write the values, in their order, to files of `shard_bytes`; returns each one's file.
-
-    The files' checksums are added to `sums`.
-    """
+    """Write the values to files of `shard_bytes`; returns each one's file, and adds to `sums`."""
     shards: list[dict[str, Value]] = []
     room = 0
     for name, value in values.items():
@@ -291,8 +284,8 @@ def load(
     ProtrainError where there is no checkpoint, where it is damaged, or of another model or
     optimizer; RuntimeError between backward and step under plans that update in backward.
     """
-    directory = Path(directory)
     with together(model, "load()"):
+        directory = Path(directory)
         prepared = _settled(model, optimizer, "load() was called")
         ranks = prepared.ranks if prepared else None
         saved = _opened(directory)
@@ -305,7 +298,7 @@ def load(
             targets += resumed.targets
             random_states = saved.random_states(ranks.rank if ranks else 0)
             _try_random(random_states or {}, directory)
-        saved.verify(ranks, _unit_names(prepared))
+        saved.verify(ranks, lambda name: _unit_of(name, prepared))
         meet(model, "load()")  # each rank has compared some of the files, for all
         saved.prepare(targets)
         meet(model, "load()")  # what is wrong on any rank was told: nothing has changed yet
@@ -411,26 +404,19 @@ class _Saved:
         return file_in(self._directory, f"{self.index.folder}/{name}")
 
 
-def _unit_names(prepared: Prepared | None) -> Callable[[str], str]:
+def _unit_of(name: str, prepared: Prepared | None) -> str:
     """What errors say of the unit of the plan that has a tensor; "" where that is none, or many."""
-    units: dict[str, set[str]] = {}  # by the names of parameters, and all that they begin with
-    if prepared is not None:
-        for chunk in prepared.chunks:
-            for part in chunk.slices:
-                parts = part.name.split(".")
-                for count in range(1, len(parts) + 1):
-                    of = units.setdefault(".".join(parts[:count]), set())
-                    of.add(prepared.plan.units[chunk.unit].name)
-
-    def unit_of(name: str) -> str:
-        # Of a buffer, or a state, that is the unit of the parameters beside it.
-        start = name
-        while start and start not in units:
-            start = start.rpartition(".")[0]
-        of = units.get(start, set())
-        return f" (unit {shown(next(iter(of)))})" if len(of) == 1 else ""
-
-    return unit_of
+    while name and prepared is not None:
+        units = {
+            prepared.plan.units[chunk.unit].name
+            for chunk in prepared.chunks
+            for part in chunk.slices
+            if f"{part.name}.".startswith(f"{name}.")
+        }
+        if units:
+            return f" (unit {shown(*units)})" if len(units) == 1 else ""
+        name = name.rpartition(".")[0]  # of a buffer, or a state: the parameters beside it
+    return ""
 
 
 def _matched(
@@ -596,36 +582,26 @@ class _Resumed:
                 raise self._other(f"the states of {part.name} differ: {_some(differing)}")
             self.targets += [(kept.pop(key), value) for key, value in stored.items()]
         state = self._states[name] = dict(others)
-        for key, entry in kept.items():
-            parameter = self._parameters[name]
-            state[key] = self._room(parameter, key, entry, options, below=below is not None)
-            self.targets.append((entry, Held(state[key])))
-
-    def _room(
-        self,
-        parameter: nn.Parameter,
-        key: str,
-        entry: Entry,
-        options: Mapping[str, Any],
-        *,
-        below: bool,
-    ) -> torch.Tensor:
-        """The tensor that is to hold a state: what the optimizer has, or as it would make one."""
-        held = None if below else self._optimizer.state.get(parameter, {}).get(key)
-        if isinstance(held, torch.Tensor) and _described(Held(held)) == _described(entry):
-            return held
-        if entry.shape == parameter.shape:
-            return torch.empty_like(parameter, dtype=entry.dtype, requires_grad=False)
+        # The tensors that are to hold the rest: what the optimizer has, or as it would make them.
+        parameter = self._parameters[name]
+        has = self._optimizer.state.get(parameter, {}) if below is None else {}
         # Where torch.optim keeps counters: with the kernel that reads them.
         kernels = (options.get("fused"), options.get("capturable"))
-        device = parameter.device if not below and any(on is True for on in kernels) else "cpu"
-        try:
-            return torch.empty(entry.shape, dtype=entry.dtype, device=device)
-        except (RuntimeError, MemoryError) as error:  # a shape that only such a checkpoint has
-            size = format_bytes(entry.shape.numel() * entry.dtype.itemsize)
-            raise self._other(
-                f"{shown(entry.key)} takes {size}, for which there is no room"
-            ) from error
+        device = parameter.device if below is None and any(on is True for on in kernels) else "cpu"
+        for key, entry in kept.items():
+            held = has.get(key)
+            if isinstance(held, torch.Tensor) and _described(Held(held)) == _described(entry):
+                state[key] = held
+            elif entry.shape == parameter.shape:
+                state[key] = torch.empty_like(parameter, dtype=entry.dtype, requires_grad=False)
+            else:
+                try:
+                    state[key] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+                except (RuntimeError, MemoryError) as error:  # a shape only such a checkpoint has
+                    size = format_bytes(entry.shape.numel() * entry.dtype.itemsize)
+                    problem = f"{shown(entry.key)} takes {size}, for which there is no room"
+                    raise self._other(problem) from error
+            self.targets.append((entry, Held(state[key])))
 
 
 def _try_random(states: Mapping[str, Any], directory: Path) -> None:

@@ -65,12 +65,7 @@ class Ranks:
     this one's place among those that share the states of a chunk.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        *,
-        limit_s: float,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, *, limit_s: float) -> None:
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
         self.num_shards, self.shard, self.on_stream = 1, 0, False
         self._under_way: deque[tuple[torch.Event, float]] = deque()  # on the stream, since when
@@ -98,7 +93,8 @@ class Ranks:
         given_up_here = _given_up_of.get(self._members, "")
         given_up = next(filter(None, self.meeting.meet(what, given_up_here)), "")
         if given_up:
-            raise known(RanksError(given_up, fix=_ANEW))
+            anew = "destroy the process group and initialize it anew, on all ranks"
+            raise known(RanksError(given_up, fix=f"{anew}, or start all ranks again"))
         fixes = _ALIKE.items()
         self.meeting.agree(
             what, facts, lambda name: next(fix for kind, fix in fixes if kind in name or not kind)
@@ -121,10 +117,6 @@ class Ranks:
         self._groups = tuple(
             {id(g): g for g in (self._all, self._sharing, self._replicas)}.values()
         )
-
-    def close(self) -> None:
-        """Answer no more. The groups stay, for the next one: see `_group`."""
-        self.meeting.close()
 
     # ---- telling ------------------------------------------------------------------------------
 
@@ -321,7 +313,6 @@ _ended: set[int] = set()  # groups of which the collectives were ended, by ident
 _world: list[dist.ProcessGroup | None] = [None]  # in which they were made
 _connected: WeakSet["Ranks"] = WeakSet()
 
-_ANEW = "destroy the process group and initialize it anew, on all ranks, or start all ranks again"
 _ALIKE = {
     "version": "install the same versions on every node",
     "optimizer": "give prepare() the same optimizer and the same param_groups on every rank",
@@ -348,7 +339,7 @@ def leave() -> None:
     """
     gc.collect()
     for ranks in list(_connected):
-        ranks.close()
+        ranks.meeting.close()
     _groups.clear()
     _of_this_world()
 

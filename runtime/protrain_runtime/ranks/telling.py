@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet
@@ -74,15 +75,6 @@ def known(error: RanksError) -> RanksError:
     """The error, of which the others know: it is not told again."""
     error.told = True
     return error
-
-
-def _reason(error: BaseException) -> tuple[str, str | None]:
-    """The first line of an error, and its fix."""
-    text = (str(error).splitlines() or [""])[0][:_LONGEST_REASON]
-    if isinstance(error, ProtrainError):
-        return text, error.fix
-    kind = type(error).__name__
-    return f"{kind}: {text}" if text else kind, None
 
 
 def known_error(error: BaseException | None) -> RanksError | None:
@@ -214,7 +206,10 @@ class Meeting:
         if known_error(error) is not None or self._last == id(error):
             return
         self._last = id(error)
-        why, fix = _reason(error)
+        kind, text = type(error).__name__, (str(error).splitlines() or [""])[0][:_LONGEST_REASON]
+        why, fix = f"{kind}: {text}" if text else kind, None
+        if isinstance(error, ProtrainError):
+            why, fix = text, error.fix
         self._doubt = None
         self._say(Told(self.rank, what, why, fix), final=final)
 
@@ -340,13 +335,11 @@ class Meeting:
                     else f"see what that rank says; every rank calls {what}, in the same order",
                 )
             if number and now - asked > ANSWER_S:  # all have come once, so that they can answer
-                # Which of them have not answered what was asked last; asks anew.
-                asked, answered = now, self._asks
-                before = f"here/{answered - 1}"
-                silent = [
-                    r for r in waiting if answered and not self._store.check([f"{before}/{r}"])
-                ]
-                self._store.set(f"asked/{answered}", "1")
+                # Who has not answered what was asked last; asks anew.
+                asked, asks = now, self._asks
+                before = f"here/{asks - 1}"
+                silent = [r for r in waiting if asks and not self._store.check([f"{before}/{r}"])]
+                self._store.set(f"asked/{asks}", "1")
                 heard = heard if silent else now
                 if silent and now - heard > SILENT_S:
                     raise self.tell_missing(silent)
@@ -390,15 +383,11 @@ class Meeting:
 # ---- what nobody catches ------------------------------------------------------------------------
 
 _open: WeakSet[Meeting] = WeakSet()
-_hooked = False
 
 
+@cache  # once in a process
 def _tell_what_nobody_catches() -> None:
     """Let an exception that ends this process be told wherever it meets others."""
-    global _hooked
-    if _hooked:
-        return
-    _hooked = True
     before = sys.excepthook
 
     def hook(
