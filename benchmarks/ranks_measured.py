@@ -15,7 +15,7 @@ from typing import Any
 
 from protrain_plan.commands.training import train
 from protrain_plan.records import read_plan, read_profile
-from protrain_runtime.ranks.launching import launched
+from protrain_runtime.ranks.group import launched
 
 Json = dict[str, Any]
 

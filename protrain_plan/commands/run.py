@@ -15,7 +15,7 @@ from protrain_plan.errors import ProtrainError
 if TYPE_CHECKING:
     from protrain_plan.simulation.memory import Excess
     from protrain_runtime.preparation import Check
-    from protrain_runtime.ranks.launching import Launched
+    from protrain_runtime.ranks.group import Launched
 
 
 def run(
@@ -195,7 +195,7 @@ def _launched() -> Iterator["Launched | None"]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield None
         return
-    from protrain_runtime.ranks.launching import launched
+    from protrain_runtime.ranks.group import launched
 
     who = launched()
     with who.together("protrain run"):

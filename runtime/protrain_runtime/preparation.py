@@ -126,7 +126,7 @@ def prepare(
     own: Undo = []  # after it, where this fails
     ranks = ranks_of(process_group, limit_s=wait_limit_s)
     try:
-        with ranks.telling("prepare()") if ranks is not None else nullcontext():
+        with ranks.meeting.telling("prepare()") if ranks is not None else nullcontext():
             prepared = _prepare(
                 model,
                 plan,
@@ -145,7 +145,7 @@ def prepare(
     except BaseException:
         undo_all([*own, *undo])
         if ranks is not None:
-            ranks.close()
+            ranks.meeting.close()
         raise
     return model, prepared.optimizer
 
@@ -209,7 +209,7 @@ def _prepare(
     if ranks is not None:
         facts = _facts(model, plan, inner, names, device, limit_s)
         ranks.connect(facts, num_replicas=plan.num_replicas, device=device)
-        undo.append(ranks.close)
+        undo.append(ranks.meeting.close)
     stores = Stores(backend, directory, checked=check == "spills")
     undo.append(stores.close)
     _attach(model, modules, prepared, optimizer, stores, backend, ranks, own)
@@ -352,7 +352,7 @@ def _attach(
     dtypes = {part.dtype for chunk in chunks for part in chunk.slices if part.trainable}
     rules = {dtype: rule_of(factory, dtype, prepared.optimizer) for dtype in dtypes}
     if ranks is not None:
-        ranks.meet("prepare()")
+        ranks.meeting.meet("prepare()")
         own.append(_share(ranks, [*model.parameters(), *model.buffers()]))
         undo.append(lambda: _bring_back_together(ranks, chunks))
     for chunk, unit in zip(chunks, plan.units, strict=True):
@@ -368,7 +368,7 @@ def _attach(
         if ranks is None:
             undo.append(lambda chunk=chunk: bring_back(chunk))  # type: ignore[misc]
         else:  # what leaves can be gathered: all ranks have written their part
-            ranks.meet("prepare()")
+            ranks.meeting.meet("prepare()")
         chunk.unbind(chunk.every_group)
     swap_stores = {
         unit.activations.tier: stores.get(unit.activations.tier)
@@ -453,4 +453,4 @@ def _shut(lanes: Sequence[WorkLane], stores: Stores, ranks: Ranks | None) -> Non
         lane.close()
     stores.close()
     if ranks is not None:
-        ranks.close()
+        ranks.meeting.close()

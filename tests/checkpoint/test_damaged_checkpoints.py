@@ -27,11 +27,17 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.models.building import seeded
 from protrain_plan.records.plan import Keep, Offload
 from protrain_runtime import load, prepare, save
-from protrain_runtime.checkpoint.checksums import SUMS, read_sums, seal, verify
+from protrain_runtime.checkpoint.files import (
+    SUMS,
+    fill_values,
+    read_entries,
+    read_sums,
+    seal,
+    verify,
+)
 from protrain_runtime.checkpoint.folders import INDEX, TRAINING
-from protrain_runtime.checkpoint.loading import read_extra
-from protrain_runtime.checkpoint.tensor_files import fill_values, read_entries
-from protrain_runtime.checkpoint.training_state import unpack
+from protrain_runtime.checkpoint.pickled import unpack
+from protrain_runtime.checkpoint.saving import read_extra
 from protrain_runtime.states.values import Held
 from tests.support.runtime_cases import copied, decided, differences, plan_for, units_of
 

@@ -36,7 +36,7 @@ from protrain_plan.simulation.memory import checkpoint_bytes
 from protrain_plan.units import format_bytes
 from protrain_runtime import load, prepare, restore, save, with_master_weights
 from protrain_runtime.checkpoint.folders import INDEX
-from protrain_runtime.checkpoint.loading import read_extra
+from protrain_runtime.checkpoint.saving import read_extra
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.support.commands import MODEL, PROTRAIN, printed, protrain

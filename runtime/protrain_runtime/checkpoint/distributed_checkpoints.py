@@ -12,12 +12,13 @@ parameter is a range of its elements in row-major order: a few boxes of it. A sa
 its own, and the index is replaced when all of it is there: see [Note: one index] in `folders`.
 """
 
+import io
 import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -47,7 +48,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from protrain_plan.errors import ProtrainError, RecordError
-from protrain_runtime.checkpoint.checksums import Range, Summed, new_file, write_sums
+from protrain_runtime.checkpoint.files import Range, Summed, dtype_name, new_file, write_sums
 from protrain_runtime.checkpoint.folders import (
     POINTER,
     RANKS_FOLDER,
@@ -59,38 +60,29 @@ from protrain_runtime.checkpoint.folders import (
 from protrain_runtime.checkpoint.part_files import (
     METADATA,
     TENSORS,
-    Box,
-    boxes,
+    boxes_of,
     checked,
     described,
     files_of,
     read_pointer,
 )
+from protrain_runtime.checkpoint.pickled import pack
 from protrain_runtime.ranks.group import Ranks
-from protrain_runtime.states.values import Held, Local, Shared, Stored, Value
-
-TRAINING = "training"
+from protrain_runtime.states.values import Held, Shared, Stored, Value
 
 
-@dataclass(slots=True)
 class _Part:
     """A rank's part of a tensor, as torch.distributed.checkpoint asks for it."""
 
-    dtype: torch.dtype
-    shape: torch.Size
-    local: Local | None
-    writes: bool = True
-    held: dict[tuple[int, ...], torch.Tensor] = field(
-        default_factory=dict[tuple[int, ...], torch.Tensor]
-    )
-
-    def boxes(self) -> list[Box]:
-        if self.local is None:
-            return []
-        return list(boxes(self.shape, self.local.first, self.local.first + self.local.count))
+    def __init__(self, value: Shared, *, writes: bool, copied: bool) -> None:
+        self._value = value
+        self._boxes = {b.offsets: (b, start) for b, start in boxes_of(value)} if writes else {}
+        self._held: dict[tuple[int, ...], torch.Tensor] = {}
+        if copied:  # so that what this rank has may change in its store
+            self._held = {offsets: self.read(offsets) for offsets in self._boxes}
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
+        properties = TensorProperties(dtype=self._value.dtype)
         return [
             WriteItem(
                 index=MetadataIndex(name, torch.Size(box.offsets)),
@@ -98,55 +90,27 @@ class _Part:
                 tensor_data=TensorWriteData(
                     chunk=ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
                     properties=properties,
-                    size=self.shape,
+                    size=self._value.shape,
                 ),
             )
-            for box in (self.boxes() if self.writes else [])
+            for box, _ in self._boxes.values()
         ]
 
     def read(self, offsets: Sequence[int]) -> torch.Tensor:
         """A box's elements, on the host."""
-        if tuple(offsets) in self.held:
-            return self.held[tuple(offsets)]
-        box = next(box for box in self.boxes() if box.offsets == tuple(offsets))
-        assert self.local is not None
-        count = torch.Size(box.sizes).numel()
-        flat = torch.empty(count * self.dtype.itemsize, dtype=torch.uint8)
-        before = (box.first - self.local.first) * self.dtype.itemsize
-        self.local.store.read(self.local.offset + before, flat)
-        return flat.view(self.dtype).view(box.sizes)
-
-    def stage(self) -> None:
-        """Copy what this rank has, so that it may change in its store."""
-        self.held = {box.offsets: self.read(box.offsets) for box in self.boxes()}
-
-
-class _Saves(DefaultSavePlanner):
-    """Tells what is written next."""
-
-    def __init__(self, next_is: Callable[[str], None]) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._next_is = next_is
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        data, index = write_item.tensor_data, write_item.index
-        assert data is not None
-        self._next_is(described(index.fqn, data.chunk.offsets, data.chunk.sizes))
-        return super().resolve_data(write_item)
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        found = self.state_dict[index.fqn]
-        if isinstance(found, _Part):
-            assert index.offset is not None
-            return found.read(index.offset)
-        return super().lookup_object(index)
+        if tuple(offsets) in self._held:
+            return self._held[tuple(offsets)]
+        (box, start), dtype = self._boxes[tuple(offsets)], self._value.dtype
+        flat = torch.empty(torch.Size(box.sizes).numel() * dtype.itemsize, dtype=torch.uint8)
+        assert self._value.local is not None
+        self._value.local.store.read(start, flat)
+        return flat.view(dtype).view(box.sizes)
 
 
 class _Files(FileSystem):
     """Sums what is written to the last file that was opened for it."""
 
-    def __init__(self) -> None:
-        self.last: Summed | None = None
+    last: Summed
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -156,9 +120,26 @@ class _Files(FileSystem):
             self.last.begin("the list of tensors")
             yield self.last
 
-    def next_is(self, what: str) -> None:
-        assert self.last is not None
-        self.last.begin(what)
+
+class _Saves(DefaultSavePlanner):
+    """Tells the files what is written next."""
+
+    def __init__(self, files: _Files) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._files = files
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        data, index = write_item.tensor_data, write_item.index
+        assert data is not None
+        self._files.last.begin(described(index.fqn, data.chunk.offsets, data.chunk.sizes))
+        return super().resolve_data(write_item)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        if isinstance(found, _Part):
+            assert index.offset is not None
+            return found.read(index.offset)
+        return super().lookup_object(index)
 
 
 @dataclass(frozen=True)
@@ -183,7 +164,6 @@ class _Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = super().write_data(plan, planner).value()
-        assert self.files.last is not None
         written: list[WriteResult] = []
         for result, range_ in zip(results, self.files.last.ranges[1:], strict=True):
             assert result.storage_data.length == range_.num_bytes
@@ -196,24 +176,20 @@ class _Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        assert self.files.last is not None
         sums: dict[str, list[Range]] = {METADATA: self.files.last.ranges}
-        listed: dict[str, Any] = {}
-        sizes: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-        for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata)
-            dtype = str(tensor.properties.dtype).removeprefix("torch.")
-            listed[name] = {"dtype": dtype, "shape": list(tensor.size), "parts": []}
-            for chunk in tensor.chunks:
-                sizes[name, tuple(chunk.offsets)] = list(chunk.sizes)
         for result in itertools.chain.from_iterable(results):
             assert isinstance(result, _Written)
-            assert result.index.offset is not None
-            name, place = result.index.fqn, result.storage_data
-            offsets = tuple(result.index.offset)
-            file, start, length = place.relative_path, place.offset, place.length
-            listed[name]["parts"].append([list(offsets), sizes[name, offsets], file, start, length])
-            sums.setdefault(file, []).append(result.range_)
+            sums.setdefault(result.storage_data.relative_path, []).append(result.range_)
+        listed: dict[str, Any] = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            parts: list[Any] = []
+            for chunk in tensor.chunks:
+                place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+                box = [list(chunk.offsets), list(chunk.sizes)]
+                parts.append([*box, place.relative_path, place.offset, place.length])
+            dtype = dtype_name(tensor.properties.dtype)
+            listed[name] = {"dtype": dtype, "shape": list(tensor.size), "parts": parts}
         checked(listed, files_of(self.folder))
         with new_file(self.folder / TENSORS, "the list of tensors") as file:
             file.write(json.dumps(listed, separators=(",", ":")).encode())
@@ -255,37 +231,99 @@ _beside: WeakKeyDictionary[Ranks, Saving] = WeakKeyDictionary()
 def save_parts(
     directory: Path,
     ranks: Ranks,
-    values: Mapping[str, Value],
-    training: bytes,
-    random: bytes,
+    weights: Mapping[str, Value],
+    states: Mapping[str, Value],
+    training: dict[str, Any],
     *,
     beside: bool,
 ) -> Saving | None:
     """Write what the ranks have; all of them call. `beside`: copy it first, and write meanwhile."""
+    if "optimizer" in training:
+        known: dict[str, Any] = {}
+        for others in ranks.all_objects(training["optimizer"]["states"]):
+            known |= others  # a rank knows of what it has
+        training["optimizer"]["states"] = known
+    own_random = io.BytesIO()
+    torch.save(training["random"], own_random)
+    packed = {"training": pack(training), f"random.{ranks.rank}": own_random.getvalue()}
     before = _beside.pop(ranks, None)
     if before is not None and not before.told:
         before.wait()
-    state: dict[str, Any] = {}
-    for name, value in values.items():
-        state[name] = _writable(value, writes=ranks.rank < ranks.num_shards, copied=beside)
-    state[TRAINING] = _bytes(training)
-    state[f"random.{ranks.rank}"] = _bytes(random)
+    values = {f"model.{name}": value for name, value in weights.items()}
+    values |= {f"optimizer.state.{name}": value for name, value in states.items()}
+    writes = ranks.rank < ranks.num_shards
+    state: dict[str, Any] = {
+        name: _writable(value, writes=writes, copied=beside) for name, value in values.items()
+    }
+    for name, content in packed.items():
+        state[name] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     folder = _next_folder(directory, ranks)
-    group = ranks.checkpoint_group()
+    ranks.checkpoint_group()  # made here, where all ranks are
+    if not beside:
+        _write(state, folder, ranks)
+        return None
+    _beside[ranks] = Saving(lambda: _write(state, folder, ranks))
+    return _beside[ranks]
 
-    def write() -> None:
-        writer = _Writer(folder)
+
+def _writable(value: Value, *, writes: bool, copied: bool) -> Any:
+    match value:
+        case Held(tensor=tensor):
+            plain = tensor.detach().resolve_conj().resolve_neg()  # what an archive can say
+            return plain.to("cpu", copy=True) if copied else plain
+        case Shared():
+            return _Part(value, writes=writes, copied=copied)
+        case Stored():
+            pieces: list[torch.Tensor] = []
+            value.copy_to(lambda piece: pieces.append(piece.clone()))
+            return torch.cat(pieces).view(value.dtype).view(value.shape)
+        case _:
+            raise AssertionError(value)
+
+
+def _next_folder(directory: Path, ranks: Ranks) -> Path:
+    """A new folder, made by rank 0; ProtrainError on every rank where it cannot be."""
+    problem, name = "", ""
+    if ranks.rank == 0:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if is_of_one_device(directory):
+                problem = "the directory holds a checkpoint of one device"
+            current = read_pointer(directory)[0] if is_distributed(directory) else None
+            name = new_folder(directory, RANKS_FOLDER, current).name
+        except ProtrainError as error:
+            problem = error.message
+        except OSError as error:
+            problem = f"the checkpoint cannot be written: {error.strerror or error}"
+    told: tuple[str, str] = ranks.all_objects((problem, name))[0]
+    problem, name = told
+    if problem:
+        raise ProtrainError(problem, source=str(directory), fix="save to another directory")
+    return directory / name
+
+
+def _write(state: Mapping[str, Any], folder: Path, ranks: Ranks) -> None:
+    """Write the folder together, and let rank 0 make it the checkpoint."""
+
+    def not_written(why: str) -> ProtrainError:
+        return ProtrainError(
+            f"the checkpoint cannot be written: {why}",
+            source=str(folder.parent),
+            fix="make room there, or save to another directory; the last checkpoint stands",
+        )
+
+    writer, group = _Writer(folder), ranks.checkpoint_group()
+    with ranks.writing():
         try:
             save_planned(
-                state,
+                dict(state),
                 storage_writer=writer,
-                planner=_Saves(writer.files.next_is),
+                planner=_Saves(writer.files),
                 process_group=group,
             )
         except CheckpointException as error:  # on every rank, with those that failed
             rank, (why, _) = next(iter(error.failures.items()))
-            raise _not_written(directory, f"rank {rank}: {why}") from error
-        problems: list[str] = [""] * ranks.count
+            raise not_written(f"rank {rank}: {why}") from error
         problem = ""
         if ranks.rank == 0:
             pointer = {"protrain_save": folder.name, "num_ranks": ranks.count}
@@ -295,73 +333,7 @@ def save_parts(
             except (RecordError, OSError) as error:
                 reason = error.message if isinstance(error, RecordError) else error.strerror
                 problem = f"rank 0: {reason}"
+        problems: list[str] = [""] * ranks.count
         all_gather_object(problems, problem, group=group)  # who returns may load it
         if problems[0]:
-            raise _not_written(directory, problems[0])
-
-    def write_together() -> None:
-        with ranks.writing():
-            write()
-
-    if beside:
-        _beside[ranks] = Saving(write_together)
-        return _beside[ranks]
-    write_together()
-    return None
-
-
-def _not_written(directory: Path, why: str) -> ProtrainError:
-    return ProtrainError(
-        f"the checkpoint cannot be written: {why}",
-        source=str(directory),
-        fix="make room there, or save to another directory; the last checkpoint stands",
-    )
-
-
-def _writable(value: Value, *, writes: bool, copied: bool) -> Any:
-    match value:
-        case Held(tensor=tensor):
-            plain = tensor.detach().resolve_conj().resolve_neg()  # what an archive can say
-            return plain.to("cpu", copy=True) if copied else plain
-        case Shared():
-            part = _Part(value.dtype, value.shape, value.local, writes)
-            if copied and writes:
-                part.stage()
-            return part
-        case Stored():
-            return _whole(value)
-        case _:
-            raise AssertionError(value)
-
-
-def _whole(value: Value) -> torch.Tensor:
-    pieces: list[torch.Tensor] = []
-    value.copy_to(lambda piece: pieces.append(piece.clone()))
-    return torch.cat(pieces).view(value.dtype).view(value.shape)
-
-
-def _bytes(packed: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-
-
-def _next_folder(directory: Path, ranks: Ranks) -> Path:
-    """A new folder, made by rank 0; ProtrainError on every rank where it cannot be."""
-    problem: tuple[str, str] | None = None
-    name = ""
-    if ranks.rank == 0:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            if is_of_one_device(directory):
-                problem = ("the directory holds a checkpoint of one device", "another directory")
-            current = read_pointer(directory).folder if is_distributed(directory) else None
-            name = new_folder(directory, RANKS_FOLDER, current).name
-        except ProtrainError as error:
-            problem = (error.message, "another directory")
-        except OSError as error:
-            reason = error.strerror or error
-            problem = (f"the checkpoint cannot be written: {reason}", "another directory")
-    told: tuple[tuple[str, str] | None, str] = ranks.all_objects((problem, name))[0]
-    problem, name = told
-    if problem is not None:
-        raise ProtrainError(problem[0], source=str(directory), fix=f"save to {problem[1]}")
-    return directory / name
+            raise not_written(problems[0])

@@ -29,17 +29,17 @@ from typing import Any
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.files import replace_text
-from protrain_runtime.checkpoint.checksums import (
+from protrain_runtime.checkpoint.files import (
     MAX_JSON_BYTES,
     SUMS,
     damaged,
     is_sealed,
     parse_json,
+    read_entries,
     read_regular,
     seal,
     shown,
 )
-from protrain_runtime.checkpoint.tensor_files import read_entries
 
 INDEX = "model.safetensors.index.json"
 TRAINING = "training.pt"
@@ -78,15 +78,14 @@ def read_index(directory: Path) -> Index:
         ) from None
     text = read_regular(path, max_bytes=MAX_JSON_BYTES)
     try:
-        match parse_json(text):
-            case {"weight_map": dict(weight_map), **others}:
-                metadata: Any = others.get("metadata", {})
-            case _:
-                raise ValueError
-    except ValueError:
+        read = parse_json(text)
+        weight_map, metadata = read["weight_map"], read.get("metadata", {})
+        if not isinstance(metadata, dict) or not isinstance(weight_map, dict):
+            raise TypeError
+        if not all(isinstance(file, str) for file in weight_map.values()):
+            raise TypeError
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise damaged(path, "this is no index of safetensors files") from None
-    if not isinstance(metadata, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        raise damaged(path, "this is no index of safetensors files")
     # What is ours says so in many places, so that no damage lets it look like another's.
     if any(key.startswith("protrain_") for key in metadata) or any(
         file.startswith("protrain-save-") and "/" in file for file in weight_map.values()
@@ -183,7 +182,10 @@ def next_save(directory: Path) -> Iterator[Path]:
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _locked(directory):
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            # Only one process saves here; the system unlocks it however that one ends.
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             folder = new_folder(directory, _FOLDER, _current(directory))
             try:
                 yield folder
@@ -191,6 +193,14 @@ def next_save(directory: Path) -> Iterator[Path]:
                 if _current(directory) != folder.name:
                     shutil.rmtree(folder, ignore_errors=True)
                 raise
+        finally:
+            os.close(descriptor)
+    except BlockingIOError:
+        raise ProtrainError(
+            "another process is saving here",
+            source=str(directory),
+            fix="wait until it has ended, or save to another directory",
+        ) from None
     except OSError as error:
         raise ProtrainError(
             f"the checkpoint cannot be written: {error.strerror}",
@@ -273,23 +283,6 @@ def _folders(directory: Path, names: re.Pattern[str]) -> list[Path]:
             for entry in entries
             if names.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
         ]
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Only one process saves into a directory; the system unlocks it however that one ends."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise ProtrainError(
-            "another process is saving here",
-            source=str(directory),
-            fix="wait until it has ended, or save to another directory",
-        ) from None
-    finally:
-        os.close(descriptor)
 
 
 def _sync(directory: Path) -> None:

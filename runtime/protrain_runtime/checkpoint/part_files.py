@@ -18,20 +18,23 @@ import re
 import stat
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
 from torch.storage import _storage_type_to_dtype_map
 
 from protrain_plan.errors import ProtrainError
-from protrain_runtime.checkpoint.checksums import (
+from protrain_runtime.checkpoint.files import (
     SUMS,
+    Entry,
     Sums,
     damaged,
+    dtype_name,
     is_sealed,
     parse_json,
     read_regular,
@@ -39,9 +42,16 @@ from protrain_runtime.checkpoint.checksums import (
     verify,
 )
 from protrain_runtime.checkpoint.folders import POINTER, RANKS_FOLDER, is_of_one_device
-from protrain_runtime.checkpoint.pickled import STORED, Made, Name, Named, Pairs, read_pickle
-from protrain_runtime.checkpoint.tensor_files import Entry
-from protrain_runtime.checkpoint.training_state import unpack, unpack_random
+from protrain_runtime.checkpoint.pickled import (
+    STORED,
+    Made,
+    Name,
+    Named,
+    Pairs,
+    read_pickle,
+    unpack,
+    unpack_random,
+)
 from protrain_runtime.devices.stores import memory_of
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.values import Held, Shared, Value
@@ -64,16 +74,9 @@ _STORAGES = {
 }
 """What `torch.save` calls the elements of a storage. Others it names by their dtype."""
 
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *_STORAGES.values(),
-        *(
-            getattr(torch, name)
-            for name in dir(torch)
-            if re.match(r"uint(16|32|64)$|float8_", name)
-        ),
-    )
+_DTYPES = {dtype_name(dtype): dtype for dtype in _STORAGES.values()}
+_DTYPES |= {  # newer ones, without storages of their own
+    name: getattr(torch, name) for name in dir(torch) if re.match(r"uint(16|32|64)$|float8_", name)
 }
 
 _RECORDS = "torch.distributed.checkpoint.metadata"
@@ -173,18 +176,6 @@ def compare_files(folder: Path, found: Collection[str], expected: Collection[str
         raise damaged(folder / name, "this is no file of the checkpoint")
 
 
-def read_tensors(folder: Path, files: Mapping[str, int]) -> "Parts":
-    """The tensors in a folder with these files. ProtrainError where their list is wrong."""
-    path = folder / (TENSORS if TENSORS in files else METADATA)
-    content = read_regular(path, max_bytes=MAX_LIST_BYTES)
-    try:
-        listed = parse_json(content) if path.name == TENSORS else _listed(content)
-        return Parts(folder, checked(listed, files))
-    except ValueError as error:
-        problem = "" if isinstance(error, json.JSONDecodeError) else f": {error}"
-        raise damaged(path, f"this is no list of a checkpoint's tensors{problem}") from None
-
-
 def checked(listed: Any, files: Mapping[str, int]) -> dict[str, SavedTensor]:
     """The tensors of a list. ValueError where they are not whole, or not all that files have."""
     tensors = {name: _tensor(name, listed[name]) for name in _mapping(listed, None)}
@@ -209,15 +200,29 @@ def _tensor(name: str, listed: Any) -> SavedTensor:
     if dtype is None:
         raise ValueError(f"{name!r} has no dtype that is known")
     shape = _numbers(fields["shape"], name)
-    parts: list[tuple[int, Part]] = []
-    for offsets, sizes, file, start, length in _rows(fields["parts"], 5, name):
+    rows, parts = fields["parts"], list[tuple[int, Part]]()
+    if not isinstance(rows, list):
+        raise ValueError(f"{name!r} has no list of parts")
+    if not all(isinstance(row, list) and len(row) == 5 for row in rows):
+        raise ValueError(f"{name!r} has a part that is none")
+    for offsets, sizes, file, start, length in rows:
         part = Part(_numbers(offsets, name), _numbers(sizes, name), file, start, length)
         _numbers([start, length], name)
         if not isinstance(file, str) or not _DATA.fullmatch(file):
             raise ValueError(f"{name!r} lies in no file of the checkpoint")
         if math.prod(part.sizes) * dtype.itemsize > length:
             raise ValueError(f"a part of {name!r} has more bytes than its range in {file}")
-        parts.append((_first(shape, part, name), part))
+        if not len(shape) == len(part.offsets) == len(part.sizes):
+            raise ValueError(f"a part of {name!r} has other dimensions")
+        # The index of its first element, which the others have to follow: from the last dimension.
+        first, stride, whole = 0, 1, True
+        for extent, offset, size in reversed([*zip(shape, part.offsets, part.sizes, strict=True)]):
+            if offset + size > extent or (size > 1 and not whole):
+                raise ValueError(f"a part of {name!r} is no range of its elements")
+            first += offset * stride
+            stride *= extent
+            whole = whole and size == extent
+        parts.append((first, part))
     parts.sort(key=lambda found: found[0])
     counts = [math.prod(part.sizes) for _, part in parts]
     ends = list(itertools.accumulate(counts))
@@ -228,36 +233,12 @@ def _tensor(name: str, listed: Any) -> SavedTensor:
     return SavedTensor(dtype, torch.Size(shape), tuple(part for _, part in parts))
 
 
-def _first(shape: Sequence[int], part: Part, name: str) -> int:
-    """The index of a part's first element. ValueError where its elements do not follow it."""
-    if not len(shape) == len(part.offsets) == len(part.sizes):
-        raise ValueError(f"a part of {name!r} has other dimensions")
-    first, stride, whole = 0, 1, True
-    for extent, offset, size in zip(
-        reversed(shape), reversed(part.offsets), reversed(part.sizes), strict=True
-    ):
-        if offset + size > extent or (size > 1 and not whole):
-            raise ValueError(f"a part of {name!r} is no range of its elements")
-        first += offset * stride
-        stride *= extent
-        whole = whole and size == extent
-    return first
-
-
 def _mapping(found: Any, keys: set[str] | None) -> dict[str, Any]:
     if not isinstance(found, dict) or (keys is not None and found.keys() != keys):
         raise ValueError(f"expected a mapping with {', '.join(sorted(keys or {'names'}))}")
     for name in found:
         if not name.isascii():
             name.encode()  # as a file or a message would
-    return found
-
-
-def _rows(found: Any, length: int, name: str) -> list[list[Any]]:
-    if not isinstance(found, list):
-        raise ValueError(f"{name!r} has no list of parts")
-    if not all(isinstance(row, list) and len(row) == length for row in found):
-        raise ValueError(f"{name!r} has a part that is none")
     return found
 
 
@@ -273,16 +254,16 @@ def _listed(content: bytes) -> dict[str, Any]:
     """What a pickled list says, in the form of tensors.json. ValueError where it is another one."""
     top = _state(read_pickle(content, _METADATA_NAMES), (_RECORDS, "Metadata"))
     places: dict[tuple[str, tuple[int, ...]], list[Any]] = {}
-    for index, info_ in _pairs(top["storage_data"]):
+    for index, info_ in _plain(Pairs, top["storage_data"]):
         part, info = _state(index, (_RECORDS, "MetadataIndex")), _state(info_, _STORAGE_INFO)
         if info.keys() != {"relative_path", "offset", "length"}:
             raise ValueError("a part was transformed when it was written")
-        name = _text(part["fqn"])
+        name = _plain(str, part["fqn"])
         offsets = _size(part["offset"], name)
         places[name, offsets] = [info["relative_path"], info["offset"], info["length"]]
     listed: dict[str, Any] = {}
-    for key, item in _pairs(top["state_dict_metadata"]):
-        name = _text(key)
+    for key, item in _plain(Pairs, top["state_dict_metadata"]):
+        name = _plain(str, key)
         tensor = _state(item, (_RECORDS, "TensorStorageMetadata"))
         properties = _made(tensor["properties"], (_RECORDS, "TensorProperties")).state
         if type(properties) is not tuple or not properties or type(properties[0]) is not Named:
@@ -315,8 +296,8 @@ def _made(found: Any, name: Name) -> Made:
 
 def _state(found: Any, name: Name) -> dict[str, Any]:
     """The fields of a dataclass."""
-    pairs = _pairs(_made(found, name).state)
-    fields = {_text(key): value for key, value in pairs}
+    pairs = _plain(Pairs, _made(found, name).state)
+    fields = {_plain(str, key): value for key, value in pairs}
     if len(fields) != len(pairs):
         raise ValueError(f"{name[1]} has a field twice")
     return _Fields(fields)
@@ -327,15 +308,12 @@ class _Fields(dict[str, Any]):
         raise ValueError(f"it lacks {key}")
 
 
-def _pairs(found: Any) -> Pairs:
-    if type(found) is not Pairs:
-        raise ValueError("expected a mapping")
-    return found
+_Kind = TypeVar("_Kind")
 
 
-def _text(found: Any) -> str:
-    if type(found) is not str:
-        raise ValueError("expected a text")
+def _plain(kind: type[_Kind], found: Any) -> _Kind:
+    if type(found) is not kind:
+        raise ValueError(f"expected a {'mapping' if kind is Pairs else 'text'}")
     return found
 
 
@@ -349,96 +327,8 @@ def _size(found: Any, name: str) -> tuple[int, ...]:
 # ---- what is in a file ------------------------------------------------------------------------
 
 
-class Parts:
-    """The tensors of a folder, to be read box by box."""
-
-    def __init__(self, folder: Path, by_name: Mapping[str, SavedTensor]) -> None:
-        self.by_name = by_name
-        self.files = {part.file for tensor in by_name.values() for part in tensor.parts}
-        self._folder = folder
-        self._opened: dict[str, BinaryIO] = {}
-        self._located: dict[Part, tuple[int, tuple[int, ...]]] = {}  # start and dimensions' order
-
-    @contextmanager
-    def opened(self) -> Iterator["Parts"]:
-        """Keep files open that are read meanwhile."""
-        with ExitStack() as stack:
-            stack.callback(self._opened.clear)
-            self._stack = stack
-            yield self
-
-    def locate(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> None:
-        """Compare what a box is to be read from with the list. ProtrainError where it differs."""
-        tensor = self.by_name[name]
-        for part, _, _ in _overlapping(tensor, offsets, sizes):
-            with self._reading(name, part):
-                self._place(tensor, part)
-
-    def read(self, name: str, offsets: Sequence[int], target: torch.Tensor) -> None:
-        """Fill a tensor with a box's elements. ProtrainError where they cannot be read."""
-        tensor = self.by_name[name]
-        for part, first, stop in _overlapping(tensor, offsets, target.shape):
-            with self._reading(name, part):
-                self._copy(tensor, part, first, stop, offsets, target)
-
-    def _copy(
-        self,
-        tensor: SavedTensor,
-        part: Part,
-        first: Sequence[int],
-        stop: Sequence[int],
-        offsets: Sequence[int],
-        target: torch.Tensor,
-    ) -> None:
-        """Copy the elements from `first` to `stop` of the whole tensor, rows at a time."""
-        start, order = self._place(tensor, part)
-        file, dtype = self._file(part.file), tensor.dtype
-        sizes = [part.sizes[dim] for dim in order]
-        goes = target[_slices(first, stop, offsets)]
-        comes = _slices(first, stop, part.offsets)
-        if not sizes or order != tuple(range(len(sizes))):
-            whole = _elements(file, start, dtype, sizes)
-            goes.copy_(whole.permute([order.index(dim) for dim in range(len(sizes))])[comes])
-            return
-        row_bytes = math.prod(sizes[1:]) * dtype.itemsize
-        step = max(1, READ_BYTES // row_bytes)
-        for row in range(comes[0].start, comes[0].stop, step):
-            count = min(step, comes[0].stop - row)
-            rows = _elements(file, start + row * row_bytes, dtype, [count, *sizes[1:]])
-            done = row - comes[0].start
-            goes[done : done + count].copy_(rows[(slice(None), *comes[1:])])
-
-    def _place(self, tensor: SavedTensor, part: Part) -> tuple[int, tuple[int, ...]]:
-        if part not in self._located:
-            self._located[part] = _locate(self._file(part.file), part, tensor.dtype)
-        return self._located[part]
-
-    def _file(self, name: str) -> BinaryIO:
-        if name not in self._opened:
-            file = (self._folder / name).open("rb", buffering=0)
-            self._opened[name] = self._stack.enter_context(cast(BinaryIO, file))
-        return self._opened[name]
-
-    @contextmanager
-    def _reading(self, name: str, part: Part) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, EOFError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            problem = f"{described(name, part.offsets, part.sizes)} cannot be read: {reason}"
-            raise damaged(self._folder / part.file, problem) from None
-
-
-def _overlapping(
-    tensor: SavedTensor, offsets: Sequence[int], sizes: Sequence[int]
-) -> Iterator[tuple[Part, list[int], list[int]]]:
-    """The parts that have elements of a box, with the first and the last corner of these."""
-    for part in tensor.parts:
-        first = [max(pair) for pair in zip(part.offsets, offsets, strict=True)]
-        ends = zip(part.offsets, part.sizes, offsets, sizes, strict=True)
-        stop = [min(begin + size, low + room) for begin, size, low, room in ends]
-        if all(low < high for low, high in zip(first, stop, strict=True)):
-            yield part, first, stop
+Place = tuple[int, tuple[int, ...]]
+"""Where a part's elements begin in its file, and its dimensions from the outermost on."""
 
 
 def _slices(first: Sequence[int], stop: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
@@ -447,11 +337,27 @@ def _slices(first: Sequence[int], stop: Sequence[int], origin: Sequence[int]) ->
     )
 
 
-def _locate(file: BinaryIO, part: Part, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
-    """Where a part's elements begin in its file, and its dimensions from the outermost on.
+def _copy(
+    file: FileIO, place: Place, part: Part, comes: tuple[slice, ...], target: torch.Tensor
+) -> None:
+    """Copy a part's elements that lie in these slices of it, rows at a time."""
+    start, order = place
+    sizes = [part.sizes[dim] for dim in order]
+    if not sizes or order != tuple(range(len(sizes))):
+        whole = _elements(file, start, target.dtype, sizes)
+        target.copy_(whole.permute([order.index(dim) for dim in range(len(sizes))])[comes])
+        return
+    row_bytes = math.prod(sizes[1:]) * target.dtype.itemsize
+    step = max(1, READ_BYTES // row_bytes)
+    for row in range(comes[0].start, comes[0].stop, step):
+        count = min(step, comes[0].stop - row)
+        rows = _elements(file, start + row * row_bytes, target.dtype, [count, *sizes[1:]])
+        done = row - comes[0].start
+        target[done : done + count].copy_(rows[(slice(None), *comes[1:])])
 
-    ValueError where the archive is of another tensor, or is damaged.
-    """
+
+def _locate(file: FileIO, part: Part, dtype: torch.dtype) -> Place:
+    """Where a part lies. ValueError where the archive is of another tensor, or is damaged."""
     records = _records(file, part)
 
     def record(name: str) -> bytes:
@@ -467,14 +373,7 @@ def _locate(file: BinaryIO, part: Part, dtype: torch.dtype) -> tuple[int, tuple[
         start, size = records["data/0"]
     except KeyError as error:
         raise ValueError(f"the archive has no record {error}") from None
-    strides = _strides(rebuilt, part, dtype)
-    if size != math.prod(part.sizes) * dtype.itemsize:
-        raise ValueError(f"the archive has {size} bytes of elements")
-    return start, _order(part.sizes, strides)
-
-
-def _strides(rebuilt: Any, part: Part, dtype: torch.dtype) -> tuple[int, ...]:
-    """The strides of the tensor that `torch.save` described, which must be the part."""
+    # The tensor that `torch.save` described must be the part.
     by_dtype = type(rebuilt) is Made and rebuilt.name == ("torch._utils", _REBUILD_BY_DTYPE)
     made = _made(rebuilt, ("torch._utils", _REBUILD_BY_DTYPE if by_dtype else _REBUILD))
     if len(made.arguments) != 6 + by_dtype:
@@ -491,33 +390,29 @@ def _strides(rebuilt: Any, part: Part, dtype: torch.dtype) -> tuple[int, ...]:
     else:
         found = _STORAGES.get(kind[1]) if kind[0] == "torch" else None
     if found != dtype or type(sizes) is not tuple or sizes != part.sizes:
-        what = "no tensor" if found is None else f"{_short(found)} {list(sizes)}"
-        raise ValueError(f"the archive holds {what} instead of {_short(dtype)} {list(part.sizes)}")
+        what = "no tensor" if found is None else f"{dtype_name(found)} {list(sizes)}"
+        expected = f"{dtype_name(dtype)} {list(part.sizes)}"
+        raise ValueError(f"the archive holds {what} instead of {expected}")
     if (place[0], place[2], first) != ("storage", "0", 0) or len(sizes) != len(strides):
         raise ValueError("the archive holds no plain tensor")
-    return _numbers(strides, "the archive")
-
-
-def _order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions, outermost first, of a tensor without gaps. ValueError where it has some."""
-    if 0 in sizes:
-        return tuple(range(len(sizes)))
+    strides = _numbers(strides, "the archive")
+    if size != math.prod(sizes) * dtype.itemsize:
+        raise ValueError(f"the archive has {size} bytes of elements")
     # Dimensions of one element have any stride, and stay where they are.
     long = sorted((d for d, size in enumerate(sizes) if size > 1), key=lambda d: -strides[d])
-    left = iter(long)
-    order = tuple(d if size == 1 else next(left) for d, size in enumerate(sizes))
-    expected = 1
+    stride = 1
     for dim in reversed(long):
-        if strides[dim] != expected:
+        if strides[dim] != stride:
             raise ValueError("the archive holds a tensor with gaps")
-        expected *= sizes[dim]
-    return order
+        stride *= sizes[dim]
+    left = iter(long)
+    return start, tuple(d if size == 1 else next(left) for d, size in enumerate(sizes))
 
 
 class _Window:
     """An archive in a file, for `ZipFile`: its list of records is read, which is short."""
 
-    def __init__(self, file: BinaryIO, part: Part) -> None:
+    def __init__(self, file: FileIO, part: Part) -> None:
         self._file, self._part, self._position = file, part, 0
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -539,11 +434,8 @@ class _Window:
         return found
 
 
-def _records(file: BinaryIO, part: Part) -> dict[str, tuple[int, int]]:
-    """Where an archive's records lie, and their bytes. ValueError where it is none of torch.save.
-
-    It is a zip file without compression.
-    """
+def _records(file: FileIO, part: Part) -> dict[str, tuple[int, int]]:
+    """Where the records of a zip file lie, and their bytes; ValueError for none of torch.save."""
     try:
         with ZipFile(cast(BinaryIO, _Window(file, part))) as archive:
             members = archive.infolist()
@@ -551,46 +443,38 @@ def _records(file: BinaryIO, part: Part) -> dict[str, tuple[int, int]]:
         raise ValueError("the archive is damaged") from None
     found: dict[str, tuple[int, int]] = {}
     for member in members:
-        name, start, size = (
-            member.filename.partition("/")[2],
-            member.header_offset,
-            member.file_size,
-        )
+        name, size = member.filename.partition("/")[2], member.file_size
         if member.compress_type != ZIP_STORED or member.compress_size != size:
             raise ValueError("the archive is damaged, or compressed")
-        if name in found or not 0 <= start <= part.length - 30:
+        if name in found or not 0 <= member.header_offset <= part.length - 30:
             raise ValueError("the archive is damaged")
         # Names and extra fields may be longer before a record than they are in the list.
-        header = struct.unpack("<4s22x2H", _read(file, part.start + start, 30))
-        begin = start + 30 + header[1] + header[2]
+        header = struct.unpack("<4s22x2H", _read(file, part.start + member.header_offset, 30))
+        begin = member.header_offset + 30 + header[1] + header[2]
         if header[0] != b"PK\3\4" or begin + size > part.length:
             raise ValueError("the archive is damaged")
         found[name] = part.start + begin, size
     return found
 
 
-def _elements(file: BinaryIO, start: int, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
+def _elements(file: FileIO, start: int, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
     flat = torch.empty(math.prod(sizes) * dtype.itemsize, dtype=torch.uint8)
     _fill(file, start, memory_of(flat))
     return flat.view(dtype).view(sizes)
 
 
-def _read(file: BinaryIO, start: int, count: int) -> bytes:
+def _read(file: FileIO, start: int, count: int) -> bytes:
     found = bytearray(count)
     _fill(file, start, memoryview(found))
     return bytes(found)
 
 
-def _fill(file: BinaryIO, start: int, target: memoryview) -> None:
+def _fill(file: FileIO, start: int, target: memoryview) -> None:
     while target:
         count = os.preadv(file.fileno(), [target], start)
         if not count:
             raise EOFError("the file is cut off")
         target, start = target[count:], start + count
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -626,17 +510,12 @@ def boxes(shape: Sequence[int], first: int, stop: int) -> Iterator[Box]:
 # ---- what a load asks --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pointer:
-    """Which folder is the checkpoint; `checksums` is "" where an older version wrote it."""
+def read_pointer(directory: Path) -> tuple[str, int, str]:
+    """Which folder is the checkpoint, of how many ranks, and the sum of its sums.
 
-    folder: str
-    num_ranks: int
-    checksums: str
-
-
-def read_pointer(directory: Path) -> Pointer:
-    """ProtrainError where there is none, where it is damaged, or does not say where to look."""
+    That is "" where an older version wrote it. ProtrainError where there is none, where it is
+    damaged, or does not say where to look.
+    """
     path = directory / POINTER
     text = read_regular(path, max_bytes=MAX_LIST_BYTES)
     if is_of_one_device(directory):
@@ -645,17 +524,16 @@ def read_pointer(directory: Path) -> Pointer:
             source=str(directory),
             fix=f"move {POINTER}, or the other one, to a directory of its own",
         )
-    try:
+    read = None
+    with suppress(ValueError):
         read = parse_json(text)
-    except ValueError:
-        read = None
     match read:
         case {"protrain_save": str(folder), "num_ranks": int(count), **more}:
             sums = more.get("checksums", "")
             sealed = more.keys() == {"checksums", "protrain_checksum"} and is_sealed(text)
             summed = not more or (sealed and re.fullmatch("[0-9a-f]{8}", f"{sums}"))
             if summed and RANKS_FOLDER.fullmatch(folder) and type(count) is int and count > 0:
-                return Pointer(folder=folder, num_ranks=count, checksums=f"{sums}")
+                return folder, count, f"{sums}"
         case _:
             pass
     raise damaged(path, "this is no index of a checkpoint, or a damaged one")
@@ -668,24 +546,33 @@ class Saved:
     """
 
     def __init__(self, directory: Path) -> None:
-        pointer = read_pointer(directory)
-        self._directory, self.folder = directory, directory / pointer.folder
+        folder, num_ranks, checksum = read_pointer(directory)
+        self._directory, self.folder = directory, directory / folder
         files = files_of(self.folder)
         self._sums: Sums = {}
         self._asked = ["training", "random."]  # what the names of tensors begin with
-        if pointer.checksums:
-            self._sums = read_sums(self.folder, pointer.checksums)
+        self._places: dict[Part, Place] = {}  # as far as they were looked for
+        if checksum:
+            self._sums = read_sums(self.folder, checksum)
             compare_files(self.folder, files, {*self._sums, SUMS})
             lists = {name: self._sums[name] for name in (METADATA, TENSORS) if name in self._sums}
             verify(self.folder, lists)
-        self._tensors = read_tensors(self.folder, files)
-        expected = {METADATA, *self._tensors.files}
-        if pointer.checksums:
+        path = self.folder / (TENSORS if TENSORS in files else METADATA)
+        content = read_regular(path, max_bytes=MAX_LIST_BYTES)
+        try:
+            listed = parse_json(content) if path.name == TENSORS else _listed(content)
+            self._tensors = checked(listed, files)
+        except ValueError as error:
+            problem = "" if isinstance(error, json.JSONDecodeError) else f": {error}"
+            raise damaged(path, f"this is no list of a checkpoint's tensors{problem}") from None
+        expected = {part.file for tensor in self._tensors.values() for part in tensor.parts}
+        expected.add(METADATA)
+        if checksum:
             expected |= {TENSORS, SUMS}
         compare_files(self.folder, files, expected)
-        random = {name for name in self._tensors.by_name if name.startswith("random.")}
-        if random != {f"random.{rank}" for rank in range(pointer.num_ranks)}:
-            raise damaged(directory / POINTER, f"it is not of {pointer.num_ranks} ranks")
+        random = {name for name in self._tensors if name.startswith("random.")}
+        if random != {f"random.{rank}" for rank in range(num_ranks)}:
+            raise damaged(directory / POINTER, f"it is not of {num_ranks} ranks")
 
     def entries(self, prefix: str) -> dict[str, Entry]:
         """The tensors whose names begin so, by what follows."""
@@ -693,7 +580,7 @@ class Saved:
             name.removeprefix(prefix): Entry(
                 path=self.folder, dtype=tensor.dtype, shape=tensor.shape, start=0, key=name
             )
-            for name, tensor in self._tensors.by_name.items()
+            for name, tensor in self._tensors.items()
             if name.startswith(prefix)
         }
 
@@ -741,7 +628,7 @@ class Saved:
 
     def packed(self, name: str) -> bytes | None:
         """What was saved as bytes, compared with its sums; None where it was not."""
-        tensor = self._tensors.by_name.get(name)
+        tensor = self._tensors.get(name)
         if tensor is None:
             return None
         if tensor.dtype != torch.uint8 or len(tensor.shape) != 1:
@@ -754,51 +641,75 @@ class Saved:
             where=lambda what: what,
         )
         read = torch.empty(tensor.shape, dtype=torch.uint8)
-        with self._tensors.opened() as parts:
-            parts.read(name, (0,), read)
+        self._read(name, (0,), tensor.shape, read)
         return read.numpy().tobytes()
 
     def prepare(self, targets: Iterable[tuple[Entry, Value]]) -> None:
         """Find what `fill` is to read, and compare it with the list of tensors."""
-        with self._tensors.opened() as read:
-            for entry, value in targets:
-                for box in _boxes(value):
-                    read.locate(entry.key, box.offsets, box.sizes)
+        for entry, value in targets:
+            for box, _ in boxes_of(value):
+                self._read(entry.key, box.offsets, box.sizes, None)
 
     def fill(self, targets: Iterable[tuple[Entry, Value]]) -> None:
         """Read each entry into its value. Ranks need not meet for it."""
-        with self._tensors.opened() as parts:
-            for entry, value in targets:
-                for box in _boxes(value):
-                    if isinstance(value, Held):
-                        parts.read(entry.key, box.offsets, value.tensor.detach())
-                        continue
-                    read = torch.empty(box.sizes, dtype=value.dtype)
-                    parts.read(entry.key, box.offsets, read)
-                    if isinstance(value, Shared):
-                        _write(value, box, read)
-                    else:
-                        value.copy_from(_from(read))
+        for entry, value in targets:
+            for box, start in boxes_of(value):
+                if isinstance(value, Held):
+                    self._read(entry.key, box.offsets, box.sizes, value.tensor.detach())
+                    continue
+                read = torch.empty(box.sizes, dtype=value.dtype)
+                self._read(entry.key, box.offsets, box.sizes, read)
+                flat = read.view(-1).view(torch.uint8)
+                if isinstance(value, Shared):
+                    assert value.local is not None
+                    value.local.store.write(start, flat)
+                else:
+                    value.copy_from(_from(flat))
+
+    def _read(
+        self, name: str, offsets: Sequence[int], sizes: Sequence[int], target: torch.Tensor | None
+    ) -> None:
+        """Fill a tensor with a box's elements; without one, find them, and compare with the list.
+
+        ProtrainError where they cannot be read, or differ from what the list says.
+        """
+        tensor = self._tensors[name]
+        for part in tensor.parts:
+            # What the part has of the box, by its first and its last corner.
+            first = [max(pair) for pair in zip(part.offsets, offsets, strict=True)]
+            ends = zip(part.offsets, part.sizes, offsets, sizes, strict=True)
+            stop = [min(begin + size, low + room) for begin, size, low, room in ends]
+            if not all(low < high for low, high in zip(first, stop, strict=True)):
+                continue
+            path = self.folder / part.file
+            try:
+                with path.open("rb", buffering=0) as file:
+                    if part not in self._places:
+                        self._places[part] = _locate(file, part, tensor.dtype)
+                    if target is not None:
+                        comes, goes = (
+                            _slices(first, stop, part.offsets),
+                            _slices(first, stop, offsets),
+                        )
+                        _copy(file, self._places[part], part, comes, target[goes])
+            except (OSError, EOFError, ValueError) as error:
+                reason = getattr(error, "strerror", None) or error
+                problem = f"{described(name, part.offsets, part.sizes)} cannot be read: {reason}"
+                raise damaged(path, problem) from None
 
 
-def _boxes(value: Value) -> list[Box]:
-    """What this rank is to have of a value."""
+def boxes_of(value: Value) -> Iterator[tuple[Box, int]]:
+    """What this rank has of a value, with the byte of its store that each box begins at."""
     if not isinstance(value, Shared):
-        return [Box(tuple(0 for _ in value.shape), tuple(value.shape), 0)]
-    local = value.local
-    return [] if local is None else list(boxes(value.shape, local.first, local.first + local.count))
+        yield Box(tuple(0 for _ in value.shape), tuple(value.shape), 0), 0
+    elif (local := value.local) is not None:
+        for box in boxes(value.shape, local.first, local.first + local.count):
+            yield box, local.offset + (box.first - local.first) * value.dtype.itemsize
 
 
-def _write(value: Shared, box: Box, elements: torch.Tensor) -> None:
-    assert value.local is not None
-    before = (box.first - value.local.first) * value.dtype.itemsize
-    flat = elements.view(-1).view(torch.uint8)
-    value.local.store.write(value.local.offset + before, flat)
-
-
-def _from(whole: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """Fills one buffer after the other with a tensor's bytes."""
-    flat, done = whole.view(-1).view(torch.uint8), 0
+def _from(flat: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """Fills one buffer after the other with these bytes."""
+    done = 0
 
     def fill(target: torch.Tensor) -> None:
         nonlocal done

@@ -512,11 +512,11 @@ class Engine:
     def meet(self, what: str) -> None:
         """Of several ranks, all have come here, or all raise."""
         if self._ranks is not None:
-            self._ranks.meet(what)
+            self._ranks.meeting.meet(what)
 
     def telling(self, what: str) -> AbstractContextManager[None]:
         """What is for all ranks: it ends well on all of them or on none."""
-        return nullcontext() if self._ranks is None else self._ranks.telling(what)
+        return nullcontext() if self._ranks is None else self._ranks.meeting.telling(what)
 
     def begin_update(self) -> None:
         """Let the updates start that waited for the end of backward."""

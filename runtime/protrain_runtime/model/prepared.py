@@ -49,14 +49,14 @@ def together(model: nn.Module, what: str) -> AbstractContextManager[None]:
     prepared = prepared_of(model)
     if prepared is None or prepared.ranks is None:
         return nullcontext()
-    return prepared.ranks.telling(what, limit_s=CHECKPOINT_LIMIT_S)
+    return prepared.ranks.meeting.telling(what, limit_s=CHECKPOINT_LIMIT_S)
 
 
 def meet(model: nn.Module, what: str) -> None:
     """Inside `together`: all ranks have come here, and whatever failed before has ended it."""
     prepared = prepared_of(model)
     if prepared is not None and prepared.ranks is not None:
-        prepared.ranks.meet(what, limit_s=CHECKPOINT_LIMIT_S)
+        prepared.ranks.meeting.meet(what, limit_s=CHECKPOINT_LIMIT_S)
 
 
 def engine_of(model: nn.Module) -> Engine | None:

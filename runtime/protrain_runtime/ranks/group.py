@@ -7,16 +7,20 @@ besides, and who fails in one asks at the ranks' store who is still there: that 
 accelerators a collective is submitted to a stream, and nothing fails where it was: the thread looks
 how long collectives take, and says who is missing before the library of collectives ends the
 process.
+
+Ranks that a launcher started come together at their store first, before anything can go wrong on
+one of them alone: a file that a node lacks is told like what fails later.
 """
 
 import ctypes
 import gc
+import os
 import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -24,14 +28,23 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.plan import Plan
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import PATIENCE_S
-from protrain_runtime.ranks.telling import START_AGAIN, Meeting, RanksError, abandoned, known
+from protrain_runtime.ranks.telling import (
+    ANSWER_S,
+    START_AGAIN,
+    Meeting,
+    RanksError,
+    abandoned,
+    known,
+    known_error,
+)
 
 GRACE_S = 1.0
 """A collective that began before another rank failed may end well; it has so long."""
@@ -52,12 +65,7 @@ class Ranks:
     this one's place among those that share the states of a chunk.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        *,
-        limit_s: float,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, *, limit_s: float) -> None:
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
         self.num_shards, self.shard, self.on_stream = 1, 0, False
         self._under_way: deque[tuple[torch.Event, float]] = deque()  # on the stream, since when
@@ -80,7 +88,17 @@ class Ranks:
     def connect(self, facts: Mapping[str, str], *, num_replicas: int, device: torch.device) -> None:
         """Make groups for collectives. RanksError where not all ranks have the same `facts`."""
         library = devices.collectives(device)
-        self._agree(facts)
+        what = "prepare()"
+        _of_this_world()
+        given_up_here = _given_up_of.get(self._members, "")
+        given_up = next(filter(None, self.meeting.meet(what, given_up_here)), "")
+        if given_up:
+            anew = "destroy the process group and initialize it anew, on all ranks"
+            raise known(RanksError(given_up, fix=f"{anew}, or start all ranks again"))
+        fixes = _ALIKE.items()
+        self.meeting.agree(
+            what, facts, lambda name: next(fix for kind, fix in fixes if kind in name or not kind)
+        )
         self._device, self.on_stream = device, not devices.on_host(device)
         self.num_shards = self.count // num_replicas
         self.shard = self.rank % self.num_shards
@@ -100,32 +118,7 @@ class Ranks:
             {id(g): g for g in (self._all, self._sharing, self._replicas)}.values()
         )
 
-    def close(self) -> None:
-        """Answer no more. The groups stay, for the next one: see `_group`."""
-        self.meeting.close()
-
-    def _agree(self, facts: Mapping[str, str]) -> None:
-        """Let every rank see every other's facts: all of them raise, or none."""
-        what = "prepare()"
-        given_up = next(filter(None, self.meeting.meet(what, _given_up(self._members))), "")
-        if given_up:
-            raise known(RanksError(given_up, fix=_ANEW))
-        fixes = _ALIKE.items()
-        self.meeting.agree(
-            what, facts, lambda name: next(fix for kind, fix in fixes if kind in name or not kind)
-        )
-
     # ---- telling ------------------------------------------------------------------------------
-
-    def telling(
-        self, what: str, *, final: bool = False, limit_s: float | None = None
-    ) -> AbstractContextManager[None]:
-        """See `Meeting.telling`."""
-        return self.meeting.telling(what, final=final, limit_s=limit_s)
-
-    def meet(self, what: str, *, limit_s: float | None = None) -> None:
-        """All ranks have come here, or all of them raise."""
-        self.meeting.meet(what, limit_s=limit_s)
 
     def tell_end(self, error: BaseException | None, what: str) -> None:
         """This rank cannot go on from where it is, and the others are on their way to there.
@@ -137,12 +130,20 @@ class Ranks:
             self.meeting.tell(error, what, final=True)
 
     def _look(self) -> None:
-        """End a collective in which this rank waits for one that has failed."""
-        self._look_for_late()
+        """End a collective in which this rank waits for one that has failed.
+
+        Of one on a stream that has not ended in time it says once who is missing.
+        """
+        while self._under_way and self._under_way[0][0].query():
+            self._under_way.popleft()
+        now = time.monotonic()
+        if not self._asked and self._under_way and now - self._under_way[0][1] > self._limit_s:
+            self._asked = True
+            # Not in the thread that answers others who ask.
+            Thread(target=self._say_late, name="protrain asks", daemon=True).start()
         failure = self.meeting.failure
         if failure is None or self._world is not dist.group.WORLD:  # destroyed, and its groups
             return
-        now = time.monotonic()
         if self._under_way and now - max(self._under_way[0][1], failure[1]) > GRACE_S:
             self._give_up(self._groups)
         for since, groups in list(self._waits.values()):
@@ -268,17 +269,6 @@ class Ranks:
         if self.on_stream:
             self._under_way.append((devices.record_event(self._device), time.monotonic()))
 
-    def _look_for_late(self) -> None:
-        """Say once, of a collective on a stream that has not ended in time, who is missing."""
-        while self._under_way and self._under_way[0][0].query():
-            self._under_way.popleft()
-        if self._asked or not self._under_way:
-            return
-        if time.monotonic() - self._under_way[0][1] > self._limit_s:
-            self._asked = True
-            # Not in the thread that answers others who ask.
-            Thread(target=self._say_late, name="protrain asks", daemon=True).start()
-
     def _say_late(self) -> None:
         self._late = self._why(self._limit_s).message
         warnings.warn(f"{self._late}; {START_AGAIN}", RuntimeWarning, stacklevel=1)
@@ -323,7 +313,6 @@ _ended: set[int] = set()  # groups of which the collectives were ended, by ident
 _world: list[dist.ProcessGroup | None] = [None]  # in which they were made
 _connected: WeakSet["Ranks"] = WeakSet()
 
-_ANEW = "destroy the process group and initialize it anew, on all ranks, or start all ranks again"
 _ALIKE = {
     "version": "install the same versions on every node",
     "optimizer": "give prepare() the same optimizer and the same param_groups on every rank",
@@ -350,14 +339,9 @@ def leave() -> None:
     """
     gc.collect()
     for ranks in list(_connected):
-        ranks.close()
+        ranks.meeting.close()
     _groups.clear()
     _of_this_world()
-
-
-def _given_up(members: tuple[int, ...]) -> str:
-    _of_this_world()
-    return _given_up_of.get(members, "")
 
 
 def _group(members: tuple[int, ...], backend: str, limit_s: float) -> dist.ProcessGroup:
@@ -400,7 +384,7 @@ _NO_TAG = 0x7C0FFEE
 
 def ranks_of(group: dist.ProcessGroup | None, *, limit_s: float) -> Ranks | None:
     """The ranks of a group, at their store; None where this process is alone."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) <= 1:
+    if not _initialized() or dist.get_world_size(group) <= 1:
         return None
     try:
         return Ranks(group, limit_s=limit_s)
@@ -410,22 +394,109 @@ def ranks_of(group: dist.ProcessGroup | None, *, limit_s: float) -> Ranks | None
 
 def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> int:
     """How many ranks run; ProtrainError where the plan is for another number of them."""
-    running = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    running = dist.get_world_size(group) if _initialized() else 1
     if plan.num_devices == running:
         return running
     if running == 1:
         fix = f"start it with torchrun --nproc-per-node {plan.num_devices}"
-        if not (dist.is_available() and dist.is_initialized()):
+        if not _initialized():
             fix += ", and call torch.distributed.init_process_group() before prepare()"
     else:
         fix = f"plan with --num-devices {running}"
+    planned = "1 device" if plan.num_devices == 1 else f"{plan.num_devices} devices"
     raise ProtrainError(
-        f"the plan is for {_devices(plan.num_devices)}, and {running} run"
-        + ("s" if running == 1 else ""),
+        f"the plan is for {planned}, and {running} run{'s' if running == 1 else ''}",
         key="num_devices",
         fix=fix,
     )
 
 
-def _devices(number: int) -> str:
-    return "1 device" if number == 1 else f"{number} devices"
+def _initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+# ---- ranks of a launcher -------------------------------------------------------------------------
+
+
+JOIN_S = 120.0
+"""How long the ranks of one start may come one after the other."""
+
+
+class Launched:
+    """This process among those that a launcher (`torchrun`) started: rank 0 of 1 without one."""
+
+    def __init__(self, store: Store | None, rank: int, count: int) -> None:
+        self.rank, self.count = rank, count
+        self._store = store
+        self._meeting: Meeting | None = None
+        if store is not None:
+            own = PrefixStore("protrain/launched", store)
+            self._meeting = Meeting(own, rank, count, limit_s=JOIN_S, holds_others=True)
+
+    def agree(self, what: str, facts: Mapping[str, str]) -> None:
+        """RanksError where a rank does not come, or was called with other `facts`."""
+        if self._meeting is not None:
+            self._meeting.agree(what, facts, lambda _: "start all ranks with the same command")
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """What fails inside is told to the others, who say who failed, in one line."""
+        if self._meeting is None:
+            yield
+            return
+        try:
+            with self._meeting.telling(what, final=True):
+                yield
+        except Exception as error:
+            if (cause := known_error(error)) is not None:
+                raise ProtrainError(cause.message) from None
+            # PyTorch's own collectives may have failed because another rank did, which tells soon.
+            end = time.monotonic() + ANSWER_S
+            waits = isinstance(error, RuntimeError)
+            while waits and self._meeting.lost is None and time.monotonic() < end:
+                time.sleep(0.05)
+            lost = self._meeting.lost if waits else None
+            if lost is not None and lost[0].rank != self.rank:
+                raise ProtrainError(lost[0].error(self.rank, self.count).message) from None
+            raise
+        finally:
+            self._meeting.close()
+
+    @contextmanager
+    def joined(self, device: str) -> Iterator[None]:
+        """The ranks can call collectives; each has the accelerator of its number on its node."""
+        if self._store is None:
+            yield
+            return
+        own = torch.device(device)
+        if not devices.on_host(own):
+            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(
+            devices.collectives(own),
+            store=self._store,
+            rank=self.rank,
+            world_size=self.count,
+            timeout=timedelta(seconds=JOIN_S),
+        )
+        try:
+            yield
+            leave()  # not where something failed: who failed says why first
+        finally:
+            dist.destroy_process_group()
+
+
+def launched() -> Launched:
+    """Who this process is, once the ranks' store is there. ProtrainError where it does not come."""
+    if _initialized():
+        return Launched(None, dist.get_rank(), dist.get_world_size())
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Launched(None, 0, 1)
+    try:
+        store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))
+    except (RuntimeError, ValueError) as error:
+        raise ProtrainError(
+            f"the ranks did not come together: {str(error).splitlines()[0]}",
+            fix="start them with torchrun; with another launcher set RANK, WORLD_SIZE, MASTER_ADDR"
+            " and MASTER_PORT",
+        ) from error
+    return Launched(store, rank, count)

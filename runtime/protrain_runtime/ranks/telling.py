@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet
@@ -74,15 +75,6 @@ def known(error: RanksError) -> RanksError:
     """The error, of which the others know: it is not told again."""
     error.told = True
     return error
-
-
-def _reason(error: BaseException) -> tuple[str, str | None]:
-    """The first line of an error, and its fix."""
-    text = (str(error).splitlines() or [""])[0][:_LONGEST_REASON]
-    if isinstance(error, ProtrainError):
-        return text, error.fix
-    kind = type(error).__name__
-    return f"{kind}: {text}" if text else kind, None
 
 
 def known_error(error: BaseException | None) -> RanksError | None:
@@ -214,13 +206,18 @@ class Meeting:
         if known_error(error) is not None or self._last == id(error):
             return
         self._last = id(error)
-        why, fix = _reason(error)
+        kind, text = type(error).__name__, (str(error).splitlines() or [""])[0][:_LONGEST_REASON]
+        why, fix = f"{kind}: {text}" if text else kind, None
+        if isinstance(error, ProtrainError):
+            why, fix = text, error.fix
         self._doubt = None
         self._say(Told(self.rank, what, why, fix), final=final)
 
     def tell_missing(self, absent: Sequence[int]) -> RanksError:
         """Tell which ranks do not answer; returns what this one raises."""
-        which = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {_listed(absent)}"
+        which = f"rank {absent[0]}"
+        if len(absent) > 1:
+            which = f"ranks {', '.join(map(str, absent[:-1]))} and {absent[-1]}"
         told = Told(absent[0], "", f"{which} ended or hangs", START_AGAIN, missing=True)
         self._say(told, final=True, missing=len(absent))
         return told.error(self.rank, self.count)
@@ -338,7 +335,11 @@ class Meeting:
                     else f"see what that rank says; every rank calls {what}, in the same order",
                 )
             if number and now - asked > ANSWER_S:  # all have come once, so that they can answer
-                asked, silent = now, self._silent(waiting)
+                # Who has not answered what was asked last; asks anew.
+                asked, asks = now, self._asks
+                before = f"here/{asks - 1}"
+                silent = [r for r in waiting if asks and not self._store.check([f"{before}/{r}"])]
+                self._store.set(f"asked/{asks}", "1")
                 heard = heard if silent else now
                 if silent and now - heard > SILENT_S:
                     raise self.tell_missing(silent)
@@ -346,14 +347,6 @@ class Meeting:
             nap = min(2 * nap, _LONGEST_NAP_S)
 
     # ---- who is there -------------------------------------------------------------------------
-
-    def _silent(self, ranks: Sequence[int]) -> list[int]:
-        """Which of these ranks have not answered what was asked last; asks anew."""
-        answered = self._asks
-        before = f"here/{answered - 1}"
-        silent = [r for r in ranks if answered and not self._store.check([f"{before}/{r}"])]
-        self._store.set(f"asked/{answered}", "1")
-        return silent
 
     def missing(self, *, patient: bool) -> list[int]:
         """Ask who is there; the ranks that do not answer, or have left. RuntimeError: no store.
@@ -387,22 +380,14 @@ class Meeting:
                     self._asks += 1
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
-
-
 # ---- what nobody catches ------------------------------------------------------------------------
 
 _open: WeakSet[Meeting] = WeakSet()
-_hooked = False
 
 
+@cache  # once in a process
 def _tell_what_nobody_catches() -> None:
     """Let an exception that ends this process be told wherever it meets others."""
-    global _hooked
-    if _hooked:
-        return
-    _hooked = True
     before = sys.excepthook
 
     def hook(

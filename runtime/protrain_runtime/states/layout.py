@@ -152,7 +152,7 @@ class Sharding:
     @contextmanager
     def gathering(self, what: str) -> Iterator[None]:
         """What is gathered is on the host at its end, or a failure was told."""
-        with self.ranks.telling(what, final=True):
+        with self.ranks.meeting.telling(what, final=True):
             yield
             self.ranks.meeting.refuse_lost()
 
