@@ -91,11 +91,6 @@ class _Seen:
         return self.kind is not None or self.record is not None
 
 
-def find_plans(paths: Sequence[Path]) -> list[Path]:
-    """The plans, and the records that cannot be read, that `search` finds."""
-    return [files.path for files in search(paths).files]
-
-
 def search(paths: Sequence[Path]) -> Search:
     """Read the files, which are plans, and all records in the folders at any depth.
 
@@ -110,17 +105,27 @@ def search(paths: Sequence[Path]) -> Search:
     seen: dict[Path, _Seen] = {}
     found: dict[Path, Files] = {}
     for path in paths:
-        if path not in folders:
-            found[path] = _named(path, seen)
+        if path not in folders:  # a plan, because it was named
+            try:
+                found[path] = read_files(path, seen)
+            except RecordError as error:
+                found[path] = Files(path=path, text="", plan=error, profiles=())
             continue
         entries = sorted(_entries(path, within), key=lambda entry: entry[0])
         for file, problem in entries:
             seen[file] = _look_at(file, within) if problem is None else _failed(problem, file)
-        plans = [file for file, _ in entries if _is_checked(seen[file])]
+        plans = [file for file, _ in entries if isinstance(seen[file].record, Plan | RecordError)]
         if not plans:
             fix = "write one with protrain plan -o, or name another folder"
             raise ProtrainError("there is no plan in this folder", source=str(path), fix=fix)
-        found |= {file: _found(file, seen) for file in plans if file not in found}
+        for file in plans:
+            one, is_plan = seen[file], seen[file].kind == "plan"
+            assert isinstance(one.record, Plan | RecordError)
+            if file not in found:
+                beside = _profiles_beside(file, seen) if is_plan else ()
+                found[file] = Files(
+                    path=file, text=one.text, plan=one.record, profiles=beside, is_plan=is_plan
+                )
     records = [path for path, one in seen.items() if one.is_record]
     return Search(
         files=tuple(found.values()),
@@ -129,10 +134,19 @@ def search(paths: Sequence[Path]) -> Search:
     )
 
 
-def read_files(path: Path) -> Files:
-    """The plan and what lies beside it; RecordError where the plan's file is no text."""
+def read_files(path: Path, seen: dict[Path, _Seen] | None = None) -> Files:
+    """The plan and what lies beside it; RecordError where the plan's file is no text.
+
+    What was `seen` already is not read again.
+    """
     text = read_text(path)
-    return Files(path=path, text=text, plan=_plan(text, path), profiles=_profiles_beside(path, {}))
+    plan: Plan | RecordError
+    try:
+        plan = loads_plan(text, str(path))
+    except RecordError as error:
+        plan = error
+    profiles = _profiles_beside(path, {} if seen is None else seen)
+    return Files(path=path, text=text, plan=plan, profiles=profiles)
 
 
 def opened(files: Files) -> Case | None:
@@ -156,35 +170,6 @@ def line_of(text: str, key: str | None) -> int:
     except (RecordError, KeyError):
         pass
     return line
-
-
-def _named(path: Path, seen: dict[Path, _Seen]) -> Files:
-    """A file that is a plan because it was named."""
-    try:
-        text = read_text(path)
-    except RecordError as error:
-        return Files(path=path, text="", plan=error, profiles=())
-    profiles = _profiles_beside(path, seen)
-    return Files(path=path, text=text, plan=_plan(text, path), profiles=profiles)
-
-
-def _found(path: Path, seen: dict[Path, _Seen]) -> Files:
-    """A plan, or another record that cannot be read, of those that were found in a folder."""
-    one, is_plan = seen[path], seen[path].kind == "plan"
-    assert isinstance(one.record, Plan | RecordError)
-    profiles = _profiles_beside(path, seen) if is_plan else ()
-    return Files(path=path, text=one.text, plan=one.record, profiles=profiles, is_plan=is_plan)
-
-
-def _is_checked(seen: _Seen) -> bool:
-    return isinstance(seen.record, Plan | RecordError)
-
-
-def _plan(text: str, path: Path) -> Plan | RecordError:
-    try:
-        return loads_plan(text, str(path))
-    except RecordError as error:
-        return error
 
 
 def _profiles_beside(
@@ -249,10 +234,7 @@ def _lies_in(path: str, folders: Sequence[Path]) -> bool:
 def _look_at(path: Path, within: Sequence[Path]) -> _Seen:
     """What the file is; what it links to lies in one of the folders, if any are given."""
     try:
-        content = _content(path)
-        if not _speaks_of_us(content):
-            return _Seen(kind=None)
-        found = _read(path)
+        found = _read(path) if _speaks_of_us(_content(path)) else _Seen(kind=None)
     except RecordError as error:
         return _Seen(kind=None, record=error)
     real = os.path.realpath(path)
@@ -286,15 +268,17 @@ def _content(path: Path) -> bytes:
 
 def _read(path: Path) -> _Seen:
     """The record in a file that speaks of us, or what is wrong with it; None where it is none."""
-    text = read_text(path)
-    if not _has_key(text):
+    text, source = read_text(path), str(path)
+    try:
+        is_ours = any(_is_ours(node) for node in yaml.compose_all(text, Loader=yaml.SafeLoader))
+    except (yaml.YAMLError, RecursionError, ValueError):
+        is_ours = True  # it was meant as one, see [Note: what is a record]
+    if not is_ours:
         return _Seen(kind=None)
+    kind = None
     try:
-        kind = _kind(text, str(path))
-    except RecordError as error:
-        return _Seen(kind=None, text=text, record=error)
-    try:
-        record = _READERS[kind](text, str(path))
+        kind = _kind(text, source)
+        record = _READERS[kind](text, source)
     except RecordError as error:
         return _Seen(kind=kind, text=text, record=error)
     ours = record if isinstance(record, Plan | Profile) else None
@@ -347,14 +331,6 @@ def _plain(text: str) -> str:
         return text.lower()
     folded = unicodedata.normalize("NFKC", text).casefold()
     return "".join(c for c in folded if unicodedata.category(c) != "Cf")
-
-
-def _has_key(text: str) -> bool:
-    """Whether a lenient reader sees the key in a document, or cannot read the text at all."""
-    try:
-        return any(_is_ours(node) for node in yaml.compose_all(text, Loader=yaml.SafeLoader))
-    except (yaml.YAMLError, RecursionError, ValueError):
-        return True
 
 
 def _is_ours(node: yaml.Node | None, *, above: frozenset[int] = frozenset()) -> bool:

@@ -1,7 +1,10 @@
-"""The machines that a plan is checked on, what it may take of each, and what it takes there now."""
+"""The machines that a plan is checked on, what it may take of each, and what it takes there now.
+
+The functions that predict are the planner's: what a plan records is what they say.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor
 from pathlib import Path
@@ -9,14 +12,72 @@ from pathlib import Path
 from protrain_plan.checking.budgets import MachineBudget
 from protrain_plan.checking.diffing import UnitGrowth, growth
 from protrain_plan.checking.plan_files import Case
-from protrain_plan.checking.predicting import Predicted, misfit, on_machine, predicted
 from protrain_plan.checking.reestimating import Broken, Today, Unavailable
 from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import misfit as problem_misfit
+from protrain_plan.planning.search.evaluation import step_seconds
 from protrain_plan.program.group import DeviceGroup, not_joined, profile_of_rank
 from protrain_plan.records.hardware import Hardware, TierName
-from protrain_plan.records.plan import Budgets
+from protrain_plan.records.plan import Budgets, Plan, TierBytes
 from protrain_plan.records.profile import Profile
+from protrain_plan.simulation.memory import peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What a step takes: bytes of each tier at its peak, and seconds."""
+
+    peak_bytes: TierBytes
+    step_seconds: float
+
+    @property
+    def device(self) -> int:
+        """All that the process takes of the device, in bytes."""
+        return self.peak_bytes.on_device
+
+
+def predicted(plan: Plan, profile: Profile) -> Predicted:
+    """What the plan's decisions take; its units are those of the profile (see `misfit`)."""
+    problem = Problem.of_plan(plan, profile)
+    return Predicted(
+        peak_bytes=peak_bytes(problem.program(plan.units)),
+        step_seconds=step_seconds(problem, plan.units)[0],
+    )
+
+
+def waits_ahead(plan: Plan, profile: Profile) -> list[str]:
+    """The moves that wait for ones submitted later, or are waited for before they are submitted.
+
+    None: a programme that waits for earlier moves alone can go on at every moment.
+    """
+    program = Problem.of_plan(plan, profile).program(plan.units)
+    submitted: set[int] = set()
+    found: list[int] = []
+    for slot in program.slots:
+        for waits, then in ((slot.drained, slot.submit), (slot.ready, slot.finish)):
+            found += [number for number in waits if number not in submitted]
+            for number in then:
+                found += [number] * (not submitted.issuperset(program.moves[number].after))
+                submitted.add(number)
+    return [program.move_name(number) for number in found]
+
+
+def misfit(plan: Plan, profile: Profile) -> str | None:
+    """Why the plan's units are not decisions about the profile's, in words; None where they are."""
+    if (found := problem_misfit(plan, profile)) is not None:
+        return found.problem
+    problem = Problem.of_plan(plan, profile)
+    for index, unit in enumerate(plan.units):
+        described = problem.unit_plan(index, unit.activations, unit.states, unit.schedule)
+        if described != unit:
+            return f"{unit.name} is described otherwise in the profile"
+    try:
+        problem.program(plan.units)
+    except ProtrainError as error:
+        return error.message
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,61 +105,40 @@ class Target:
         return Budgets(device=self.device.bytes, host=self.host.bytes, disk=self.disk.bytes)
 
 
-def by_machine(budgets: Mapping[str, MachineBudget]) -> dict[str, MachineBudget]:
-    """Budgets by the names that machines have themselves, which their files may not be called.
+class Machines:
+    """Budgets by machine, and the machines on which plans have to fit because of them, read once.
 
+    Budgets are by the names that machines have themselves, which their files may not be called.
     RecordError where a file with hardware cannot be read.
     """
-    return {_own_name(written): budget for written, budget in budgets.items()}
-
-
-def _own_name(written: str) -> str:
-    return load_hardware(written).name if Path(written).suffix in (".yaml", ".yml") else written
-
-
-class Machines:
-    """The machines on which plans have to fit because their budgets say so, read once."""
 
     def __init__(self, budgets: Mapping[str, MachineBudget], plans: Sequence[Path]) -> None:
-        self.budgets = budgets  # `by_machine`
-        self._read = {
-            budget.machine: _read(budget.machine)
-            for budget in budgets.values()
-            if any(budget.names(plan) for plan in plans)
-        }
-
-    def machine(self, budget: MachineBudget) -> Hardware:
-        """The machine of a budget that names a plan; ProtrainError where it is not known."""
-        found = self._read[budget.machine]
-        if isinstance(found, ProtrainError):
-            raise found
-        return found
-
-
-def _read(machine: str) -> Hardware | ProtrainError:
-    try:
-        return load_hardware(machine)
-    except ProtrainError as error:
-        return error
-
-
-def targets(case: Case, machines: Machines, on: Sequence[Hardware] = ()) -> list[Target]:
-    """The plan's own machine, and those whose budgets name it; or, instead, those in `on`.
-
-    ProtrainError where a machine that has to fit the plan is not known.
-    """
-    budgets = machines.budgets
-    own = case.profile.hardware
-    if on:
-        there = [own if machine.name == own.name else machine for machine in on]
-    else:
-        named = [
-            machines.machine(budget)
+        self.budgets = {
+            load_hardware(name).name if Path(name).suffix in (".yaml", ".yml") else name: budget
             for name, budget in budgets.items()
-            if name != own.name and budget.names(case.path)
-        ]
-        there = [own, *named]
-    return [_target(case, machine, budgets.get(machine.name)) for machine in there]
+        }
+        self._read: dict[str, Hardware | ProtrainError] = {}
+        for budget in self.budgets.values():
+            if any(budget.names(plan) for plan in plans):
+                try:
+                    self._read[budget.machine] = load_hardware(budget.machine)
+                except ProtrainError as error:
+                    self._read[budget.machine] = error
+
+    def targets(self, case: Case, on: Sequence[Hardware] = ()) -> list[Target]:
+        """The plan's own machine, and those whose budgets name it; or, instead, those in `on`.
+
+        ProtrainError where a machine that has to fit the plan is not known.
+        """
+        own = case.profile.hardware
+        there = [own if machine.name == own.name else machine for machine in on] or [own]
+        for name, budget in () if on else self.budgets.items():
+            if name != own.name and budget.names(case.path):
+                found = self._read[budget.machine]
+                if isinstance(found, ProtrainError):
+                    raise found
+                there.append(found)
+        return [_target(case, machine, self.budgets.get(machine.name)) for machine in there]
 
 
 def _target(case: Case, machine: Hardware, budget: MachineBudget | None) -> Target:
@@ -107,7 +147,7 @@ def _target(case: Case, machine: Hardware, budget: MachineBudget | None) -> Targ
     planned, group = case.plan.budgets, DeviceGroup.of(case.plan)
     has = machine
     if not_joined(case.plan, machine) is None:
-        has = profile_of_rank(on_machine(case.profile, machine), group).hardware
+        has = profile_of_rank(replace(case.profile, hardware=machine), group).hardware
     capacity = {tier.name: tier.capacity_bytes for tier in has.tiers}
 
     def limit(asked: int | None, in_plan: int, there: int) -> Limit:
@@ -191,8 +231,11 @@ class PlanOnMachine:
 
     @cached_property
     def profile(self) -> Profile:
-        """What the model costs on this machine: bytes for sure, seconds where it is the plan's."""
-        return on_machine(self.model.profile, self.target.hardware)
+        """What the model costs on this machine: bytes for sure, seconds where it is the plan's.
+
+        The memory and the links are the machine's; seconds of compute stay as they are.
+        """
+        return replace(self.model.profile, hardware=self.target.hardware)
 
     @cached_property
     def misfit(self) -> str | None:

@@ -67,8 +67,8 @@ def check(
     from protrain_plan.checking.budgets import find_budgets
     from protrain_plan.checking.looking import Looking
     from protrain_plan.checking.reestimating import look_away
+    from protrain_plan.checking.rules import check as checked
     from protrain_plan.checking.rules import explained
-    from protrain_plan.checking.run_rules import check as checked
     from protrain_plan.commands.output import (
         print_any,
         print_rendered,

@@ -19,8 +19,7 @@ import yaml
 
 from protrain_plan.checking.plan_files import search
 from protrain_plan.checking.reestimating import Broken, Today, look_away
-from protrain_plan.checking.run_rules import check
-from protrain_plan.checking.verdicts import Failed
+from protrain_plan.checking.rules import Failed, check
 from protrain_plan.models.presets import read_config
 from protrain_plan.profiling.estimate_cache import SWITCH
 from tests.support import forked
@@ -152,7 +151,7 @@ def forges_what_is_no_message():
 
 def patches():
     from protrain_plan.checking import looking, reestimating, rules
-    from protrain_plan.checking.verdicts import Passed
+    from protrain_plan.checking.rules import Passed
 
     for module in (rules, reestimating, looking):
         for name in dir(module):
