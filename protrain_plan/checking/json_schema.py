@@ -105,23 +105,17 @@ def _object(owner: Any, definitions: dict[str, Schema]) -> Schema:
         for f in fields(owner)
         if f.name != "schedule"
     }
-    required = [
-        f.name for f in fields(owner) if f.default is MISSING and f.name not in ("used_by",)
-    ]
+    required = [f.name for f in fields(owner) if f.default is MISSING and f.name != "used_by"]
     schema: Schema = {"type": "object", "properties": properties, "required": required}
     if owner is UnitPlan:
         properties |= _object(Schedule, definitions)["properties"]
     if owner in (Unit, UnitPlan):
-        _name_or_names(schema)
+        # A unit has a name; a run of units has `names` instead.
+        run = _text(MAX_TEXT) | {"pattern": "[0-9]-[0-9]"}
+        schema["properties"] = {"name": _text(MAX_TEXT), "names": run} | properties
+        required.remove("name")
+        schema["oneOf"] = [{"required": ["name"]}, {"required": ["names"]}]
     return schema | {"additionalProperties": False}
-
-
-def _name_or_names(schema: Schema) -> None:
-    """A unit has a name; a run of units has `names` instead."""
-    run = _text(MAX_TEXT) | {"pattern": "[0-9]-[0-9]"}
-    schema["properties"] = {"name": _text(MAX_TEXT), "names": run} | schema["properties"]
-    schema["required"].remove("name")
-    schema["oneOf"] = [{"required": ["name"]}, {"required": ["names"]}]
 
 
 def _value(owner: Any, name: str, hint: Any, definitions: dict[str, Schema]) -> Schema:

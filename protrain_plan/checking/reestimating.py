@@ -138,8 +138,6 @@ class Rebuilt:
             optimizer=self._profile.optimizer.name,
             hardware=replace(hardware, rates=rates),
             seed=workload.seed,
-            text=None,
-            progress=lambda *_: None,
         )
         return replace(found, hardware=hardware)
 
@@ -158,7 +156,7 @@ def missing(workload: Workload) -> str | None:
     name = workload.model
     if find_spec("torch") is None:
         return "torch is not installed"
-    if _is_factory(workload):
+    if not workload.model_config:  # a factory's
         module = name.rpartition(":")[0]
         if module.endswith(".py"):
             return None if Path(module).is_file() else f"{name}: there is no such file here"
@@ -178,10 +176,6 @@ def config_of(workload: Workload) -> JsonObject | None:
     if _is_here(workload.model) or not workload.model_config:
         return read_config(workload.model)
     return parse_config(workload.model_config, where=workload.model)
-
-
-def _is_factory(workload: Workload) -> bool:
-    return not workload.model_config
 
 
 def _is_here(name: str) -> bool:

@@ -323,9 +323,9 @@ def hdw001(situation: PlanOnMachine) -> Verdict:
     """
     case, machine = situation.case, situation.target.hardware
     planned_for = case.profile.hardware.device.kind
+    fix = f"profile and plan the model for {machine.name}"
     if machine.device.kind != planned_for:
         problem = f"the plan is for a {planned_for} device, and this one is {machine.device.kind}"
-        fix = f"profile and plan the model for {machine.name}"
         return Failed(problem=problem, key="workload.device", fix=fix)
     decisions = [one for unit in case.plan.units for one in (unit.activations, unit.states)]
     used = {getattr(decision, "tier", None) for decision in decisions}
@@ -333,7 +333,6 @@ def hdw001(situation: PlanOnMachine) -> Verdict:
     missing = [tier for tier in get_args(TierName) if tier in used and tier not in there]
     if missing:
         problem = f"the plan uses {' and '.join(missing)}, which this machine does not have"
-        fix = f"profile and plan the model for {machine.name}"
         return Failed(problem=problem, key="units", fix=fix)
     if (reason := not_joined(case.plan, machine)) is not None:
         problem = f"the plan is for {DeviceGroup.of(case.plan)}: {reason}"
@@ -552,10 +551,11 @@ def profile_command(case: Case) -> str:
 FILE_RULES = (ver001, prf001)
 MODEL_RULES = (pln001, sim001, sim002, fpr001)
 MACHINE_RULES = (hdw001, mem001, host001, disk001, time001)
-RULES: dict[str, Rule] = {
-    rule.code: rule
-    for rule in map(Rule.of, (*FILE_RULES, *MODEL_RULES, *MACHINE_RULES, bud001, num001))
-}
+_ALL: tuple[Callable[..., Verdict], ...] = (
+    *(*FILE_RULES, *MODEL_RULES, *MACHINE_RULES),
+    *(bud001, num001),
+)
+RULES = {rule.code: rule for rule in map(Rule.of, _ALL)}
 
 
 def explained(code: str) -> Rule:

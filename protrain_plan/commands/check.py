@@ -91,7 +91,7 @@ def check(
         raise ProtrainError(f"expected seconds, got {time_limit:g}", key="--time-limit")
     memory = size("--model-memory", model_memory, 0)
     cache = EstimateCache(off=no_cache or records_only)
-    looking = Looking(seconds=time_limit, memory=memory, cache=cache)
+    looking = Looking(seconds=time_limit, memory=memory, cache=cache).open()
     with progress(quiet=form != "text") as tell, looking as look:
         report = checked(
             plans or [DEFAULT],

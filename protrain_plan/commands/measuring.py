@@ -287,9 +287,8 @@ def _followed(
             match told:
                 case Place():
                     place = told
-                case list():
-                    return place, told
-                case (what, fraction):
+                case tuple():
+                    what, fraction = told
                     place = Place(doing=what)
                     progress(what, fraction)
                 case _:
@@ -301,12 +300,11 @@ def _followed(
 
 def _death(code: int, place: Place, dump: str) -> ProtrainError:
     """What is said of a process that ended without a word."""
-    source, number = culprit_in(dump)
+    debugger = "--in-process measures where a debugger can stop"
     if code >= 0:
         return ProtrainError(
             f"the measuring process ended with code {code} and no profile{place}",
-            fix="if it printed a traceback, that says why; --in-process measures where a debugger"
-            " can stop",
+            fix=f"if it printed a traceback, that says why; {debugger}",
         )
     died = signal.Signals(-code)
     message = (
@@ -314,13 +312,12 @@ def _death(code: int, place: Place, dump: str) -> ProtrainError:
     )
     if died == signal.SIGKILL:
         return OutOfMemoryError(message, fix=f"probably memory ran out: {SMALLER}")
-    return ProtrainError(
-        message,
-        source=source,
-        line=number,
-        fix="look for what is no Python there: an extension, or memory that is used after its end;"
-        " --in-process measures where a debugger can stop",
+    source, number = culprit_in(dump)
+    fix = (
+        "look for what is no Python there: an extension, or memory that is used after its end;"
+        f" {debugger}"
     )
+    return ProtrainError(message, source=source, line=number, fix=fix)
 
 
 # ---- the other side ------------------------------------------------------------------------------
