@@ -277,29 +277,24 @@ def _read(path: Path) -> _Seen:
         return _Seen(kind=None)
     kind = None
     try:
-        kind = _kind(text, source)
+        told = kind_of(text, source)
+        if told is None:
+            problem = f"missing key {_KEY!r}, which is not written so"
+            raise RecordError(problem, source=source, fix=f"write it as {_KEY}: plan")
+        if told not in _READERS:
+            raise RecordError(
+                f"expected {listed(_READERS, 'or')}, got {told!r}",
+                source=source,
+                line=line_of(text, _KEY),
+                key=_KEY,
+                fix=did_you_mean(told, _READERS),
+            )
+        kind = told
         record = _READERS[kind](text, source)
     except RecordError as error:
         return _Seen(kind=kind, text=text, record=error)
     ours = record if isinstance(record, Plan | Profile) else None
     return _Seen(kind=kind, text=text, record=ours)
-
-
-def _kind(text: str, source: str) -> str:
-    """What the text says that it holds, strictly; RecordError where that is nothing known."""
-    kind = kind_of(text, source)
-    if kind is None:
-        problem, fix = f"missing key {_KEY!r}, which is not written so", f"write it as {_KEY}: plan"
-        raise RecordError(problem, source=source, fix=fix)
-    if kind not in _READERS:
-        raise RecordError(
-            f"expected {listed(_READERS, 'or')}, got {kind!r}",
-            source=source,
-            line=line_of(text, _KEY),
-            key=_KEY,
-            fix=did_you_mean(kind, _READERS),
-        )
-    return kind
 
 
 # --- what looks like a record ---------------------------------------------------------------------

@@ -88,95 +88,6 @@ class Limit:
     source: str  # "the plan's budget", "budgets.yaml", "the machine's memory"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """A machine with its limits; `own` where the plan was made for it."""
-
-    hardware: Hardware
-    own: bool
-    device: Limit
-    host: Limit
-    disk: Limit
-    budget: MachineBudget | None
-
-    @property
-    def budgets(self) -> Budgets:
-        """The limits, as the planner takes them."""
-        return Budgets(device=self.device.bytes, host=self.host.bytes, disk=self.disk.bytes)
-
-
-class Machines:
-    """Budgets by machine, and the machines on which plans have to fit because of them, read once.
-
-    Budgets are by the names that machines have themselves, which their files may not be called.
-    RecordError where a file with hardware cannot be read.
-    """
-
-    def __init__(self, budgets: Mapping[str, MachineBudget], plans: Sequence[Path]) -> None:
-        self.budgets = {
-            load_hardware(name).name if Path(name).suffix in (".yaml", ".yml") else name: budget
-            for name, budget in budgets.items()
-        }
-        self._read: dict[str, Hardware | ProtrainError] = {}
-        for budget in self.budgets.values():
-            if any(budget.names(plan) for plan in plans):
-                try:
-                    self._read[budget.machine] = load_hardware(budget.machine)
-                except ProtrainError as error:
-                    self._read[budget.machine] = error
-
-    def targets(self, case: Case, on: Sequence[Hardware] = ()) -> list[Target]:
-        """The plan's own machine, and those whose budgets name it; or, instead, those in `on`.
-
-        ProtrainError where a machine that has to fit the plan is not known.
-        """
-        own = case.profile.hardware
-        there = [own if machine.name == own.name else machine for machine in on] or [own]
-        for name, budget in () if on else self.budgets.items():
-            if name != own.name and budget.names(case.path):
-                found = self._read[budget.machine]
-                if isinstance(found, ProtrainError):
-                    raise found
-                there.append(found)
-        return [_target(case, machine, self.budgets.get(machine.name)) for machine in there]
-
-
-def _target(case: Case, machine: Hardware, budget: MachineBudget | None) -> Target:
-    """One device's limits. What a budget says is a node's, as is what a machine's devices share."""
-    own = machine.name == case.profile.hardware.name
-    planned, group = case.plan.budgets, DeviceGroup.of(case.plan)
-    has = machine
-    if not_joined(case.plan, machine) is None:
-        has = profile_of_rank(replace(case.profile, hardware=machine), group).hardware
-    capacity = {tier.name: tier.capacity_bytes for tier in has.tiers}
-
-    def limit(asked: int | None, in_plan: int, there: int) -> Limit:
-        headroom = budget.headroom if budget else 0.0
-        size, source = there, "the machine's memory" + " for each device" * (group.in_node > 1)
-        if own:
-            size, source = in_plan, "the plan's budget"
-        if asked is not None and budget is not None and asked <= there:
-            size, source = asked, Path(budget.source).name
-        if headroom:
-            source += f", {100 * headroom:g}% of it free"
-        return Limit(bytes=floor(size * (1 - headroom)), source=source)
-
-    def below(tier: TierName, asked: int | None, in_plan: int) -> Limit:
-        part = None if asked is None else asked // group.in_node
-        return limit(part, in_plan, capacity.get(tier, 0))
-
-    return Target(
-        hardware=machine,
-        own=own,
-        device=limit(
-            budget.device if budget else None, planned.device, machine.device.memory_bytes
-        ),
-        host=below("host", budget.host if budget else None, planned.host),
-        disk=below("disk", budget.disk if budget else None, planned.disk),
-        budget=budget,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """A plan's case, and its model as the source is today."""
@@ -220,10 +131,20 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOnMachine:
-    """A plan with its model on one machine."""
+    """A plan with its model on a machine, and the limits there; `own` where it was made for it."""
 
     model: Model
-    target: Target
+    hardware: Hardware
+    own: bool
+    device: Limit
+    host: Limit
+    disk: Limit
+    budget: MachineBudget | None
+
+    @property
+    def budgets(self) -> Budgets:
+        """The limits, as the planner takes them."""
+        return Budgets(device=self.device.bytes, host=self.host.bytes, disk=self.disk.bytes)
 
     @property
     def case(self) -> Case:
@@ -235,7 +156,7 @@ class PlanOnMachine:
 
         The memory and the links are the machine's; seconds of compute stay as they are.
         """
-        return replace(self.model.profile, hardware=self.target.hardware)
+        return replace(self.model.profile, hardware=self.hardware)
 
     @cached_property
     def misfit(self) -> str | None:
@@ -253,15 +174,87 @@ class PlanOnMachine:
 
         Estimated seconds stand for themselves alone: a measured profile's have to be measured.
         """
-        if self.target.own:
+        if self.own:
             if self.profile.method != self.case.profile.method:
                 return Unavailable(reason="the model changed since its seconds were measured")
             return self.predicted.step_seconds
         if not isinstance(self.model.today, Today):
             return Unavailable(reason=f"no estimate for this machine: {self.model.today.reason}")
-        if self.target.hardware.rates is None:
+        if self.hardware.rates is None:
             return Unavailable(reason="no estimate for this machine: its rates are not known")
-        found = self.model.today.profile(self.target.hardware)
+        found = self.model.today.profile(self.hardware)
         if not isinstance(found, Profile):
             return found
         return predicted(self.case.plan, found).step_seconds
+
+
+class Machines:
+    """Budgets by machine, and the machines on which plans have to fit because of them, read once.
+
+    Budgets are by the names that machines have themselves, which their files may not be called.
+    RecordError where a file with hardware cannot be read.
+    """
+
+    def __init__(self, budgets: Mapping[str, MachineBudget], plans: Sequence[Path]) -> None:
+        self.budgets = {
+            load_hardware(name).name if Path(name).suffix in (".yaml", ".yml") else name: budget
+            for name, budget in budgets.items()
+        }
+        self._read: dict[str, Hardware | ProtrainError] = {}
+        for budget in self.budgets.values():
+            if any(budget.names(plan) for plan in plans):
+                try:
+                    self._read[budget.machine] = load_hardware(budget.machine)
+                except ProtrainError as error:
+                    self._read[budget.machine] = error
+
+    def of(self, model: Model, on: Sequence[Hardware] = ()) -> list[PlanOnMachine]:
+        """The plan on its own machine, and on those whose budgets name it; or on those in `on`.
+
+        ProtrainError where a machine that has to fit the plan is not known.
+        """
+        case = model.case
+        own = case.profile.hardware
+        there = [own if machine.name == own.name else machine for machine in on] or [own]
+        for name, budget in () if on else self.budgets.items():
+            if name != own.name and budget.names(case.path):
+                found = self._read[budget.machine]
+                if isinstance(found, ProtrainError):
+                    raise found
+                there.append(found)
+        return [_on_machine(model, machine, self.budgets.get(machine.name)) for machine in there]
+
+
+def _on_machine(model: Model, machine: Hardware, budget: MachineBudget | None) -> PlanOnMachine:
+    """One device's limits. What a budget says is a node's, as is what a machine's devices share."""
+    case, own = model.case, machine.name == model.case.profile.hardware.name
+    planned, group = case.plan.budgets, DeviceGroup.of(case.plan)
+    asked = budget or MachineBudget(machine=machine.name, source="")
+    has = machine
+    if not_joined(case.plan, machine) is None:
+        has = profile_of_rank(replace(case.profile, hardware=machine), group).hardware
+    capacity = {tier.name: tier.capacity_bytes for tier in has.tiers}
+
+    def limit(there: int, in_plan: int, in_budget: int | None) -> Limit:
+        size, source = there, "the machine's memory" + " for each device" * (group.in_node > 1)
+        if own:
+            size, source = in_plan, "the plan's budget"
+        if in_budget is not None and in_budget <= there:
+            size, source = in_budget, Path(asked.source).name
+        if asked.headroom:
+            source += f", {100 * asked.headroom:g}% of it free"
+        return Limit(bytes=floor(size * (1 - asked.headroom)), source=source)
+
+    def below(tier: TierName, in_plan: int, in_budget: int | None) -> Limit:
+        part = None if in_budget is None else in_budget // group.in_node
+        return limit(capacity.get(tier, 0), in_plan, part)
+
+    return PlanOnMachine(
+        model=model,
+        hardware=machine,
+        own=own,
+        device=limit(machine.device.memory_bytes, planned.device, asked.device),
+        host=below("host", planned.host, asked.host),
+        disk=below("disk", planned.disk, asked.disk),
+        budget=budget,
+    )

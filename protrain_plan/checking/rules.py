@@ -321,7 +321,7 @@ def hdw001(situation: PlanOnMachine) -> Verdict:
     one for a CPU differ, it has every tier that a decision names, its devices are joined where the
     plan is for several, and the budgets are not above what it has.
     """
-    case, machine = situation.case, situation.target.hardware
+    case, machine = situation.case, situation.hardware
     planned_for = case.profile.hardware.device.kind
     fix = f"profile and plan the model for {machine.name}"
     if machine.device.kind != planned_for:
@@ -337,7 +337,7 @@ def hdw001(situation: PlanOnMachine) -> Verdict:
     if (reason := not_joined(case.plan, machine)) is not None:
         problem = f"the plan is for {DeviceGroup.of(case.plan)}: {reason}"
         return Failed(problem=problem, key="num_devices", fix=plan_again(case))
-    if (budget := situation.target.budget) is not None:
+    if (budget := situation.budget) is not None:
         asked = {"device": budget.device, "host": budget.host, "disk": budget.disk}
         has = [("device", machine.device.memory_bytes)]
         has += [(tier.name, tier.capacity_bytes) for tier in machine.tiers]
@@ -362,9 +362,9 @@ def mem001(situation: PlanOnMachine) -> Verdict:
     the estimate of today's model under the plan's decisions, and the message names the layers that
     grew.
     """
-    limit = situation.target.device
+    limit = situation.device
     if situation.misfit is not None:  # then only whether some plan fits can be said
-        if (reason := not_joined(situation.case.plan, situation.target.hardware)) is not None:
+        if (reason := not_joined(situation.case.plan, situation.hardware)) is not None:
             return Skipped(reason=reason)
         problem = f"the plan is for another model: {situation.misfit}"
         failed = _with_remedy(situation, problem, "units", situation.model.growth, None)
@@ -389,7 +389,7 @@ def host001(situation: PlanOnMachine) -> Verdict:
     Host memory is what offloaded states, swapped activations and the host's optimizer take, pinned.
     The budget is found as for MEM001.
     """
-    return _below_device(situation, "host", situation.target.host)
+    return _below_device(situation, "host", "host memory", situation.host)
 
 
 def disk001(situation: PlanOnMachine) -> Verdict:
@@ -398,7 +398,7 @@ def disk001(situation: PlanOnMachine) -> Verdict:
     Disk space is what offloaded states and swapped activations take in the spill file. The budget
     is found as for MEM001.
     """
-    return _below_device(situation, "disk", situation.target.disk)
+    return _below_device(situation, "disk", "disk space", situation.disk)
 
 
 def time001(situation: PlanOnMachine) -> Verdict:
@@ -410,8 +410,7 @@ def time001(situation: PlanOnMachine) -> Verdict:
     estimated; estimated and measured ones are not compared, so that a model that changed since it
     was measured has to be measured again.
     """
-    target, case = situation.target, situation.case
-    budget = target.budget
+    case, budget = situation.case, situation.budget
     if budget is None or (budget.step_seconds is None and budget.slowdown is None):
         return Passed(found="no budget")
     if situation.misfit is not None:
@@ -424,7 +423,7 @@ def time001(situation: PlanOnMachine) -> Verdict:
     limits: list[tuple[float, str]] = []
     if budget.step_seconds is not None:
         limits.append((budget.step_seconds, f"the budget in {budget.source}"))
-    if budget.slowdown is not None and target.own:
+    if budget.slowdown is not None and situation.own:
         recorded = case.plan.prediction.step_seconds
         allowed = recorded * (1 + budget.slowdown)
         words = f"{100 * budget.slowdown:g}% above the plan's {format_seconds(recorded)}"
@@ -440,14 +439,13 @@ def time001(situation: PlanOnMachine) -> Verdict:
     return Passed(found=format_seconds(now))
 
 
-def _below_device(situation: PlanOnMachine, tier: TierName, limit: Limit) -> Verdict:
+def _below_device(situation: PlanOnMachine, tier: TierName, what: str, limit: Limit) -> Verdict:
     if situation.misfit is not None:
         return Skipped(reason=f"the plan is for another model: {situation.misfit}")
     used: int = getattr(situation.predicted.peak_bytes, tier)
     if used <= limit.bytes:
         found = f"{format_bytes(used)} of {format_bytes(limit.bytes)}" if used else "none needed"
         return Passed(found=found)
-    what = {"host": "host memory", "disk": "disk space"}[tier]
     return _over(situation, f"the predicted {what} of {format_bytes(used)}", used, limit)
 
 
@@ -470,7 +468,7 @@ def _with_remedy(
 ) -> Failed:
     if grown:
         problem += f"; since it was profiled: {growth_in_words(grown)}"
-    case, limits = situation.case, situation.target.budgets
+    case, limits = situation.case, situation.budgets
     asked = Problem.of_plan(case.plan, situation.profile, limits)
     lean = min_memory(asked)
     none_fits = lean is None or lean.bytes > asked.device
@@ -654,8 +652,8 @@ def _findings(
         return found
     for rule in MODEL_RULES[1:]:
         holds(rule, model)
-    for target in machines.targets(case, on):
-        name, situation = target.hardware.name, PlanOnMachine(model=model, target=target)
+    for situation in machines.of(model, on):
+        name = situation.hardware.name
         if holds(MACHINE_RULES[0], situation, name):
             for limit in MACHINE_RULES[1:]:
                 holds(limit, situation, name)

@@ -261,7 +261,6 @@ def fit(
     precision_name: Precision = choice("--precision", precision, get_args(Precision))
     if dtype_name == "float32" and precision_name == "master":
         precision_name = "pure"  # the parameters are the float32 ones
-    sizes = list(itertools.product(lengths, batches))
     requests = [
         ProfileRequest(
             model=model,
@@ -272,18 +271,18 @@ def fit(
             lora=lora,
             optimizer=optimizer,
         )
-        for length, batch in sizes
+        for length, batch in itertools.product(lengths, batches)
     ]
     fits = []
     with progress(quiet=as_json) as report:
         report("estimating", 0.0)
         profiles = estimated(requests, machines, report, EstimateCache(off=no_cache))
-        for number, (length, batch) in enumerate(sizes):
-            where = f"{batch} x {length} tokens"
+        for number, request in enumerate(requests):
+            where = f"{request.batch_size} x {request.seq_len} tokens"
             for cell, (place, group) in enumerate(groups):
                 record = profiles[number][place]
                 machine = profile_of_rank(record, group).hardware
-                done = (number + (1 + cell) / (1 + len(groups))) / len(sizes)
+                done = (number + (1 + cell) / (1 + len(groups))) / len(requests)
                 report(f"{where} on {machine.name}: planning", done)
                 question = Question(
                     profile=record,

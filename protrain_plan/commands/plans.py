@@ -157,12 +157,7 @@ def diff(
     """
     from protrain_plan.checking.diffing import plan_diff
     from protrain_plan.commands.output import print_json, print_rendered, print_text
-    from protrain_plan.presentation.checks.diffs import (
-        diff_data,
-        diff_markdown,
-        diff_text,
-        error_markdown,
-    )
+    from protrain_plan.presentation.checks import diffs
     from protrain_plan.records import loads_plan
     from protrain_plan.records.files import read_text
 
@@ -188,15 +183,15 @@ def diff(
     except RecordError as error:
         if form != "markdown":
             raise
-        print_text(error_markdown(error, title=about))  # for whoever reads the pull request
+        print_text(diffs.error_markdown(error, title=about))  # for whoever reads the pull request
         raise typer.Exit(error.exit_code) from None
     match form:
         case "text":
-            print_rendered(diff_text(found))
+            print_rendered(diffs.diff_text(found))
         case "json":
-            print_json(diff_data(found))
+            print_json(diffs.diff_data(found))
         case "markdown":
-            print_text(diff_markdown(found, title=about))
+            print_text(diffs.diff_markdown(found, title=about))
 
 
 def _is_plan(text: str | RecordError) -> bool:

@@ -100,7 +100,12 @@ def run(
         if recording is not None and plain:
             raise ProtrainError("--record is of a planned step", fix="leave --plain out")
         target = None if recording is None else destination(recording, option="--record")
-        asked = _asked(check=check, check_spills=check_spills, plain=plain)
+        if plain and (check or check_spills):
+            option = "--check" if check else "--check-spills"
+            raise ProtrainError(f"{option} is of planned steps", fix="leave --plain out")
+        if check and check_spills:
+            raise ProtrainError("--check and --check-spills are two runs", fix="name one of them")
+        asked: Check | None = "bitwise" if check else "spills" if check_spills else None
         if memory_limit is not None:
             _limit(size("--memory-limit", memory_limit, 0))
         from protrain_plan.commands.training import NO_CHECKPOINTS, Checkpoints, Run, train
@@ -199,20 +204,6 @@ def _launched() -> Iterator["Launched | None"]:
     who = launched()
     with who.together("protrain run"):
         yield who
-
-
-def _asked(*, check: bool, check_spills: bool, plain: bool) -> "Check | None":
-    """What planned steps compare. ProtrainError for both checks, or with --plain."""
-    checks: dict[str, Check] = {}
-    if check:
-        checks["--check"] = "bitwise"
-    if check_spills:
-        checks["--check-spills"] = "spills"
-    if checks and plain:
-        raise ProtrainError(f"{next(iter(checks))} is of planned steps", fix="leave --plain out")
-    if len(checks) > 1:
-        raise ProtrainError(f"{' and '.join(checks)} are two runs", fix="name one of them")
-    return next(iter(checks.values()), None)
 
 
 def _limit(num_bytes: int) -> None:

@@ -56,12 +56,6 @@ class Checkpoints:
     directory: Path | None = None
     every: int | None = None
 
-    def due(self, step: int, num_steps: int) -> bool:
-        """Whether to save when `step` steps of `num_steps` are done."""
-        if self.directory is None:
-            return False
-        return step == num_steps or (self.every is not None and step % self.every == 0)
-
 
 NO_CHECKPOINTS = Checkpoints()
 
@@ -245,10 +239,11 @@ class _Trainer:
                     self._step(micro_batches)
                     self.seconds.append(time.perf_counter() - start)
             on_step(step, self.losses[-1])
-            if self.checkpoints.due(step + 1, num_steps):
-                assert self.checkpoints.directory is not None
-                extra = {"step": step + 1, "training": self.training}
-                save(self.model, self.optimizer, self.checkpoints.directory, extra=extra)
+            done, kept = step + 1, self.checkpoints
+            is_due = done == num_steps or (kept.every is not None and done % kept.every == 0)
+            if kept.directory is not None and is_due:
+                extra = {"step": done, "training": self.training}
+                save(self.model, self.optimizer, kept.directory, extra=extra)
         return Run(
             first_step=first,
             losses=tuple(self.losses),
