@@ -168,10 +168,15 @@ class PlanDiff:
 
 def plan_diff(old: Plan, new: Plan) -> PlanDiff:
     """Compare two plans; units are the same where their names are."""
+    before, after = ({unit.name: unit for unit in plan.units} for plan in (old, new))
     return PlanDiff(
-        num_units=len({unit.name for plan in (old, new) for unit in plan.units}),
+        num_units=len({*before, *after}),
         facts=tuple(_facts(old, new)),
-        decisions=tuple(_decisions(old, new)),
+        decisions=tuple(
+            DecisionChange(units=units, num_units=count, before=change[0], after=change[1])
+            for units, count, change in _changes(before, after, _change)
+            if change is not None
+        ),
         amounts=tuple(_amounts(old, new)),
     )
 
@@ -224,14 +229,6 @@ def _size(size: int) -> str:
     """Exactly, and for a reader where that is a long number: `1.40 GiB (1500000000)`."""
     exact = exact_bytes(size)
     return f"{format_bytes(size)} ({exact})" if exact.isdigit() and size >= 1024 else exact
-
-
-def _decisions(old: Plan, new: Plan) -> Iterator[DecisionChange]:
-    before, after = ({unit.name: unit for unit in plan.units} for plan in (old, new))
-    for units, count, change in _changes(before, after, _change):
-        if change is not None:
-            was, now = change
-            yield DecisionChange(units=units, num_units=count, before=was, after=now)
 
 
 def _change(old: UnitPlan | None, new: UnitPlan | None) -> tuple[str | None, str | None] | None:

@@ -1,13 +1,16 @@
-"""Looking at models whose code nobody has read: each in a process of its own, with limits.
+"""The model as its source is today: what it is, and what it costs by an estimate without a device.
+
+Nobody has read its code: each model is looked at in a process of its own, with limits.
 
     check ---- which model ----> server (PyTorch is imported, no model's code runs)
       |                            | forks
       +---- records, as text ----> the model's process
 
-Importing PyTorch takes longer than most models do, so that one process does it for all of them. A
-model's process has nothing of the others', no terminal, no output, no tokens in its environment, a
-limit on its memory and one on its time. What comes back is data, which is read as strictly as any
-file. The model's code says what the model is: it can lie about that, and about nothing else.
+PyTorch is imported when a model is looked at, and not before. That takes longer than most models
+do, so that one process does it for all of them. A model's process has nothing of the others', no
+terminal, no output, no tokens in its environment, a limit on its memory and one on its time. What
+comes back is data, which is read as strictly as any file. The model's code says what the model is:
+it can lie about that, and about nothing else.
 
 This is no sandbox: a model's code can do what the user can, to files and to other processes. All
 records were read before it runs.
@@ -32,31 +35,22 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, Self
 
-from protrain_plan.checking.reestimating import (
-    Broken,
-    Estimate,
-    Rebuilt,
-    Today,
-    Unavailable,
-    changed_keys,
-    config_of,
-    missing,
-    not_estimated,
-    said,
-    unknown,
-)
 from protrain_plan.errors import ProtrainError, RecordError
+from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.model_code import culprit_in, culprit_of, end_with
+from protrain_plan.models.presets import parse_config, preset_names, read_config
 from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest, processes_at_once
 from protrain_plan.records import dumps_hardware, dumps_profile, loads_hardware, loads_profile
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.profile import Profile
+from protrain_plan.records.hardware import Hardware, is_accelerator
+from protrain_plan.records.profile import Profile, Workload
 from protrain_plan.units import format_bytes
 
 _POLL_S = 0.25
@@ -86,7 +80,172 @@ _OF_CONFIGURATIONS = ("transformers.modeling_utils", "transformers.models.auto.m
 _OF_ADAPTERS = ("peft",)
 
 Message = dict[str, Any]
-Progress = Callable[[str, float], None]
+
+_MEND = "mend the model, or its configuration"
+_SUBSTITUTES = {False: "cpu", True: "h100-sxm"}
+"""Machines of the catalogue that lend their rates to one whose own are not known, by whether it has
+an accelerator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unavailable:
+    """Why a model, or an estimate of it, cannot be had here: something is not installed."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """Why a model whose source is here cannot be built from it, or not be estimated."""
+
+    reason: str
+    fix: str = _MEND
+
+
+Estimate = Profile | Broken | Unavailable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Today:
+    """A workload's model, built from its source as that is now.
+
+    `changed_keys` are those of the configuration that differ from the profiled one.
+    """
+
+    model_fingerprint: str
+    changed_keys: tuple[str, ...]
+    estimate: Callable[[Hardware], Estimate] = field(repr=False)
+    _profiles: dict[Hardware, Estimate] = field(default_factory=dict, repr=False)
+
+    def profile(self, hardware: Hardware) -> Estimate:
+        """The estimate for a machine, made once."""
+        if hardware not in self._profiles:
+            self._profiles[hardware] = self.estimate(hardware)
+        return self._profiles[hardware]
+
+
+Look = Callable[[Profile], Today | Broken | Unavailable]
+
+
+def look_away(profile: Profile) -> Unavailable:  # noqa: ARG001 (the signature of `look`)
+    """No model is looked at: the records alone are checked."""
+    return Unavailable(reason="models are not looked at (--records-only)")
+
+
+def not_estimated(reason: str, profile: Profile, *, refused: bool, unknown: bool) -> Estimate:
+    """What it means that there is no estimate.
+
+    A model that was measured may be one that cannot be estimated, and says so (`refused`); one that
+    was estimated can be again, on every machine that is not `unknown`.
+    """
+    reason = f"no estimate: {reason}"
+    if unknown or (refused and profile.method == "measured"):
+        return Unavailable(reason=reason)
+    return Broken(reason=reason)
+
+
+def unknown(hardware: Hardware) -> str | None:
+    """Why nothing can be estimated for a machine from here, whatever the model."""
+    from protrain_plan.profiling.estimated import refuse_unknown
+
+    try:
+        refuse_unknown(hardware)
+    except ProtrainError as error:
+        return error.message
+    return None
+
+
+class Rebuilt:
+    """A profiled model, built from its source as that is now: this runs its code.
+
+    Without weights where its kind allows that. A preset and a configuration's file are read anew;
+    where the file is gone, the configuration in the record is built with today's code; with
+    `config`, as JSON, that one is. Paths and modules count from the working directory. Raises what
+    the model's code raises.
+    """
+
+    def __init__(self, profile: Profile, config: str | None = None) -> None:
+        from protrain_plan.models.sources import load_source
+        from protrain_runtime.diagnostics.matching import model_fingerprint
+
+        workload = profile.workload
+        if config is None:
+            config = "" if _is_here(workload.model) else workload.model_config
+        self._profile = profile
+        self._source = load_source(workload.model, model_config=config)
+        model = self._source.build(
+            dtype=workload.dtype,
+            device="meta",
+            seed=workload.seed,
+            precision=workload.precision,
+            adapter=workload.adapter,
+        )
+        self.fingerprint = model_fingerprint(model)
+        self.changed_keys = changed_keys(workload.model_config, self._source.model_config)
+
+    def estimate(self, hardware: Hardware) -> Profile:
+        """What the model costs on a machine."""
+        from protrain_plan.profiling.estimated import estimate
+
+        workload = self._profile.workload
+        # Bytes do not depend on rates: those of any machine do where its own are not known.
+        rates = (
+            hardware.rates
+            or load_hardware(_SUBSTITUTES[is_accelerator(hardware.device.kind)]).rates
+        )
+        found = estimate(
+            self._source,
+            batch_size=workload.batch_size,
+            seq_len=workload.seq_len,
+            dtype=workload.dtype,
+            precision=workload.precision,
+            adapter=workload.adapter,
+            optimizer=self._profile.optimizer.name,
+            hardware=replace(hardware, rates=rates),
+            seed=workload.seed,
+        )
+        return replace(found, hardware=hardware)
+
+
+def changed_keys(recorded: str, now: str) -> tuple[str, ...]:
+    """The keys in which two configurations, as JSON, differ."""
+    if recorded == now:
+        return ()
+    before, after = (json.loads(text) if text else {} for text in (recorded, now))
+    keys = {**before, **after}
+    return tuple(key for key in keys if before.get(key) != after.get(key))
+
+
+def missing(workload: Workload) -> str | None:
+    """What is not there of what the model is built with, in words. Imports nothing of it."""
+    name = workload.model
+    if find_spec("torch") is None:
+        return "torch is not installed"
+    if not workload.model_config:  # a factory's
+        module = name.rpartition(":")[0]
+        if module.endswith(".py"):
+            return None if Path(module).is_file() else f"{name}: there is no such file here"
+        package = module.partition(".")[0]
+        if PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is None:
+            return f"{name}: there is no module {package!r} here"
+    elif find_spec("transformers") is None:
+        return "transformers is not installed"
+    return None
+
+
+def _is_here(name: str) -> bool:
+    """Whether the configuration called so can be read anew; factories have none."""
+    return name in preset_names() or Path(name).exists()
+
+
+def said(error: BaseException) -> str:
+    """What an error says, on one line and without the fix."""
+    if not isinstance(error, ProtrainError):
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return " ".join(str(ProtrainError(error.message, source=error.source, key=error.key)).split())
+
+
+# --- looking at it, from here -------------------------------------------------------------------
 
 
 class Looking:
@@ -104,16 +263,12 @@ class Looking:
     @contextmanager
     def open(self) -> Iterator[Self]:
         """Models are looked at inside; what their processes leave behind ends with it."""
-        adopted = _adopt_orphans(True)
-        self._bench = _Bench(self._seconds, self._memory, spared=_descendants())
-        try:
+        with ExitStack() as ending:
+            ending.callback(_adopt_orphans, _adopt_orphans(True))
+            self._bench = _Bench(self._seconds, self._memory, spared=_descendants())
+            ending.callback(self._bench.stop)
+            ending.callback(self._bench.end)
             yield self
-        finally:
-            try:
-                self._bench.end()
-            finally:
-                self._bench.stop()
-                _adopt_orphans(adopted)
 
     def __call__(self, profile: Profile) -> Today | Broken | Unavailable:
         if (reason := missing(profile.workload)) is not None:
@@ -141,7 +296,7 @@ class Looking:
             estimate=lambda hardware: self._estimate(question, profile, hardware, self._bench),
         )
 
-    def prepare(self, profiles: Iterable[Profile], progress: Progress) -> None:
+    def prepare(self, profiles: Iterable[Profile], progress: Callable[[str, float], None]) -> None:
         """Look at models whose code is the libraries' alone, several at once, and before others'.
 
         Each question is asked once. What is found waits for the calls.
@@ -212,12 +367,18 @@ class Looking:
 
 
 def _question(profile: Profile) -> EstimateRequest | None:
-    """What a check asks of a model whose code is the libraries' alone; None of others."""
-    config = config_of(profile.workload)
-    return EstimateRequest.of(profile.workload, profile.optimizer.name, config)
+    """What a check asks of a model whose code is the libraries' alone; None of others.
+
+    ProtrainError where a file holds no configuration.
+    """
+    workload = profile.workload
+    if _is_here(workload.model) or not workload.model_config:
+        config = read_config(workload.model)
+    else:
+        config = parse_config(workload.model_config, where=workload.model)
+    return EstimateRequest.of(workload, profile.optimizer.name, config)
 
 
-_MEND = "mend the model, or its configuration"
 _NO_ANSWER = Broken(reason="its code answers in place of protrain")
 
 

@@ -82,13 +82,9 @@ class Search:
 class _Seen:
     """A file as it was found: of another kind than a plan or a profile, `record` is None."""
 
-    kind: str | None  # None: no record, or one that does not say which
+    kind: str | None  # None: no record, or one that does not say which (an error then)
     text: str = ""
     record: Plan | Profile | RecordError | None = None
-
-    @property
-    def is_record(self) -> bool:
-        return self.kind is not None or self.record is not None
 
 
 def search(paths: Sequence[Path]) -> Search:
@@ -126,7 +122,7 @@ def search(paths: Sequence[Path]) -> Search:
                 found[file] = Files(
                     path=file, text=one.text, plan=one.record, profiles=beside, is_plan=is_plan
                 )
-    records = [path for path, one in seen.items() if one.is_record]
+    records = [path for path, one in seen.items() if one.kind or one.record]
     return Search(
         files=tuple(found.values()),
         num_seen=len({*seen, *found}),
@@ -207,7 +203,7 @@ def _entries(folder: Path, within: Sequence[Path]) -> Iterator[tuple[Path, str |
         if real in entered:
             continue
         entered.add(real)
-        if not _lies_in(real, within):
+        if not any(map(Path(real).is_relative_to, within)):
             yield above, f"this link leads out of the folder, to {real}"
             continue
         try:
@@ -227,55 +223,24 @@ def _entries(folder: Path, within: Sequence[Path]) -> Iterator[tuple[Path, str |
                 (links if entry.is_symlink() else waiting).append(path)
 
 
-def _lies_in(path: str, folders: Sequence[Path]) -> bool:
-    return any(Path(path).is_relative_to(folder) for folder in folders)
-
-
 def _look_at(path: Path, within: Sequence[Path]) -> _Seen:
     """What the file is; what it links to lies in one of the folders, if any are given."""
     try:
-        found = _read(path) if _speaks_of_us(_content(path)) else _Seen(kind=None)
+        if not _speaks_of_us(path):
+            return _Seen(kind=None)
+        text = read_text(path)
     except RecordError as error:
         return _Seen(kind=None, record=error)
-    real = os.path.realpath(path)
-    if found.is_record and within and not _lies_in(real, within):
-        return _failed(f"this link leads out of the folder, to {real}", path)
-    return found
-
-
-def _failed(problem: str, path: Path) -> _Seen:
-    fix = "put the file itself there, or take this away"
-    return _Seen(kind=None, record=RecordError(problem, source=str(path), fix=fix))
-
-
-def _content(path: Path) -> bytes:
-    """All bytes of a regular file, without waiting for anybody; RecordError for anything else."""
-    try:
-        # A pipe would wait for its other end.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:  # noqa: PTH123  (it is open already)
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise RecordError("this is a pipe or a device, not a file", source=str(path))
-            content = b"" if status.st_size > _MAX_BYTES else file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise RecordError(f"cannot be read: {error.strerror}", source=str(path)) from None
-    if max(status.st_size, len(content)) > _MAX_BYTES:
-        problem = f"this file is larger than the {format_bytes(_MAX_BYTES)} that are looked through"
-        raise RecordError(problem, source=str(path))
-    return content
-
-
-def _read(path: Path) -> _Seen:
-    """The record in a file that speaks of us, or what is wrong with it; None where it is none."""
-    text, source = read_text(path), str(path)
     try:
         is_ours = any(_is_ours(node) for node in yaml.compose_all(text, Loader=yaml.SafeLoader))
     except (yaml.YAMLError, RecursionError, ValueError):
         is_ours = True  # it was meant as one, see [Note: what is a record]
     if not is_ours:
         return _Seen(kind=None)
-    kind = None
+    real = os.path.realpath(path)
+    if within and not any(map(Path(real).is_relative_to, within)):
+        return _failed(f"this link leads out of the folder, to {real}", path)
+    kind, record, source = None, None, str(path)
     try:
         told = kind_of(text, source)
         if told is None:
@@ -292,9 +257,14 @@ def _read(path: Path) -> _Seen:
         kind = told
         record = _READERS[kind](text, source)
     except RecordError as error:
-        return _Seen(kind=kind, text=text, record=error)
-    ours = record if isinstance(record, Plan | Profile) else None
+        record = error
+    ours = record if isinstance(record, Plan | Profile | RecordError) else None
     return _Seen(kind=kind, text=text, record=ours)
+
+
+def _failed(problem: str, path: Path) -> _Seen:
+    fix = "put the file itself there, or take this away"
+    return _Seen(kind=None, record=RecordError(problem, source=str(path), fix=fix))
 
 
 # --- what looks like a record ---------------------------------------------------------------------
@@ -305,12 +275,29 @@ _ESCAPE = re.compile(
 )
 
 
-def _speaks_of_us(content: bytes) -> bool:
-    """Whether the word stands in the file, in any encoding and however it is escaped."""
+def _speaks_of_us(path: Path) -> bool:
+    """Whether the word stands in a regular file, in any encoding and however it is escaped.
+
+    Nobody is waited for. RecordError for anything else than a file, and for one too large.
+    """
     try:
-        text = content.replace(b"\0", b"").decode()  # without, ASCII is what UTF-16 and -32 are
+        # A pipe would wait for its other end.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:  # noqa: PTH123  (it is open already)
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise RecordError("this is a pipe or a device, not a file", source=str(path))
+            content = b"" if status.st_size > _MAX_BYTES else file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise RecordError(f"cannot be read: {error.strerror}", source=str(path)) from None
+    if max(status.st_size, len(content)) > _MAX_BYTES:
+        problem = f"this file is larger than the {format_bytes(_MAX_BYTES)} that are looked through"
+        raise RecordError(problem, source=str(path))
+    content = content.replace(b"\0", b"")  # without, ASCII is what UTF-16 and -32 are
+    try:
+        text = content.decode()
     except UnicodeDecodeError:
-        text = content.replace(b"\0", b"").decode("latin-1")
+        text = content.decode("latin-1")
     return _KEY in _plain(text) or ("\\" in text and _KEY in _plain(_ESCAPE.sub(_unescaped, text)))
 
 

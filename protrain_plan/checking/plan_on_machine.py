@@ -11,8 +11,8 @@ from pathlib import Path
 
 from protrain_plan.checking.budgets import MachineBudget
 from protrain_plan.checking.diffing import UnitGrowth, growth
+from protrain_plan.checking.looking import Broken, Today, Unavailable
 from protrain_plan.checking.plan_files import Case
-from protrain_plan.checking.reestimating import Broken, Today, Unavailable
 from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.planning.model.problem import Problem
@@ -32,11 +32,6 @@ class Predicted:
     peak_bytes: TierBytes
     step_seconds: float
 
-    @property
-    def device(self) -> int:
-        """All that the process takes of the device, in bytes."""
-        return self.peak_bytes.on_device
-
 
 def predicted(plan: Plan, profile: Profile) -> Predicted:
     """What the plan's decisions take; its units are those of the profile (see `misfit`)."""
@@ -45,23 +40,6 @@ def predicted(plan: Plan, profile: Profile) -> Predicted:
         peak_bytes=peak_bytes(problem.program(plan.units)),
         step_seconds=step_seconds(problem, plan.units)[0],
     )
-
-
-def waits_ahead(plan: Plan, profile: Profile) -> list[str]:
-    """The moves that wait for ones submitted later, or are waited for before they are submitted.
-
-    None: a programme that waits for earlier moves alone can go on at every moment.
-    """
-    program = Problem.of_plan(plan, profile).program(plan.units)
-    submitted: set[int] = set()
-    found: list[int] = []
-    for slot in program.slots:
-        for waits, then in ((slot.drained, slot.submit), (slot.ready, slot.finish)):
-            found += [number for number in waits if number not in submitted]
-            for number in then:
-                found += [number] * (not submitted.issuperset(program.moves[number].after))
-                submitted.add(number)
-    return [program.move_name(number) for number in found]
 
 
 def misfit(plan: Plan, profile: Profile) -> str | None:

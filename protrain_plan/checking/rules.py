@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args
 
 from protrain_plan.checking.budgets import MachineBudget
 from protrain_plan.checking.diffing import UnitGrowth, growth_in_words
+from protrain_plan.checking.looking import Broken, Look, Unavailable
 from protrain_plan.checking.plan_files import Case, Files, line_of, opened, search
 from protrain_plan.checking.plan_on_machine import (
     Limit,
@@ -22,9 +23,7 @@ from protrain_plan.checking.plan_on_machine import (
     PlanOnMachine,
     misfit,
     predicted,
-    waits_ahead,
 )
-from protrain_plan.checking.reestimating import Broken, Look, Unavailable
 from protrain_plan.errors import ProtrainError, RecordError
 from protrain_plan.hardware.catalogue import hardware_names
 from protrain_plan.planning.model.problem import Problem
@@ -247,9 +246,18 @@ def sim002(model: Model) -> Verdict:
     Moves and slots wait for each other as the decisions say. Leads that a planner chose never make
     them wait in a circle; this rule is for plans that were edited by hand.
     """
-    waiting = waits_ahead(model.case.plan, model.case.profile)
+    # A programme that waits for earlier moves alone can go on at every moment.
+    program = Problem.of_plan(model.case.plan, model.case.profile).program(model.case.plan.units)
+    submitted: set[int] = set()
+    waiting: list[int] = []
+    for slot in program.slots:
+        for waits, then in ((slot.drained, slot.submit), (slot.ready, slot.finish)):
+            waiting += [number for number in waits if number not in submitted]
+            for number in then:
+                waiting += [number] * (not submitted.issuperset(program.moves[number].after))
+                submitted.add(number)
     if waiting:
-        problem = f"these wait for each other: {', '.join(waiting)}"
+        problem = f"these wait for each other: {', '.join(map(program.move_name, waiting))}"
         return Failed(problem=problem, key="units", fix=plan_again(model.case))
     return Passed()
 
@@ -338,11 +346,10 @@ def hdw001(situation: PlanOnMachine) -> Verdict:
         problem = f"the plan is for {DeviceGroup.of(case.plan)}: {reason}"
         return Failed(problem=problem, key="num_devices", fix=plan_again(case))
     if (budget := situation.budget) is not None:
-        asked = {"device": budget.device, "host": budget.host, "disk": budget.disk}
         has = [("device", machine.device.memory_bytes)]
         has += [(tier.name, tier.capacity_bytes) for tier in machine.tiers]
         for name, size in has:
-            limit = asked[name]
+            limit: int | None = getattr(budget, name)
             if limit is not None and limit > size:
                 problem = (
                     f"the {name} budget of {format_bytes(limit)} in {budget.source} is above the"
@@ -371,16 +378,15 @@ def mem001(situation: PlanOnMachine) -> Verdict:
         if failed.no_plan_fits:
             return failed
         return Skipped(reason=f"{problem}; another plan fits {format_bytes(limit.bytes)}")
-    predicted_now = situation.predicted
-    if predicted_now.device <= limit.bytes:
-        return Passed(found=f"{format_bytes(predicted_now.device)} of {format_bytes(limit.bytes)}")
-    peak = predicted_now.peak_bytes
+    peak = situation.predicted.peak_bytes
+    used = peak.on_device
+    if used <= limit.bytes:
+        return Passed(found=f"{format_bytes(used)} of {format_bytes(limit.bytes)}")
     text = (
-        f"the predicted peak of {format_bytes(predicted_now.device)}"
-        f" ({format_bytes(peak.device)} of tensors,"
-        f" {format_bytes(peak.on_device - peak.device)} besides)"
+        f"the predicted peak of {format_bytes(used)} ({format_bytes(peak.device)} of tensors,"
+        f" {format_bytes(used - peak.device)} besides)"
     )
-    return _over(situation, text, predicted_now.device, limit)
+    return _over(situation, text, used, limit)
 
 
 def host001(situation: PlanOnMachine) -> Verdict:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -65,8 +66,7 @@ def check(
     | protrain check plans --format github | protrain check --explain MEM001
     """
     from protrain_plan.checking.budgets import find_budgets
-    from protrain_plan.checking.looking import Looking
-    from protrain_plan.checking.reestimating import look_away
+    from protrain_plan.checking.looking import Looking, look_away
     from protrain_plan.checking.rules import check as checked
     from protrain_plan.checking.rules import explained
     from protrain_plan.commands import output
@@ -74,7 +74,8 @@ def check(
     from protrain_plan.presentation.checks.reports import FORMATS, explanation
     from protrain_plan.profiling.estimate_cache import EstimateCache
 
-    output.refuse_closed_output()
+    if sys.__stdout__ is None:  # this program was started without one
+        raise ProtrainError("standard output is closed", fix="send it to /dev/null")
     form = choice("--format", "json" if as_json else output_format, tuple(FORMATS))
     if explain is not None:
         output.print_rendered(explanation(explained(explain)))

@@ -73,9 +73,8 @@ def size(option: str, text: str | None, default: int) -> int:
 def budgets_of(
     machine: "Hardware",
     group: "DeviceGroup",
-    *,
-    device_memory: str | None,
-    host_memory: str | None,
+    device: str | None,
+    host: str | None,
     disk: str | None,
 ) -> "Budgets":
     """A device's budgets: what was asked for, of host memory and disk for its node, or all it has.
@@ -86,8 +85,8 @@ def budgets_of(
 
     there = {tier.name: tier.capacity_bytes * group.in_node for tier in machine.tiers}
     return Budgets(
-        device=size("--device-memory", device_memory, machine.device.memory_bytes),
-        host=size("--host-memory", host_memory, there.get("host", 0)) // group.in_node,
+        device=size("--device-memory", device, machine.device.memory_bytes),
+        host=size("--host-memory", host, there.get("host", 0)) // group.in_node,
         disk=size("--disk", disk, there.get("disk", 0)) // group.in_node,
     )
 

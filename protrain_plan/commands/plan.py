@@ -142,11 +142,7 @@ def plan(
         group=group,
         replicas=group.replica_counts if replicas is None else (),
         budgets=budgets_of(
-            profile_of_rank(record, group).hardware,
-            group,
-            device_memory=device_memory,
-            host_memory=host_memory,
-            disk=disk,
+            profile_of_rank(record, group).hardware, group, device_memory, host_memory, disk
         ),
         updates=updates_of(updates, clip=clip),
         micro_batches=accumulate,
@@ -161,14 +157,16 @@ def plan(
     with progress(quiet=as_json) as report, interruptible() as interrupted:
         if lp_target is not None:
             Fluid(question.problem()).write_lp(lp_target)
-
-        def tell(stage: str, step_seconds: float | None, bound_seconds: float | None) -> None:
-            report(search_text(stage, step_seconds, bound_seconds), 0.5)
-
         effort = Effort(
             gap_target=gap, time_limit_s=time_limit, seed=seed, stopped=interrupted.is_set
         )
-        answer = ask(question, objective, effort=effort, solver=solver_name, progress=tell)
+        answer = ask(
+            question,
+            objective,
+            effort=effort,
+            solver=solver_name,
+            progress=lambda *found: report(search_text(*found), 0.5),
+        )
     if answer.solved is not None and not pareto:
         write_plan(answer.solved.plan, target)
     explanation = None
@@ -177,9 +175,7 @@ def plan(
 
         explanation = explained(answer.profile, answer.solved.plan)
     show(
-        as_json,
-        answer_json(answer, explanation),
-        lambda: answer_text(answer, explanation, output),
+        as_json, answer_json(answer, explanation), lambda: answer_text(answer, explanation, output)
     )
     if answer.infeasible is not None:
         raise typer.Exit(3)
@@ -288,13 +284,7 @@ def fit(
                     profile=record,
                     group=group,
                     replicas=group.replica_counts,
-                    budgets=budgets_of(
-                        machine,
-                        group,
-                        device_memory=device_memory,
-                        host_memory=host_memory,
-                        disk=disk,
-                    ),
+                    budgets=budgets_of(machine, group, device_memory, host_memory, disk),
                     updates=updates_of(updates, clip=clip),
                     micro_batches=accumulate,
                 )

@@ -1,8 +1,7 @@
 """`protrain run`."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -90,7 +89,13 @@ def run(
     from protrain_plan.records.profile import Profile
     from protrain_plan.simulation.promises import exceeded
 
-    with _launched() as who:
+    with ExitStack() as started:
+        who: Launched | None = None
+        if int(os.environ.get("WORLD_SIZE", "1")) != 1:  # by a launcher, with other ranks
+            from protrain_runtime.ranks.launching import launched
+
+            who = launched()
+            started.enter_context(who.together("protrain run"))
         record = read_plan(plan)
         if plain and verify:
             raise ProtrainError("--verify runs plain PyTorch too", fix="leave --plain out")
@@ -107,7 +112,12 @@ def run(
             raise ProtrainError("--check and --check-spills are two runs", fix="name one of them")
         asked: Check | None = "bitwise" if check else "spills" if check_spills else None
         if memory_limit is not None:
-            _limit(size("--memory-limit", memory_limit, 0))
+            most = size("--memory-limit", memory_limit, 0)
+            try:
+                import resource
+            except ImportError as error:
+                raise ProtrainError("needs Linux", key="--memory-limit") from error
+            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         from protrain_plan.commands.training import NO_CHECKPOINTS, Checkpoints, Run, train
         from protrain_runtime.devices.memory_meter import return_freed_memory
 
@@ -191,24 +201,3 @@ def run(
     )
     if verify and (overruns or not verified):
         raise typer.Exit(1)
-
-
-@contextmanager
-def _launched() -> Iterator["Launched | None"]:
-    """This rank among the others, which are told what fails inside; None without a launcher."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield None
-        return
-    from protrain_runtime.ranks.launching import launched
-
-    who = launched()
-    with who.together("protrain run"):
-        yield who
-
-
-def _limit(num_bytes: int) -> None:
-    try:
-        import resource
-    except ImportError as error:
-        raise ProtrainError("needs Linux", key="--memory-limit") from error
-    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))

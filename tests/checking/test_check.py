@@ -13,7 +13,7 @@ import pytest
 from xmlschema import XMLSchema
 
 from protrain_plan.checking.budgets import find_budgets
-from protrain_plan.checking.reestimating import look_away
+from protrain_plan.checking.looking import look_away
 from protrain_plan.checking.rules import RULES, Failed, Passed, Report, Skipped, check
 from protrain_plan.cli import main
 from protrain_plan.errors import ProtrainError

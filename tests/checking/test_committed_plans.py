@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from plans.make import PAGE, PAIRS, Pair, page
+from protrain_plan.checking.looking import Look, look_away
 from protrain_plan.checking.plan_files import opened, read_files
-from protrain_plan.checking.reestimating import Look, look_away
 from protrain_plan.checking.rules import Failed, Skipped, check, plan_command, profile_command
 from protrain_plan.records import read_plan
 from protrain_plan.units import exact_bytes

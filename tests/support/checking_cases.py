@@ -4,9 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from protrain_plan.checking.plan_files import search
-from protrain_plan.checking.plan_on_machine import predicted
-from protrain_plan.checking.reestimating import (
+from protrain_plan.checking.looking import (
     Broken,
     Estimate,
     Rebuilt,
@@ -17,6 +15,8 @@ from protrain_plan.checking.reestimating import (
     said,
     unknown,
 )
+from protrain_plan.checking.plan_files import search
+from protrain_plan.checking.plan_on_machine import predicted
 from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.program.group import ALONE, DeviceGroup
