@@ -41,13 +41,12 @@ from protrain_plan.commands.output import (
 from protrain_plan.errors import ProtrainError
 
 # The commands' modules import what they need where they run: help is for all of them.
-HELP = "Plan training under a memory limit: profile a model, plan it, look at the plan, run it."
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help=HELP,
+    help="Plan training under a memory limit: profile a model, plan it, look at the plan, run it.",
 )
 hardware = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 

@@ -555,10 +555,8 @@ def profile_command(case: Case) -> str:
 FILE_RULES = (ver001, prf001)
 MODEL_RULES = (pln001, sim001, sim002, fpr001)
 MACHINE_RULES = (hdw001, mem001, host001, disk001, time001)
-_ALL: tuple[Callable[..., Verdict], ...] = (
-    *(*FILE_RULES, *MODEL_RULES, *MACHINE_RULES),
-    *(bud001, num001),
-)
+_OF_PLANS = (*FILE_RULES, *MODEL_RULES, *MACHINE_RULES)
+_ALL: tuple[Callable[..., Verdict], ...] = (*_OF_PLANS, bud001, num001)
 RULES = {rule.code: rule for rule in map(Rule.of, _ALL)}
 
 
