@@ -245,7 +245,7 @@ def said(error: BaseException) -> str:
     return " ".join(str(ProtrainError(error.message, source=error.source, key=error.key)).split())
 
 
-# --- looking at it, from here -------------------------------------------------------------------
+# --- looking at it, from here ---------------------------------------------------------------------
 
 
 class Looking:
