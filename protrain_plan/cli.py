@@ -29,7 +29,7 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 import typer
 
 from protrain_plan import __version__
-from protrain_plan.commands import check, fit, machines, plan, plans, profile, run
+from protrain_plan.commands import check, machines, plan, plans, profile, run
 from protrain_plan.commands.output import (
     BROKEN_PIPE,
     flush,
@@ -41,13 +41,12 @@ from protrain_plan.commands.output import (
 from protrain_plan.errors import ProtrainError
 
 # The commands' modules import what they need where they run: help is for all of them.
-HELP = "Plan training under a memory limit: profile a model, plan it, look at the plan, run it."
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help=HELP,
+    help="Plan training under a memory limit: profile a model, plan it, look at the plan, run it.",
 )
 hardware = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
@@ -62,7 +61,7 @@ def _add(group: typer.Typer, command: Callable[..., None], name: str | None = No
 
 
 for _command in (
-    *(profile.profile, fit.fit, plan.plan, plans.show, plans.simulate, plans.report, run.run),
+    *(profile.profile, plan.fit, plan.plan, plans.show, plans.simulate, plans.report, run.run),
     *(check.check, plans.diff, plans.export, machines.models),
 ):
     _add(app, _command)
@@ -92,8 +91,10 @@ def run_command(command: Callable[[], int | None]) -> NoReturn:
 
 def _failed(error: BaseException) -> int | None:
     """The exit code for an error, which is told; None for our own mistakes."""
-    if isinstance(error, OSError) and _is_of_the_help(error):
-        error = lost(error)
+    if isinstance(error, OSError):
+        # Of the help, which rich prints; all else that is printed says itself that it is lost.
+        names = [frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__)]
+        error = lost(error) if "rich.console" in names else error
     match error:
         case typer.Exit():
             return error.exit_code
@@ -105,20 +106,13 @@ def _failed(error: BaseException) -> int | None:
         case ProtrainError():
             print_error(str(error))
             return error.exit_code
+        case _ if hasattr(error, "format_message"):
+            # What typer's parser found wrong with the arguments.
+            if message := error.format_message():  # no arguments at all: the help was shown
+                print_error(message, hint="try protrain --help")
+            return 2
         case _:
-            pass
-    # What typer's parser found wrong with the arguments.
-    if not hasattr(error, "format_message"):
-        return None
-    if message := error.format_message():  # no arguments at all: the help was shown
-        print_error(message, hint="try protrain --help")
-    return 2
-
-
-def _is_of_the_help(error: OSError) -> bool:
-    """Whether rich could not print; all else that is printed says itself that it is lost."""
-    frames = (frame for frame, _ in walk_tb(error.__traceback__))
-    return any(frame.f_globals.get("__name__") == "rich.console" for frame in frames)
+            return None
 
 
 def _show_version(value: bool) -> None:

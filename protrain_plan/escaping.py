@@ -32,13 +32,9 @@ def lines(text: str) -> str:
 
 def as_printed(text: str) -> str:
     """Lines with colours, as they are about to be printed: whoever made them, the same holds."""
-    pieces = enumerate(_COLOUR.split(text))
-    return without_commands(
-        "".join(
-            piece if number % 2 else "\n".join(map(one_line, piece.split("\n")))
-            for number, piece in pieces
-        )
-    )
+    pieces = _COLOUR.split(text)  # every second one is a colour
+    pieces[::2] = ["\n".join(map(one_line, piece.split("\n"))) for piece in pieces[::2]]
+    return without_commands("".join(pieces))
 
 
 def without_commands(text: str) -> str:

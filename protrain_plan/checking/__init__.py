@@ -3,12 +3,10 @@
 plan_files       a plan with its profile, found in files
 budgets          what each machine may be taken of, from pyproject.toml or budgets.yaml
 plan_on_machine  the machines that a plan is checked on, their limits, and what it takes there
-predicting       the bytes and seconds of a plan's decisions for a profile
-reestimating     the model as its source is today (imports torch, and only when asked)
-looking          the same in processes of their own, several at once, with limits
-rules            small functions with codes; their docstrings are what `--explain` prints
-run_rules        all rules on all plans: a report
-verdicts         what a rule answers, and the report
+looking          the model as its source is today, in processes of their own with limits, several
+                 at once (they import torch, and only when asked)
+rules            small functions with codes, their verdicts, and the report of all on all plans;
+                 their docstrings are what `--explain` prints
 diffing          what changed between two profiles, and between two plans
 json_schema      the records as JSON Schema
 """

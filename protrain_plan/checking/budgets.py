@@ -25,7 +25,7 @@ import yaml
 from protrain_plan.errors import ProtrainError, RecordError, cut
 from protrain_plan.records.files import read_text
 from protrain_plan.records.schema import MAX_LIST, STEPS
-from protrain_plan.records.tree import Node, did_you_mean, listed, root
+from protrain_plan.records.tree import Node, did_you_mean, root
 from protrain_plan.units import parse_bytes
 
 KIND, VERSION = "budgets", 1
@@ -103,9 +103,13 @@ def _read_toml(path: Path) -> dict[str, MachineBudget]:
     except (RecursionError, ValueError):  # an integer of thousands of digits
         problem = "not readable as TOML: nested too deeply, or a number is too long"
         raise RecordError(problem, source=source) from None
-    tool = _table(document, "tool", source, known=None)
-    ours = _table(tool, "tool.protrain", source, known=("budgets",))
-    machines = _table(ours, where, source, known=None)
+    ours = _table(_table(document, "tool", source), "tool.protrain", source)
+    for key in ours:
+        if key != "budgets":
+            fix = did_you_mean(key, ["budgets"]) or "the keys are budgets"
+            problem = f"unknown key {cut(key)!r}"
+            raise RecordError(problem, source=source, key="tool.protrain", fix=fix)
+    machines = _table(ours, where, source)
     try:
         # As YAML, so that one reader reads both; its lines are not the file's.
         return _budgets(root(yaml.safe_dump(machines, sort_keys=False), source), source)
@@ -114,17 +118,11 @@ def _read_toml(path: Path) -> dict[str, MachineBudget]:
         raise RecordError(error.message, source=source, key=key, fix=error.fix) from None
 
 
-def _table(
-    above: Mapping[str, Any], where: str, source: str, *, known: tuple[str, ...] | None
-) -> dict[str, Any]:
-    """The table called so (empty where there is none), with keys that are known."""
+def _table(above: Mapping[str, Any], where: str, source: str) -> dict[str, Any]:
+    """The table called so, empty where there is none."""
     table = above.get(where.rpartition(".")[2], {})
     if not isinstance(table, dict):
         raise RecordError(f"expected a table, got {cut(repr(table))}", source=source, key=where)
-    for key in table if known else ():
-        if known and key not in known:
-            fix = did_you_mean(key, known) or f"the keys are {listed(known, 'and')}"
-            raise RecordError(f"unknown key {cut(key)!r}", source=source, key=where, fix=fix)
     return table
 
 

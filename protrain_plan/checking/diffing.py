@@ -10,7 +10,7 @@ from typing import TypeVar
 from protrain_plan.program.group import DeviceGroup
 from protrain_plan.records.decisions import activations_text, states_text
 from protrain_plan.records.folding import fold, runs
-from protrain_plan.records.plan import Plan, UnitPlan
+from protrain_plan.records.plan import Plan, Prediction, UnitPlan
 from protrain_plan.records.profile import Profile, Unit
 from protrain_plan.units import exact_bytes, format_bytes, format_seconds
 
@@ -75,13 +75,23 @@ def growth(before: Profile, after: Profile) -> tuple[UnitGrowth, ...]:
 
     A unit that is in one profile alone counts with all its bytes.
     """
-    old = {unit.name: unit for unit in before.units}
-    new = {unit.name: unit for unit in after.units}
+    old, new = ({unit.name: unit for unit in profile.units} for profile in (before, after))
+
+    def size(unit: Unit | None) -> tuple[int, int]:
+        if unit is None:
+            return 0, 0
+        states = unit.parameter_bytes + unit.gradient_bytes + unit.state_bytes
+        return states, unit.cost("keep").kept_bytes
+
+    def grown(was: Unit | None, now: Unit | None) -> tuple[int, int]:
+        (states, kept), (states_before, kept_before) = size(now), size(was)
+        return states - states_before, kept - kept_before
+
     return tuple(
         UnitGrowth(
             units=units, num_units=num_units, states_bytes=states, activation_bytes=activations
         )
-        for units, num_units, (states, activations) in _changes(old, new, _grown)
+        for units, num_units, (states, activations) in _changes(old, new, grown)
         if states or activations
     )
 
@@ -91,19 +101,6 @@ def growth_in_words(grown: Sequence[UnitGrowth]) -> str:
     most = sorted(grown, key=lambda unit: -abs(unit.total_bytes))[:_MAX_SHOWN]
     more = f"; and {len(grown) - len(most)} more" if len(grown) > len(most) else ""
     return "; ".join(map(str, most)) + more
-
-
-def _grown(before: Unit | None, after: Unit | None) -> tuple[int, int]:
-    """Bytes of states and of activations more than before."""
-    (states, kept), (states_before, kept_before) = _bytes(after), _bytes(before)
-    return states - states_before, kept - kept_before
-
-
-def _bytes(unit: Unit | None) -> tuple[int, int]:
-    if unit is None:
-        return 0, 0
-    states = unit.parameter_bytes + unit.gradient_bytes + unit.state_bytes
-    return states, unit.cost("keep").kept_bytes
 
 
 # --- two plans ------------------------------------------------------------------------------------
@@ -171,10 +168,15 @@ class PlanDiff:
 
 def plan_diff(old: Plan, new: Plan) -> PlanDiff:
     """Compare two plans; units are the same where their names are."""
+    before, after = ({unit.name: unit for unit in plan.units} for plan in (old, new))
     return PlanDiff(
-        num_units=len({unit.name for plan in (old, new) for unit in plan.units}),
+        num_units=len({*before, *after}),
         facts=tuple(_facts(old, new)),
-        decisions=tuple(_decisions(old, new)),
+        decisions=tuple(
+            DecisionChange(units=units, num_units=count, before=change[0], after=change[1])
+            for units, count, change in _changes(before, after, _change)
+            if change is not None
+        ),
         amounts=tuple(_amounts(old, new)),
     )
 
@@ -229,29 +231,20 @@ def _size(size: int) -> str:
     return f"{format_bytes(size)} ({exact})" if exact.isdigit() and size >= 1024 else exact
 
 
-def _decisions(old: Plan, new: Plan) -> Iterator[DecisionChange]:
-    before = {unit.name: unit for unit in old.units}
-    after = {unit.name: unit for unit in new.units}
-    for units, num_units, change in _changes(before, after, _change):
-        if change is not None:
-            yield DecisionChange(
-                units=units, num_units=num_units, before=change[0], after=change[1]
-            )
-
-
 def _change(old: UnitPlan | None, new: UnitPlan | None) -> tuple[str | None, str | None] | None:
     """Both decisions as texts, None where they are the same."""
-    before, after = (None if unit is None else _decided(unit) for unit in (old, new))
+    before, after = (
+        None
+        if unit is None
+        else f"{activations_text(unit.activations)}; {states_text(unit.states)}"
+        for unit in (old, new)
+    )
     if before != after:
         return before, after
     assert old and new
     if old.schedule == new.schedule:
         return None
     return f"{before}, with {_schedule(old)}", f"{after}, with {_schedule(new)}"
-
-
-def _decided(unit: UnitPlan) -> str:
-    return f"{activations_text(unit.activations)}; {states_text(unit.states)}"
 
 
 def _schedule(unit: UnitPlan) -> str:
@@ -264,21 +257,14 @@ def _schedule(unit: UnitPlan) -> str:
 
 
 def _amounts(old: Plan, new: Plan) -> Iterator[Amount]:
-    before, after = old.prediction, new.prediction
-    yield Amount(
-        name="device peak",
-        before=before.peak_bytes.on_device,
-        after=after.peak_bytes.on_device,
-        in_bytes=True,
+    numbers: tuple[tuple[str, Callable[[Prediction], float], bool], ...] = (
+        ("device peak", lambda found: found.peak_bytes.on_device, True),
+        ("host peak", lambda found: found.peak_bytes.host, True),
+        ("disk peak", lambda found: found.peak_bytes.disk, True),
+        ("step", lambda found: found.step_seconds, False),
+        ("bound on the step", lambda found: found.lower_bound_seconds, False),
     )
-    for name in ("host", "disk"):
-        one, other = getattr(before.peak_bytes, name), getattr(after.peak_bytes, name)
-        if one or other:
-            yield Amount(name=f"{name} peak", before=one, after=other, in_bytes=True)
-    yield Amount(name="step", before=before.step_seconds, after=after.step_seconds, in_bytes=False)
-    yield Amount(
-        name="bound on the step",
-        before=before.lower_bound_seconds,
-        after=after.lower_bound_seconds,
-        in_bytes=False,
-    )
+    for name, number, in_bytes in numbers:
+        before, after = number(old.prediction), number(new.prediction)
+        if before or after or name not in ("host peak", "disk peak"):
+            yield Amount(name=name, before=before, after=after, in_bytes=in_bytes)

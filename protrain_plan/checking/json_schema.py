@@ -9,6 +9,7 @@ together.
 
 from collections.abc import Callable
 from dataclasses import MISSING, fields
+from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from protrain_plan.checking.budgets import KEYS as BUDGET_KEYS
@@ -16,9 +17,8 @@ from protrain_plan.checking.budgets import PERCENTAGE
 from protrain_plan.checking.budgets import VERSION as BUDGETS_VERSION
 from protrain_plan.records.decisions import ACTIVATIONS, STATES
 from protrain_plan.records.forms import FORMS
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.plan import Activations, Placement, Plan, Schedule, UnitPlan
-from protrain_plan.records.profile import FormCost, Profile, Unit, Workload
+from protrain_plan.records.plan import Activations, Placement, Schedule, UnitPlan
+from protrain_plan.records.profile import FormCost, Unit, Workload
 from protrain_plan.records.schema import (
     KINDS,
     MAX_CHARACTERS,
@@ -70,9 +70,7 @@ def budgets_schema() -> Schema:
 
 
 SCHEMAS: dict[str, Callable[[], Schema]] = {
-    "hardware": lambda: record_schema(Hardware),
-    "profile": lambda: record_schema(Profile),
-    "plan": lambda: record_schema(Plan),
+    **{name: partial(record_schema, kind) for kind, name in KINDS.items()},
     "budgets": budgets_schema,
 }
 """What is published in `schemas/NAME.schema.json`."""
@@ -105,23 +103,17 @@ def _object(owner: Any, definitions: dict[str, Schema]) -> Schema:
         for f in fields(owner)
         if f.name != "schedule"
     }
-    required = [
-        f.name for f in fields(owner) if f.default is MISSING and f.name not in ("used_by",)
-    ]
+    required = [f.name for f in fields(owner) if f.default is MISSING and f.name != "used_by"]
     schema: Schema = {"type": "object", "properties": properties, "required": required}
     if owner is UnitPlan:
         properties |= _object(Schedule, definitions)["properties"]
     if owner in (Unit, UnitPlan):
-        _name_or_names(schema)
+        # A unit has a name; a run of units has `names` instead.
+        run = _text(MAX_TEXT) | {"pattern": "[0-9]-[0-9]"}
+        schema["properties"] = {"name": _text(MAX_TEXT), "names": run} | properties
+        required.remove("name")
+        schema["oneOf"] = [{"required": ["name"]}, {"required": ["names"]}]
     return schema | {"additionalProperties": False}
-
-
-def _name_or_names(schema: Schema) -> None:
-    """A unit has a name; a run of units has `names` instead."""
-    run = _text(MAX_TEXT) | {"pattern": "[0-9]-[0-9]"}
-    schema["properties"] = {"name": _text(MAX_TEXT), "names": run} | schema["properties"]
-    schema["required"].remove("name")
-    schema["oneOf"] = [{"required": ["name"]}, {"required": ["names"]}]
 
 
 def _value(owner: Any, name: str, hint: Any, definitions: dict[str, Schema]) -> Schema:

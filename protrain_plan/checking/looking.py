@@ -1,13 +1,16 @@
-"""Looking at models whose code nobody has read: each in a process of its own, with limits.
+"""The model as its source is today: what it is, and what it costs by an estimate without a device.
+
+Nobody has read its code: each model is looked at in a process of its own, with limits.
 
     check ---- which model ----> server (PyTorch is imported, no model's code runs)
       |                            | forks
       +---- records, as text ----> the model's process
 
-Importing PyTorch takes longer than most models do, so that one process does it for all of them. A
-model's process has nothing of the others', no terminal, no output, no tokens in its environment, a
-limit on its memory and one on its time. What comes back is data, which is read as strictly as any
-file. The model's code says what the model is: it can lie about that, and about nothing else.
+PyTorch is imported when a model is looked at, and not before. That takes longer than most models
+do, so that one process does it for all of them. A model's process has nothing of the others', no
+terminal, no output, no tokens in its environment, a limit on its memory and one on its time. What
+comes back is data, which is read as strictly as any file. The model's code says what the model is:
+it can lie about that, and about nothing else.
 
 This is no sandbox: a model's code can do what the user can, to files and to other processes. All
 records were read before it runs.
@@ -30,34 +33,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import IO, Any, Self
 
-from protrain_plan.checking.reestimating import (
-    Broken,
-    Estimate,
-    Rebuilt,
-    Today,
-    Unavailable,
-    changed_keys,
-    config_of,
-    missing,
-    not_estimated,
-    said,
-    unknown,
-)
 from protrain_plan.errors import ProtrainError, RecordError
+from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.model_code import culprit_in, culprit_of, end_with
+from protrain_plan.models.presets import parse_config, preset_names, read_config
 from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest, processes_at_once
 from protrain_plan.records import dumps_hardware, dumps_profile, loads_hardware, loads_profile
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.profile import Profile
+from protrain_plan.records.hardware import Hardware, is_accelerator
+from protrain_plan.records.profile import Profile, Workload
 from protrain_plan.units import format_bytes
 
 _POLL_S = 0.25
@@ -87,11 +80,176 @@ _OF_CONFIGURATIONS = ("transformers.modeling_utils", "transformers.models.auto.m
 _OF_ADAPTERS = ("peft",)
 
 Message = dict[str, Any]
-Progress = Callable[[str, float], None]
+
+_MEND = "mend the model, or its configuration"
+_SUBSTITUTES = {False: "cpu", True: "h100-sxm"}
+"""Machines of the catalogue that lend their rates to one whose own are not known, by whether it has
+an accelerator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unavailable:
+    """Why a model, or an estimate of it, cannot be had here: something is not installed."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """Why a model whose source is here cannot be built from it, or not be estimated."""
+
+    reason: str
+    fix: str = _MEND
+
+
+Estimate = Profile | Broken | Unavailable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Today:
+    """A workload's model, built from its source as that is now.
+
+    `changed_keys` are those of the configuration that differ from the profiled one.
+    """
+
+    model_fingerprint: str
+    changed_keys: tuple[str, ...]
+    estimate: Callable[[Hardware], Estimate] = field(repr=False)
+    _profiles: dict[Hardware, Estimate] = field(default_factory=dict, repr=False)
+
+    def profile(self, hardware: Hardware) -> Estimate:
+        """The estimate for a machine, made once."""
+        if hardware not in self._profiles:
+            self._profiles[hardware] = self.estimate(hardware)
+        return self._profiles[hardware]
+
+
+Look = Callable[[Profile], Today | Broken | Unavailable]
+
+
+def look_away(profile: Profile) -> Unavailable:  # noqa: ARG001 (the signature of `look`)
+    """No model is looked at: the records alone are checked."""
+    return Unavailable(reason="models are not looked at (--records-only)")
+
+
+def not_estimated(reason: str, profile: Profile, *, refused: bool, unknown: bool) -> Estimate:
+    """What it means that there is no estimate.
+
+    A model that was measured may be one that cannot be estimated, and says so (`refused`); one that
+    was estimated can be again, on every machine that is not `unknown`.
+    """
+    reason = f"no estimate: {reason}"
+    if unknown or (refused and profile.method == "measured"):
+        return Unavailable(reason=reason)
+    return Broken(reason=reason)
+
+
+def unknown(hardware: Hardware) -> str | None:
+    """Why nothing can be estimated for a machine from here, whatever the model."""
+    from protrain_plan.profiling.estimated import refuse_unknown
+
+    try:
+        refuse_unknown(hardware)
+    except ProtrainError as error:
+        return error.message
+    return None
+
+
+class Rebuilt:
+    """A profiled model, built from its source as that is now: this runs its code.
+
+    Without weights where its kind allows that. A preset and a configuration's file are read anew;
+    where the file is gone, the configuration in the record is built with today's code; with
+    `config`, as JSON, that one is. Paths and modules count from the working directory. Raises what
+    the model's code raises.
+    """
+
+    def __init__(self, profile: Profile, config: str | None = None) -> None:
+        from protrain_plan.models.sources import load_source
+        from protrain_runtime.diagnostics.matching import model_fingerprint
+
+        workload = profile.workload
+        if config is None:
+            config = "" if _is_here(workload.model) else workload.model_config
+        self._profile = profile
+        self._source = load_source(workload.model, model_config=config)
+        model = self._source.build(
+            dtype=workload.dtype,
+            device="meta",
+            seed=workload.seed,
+            precision=workload.precision,
+            adapter=workload.adapter,
+        )
+        self.fingerprint = model_fingerprint(model)
+        self.changed_keys = changed_keys(workload.model_config, self._source.model_config)
+
+    def estimate(self, hardware: Hardware) -> Profile:
+        """What the model costs on a machine."""
+        from protrain_plan.profiling.estimated import estimate
+
+        workload = self._profile.workload
+        # Bytes do not depend on rates: those of any machine do where its own are not known.
+        rates = (
+            hardware.rates
+            or load_hardware(_SUBSTITUTES[is_accelerator(hardware.device.kind)]).rates
+        )
+        found = estimate(
+            self._source,
+            batch_size=workload.batch_size,
+            seq_len=workload.seq_len,
+            dtype=workload.dtype,
+            precision=workload.precision,
+            adapter=workload.adapter,
+            optimizer=self._profile.optimizer.name,
+            hardware=replace(hardware, rates=rates),
+            seed=workload.seed,
+        )
+        return replace(found, hardware=hardware)
+
+
+def changed_keys(recorded: str, now: str) -> tuple[str, ...]:
+    """The keys in which two configurations, as JSON, differ."""
+    if recorded == now:
+        return ()
+    before, after = (json.loads(text) if text else {} for text in (recorded, now))
+    keys = {**before, **after}
+    return tuple(key for key in keys if before.get(key) != after.get(key))
+
+
+def missing(workload: Workload) -> str | None:
+    """What is not there of what the model is built with, in words. Imports nothing of it."""
+    name = workload.model
+    if find_spec("torch") is None:
+        return "torch is not installed"
+    if not workload.model_config:  # a factory's
+        module = name.rpartition(":")[0]
+        if module.endswith(".py"):
+            return None if Path(module).is_file() else f"{name}: there is no such file here"
+        package = module.partition(".")[0]
+        if PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is None:
+            return f"{name}: there is no module {package!r} here"
+    elif find_spec("transformers") is None:
+        return "transformers is not installed"
+    return None
+
+
+def _is_here(name: str) -> bool:
+    """Whether the configuration called so can be read anew; factories have none."""
+    return name in preset_names() or Path(name).exists()
+
+
+def said(error: BaseException) -> str:
+    """What an error says, on one line and without the fix."""
+    if not isinstance(error, ProtrainError):
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return " ".join(str(ProtrainError(error.message, source=error.source, key=error.key)).split())
+
+
+# --- looking at it, from here ---------------------------------------------------------------------
 
 
 class Looking:
-    """A `Look` from here at processes of their own: a context, in which models are looked at.
+    """A `Look` from here at processes of their own, as long as it is `open`.
 
     Each may take so many seconds, and so many bytes of memory. What was answered before is taken
     from the cache, as long as no code has run that is not the installed libraries'.
@@ -102,22 +260,15 @@ class Looking:
         self._fingerprints: dict[EstimateRequest, str | Broken] = {}
         self._estimates: dict[tuple[EstimateRequest, Hardware], Estimate] = {}
 
-    def __enter__(self) -> Self:
-        self._adopted = _adopt_orphans(True)
-        self._bench = _Bench(self._seconds, self._memory, spared=_descendants())
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self._bench.end()
-        finally:
-            self._bench.stop()
-            _adopt_orphans(self._adopted)
+    @contextmanager
+    def open(self) -> Iterator[Self]:
+        """Models are looked at inside; what their processes leave behind ends with it."""
+        with ExitStack() as ending:
+            ending.callback(_adopt_orphans, _adopt_orphans(True))
+            self._bench = _Bench(self._seconds, self._memory, spared=_descendants())
+            ending.callback(self._bench.stop)
+            ending.callback(self._bench.end)
+            yield self
 
     def __call__(self, profile: Profile) -> Today | Broken | Unavailable:
         if (reason := missing(profile.workload)) is not None:
@@ -145,7 +296,7 @@ class Looking:
             estimate=lambda hardware: self._estimate(question, profile, hardware, self._bench),
         )
 
-    def prepare(self, profiles: Iterable[Profile], progress: Progress) -> None:
+    def prepare(self, profiles: Iterable[Profile], progress: Callable[[str, float], None]) -> None:
         """Look at models whose code is the libraries' alone, several at once, and before others'.
 
         Each question is asked once. What is found waits for the calls.
@@ -169,7 +320,14 @@ class Looking:
             bench = free.get()
             try:
                 for profile in asked[question]:
-                    self._foresee(question, profile, bench)
+                    # What the rules are going to ask: the estimate only if they need one.
+                    fingerprint = self._fingerprint(question, profile, bench)
+                    if isinstance(fingerprint, str) and (
+                        profile.method == "estimated"
+                        or fingerprint != profile.model_fingerprint
+                        or changed_keys(profile.workload.model_config, question.config)
+                    ):
+                        self._estimate(question, profile, profile.hardware, bench)
             finally:
                 bench.end()
                 free.put(bench)
@@ -182,16 +340,6 @@ class Looking:
                 pool.shutdown(wait=False, cancel_futures=True)
                 for bench in benches:
                     bench.stop()
-
-    def _foresee(self, question: EstimateRequest, profile: Profile, bench: "_Bench") -> None:
-        """Ask what the rules are going to: the fingerprint, and the estimate if they need one."""
-        fingerprint = self._fingerprint(question, profile, bench)
-        if isinstance(fingerprint, str) and (
-            profile.method == "estimated"
-            or fingerprint != profile.model_fingerprint
-            or changed_keys(profile.workload.model_config, question.config)
-        ):
-            self._estimate(question, profile, profile.hardware, bench)
 
     def _fingerprint(
         self, question: EstimateRequest, profile: Profile, bench: "_Bench"
@@ -219,59 +367,18 @@ class Looking:
 
 
 def _question(profile: Profile) -> EstimateRequest | None:
-    """What a check asks of a model whose code is the libraries' alone; None of others."""
-    config = config_of(profile.workload)
-    return EstimateRequest.of(profile.workload, profile.optimizer.name, config)
+    """What a check asks of a model whose code is the libraries' alone; None of others.
 
-
-class _Bench:
-    """The server for models and the one that it has: for one thread.
-
-    With `spared`, all processes below this one but those are the model's, wherever in the tree;
-    without, those below the server are.
+    ProtrainError where a file holds no configuration.
     """
-
-    def __init__(
-        self, seconds: float, memory: int, *, spared: Collection[int] | None = None
-    ) -> None:
-        self._seconds, self._memory, self._spared = seconds, memory, spared
-        self._server: _Server | None = None
-        self._model: _Model | None = None
-        self._question: EstimateRequest | None = None
-
-    def begin(self, profile: Profile, question: EstimateRequest | None = None) -> "_Model | Broken":
-        """The model of a profile, built in a process of its own; what was there before ends.
-
-        A model that was begun for the same question goes on.
-        """
-        if question is not None and question == self._question and self._model is not None:
-            return self._model
-        self.end()
-        if self._server is None or not self._server.is_alive():
-            self._server = _Server()
-        begun = self._server.begin(_modules(profile), self._seconds, self._memory)
-        if isinstance(begun, Broken):
-            return begun
-        self._model, self._question, server = begun, question, self._server.pid
-        begun.below = os.getpid() if self._spared is not None else server
-        begun.spared = frozenset((*(self._spared or ()), server))
-        built = begun.build(profile, None if question is None else question.config)
-        if isinstance(built, Broken):
-            self._question = None
-        return built
-
-    def end(self) -> None:
-        """End the last model's process, and all that it left behind. See [Note: what is left]."""
-        if self._model is not None:
-            model, self._model = self._model, None
-            model.end()
-
-    def stop(self) -> None:
-        if self._server is not None:
-            self._server.stop()
+    workload = profile.workload
+    if _is_here(workload.model) or not workload.model_config:
+        config = read_config(workload.model)
+    else:
+        config = parse_config(workload.model_config, where=workload.model)
+    return EstimateRequest.of(workload, profile.optimizer.name, config)
 
 
-_MEND = "mend the model, or its configuration"
 _NO_ANSWER = Broken(reason="its code answers in place of protrain")
 
 
@@ -286,13 +393,6 @@ def _shown(text: str) -> str:
     one_line = " ".join(text.split())
     printable = "".join(c if c.isprintable() else "?" for c in one_line)
     return printable if len(printable) <= _MAX_REASON else f"{printable[:_MAX_REASON]}..."
-
-
-def _modules(profile: Profile) -> list[str]:
-    """What to import before the model's code: nothing of it, and the same for many models."""
-    workload = profile.workload
-    configured = _OF_CONFIGURATIONS if workload.model_config else ()
-    return [*_NEEDED, *configured, *(_OF_ADAPTERS if workload.adapter else ())]
 
 
 # --- messages -------------------------------------------------------------------------------------
@@ -340,59 +440,73 @@ class _Line:
 # --- the server, from here ------------------------------------------------------------------------
 
 
-class _Server:
-    """The process that forks those of the models."""
+class _Bench:
+    """The server, which forks the models' processes, and the model that it has: for one thread.
 
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            path = json.dumps([folder for folder in sys.path if folder])
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _SERVER, path, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={
-                    name: value for name, value in os.environ.items() if not _SECRETS.search(name)
-                },
-                start_new_session=True,  # no terminal, and no Ctrl-C but through its parent
-            )
-        self.line = _Line(ours)
-        self.pid = self._process.pid
+    With `spared`, all processes below this one but those are the model's, wherever in the tree;
+    without, those below the server are.
+    """
+
+    def __init__(
+        self, seconds: float, memory: int, *, spared: Collection[int] | None = None
+    ) -> None:
+        self.seconds, self.memory, self._spared = seconds, memory, spared
         self.ended: int | None = None  # how the model's process did
+        self._server: subprocess.Popen[bytes] | None = None
+        self._model: _Model | None = None
+        self._question: EstimateRequest | None = None
 
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
+    def begin(self, profile: Profile, question: EstimateRequest | None = None) -> "_Model | Broken":
+        """The model of a profile, built in a process of its own; what was there before ends.
 
-    def begin(self, modules: list[str], seconds: float, memory: int) -> "_Model | Broken":
-        """A process for a model; Broken where what it needs cannot be imported."""
+        A model that was begun for the same question goes on. Broken where what it needs cannot be
+        imported, or it cannot be built.
+        """
+        if question is not None and question == self._question and self._model is not None:
+            return self._model
+        self.end()
+        if not self._is_alive():
+            self._start()
+        # What to import before the model's code: nothing of it, and the same for many models.
+        workload = profile.workload
+        configured = _OF_CONFIGURATIONS if workload.model_config else ()
+        modules = [*_NEEDED, *configured, *(_OF_ADAPTERS if workload.adapter else ())]
         ours, theirs = socket.socketpair()
         dump = tempfile.TemporaryFile()  # noqa: SIM115  (the model's, as long as it lives)
-        request = {"modules": modules, "seconds": seconds, "memory": memory}
+        request = {"modules": modules, "seconds": self.seconds, "memory": self.memory}
         try:
             with theirs:
                 content = json.dumps(request).encode()
-                socket.send_fds(self.line.end, [content], [theirs.fileno(), dump.fileno()])
+                socket.send_fds(self._line.end, [content], [theirs.fileno(), dump.fileno()])
             self.ended = None
-            answer = self.line.receive(_START_S) or {"failed": "nothing happens"}
+            answer = self._line.receive(_START_S) or {"failed": "nothing happens"}
         except (OSError, EOFError, ValueError):
             answer = {"failed": "the process for models cannot start"}
         match answer:
             case {"pid": int(pid)}:
-                return _Model(self, pid, _Line(ours), dump, seconds=seconds, memory=memory)
+                self._model, self._question = _Model(self, pid, _Line(ours), dump), question
             case _:
                 ours.close()
                 dump.close()
                 self.stop()
                 fix = "protrain profile tells more"
                 return Broken(reason=_shown(str(answer.get("failed"))), fix=fix)
+        built = self._model.build(profile, None if question is None else question.config)
+        if isinstance(built, Broken):
+            self._question = None
+        return built
+
+    def end(self) -> None:
+        """End the last model's process, and all that it left behind. See [Note: what is left]."""
+        if self._model is not None:
+            model, self._model = self._model, None
+            model.end()
 
     def unknown(self, hardware: Hardware) -> bool:
         """Whether nothing can be estimated for the machine from here: not for the model to say."""
         try:
-            self.line.send({"hardware": dumps_hardware(hardware)}, seconds=_GRACE_S)
-            while (told := self.line.receive(_GRACE_S)) is not None:
+            self._line.send({"hardware": dumps_hardware(hardware)}, seconds=_GRACE_S)
+            while (told := self._line.receive(_GRACE_S)) is not None:
                 if "unknown" in told:
                     return bool(told["unknown"])
                 self.ended = told.get("ended")
@@ -403,33 +517,52 @@ class _Server:
     def hear(self, seconds: float) -> bool:
         """Wait for the end of the model's process, and tell whether it is there."""
         with suppress(OSError, EOFError, ValueError):
-            while self.ended is None and (told := self.line.receive(seconds)) is not None:
+            while self.ended is None and (told := self._line.receive(seconds)) is not None:
                 self.ended = told.get("ended")
-        return self.ended is not None or not self.is_alive()
+        return self.ended is not None or not self._is_alive()
+
+    def processes(self) -> list[int]:
+        """The model's, as far as the system tells."""
+        assert self._server is not None
+        if self._spared is None:
+            return _descendants(self._server.pid)
+        others = {self._server.pid, *self._spared}
+        return [pid for pid in _descendants(os.getpid()) if pid not in others]
 
     def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self.line.end.close()
+        if self._server is not None:
+            self._server.kill()
+            self._server.wait()
+            self._line.end.close()
+
+    def _is_alive(self) -> bool:
+        return self._server is not None and self._server.poll() is None
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            path = json.dumps([folder for folder in sys.path if folder])
+            self._server = subprocess.Popen(
+                [sys.executable, "-P", "-c", _SERVER, path, str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={
+                    name: value for name, value in os.environ.items() if not _SECRETS.search(name)
+                },
+                start_new_session=True,  # no terminal, and no Ctrl-C but through its parent
+            )
+        self._line = _Line(ours)
 
 
 class _Model:
     """A model's process, from here."""
 
-    def __init__(
-        self,
-        server: _Server,
-        pid: int,
-        line: _Line,
-        dump: IO[bytes],
-        *,
-        seconds: float,
-        memory: int,
-    ) -> None:
-        self.server, self.memory = server, memory
-        self.below, self.spared = os.getpid(), frozenset[int]()
+    def __init__(self, bench: _Bench, pid: int, line: _Line, dump: IO[bytes]) -> None:
+        self._bench, self._memory = bench, bench.memory
         self._pid, self._line, self._dump = pid, line, dump
-        self._given = self._left = seconds
+        self._left = bench.seconds
         self._broken: Broken | None = None
 
     def build(self, profile: Profile, config: str | None) -> "_Model | Broken":
@@ -443,7 +576,7 @@ class _Model:
                 self.changed_keys = tuple(_shown(str(key)) for key in changed)
                 return self
             case {"failed": str(reason)}:
-                return Broken(reason=_shown(reason), fix=_fix(reason, self.memory))
+                return Broken(reason=_shown(reason), fix=_fix(reason, self._memory))
             case _:
                 return _NO_ANSWER
 
@@ -461,10 +594,10 @@ class _Model:
                 return replace(found, hardware=hardware, method="estimated")
             case {"failed": str(reason), "refused": bool(refused)}:
                 found_none = not_estimated(
-                    _shown(reason), profile, refused=refused, unknown=self.server.unknown(hardware)
+                    _shown(reason), profile, refused=refused, unknown=self._bench.unknown(hardware)
                 )
                 if isinstance(found_none, Broken):
-                    return replace(found_none, fix=_fix(reason, self.memory))
+                    return replace(found_none, fix=_fix(reason, self._memory))
                 return found_none
             case _:
                 return _NO_ANSWER
@@ -494,24 +627,24 @@ class _Model:
                 return self._death()
             if answer is not None:
                 return answer
-            if self.server.hear(0):
+            if self._bench.hear(0):
                 # What it said before is still on the line; others may hold the line open.
                 with suppress(EOFError):
                     answer = self._line.receive(0)
                 return self._death() if answer is None else answer
             if time.monotonic() > until:
                 return self._overtime()
-            processes = self._processes()
+            processes = self._bench.processes()
             if len(processes) > _MAX_PROCESSES:
                 return Broken(reason=f"its code started more than {_MAX_PROCESSES} processes")
-            if _memory_of(processes) > self.memory:
-                size = format_bytes(self.memory)
+            if _memory_of(processes) > self._memory:
+                size = format_bytes(self._memory)
                 fix = f"--model-memory, if it needs more than {size}"
                 return Broken(reason=f"its code took more than {size} of memory", fix=fix)
 
     def _death(self) -> Broken:
-        self.server.hear(_GRACE_S)
-        code = self.server.ended
+        self._bench.hear(_GRACE_S)
+        code = self._bench.ended
         if code is None:
             return Broken(reason="its code ended the process that started it")
         if code >= 0:
@@ -524,8 +657,8 @@ class _Model:
     def _overtime(self) -> Broken:
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGABRT)  # tells where it is, if it can
-        self.server.hear(1.0)
-        seconds = f"{self._given:g} s"
+        self._bench.hear(1.0)
+        seconds = f"{self._bench.seconds:g} s"
         fix = f"--time-limit, if it needs more than {seconds}"
         return Broken(reason=f"it was not done after {seconds}{self._place()}", fix=fix)
 
@@ -534,16 +667,13 @@ class _Model:
         file, line = culprit_in(self._dump.read(2**16).decode(errors="replace"))
         return "" if file is None else f" (at {_shown(file)}:{line})"
 
-    def _processes(self) -> list[int]:
-        return [pid for pid in _descendants(self.below) if pid not in self.spared]
-
     def end(self) -> None:
         """End the process and what it started; ProtrainError where that does not end."""
         self._line.end.close()
         with suppress(OSError):
             os.killpg(self._pid, signal.SIGKILL)
         deadline = time.monotonic() + _GRACE_S
-        while (left := self._processes()) and time.monotonic() < deadline:
+        while (left := self._bench.processes()) and time.monotonic() < deadline:
             for pid in left:
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
@@ -551,8 +681,8 @@ class _Model:
                 with suppress(OSError):
                     os.waitpid(pid, os.WNOHANG)  # where it is our child by now
             time.sleep(0.01)
-        if not self.server.hear(_GRACE_S) or left:
-            self.server.stop()
+        if not self._bench.hear(_GRACE_S) or left:
+            self._bench.stop()
             fix = "--records-only looks at no model"
             raise ProtrainError("processes of a model's code do not end", fix=fix)
 
@@ -628,22 +758,19 @@ def serve(end: int, parent: int) -> None:
             line.send({"unknown": unknown(loads_hardware(request["hardware"])) is not None})
             continue
         theirs, dump = descriptors
-        if (problem := _import(request["modules"])) is None:
+        problem = None
+        for name in request["modules"]:
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # noqa: BLE001  (a broken installation may raise anything)
+                if name in _NEEDED:
+                    problem = said(error)
+                    break
+        if problem is None:
             model = _fork(control, theirs, dump, request["seconds"], request["memory"])
         line.send({"pid": model} if problem is None else {"failed": problem})
         os.close(theirs)
         os.close(dump)
-
-
-def _import(modules: list[str]) -> str | None:
-    """Import what all models need, and what many do; why that cannot be done."""
-    for name in modules:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001  (a broken installation may raise anything)
-            if name in _NEEDED:
-                return said(error)
-    return None
 
 
 def _fork(control: socket.socket, end: int, dump: int, seconds: float, memory: int) -> int:

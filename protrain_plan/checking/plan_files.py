@@ -82,18 +82,9 @@ class Search:
 class _Seen:
     """A file as it was found: of another kind than a plan or a profile, `record` is None."""
 
-    kind: str | None  # None: no record, or one that does not say which
+    kind: str | None  # None: no record, or one that does not say which (an error then)
     text: str = ""
     record: Plan | Profile | RecordError | None = None
-
-    @property
-    def is_record(self) -> bool:
-        return self.kind is not None or self.record is not None
-
-
-def find_plans(paths: Sequence[Path]) -> list[Path]:
-    """The plans, and the records that cannot be read, that `search` finds."""
-    return [files.path for files in search(paths).files]
 
 
 def search(paths: Sequence[Path]) -> Search:
@@ -110,18 +101,28 @@ def search(paths: Sequence[Path]) -> Search:
     seen: dict[Path, _Seen] = {}
     found: dict[Path, Files] = {}
     for path in paths:
-        if path not in folders:
-            found[path] = _named(path, seen)
+        if path not in folders:  # a plan, because it was named
+            try:
+                found[path] = read_files(path, seen)
+            except RecordError as error:
+                found[path] = Files(path=path, text="", plan=error, profiles=())
             continue
         entries = sorted(_entries(path, within), key=lambda entry: entry[0])
         for file, problem in entries:
             seen[file] = _look_at(file, within) if problem is None else _failed(problem, file)
-        plans = [file for file, _ in entries if _is_checked(seen[file])]
+        plans = [file for file, _ in entries if isinstance(seen[file].record, Plan | RecordError)]
         if not plans:
             fix = "write one with protrain plan -o, or name another folder"
             raise ProtrainError("there is no plan in this folder", source=str(path), fix=fix)
-        found |= {file: _found(file, seen) for file in plans if file not in found}
-    records = [path for path, one in seen.items() if one.is_record]
+        for file in plans:
+            one, is_plan = seen[file], seen[file].kind == "plan"
+            assert isinstance(one.record, Plan | RecordError)
+            if file not in found:
+                beside = _profiles_beside(file, seen) if is_plan else ()
+                found[file] = Files(
+                    path=file, text=one.text, plan=one.record, profiles=beside, is_plan=is_plan
+                )
+    records = [path for path, one in seen.items() if one.kind or one.record]
     return Search(
         files=tuple(found.values()),
         num_seen=len({*seen, *found}),
@@ -129,10 +130,19 @@ def search(paths: Sequence[Path]) -> Search:
     )
 
 
-def read_files(path: Path) -> Files:
-    """The plan and what lies beside it; RecordError where the plan's file is no text."""
+def read_files(path: Path, seen: dict[Path, _Seen] | None = None) -> Files:
+    """The plan and what lies beside it; RecordError where the plan's file is no text.
+
+    What was `seen` already is not read again.
+    """
     text = read_text(path)
-    return Files(path=path, text=text, plan=_plan(text, path), profiles=_profiles_beside(path, {}))
+    plan: Plan | RecordError
+    try:
+        plan = loads_plan(text, str(path))
+    except RecordError as error:
+        plan = error
+    profiles = _profiles_beside(path, {} if seen is None else seen)
+    return Files(path=path, text=text, plan=plan, profiles=profiles)
 
 
 def opened(files: Files) -> Case | None:
@@ -156,35 +166,6 @@ def line_of(text: str, key: str | None) -> int:
     except (RecordError, KeyError):
         pass
     return line
-
-
-def _named(path: Path, seen: dict[Path, _Seen]) -> Files:
-    """A file that is a plan because it was named."""
-    try:
-        text = read_text(path)
-    except RecordError as error:
-        return Files(path=path, text="", plan=error, profiles=())
-    profiles = _profiles_beside(path, seen)
-    return Files(path=path, text=text, plan=_plan(text, path), profiles=profiles)
-
-
-def _found(path: Path, seen: dict[Path, _Seen]) -> Files:
-    """A plan, or another record that cannot be read, of those that were found in a folder."""
-    one, is_plan = seen[path], seen[path].kind == "plan"
-    assert isinstance(one.record, Plan | RecordError)
-    profiles = _profiles_beside(path, seen) if is_plan else ()
-    return Files(path=path, text=one.text, plan=one.record, profiles=profiles, is_plan=is_plan)
-
-
-def _is_checked(seen: _Seen) -> bool:
-    return isinstance(seen.record, Plan | RecordError)
-
-
-def _plan(text: str, path: Path) -> Plan | RecordError:
-    try:
-        return loads_plan(text, str(path))
-    except RecordError as error:
-        return error
 
 
 def _profiles_beside(
@@ -222,7 +203,7 @@ def _entries(folder: Path, within: Sequence[Path]) -> Iterator[tuple[Path, str |
         if real in entered:
             continue
         entered.add(real)
-        if not _lies_in(real, within):
+        if not any(map(Path(real).is_relative_to, within)):
             yield above, f"this link leads out of the folder, to {real}"
             continue
         try:
@@ -242,23 +223,43 @@ def _entries(folder: Path, within: Sequence[Path]) -> Iterator[tuple[Path, str |
                 (links if entry.is_symlink() else waiting).append(path)
 
 
-def _lies_in(path: str, folders: Sequence[Path]) -> bool:
-    return any(Path(path).is_relative_to(folder) for folder in folders)
-
-
 def _look_at(path: Path, within: Sequence[Path]) -> _Seen:
     """What the file is; what it links to lies in one of the folders, if any are given."""
     try:
-        content = _content(path)
-        if not _speaks_of_us(content):
+        if not _speaks_of_us(path):
             return _Seen(kind=None)
-        found = _read(path)
+        text = read_text(path)
     except RecordError as error:
         return _Seen(kind=None, record=error)
+    try:
+        is_ours = any(_is_ours(node) for node in yaml.compose_all(text, Loader=yaml.SafeLoader))
+    except (yaml.YAMLError, RecursionError, ValueError):
+        is_ours = True  # it was meant as one, see [Note: what is a record]
+    if not is_ours:
+        return _Seen(kind=None)
     real = os.path.realpath(path)
-    if found.is_record and within and not _lies_in(real, within):
+    if within and not any(map(Path(real).is_relative_to, within)):
         return _failed(f"this link leads out of the folder, to {real}", path)
-    return found
+    kind, record, source = None, None, str(path)
+    try:
+        told = kind_of(text, source)
+        if told is None:
+            problem = f"missing key {_KEY!r}, which is not written so"
+            raise RecordError(problem, source=source, fix=f"write it as {_KEY}: plan")
+        if told not in _READERS:
+            raise RecordError(
+                f"expected {listed(_READERS, 'or')}, got {told!r}",
+                source=source,
+                line=line_of(text, _KEY),
+                key=_KEY,
+                fix=did_you_mean(told, _READERS),
+            )
+        kind = told
+        record = _READERS[kind](text, source)
+    except RecordError as error:
+        record = error
+    ours = record if isinstance(record, Plan | Profile | RecordError) else None
+    return _Seen(kind=kind, text=text, record=ours)
 
 
 def _failed(problem: str, path: Path) -> _Seen:
@@ -266,8 +267,19 @@ def _failed(problem: str, path: Path) -> _Seen:
     return _Seen(kind=None, record=RecordError(problem, source=str(path), fix=fix))
 
 
-def _content(path: Path) -> bytes:
-    """All bytes of a regular file, without waiting for anybody; RecordError for anything else."""
+# --- what looks like a record ---------------------------------------------------------------------
+
+_ESCAPE = re.compile(
+    r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|(?:\r\n|[\r\n\x85\u2028\u2029])[ \t]*)",
+    re.IGNORECASE,
+)
+
+
+def _speaks_of_us(path: Path) -> bool:
+    """Whether the word stands in a regular file, in any encoding and however it is escaped.
+
+    Nobody is waited for. RecordError for anything else than a file, and for one too large.
+    """
     try:
         # A pipe would wait for its other end.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -281,57 +293,11 @@ def _content(path: Path) -> bytes:
     if max(status.st_size, len(content)) > _MAX_BYTES:
         problem = f"this file is larger than the {format_bytes(_MAX_BYTES)} that are looked through"
         raise RecordError(problem, source=str(path))
-    return content
-
-
-def _read(path: Path) -> _Seen:
-    """The record in a file that speaks of us, or what is wrong with it; None where it is none."""
-    text = read_text(path)
-    if not _has_key(text):
-        return _Seen(kind=None)
+    content = content.replace(b"\0", b"")  # without, ASCII is what UTF-16 and -32 are
     try:
-        kind = _kind(text, str(path))
-    except RecordError as error:
-        return _Seen(kind=None, text=text, record=error)
-    try:
-        record = _READERS[kind](text, str(path))
-    except RecordError as error:
-        return _Seen(kind=kind, text=text, record=error)
-    ours = record if isinstance(record, Plan | Profile) else None
-    return _Seen(kind=kind, text=text, record=ours)
-
-
-def _kind(text: str, source: str) -> str:
-    """What the text says that it holds, strictly; RecordError where that is nothing known."""
-    kind = kind_of(text, source)
-    if kind is None:
-        problem, fix = f"missing key {_KEY!r}, which is not written so", f"write it as {_KEY}: plan"
-        raise RecordError(problem, source=source, fix=fix)
-    if kind not in _READERS:
-        raise RecordError(
-            f"expected {listed(_READERS, 'or')}, got {kind!r}",
-            source=source,
-            line=line_of(text, _KEY),
-            key=_KEY,
-            fix=did_you_mean(kind, _READERS),
-        )
-    return kind
-
-
-# --- what looks like a record ---------------------------------------------------------------------
-
-_ESCAPE = re.compile(
-    r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|(?:\r\n|[\r\n\x85\u2028\u2029])[ \t]*)",
-    re.IGNORECASE,
-)
-
-
-def _speaks_of_us(content: bytes) -> bool:
-    """Whether the word stands in the file, in any encoding and however it is escaped."""
-    try:
-        text = content.replace(b"\0", b"").decode()  # without, ASCII is what UTF-16 and -32 are
+        text = content.decode()
     except UnicodeDecodeError:
-        text = content.replace(b"\0", b"").decode("latin-1")
+        text = content.decode("latin-1")
     return _KEY in _plain(text) or ("\\" in text and _KEY in _plain(_ESCAPE.sub(_unescaped, text)))
 
 
@@ -347,14 +313,6 @@ def _plain(text: str) -> str:
         return text.lower()
     folded = unicodedata.normalize("NFKC", text).casefold()
     return "".join(c for c in folded if unicodedata.category(c) != "Cf")
-
-
-def _has_key(text: str) -> bool:
-    """Whether a lenient reader sees the key in a document, or cannot read the text at all."""
-    try:
-        return any(_is_ours(node) for node in yaml.compose_all(text, Loader=yaml.SafeLoader))
-    except (yaml.YAMLError, RecursionError, ValueError):
-        return True
 
 
 def _is_ours(node: yaml.Node | None, *, above: frozenset[int] = frozenset()) -> bool:

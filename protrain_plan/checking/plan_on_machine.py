@@ -1,22 +1,61 @@
-"""The machines that a plan is checked on, what it may take of each, and what it takes there now."""
+"""The machines that a plan is checked on, what it may take of each, and what it takes there now.
+
+The functions that predict are the planner's: what a plan records is what they say.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor
 from pathlib import Path
 
 from protrain_plan.checking.budgets import MachineBudget
 from protrain_plan.checking.diffing import UnitGrowth, growth
+from protrain_plan.checking.looking import Broken, Today, Unavailable
 from protrain_plan.checking.plan_files import Case
-from protrain_plan.checking.predicting import Predicted, misfit, on_machine, predicted
-from protrain_plan.checking.reestimating import Broken, Today, Unavailable
 from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import misfit as problem_misfit
+from protrain_plan.planning.search.evaluation import step_seconds
 from protrain_plan.program.group import DeviceGroup, not_joined, profile_of_rank
 from protrain_plan.records.hardware import Hardware, TierName
-from protrain_plan.records.plan import Budgets
+from protrain_plan.records.plan import Budgets, Plan, TierBytes
 from protrain_plan.records.profile import Profile
+from protrain_plan.simulation.memory import peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What a step takes: bytes of each tier at its peak, and seconds."""
+
+    peak_bytes: TierBytes
+    step_seconds: float
+
+
+def predicted(plan: Plan, profile: Profile) -> Predicted:
+    """What the plan's decisions take; its units are those of the profile (see `misfit`)."""
+    problem = Problem.of_plan(plan, profile)
+    return Predicted(
+        peak_bytes=peak_bytes(problem.program(plan.units)),
+        step_seconds=step_seconds(problem, plan.units)[0],
+    )
+
+
+def misfit(plan: Plan, profile: Profile) -> str | None:
+    """Why the plan's units are not decisions about the profile's, in words; None where they are."""
+    if (found := problem_misfit(plan, profile)) is not None:
+        return found.problem
+    problem = Problem.of_plan(plan, profile)
+    for index, unit in enumerate(plan.units):
+        described = problem.unit_plan(index, unit.activations, unit.states, unit.schedule)
+        if described != unit:
+            return f"{unit.name} is described otherwise in the profile"
+    try:
+        problem.program(plan.units)
+    except ProtrainError as error:
+        return error.message
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,116 +64,6 @@ class Limit:
 
     bytes: int
     source: str  # "the plan's budget", "budgets.yaml", "the machine's memory"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """A machine with its limits; `own` where the plan was made for it."""
-
-    hardware: Hardware
-    own: bool
-    device: Limit
-    host: Limit
-    disk: Limit
-    budget: MachineBudget | None
-
-    @property
-    def budgets(self) -> Budgets:
-        """The limits, as the planner takes them."""
-        return Budgets(device=self.device.bytes, host=self.host.bytes, disk=self.disk.bytes)
-
-
-def by_machine(budgets: Mapping[str, MachineBudget]) -> dict[str, MachineBudget]:
-    """Budgets by the names that machines have themselves, which their files may not be called.
-
-    RecordError where a file with hardware cannot be read.
-    """
-    return {_own_name(written): budget for written, budget in budgets.items()}
-
-
-def _own_name(written: str) -> str:
-    return load_hardware(written).name if Path(written).suffix in (".yaml", ".yml") else written
-
-
-class Machines:
-    """The machines on which plans have to fit because their budgets say so, read once."""
-
-    def __init__(self, budgets: Mapping[str, MachineBudget], plans: Sequence[Path]) -> None:
-        self.budgets = budgets  # `by_machine`
-        self._read = {
-            budget.machine: _read(budget.machine)
-            for budget in budgets.values()
-            if any(budget.names(plan) for plan in plans)
-        }
-
-    def machine(self, budget: MachineBudget) -> Hardware:
-        """The machine of a budget that names a plan; ProtrainError where it is not known."""
-        found = self._read[budget.machine]
-        if isinstance(found, ProtrainError):
-            raise found
-        return found
-
-
-def _read(machine: str) -> Hardware | ProtrainError:
-    try:
-        return load_hardware(machine)
-    except ProtrainError as error:
-        return error
-
-
-def targets(case: Case, machines: Machines, on: Sequence[Hardware] = ()) -> list[Target]:
-    """The plan's own machine, and those whose budgets name it; or, instead, those in `on`.
-
-    ProtrainError where a machine that has to fit the plan is not known.
-    """
-    budgets = machines.budgets
-    own = case.profile.hardware
-    if on:
-        there = [own if machine.name == own.name else machine for machine in on]
-    else:
-        named = [
-            machines.machine(budget)
-            for name, budget in budgets.items()
-            if name != own.name and budget.names(case.path)
-        ]
-        there = [own, *named]
-    return [_target(case, machine, budgets.get(machine.name)) for machine in there]
-
-
-def _target(case: Case, machine: Hardware, budget: MachineBudget | None) -> Target:
-    """One device's limits. What a budget says is a node's, as is what a machine's devices share."""
-    own = machine.name == case.profile.hardware.name
-    planned, group = case.plan.budgets, DeviceGroup.of(case.plan)
-    has = machine
-    if not_joined(case.plan, machine) is None:
-        has = profile_of_rank(on_machine(case.profile, machine), group).hardware
-    capacity = {tier.name: tier.capacity_bytes for tier in has.tiers}
-
-    def limit(asked: int | None, in_plan: int, there: int) -> Limit:
-        headroom = budget.headroom if budget else 0.0
-        size, source = there, "the machine's memory" + " for each device" * (group.in_node > 1)
-        if own:
-            size, source = in_plan, "the plan's budget"
-        if asked is not None and budget is not None and asked <= there:
-            size, source = asked, Path(budget.source).name
-        if headroom:
-            source += f", {100 * headroom:g}% of it free"
-        return Limit(bytes=floor(size * (1 - headroom)), source=source)
-
-    def below(tier: TierName, asked: int | None, in_plan: int) -> Limit:
-        part = None if asked is None else asked // group.in_node
-        return limit(part, in_plan, capacity.get(tier, 0))
-
-    return Target(
-        hardware=machine,
-        own=own,
-        device=limit(
-            budget.device if budget else None, planned.device, machine.device.memory_bytes
-        ),
-        host=below("host", budget.host if budget else None, planned.host),
-        disk=below("disk", budget.disk if budget else None, planned.disk),
-        budget=budget,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,10 +109,20 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOnMachine:
-    """A plan with its model on one machine."""
+    """A plan with its model on a machine, and the limits there; `own` where it was made for it."""
 
     model: Model
-    target: Target
+    hardware: Hardware
+    own: bool
+    device: Limit
+    host: Limit
+    disk: Limit
+    budget: MachineBudget | None
+
+    @property
+    def budgets(self) -> Budgets:
+        """The limits, as the planner takes them."""
+        return Budgets(device=self.device.bytes, host=self.host.bytes, disk=self.disk.bytes)
 
     @property
     def case(self) -> Case:
@@ -191,8 +130,11 @@ class PlanOnMachine:
 
     @cached_property
     def profile(self) -> Profile:
-        """What the model costs on this machine: bytes for sure, seconds where it is the plan's."""
-        return on_machine(self.model.profile, self.target.hardware)
+        """What the model costs on this machine: bytes for sure, seconds where it is the plan's.
+
+        The memory and the links are the machine's; seconds of compute stay as they are.
+        """
+        return replace(self.model.profile, hardware=self.hardware)
 
     @cached_property
     def misfit(self) -> str | None:
@@ -210,15 +152,87 @@ class PlanOnMachine:
 
         Estimated seconds stand for themselves alone: a measured profile's have to be measured.
         """
-        if self.target.own:
+        if self.own:
             if self.profile.method != self.case.profile.method:
                 return Unavailable(reason="the model changed since its seconds were measured")
             return self.predicted.step_seconds
         if not isinstance(self.model.today, Today):
             return Unavailable(reason=f"no estimate for this machine: {self.model.today.reason}")
-        if self.target.hardware.rates is None:
+        if self.hardware.rates is None:
             return Unavailable(reason="no estimate for this machine: its rates are not known")
-        found = self.model.today.profile(self.target.hardware)
+        found = self.model.today.profile(self.hardware)
         if not isinstance(found, Profile):
             return found
         return predicted(self.case.plan, found).step_seconds
+
+
+class Machines:
+    """Budgets by machine, and the machines on which plans have to fit because of them, read once.
+
+    Budgets are by the names that machines have themselves, which their files may not be called.
+    RecordError where a file with hardware cannot be read.
+    """
+
+    def __init__(self, budgets: Mapping[str, MachineBudget], plans: Sequence[Path]) -> None:
+        self.budgets = {
+            load_hardware(name).name if Path(name).suffix in (".yaml", ".yml") else name: budget
+            for name, budget in budgets.items()
+        }
+        self._read: dict[str, Hardware | ProtrainError] = {}
+        for budget in self.budgets.values():
+            if any(budget.names(plan) for plan in plans):
+                try:
+                    self._read[budget.machine] = load_hardware(budget.machine)
+                except ProtrainError as error:
+                    self._read[budget.machine] = error
+
+    def of(self, model: Model, on: Sequence[Hardware] = ()) -> list[PlanOnMachine]:
+        """The plan on its own machine, and on those whose budgets name it; or on those in `on`.
+
+        ProtrainError where a machine that has to fit the plan is not known.
+        """
+        case = model.case
+        own = case.profile.hardware
+        there = [own if machine.name == own.name else machine for machine in on] or [own]
+        for name, budget in () if on else self.budgets.items():
+            if name != own.name and budget.names(case.path):
+                found = self._read[budget.machine]
+                if isinstance(found, ProtrainError):
+                    raise found
+                there.append(found)
+        return [_on_machine(model, machine, self.budgets.get(machine.name)) for machine in there]
+
+
+def _on_machine(model: Model, machine: Hardware, budget: MachineBudget | None) -> PlanOnMachine:
+    """One device's limits. What a budget says is a node's, as is what a machine's devices share."""
+    case, own = model.case, machine.name == model.case.profile.hardware.name
+    planned, group = case.plan.budgets, DeviceGroup.of(case.plan)
+    asked = budget or MachineBudget(machine=machine.name, source="")
+    has = machine
+    if not_joined(case.plan, machine) is None:
+        has = profile_of_rank(replace(case.profile, hardware=machine), group).hardware
+    capacity = {tier.name: tier.capacity_bytes for tier in has.tiers}
+
+    def limit(there: int, in_plan: int, in_budget: int | None) -> Limit:
+        size, source = there, "the machine's memory" + " for each device" * (group.in_node > 1)
+        if own:
+            size, source = in_plan, "the plan's budget"
+        if in_budget is not None and in_budget <= there:
+            size, source = in_budget, Path(asked.source).name
+        if asked.headroom:
+            source += f", {100 * asked.headroom:g}% of it free"
+        return Limit(bytes=floor(size * (1 - asked.headroom)), source=source)
+
+    def below(tier: TierName, in_plan: int, in_budget: int | None) -> Limit:
+        part = None if in_budget is None else in_budget // group.in_node
+        return limit(capacity.get(tier, 0), in_plan, part)
+
+    return PlanOnMachine(
+        model=model,
+        hardware=machine,
+        own=own,
+        device=limit(machine.device.memory_bytes, planned.device, asked.device),
+        host=below("host", planned.host, asked.host),
+        disk=below("disk", planned.disk, asked.disk),
+        budget=budget,
+    )

@@ -2,31 +2,143 @@
 
 A plan's file comes first, then what it says of its profile and of the model, then what it takes of
 each machine. Where one stage fails, the later ones have nothing to speak of. Budgets and the
-number of plans come last. A new rule is a function here, and one line in a table at the end.
+number of plans come last. A new rule is a function here, and its name in a table at the end.
+`check` holds plans against all of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import getdoc
+from pathlib import Path
+from typing import Any, TypeVar, get_args
 
 from protrain_plan.checking.budgets import MachineBudget
 from protrain_plan.checking.diffing import UnitGrowth, growth_in_words
-from protrain_plan.checking.plan_files import Case, Files, opened
-from protrain_plan.checking.plan_on_machine import Limit, Model, PlanOnMachine
-from protrain_plan.checking.predicting import misfit, predicted, tiers_used, waits_ahead
-from protrain_plan.checking.reestimating import Broken, Unavailable
-from protrain_plan.checking.verdicts import Failed, Passed, Rule, Skipped, Verdict
+from protrain_plan.checking.looking import Broken, Look, Unavailable
+from protrain_plan.checking.plan_files import Case, Files, line_of, opened, search
+from protrain_plan.checking.plan_on_machine import (
+    Limit,
+    Machines,
+    Model,
+    PlanOnMachine,
+    misfit,
+    predicted,
+)
 from protrain_plan.errors import ProtrainError, RecordError
 from protrain_plan.hardware.catalogue import hardware_names
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.program.group import DeviceGroup, not_joined
 from protrain_plan.records import commands as records
-from protrain_plan.records.hardware import TierName
+from protrain_plan.records.hardware import Hardware, TierName
 from protrain_plan.records.plan import Budgets
 from protrain_plan.records.profile import Profile
 from protrain_plan.records.reader import version_of
 from protrain_plan.records.tree import did_you_mean
 from protrain_plan.units import exact_bytes, format_bytes, format_seconds
+
+Subject = TypeVar("Subject")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """The rule holds; `found` says by how much, where that is a number."""
+
+    found: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The rule does not hold.
+
+    key           the part of the plan's file that the problem is about
+    growth        units of today's model that take more, or less, than the profile says
+    excess_bytes  what is missing of the limit
+    no_plan_fits  whether planning again cannot help
+    """
+
+    problem: str
+    key: str | None = None
+    line: int | None = None  # where it is known already: of what cannot be read
+    fix: str | None = None
+    growth: tuple[UnitGrowth, ...] = ()
+    excess_bytes: int | None = None
+    no_plan_fits: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """What the rule needs is not there."""
+
+    reason: str
+
+
+Verdict = Passed | Failed | Skipped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A rule's code, its first sentence, and the whole explanation."""
+
+    code: str
+    title: str
+    explanation: str
+
+    @staticmethod
+    def of(check: Callable[..., Any]) -> "Rule":
+        """The rule that a function is: its name and its docstring."""
+        docstring = getdoc(check)
+        assert docstring
+        paragraphs = [" ".join(part.split()) for part in docstring.split("\n\n")]
+        explanation, title = "\n\n".join(paragraphs), paragraphs[0].removesuffix(".")
+        return Rule(code=check.__name__.upper(), title=title, explanation=explanation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A rule's verdict on one plan, and on one machine where the rule is about machines."""
+
+    rule: Rule
+    plan: str  # its file, as it was named or found; the budgets' own for BUD001
+    verdict: Verdict
+    line: int = 1  # [1..]
+    machine: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All findings on so many plans, plan by plan in the order of the rules.
+
+    num_plans    that were checked, those that cannot be read too
+    num_records  of any kind that were read, or cannot be
+    num_seen     files that were looked at to find them
+
+    With `strict`, a rule that could not be checked counts as one that failed.
+    """
+
+    findings: tuple[Finding, ...]
+    num_plans: int
+    num_records: int = 0
+    num_seen: int = 0
+    strict: bool = False
+
+    @property
+    def num_failed(self) -> int:
+        """The files of which some rule failed."""
+        return len({finding.plan for finding in self.with_verdict(Failed)})
+
+    def with_verdict(self, kind: type[Passed] | type[Failed] | type[Skipped]) -> list[Finding]:
+        """The findings with one kind of verdict."""
+        return [finding for finding in self.findings if isinstance(finding.verdict, kind)]
+
+    @property
+    def exit_code(self) -> int:
+        """0 all rules hold, 1 one does not, 3 one does not and no other plan would mend that."""
+        failed = [f.verdict for f in self.findings if isinstance(f.verdict, Failed)]
+        if any(verdict.no_plan_fits for verdict in failed):
+            return 3
+        return 1 if failed or (self.strict and self.with_verdict(Skipped)) else 0
+
 
 # --- files ----------------------------------------------------------------------------------------
 
@@ -134,9 +246,18 @@ def sim002(model: Model) -> Verdict:
     Moves and slots wait for each other as the decisions say. Leads that a planner chose never make
     them wait in a circle; this rule is for plans that were edited by hand.
     """
-    waiting = waits_ahead(model.case.plan, model.case.profile)
+    # A programme that waits for earlier moves alone can go on at every moment.
+    program = Problem.of_plan(model.case.plan, model.case.profile).program(model.case.plan.units)
+    submitted: set[int] = set()
+    waiting: list[int] = []
+    for slot in program.slots:
+        for waits, then in ((slot.drained, slot.submit), (slot.ready, slot.finish)):
+            waiting += [number for number in waits if number not in submitted]
+            for number in then:
+                waiting += [number] * (not submitted.issuperset(program.moves[number].after))
+                submitted.add(number)
     if waiting:
-        problem = f"these wait for each other: {', '.join(waiting)}"
+        problem = f"these wait for each other: {', '.join(map(program.move_name, waiting))}"
         return Failed(problem=problem, key="units", fix=plan_again(model.case))
     return Passed()
 
@@ -185,24 +306,16 @@ def fpr001(model: Model) -> Verdict:
 # --- all plans ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Count:
-    """How many plans were checked, and how many there should be."""
-
-    expected: int
-    found: int
-
-
-def num001(count: Count) -> Verdict:
+def num001(expected: int, found: int) -> Verdict:
     """As many plans are checked as are expected.
 
     With --expect N, so that a plan that is moved away, renamed or written so that it is no longer
     one is missed. Records that cannot be read as plans do not count. Without it nothing is
     expected.
     """
-    if count.found == count.expected:
-        return Passed(found=f"{count.found} plans")
-    problem = f"{count.expected} plans are expected, and {count.found} are checked"
+    if found == expected:
+        return Passed(found=f"{found} plans")
+    problem = f"{expected} plans are expected, and {found} are checked"
     return Failed(problem=problem, fix="bring back what is missing, or change --expect")
 
 
@@ -216,27 +329,27 @@ def hdw001(situation: PlanOnMachine) -> Verdict:
     one for a CPU differ, it has every tier that a decision names, its devices are joined where the
     plan is for several, and the budgets are not above what it has.
     """
-    case, machine = situation.case, situation.target.hardware
+    case, machine = situation.case, situation.hardware
     planned_for = case.profile.hardware.device.kind
+    fix = f"profile and plan the model for {machine.name}"
     if machine.device.kind != planned_for:
         problem = f"the plan is for a {planned_for} device, and this one is {machine.device.kind}"
-        fix = f"profile and plan the model for {machine.name}"
         return Failed(problem=problem, key="workload.device", fix=fix)
+    decisions = [one for unit in case.plan.units for one in (unit.activations, unit.states)]
+    used = {getattr(decision, "tier", None) for decision in decisions}
     there = [tier.name for tier in machine.tiers]
-    missing = [tier for tier in tiers_used(case.plan) if tier not in there]
+    missing = [tier for tier in get_args(TierName) if tier in used and tier not in there]
     if missing:
         problem = f"the plan uses {' and '.join(missing)}, which this machine does not have"
-        fix = f"profile and plan the model for {machine.name}"
         return Failed(problem=problem, key="units", fix=fix)
     if (reason := not_joined(case.plan, machine)) is not None:
         problem = f"the plan is for {DeviceGroup.of(case.plan)}: {reason}"
         return Failed(problem=problem, key="num_devices", fix=plan_again(case))
-    if (budget := situation.target.budget) is not None:
-        asked = {"device": budget.device, "host": budget.host, "disk": budget.disk}
+    if (budget := situation.budget) is not None:
         has = [("device", machine.device.memory_bytes)]
         has += [(tier.name, tier.capacity_bytes) for tier in machine.tiers]
         for name, size in has:
-            limit = asked[name]
+            limit: int | None = getattr(budget, name)
             if limit is not None and limit > size:
                 problem = (
                     f"the {name} budget of {format_bytes(limit)} in {budget.source} is above the"
@@ -256,19 +369,24 @@ def mem001(situation: PlanOnMachine) -> Verdict:
     the estimate of today's model under the plan's decisions, and the message names the layers that
     grew.
     """
-    limit = situation.target.device
-    if situation.misfit is not None:
-        return _undecided(situation, limit)
-    predicted_now = situation.predicted
-    if predicted_now.device <= limit.bytes:
-        return Passed(found=f"{format_bytes(predicted_now.device)} of {format_bytes(limit.bytes)}")
-    peak = predicted_now.peak_bytes
+    limit = situation.device
+    if situation.misfit is not None:  # then only whether some plan fits can be said
+        if (reason := not_joined(situation.case.plan, situation.hardware)) is not None:
+            return Skipped(reason=reason)
+        problem = f"the plan is for another model: {situation.misfit}"
+        failed = _with_remedy(situation, problem, "units", situation.model.growth, None)
+        if failed.no_plan_fits:
+            return failed
+        return Skipped(reason=f"{problem}; another plan fits {format_bytes(limit.bytes)}")
+    peak = situation.predicted.peak_bytes
+    used = peak.on_device
+    if used <= limit.bytes:
+        return Passed(found=f"{format_bytes(used)} of {format_bytes(limit.bytes)}")
     text = (
-        f"the predicted peak of {format_bytes(predicted_now.device)}"
-        f" ({format_bytes(peak.device)} of tensors,"
-        f" {format_bytes(peak.on_device - peak.device)} besides)"
+        f"the predicted peak of {format_bytes(used)} ({format_bytes(peak.device)} of tensors,"
+        f" {format_bytes(used - peak.device)} besides)"
     )
-    return _over(situation, text, predicted_now.device, limit)
+    return _over(situation, text, used, limit)
 
 
 def host001(situation: PlanOnMachine) -> Verdict:
@@ -277,7 +395,7 @@ def host001(situation: PlanOnMachine) -> Verdict:
     Host memory is what offloaded states, swapped activations and the host's optimizer take, pinned.
     The budget is found as for MEM001.
     """
-    return _below_device(situation, "host", situation.target.host)
+    return _below_device(situation, "host", "host memory", situation.host)
 
 
 def disk001(situation: PlanOnMachine) -> Verdict:
@@ -286,7 +404,7 @@ def disk001(situation: PlanOnMachine) -> Verdict:
     Disk space is what offloaded states and swapped activations take in the spill file. The budget
     is found as for MEM001.
     """
-    return _below_device(situation, "disk", situation.target.disk)
+    return _below_device(situation, "disk", "disk space", situation.disk)
 
 
 def time001(situation: PlanOnMachine) -> Verdict:
@@ -298,8 +416,7 @@ def time001(situation: PlanOnMachine) -> Verdict:
     estimated; estimated and measured ones are not compared, so that a model that changed since it
     was measured has to be measured again.
     """
-    target, case = situation.target, situation.case
-    budget = target.budget
+    case, budget = situation.case, situation.budget
     if budget is None or (budget.step_seconds is None and budget.slowdown is None):
         return Passed(found="no budget")
     if situation.misfit is not None:
@@ -312,7 +429,7 @@ def time001(situation: PlanOnMachine) -> Verdict:
     limits: list[tuple[float, str]] = []
     if budget.step_seconds is not None:
         limits.append((budget.step_seconds, f"the budget in {budget.source}"))
-    if budget.slowdown is not None and target.own:
+    if budget.slowdown is not None and situation.own:
         recorded = case.plan.prediction.step_seconds
         allowed = recorded * (1 + budget.slowdown)
         words = f"{100 * budget.slowdown:g}% above the plan's {format_seconds(recorded)}"
@@ -328,14 +445,13 @@ def time001(situation: PlanOnMachine) -> Verdict:
     return Passed(found=format_seconds(now))
 
 
-def _below_device(situation: PlanOnMachine, tier: TierName, limit: Limit) -> Verdict:
+def _below_device(situation: PlanOnMachine, tier: TierName, what: str, limit: Limit) -> Verdict:
     if situation.misfit is not None:
         return Skipped(reason=f"the plan is for another model: {situation.misfit}")
     used: int = getattr(situation.predicted.peak_bytes, tier)
     if used <= limit.bytes:
         found = f"{format_bytes(used)} of {format_bytes(limit.bytes)}" if used else "none needed"
         return Passed(found=found)
-    what = {"host": "host memory", "disk": "disk space"}[tier]
     return _over(situation, f"the predicted {what} of {format_bytes(used)}", used, limit)
 
 
@@ -349,17 +465,6 @@ def _over(situation: PlanOnMachine, text: str, used: int, limit: Limit) -> Faile
     return _with_remedy(situation, problem, "prediction.peak_bytes", grown, used - limit.bytes)
 
 
-def _undecided(situation: PlanOnMachine, limit: Limit) -> Verdict:
-    """Today's model has other units than the plan: only whether some plan fits can be said."""
-    if (reason := not_joined(situation.case.plan, situation.target.hardware)) is not None:
-        return Skipped(reason=reason)
-    problem = f"the plan is for another model: {situation.misfit}"
-    failed = _with_remedy(situation, problem, "units", situation.model.growth, None)
-    if not failed.no_plan_fits:
-        return Skipped(reason=f"{problem}; another plan fits {format_bytes(limit.bytes)}")
-    return failed
-
-
 def _with_remedy(
     situation: PlanOnMachine,
     problem: str,
@@ -369,7 +474,7 @@ def _with_remedy(
 ) -> Failed:
     if grown:
         problem += f"; since it was profiled: {growth_in_words(grown)}"
-    case, limits = situation.case, situation.target.budgets
+    case, limits = situation.case, situation.budgets
     asked = Problem.of_plan(case.plan, situation.profile, limits)
     lean = min_memory(asked)
     none_fits = lean is None or lean.bytes > asked.device
@@ -392,28 +497,19 @@ def _with_remedy(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Guard:
-    """A budget, and the machines on which plans were checked."""
-
-    budget: MachineBudget
-    machine: str
-    machines: frozenset[str]
-
-
-def bud001(guard: Guard) -> Verdict:
+def bud001(budget: MachineBudget, machine: str, machines: frozenset[str]) -> Verdict:
     """Every budget is held against some plan.
 
     A budget is for plans that were made for its machine, and for those that its `plans` name. One
     that has neither guards nothing: its machine's name may be mistaken, or the plans are not among
     those that are checked. With --on, budgets of other machines are not looked at.
     """
-    if guard.machine in guard.machines:
+    if machine in machines:
         return Passed()
     reason = "no plan that is checked was made for this machine"
-    if guard.budget.plans:
-        reason += f", or matches {' or '.join(guard.budget.plans)}"
-    near = did_you_mean(guard.machine, sorted(guard.machines))
+    if budget.plans:
+        reason += f", or matches {' or '.join(budget.plans)}"
+    near = did_you_mean(machine, sorted(machines))
     return Skipped(reason=f"{reason}; {near}" if near else reason)
 
 
@@ -456,33 +552,12 @@ def profile_command(case: Case) -> str:
 
 # --- the tables -----------------------------------------------------------------------------------
 
-FILE_RULES: tuple[Callable[[Files], Verdict], ...] = (ver001, prf001)
-MODEL_RULES: tuple[Callable[[Model], Verdict], ...] = (
-    pln001,
-    sim001,
-    sim002,
-    fpr001,
-)
-MACHINE_RULES: tuple[Callable[[PlanOnMachine], Verdict], ...] = (
-    hdw001,
-    mem001,
-    host001,
-    disk001,
-    time001,
-)
-BUDGET_RULE: Callable[[Guard], Verdict] = bud001
-COUNT_RULE: Callable[[Count], Verdict] = num001
-
-RULES: dict[str, Rule] = {
-    rule.code: rule
-    for rule in (
-        *map(Rule.of, FILE_RULES),
-        *map(Rule.of, MODEL_RULES),
-        *map(Rule.of, MACHINE_RULES),
-        Rule.of(BUDGET_RULE),
-        Rule.of(COUNT_RULE),
-    )
-}
+FILE_RULES = (ver001, prf001)
+MODEL_RULES = (pln001, sim001, sim002, fpr001)
+MACHINE_RULES = (hdw001, mem001, host001, disk001, time001)
+_OF_PLANS = (*FILE_RULES, *MODEL_RULES, *MACHINE_RULES)
+_ALL: tuple[Callable[..., Verdict], ...] = (*_OF_PLANS, bud001, num001)
+RULES = {rule.code: rule for rule in map(Rule.of, _ALL)}
 
 
 def explained(code: str) -> Rule:
@@ -491,3 +566,99 @@ def explained(code: str) -> Rule:
         fix = did_you_mean(code.upper(), RULES) or f"the rules are {', '.join(RULES)}"
         raise ProtrainError(f"there is no rule {code!r}", key="--explain", fix=fix)
     return RULES[code.upper()]
+
+
+def check(
+    plans: Sequence[Path],
+    *,
+    look: Look,
+    budgets: Mapping[str, MachineBudget],
+    on: Sequence[Hardware] = (),
+    strict: bool = False,
+    expect: int | None = None,
+    prepare: Callable[[Sequence[Profile]], object] = lambda _: None,
+    progress: Callable[[str, float], None] = lambda *_: None,
+) -> Report:
+    """Hold the plans, and those in folders, against all rules.
+
+    `look` finds today's model of a profile; `prepare` is told before whose models those will be.
+    Each plan is checked on its own machine and those whose budgets name it, or on the machines in
+    `on` instead. With `expect`, so many plans have to be there. ProtrainError where a machine is
+    not known, a path is missing or a folder has no plan.
+    """
+    findings: list[Finding] = []
+    # Everything is read before any model's code runs, which could write files.
+    found = search(plans)
+    machines = Machines(budgets, [files.path for files in found.files])
+    prepare([case.profile for case in map(opened, found.files) if case is not None])
+    for number, files in enumerate(found.files):
+        progress(str(files.path), number / len(found.files))
+        findings += _findings(files, look, machines, on)
+    on_machines = [finding for finding in findings if finding.machine is not None]
+    # A plan that cannot be read may be what a budget is for: then nobody can tell.
+    if not on and {one.plan for one in findings} == {one.plan for one in on_machines}:
+        names = frozenset(one.machine for one in on_machines if one.machine is not None)
+        for machine, budget in machines.budgets.items():
+            verdict = bud001(budget, machine, names)
+            # Of budgets that guard something there is nothing to say.
+            if not isinstance(verdict, Passed):
+                rule = Rule.of(bud001)
+                findings.append(
+                    Finding(rule=rule, plan=budget.source, machine=machine, verdict=verdict)
+                )
+    num_plans = sum(files.is_plan for files in found.files)
+    if expect is not None:
+        count = num001(expect, num_plans)
+        findings.append(Finding(rule=Rule.of(num001), plan=str(plans[0]), verdict=count))
+    return Report(
+        findings=tuple(findings),
+        num_plans=num_plans,
+        num_records=found.num_records,
+        num_seen=found.num_seen,
+        strict=strict,
+    )
+
+
+def _findings(
+    files: Files, look: Look, machines: Machines, on: Sequence[Hardware]
+) -> list[Finding]:
+    """One plan's findings, stage by stage; a stage that fails ends what depends on it."""
+    found: list[Finding] = []
+
+    def holds(
+        rule: Callable[[Subject], Verdict], subject: Subject, machine: str | None = None
+    ) -> bool:
+        try:
+            verdict = rule(subject)
+        except Exception as error:  # noqa: BLE001  (a mistake of ours is no reason to pass)
+            ours = not isinstance(error, ProtrainError)
+            reason = f"a mistake of protrain's: {error!r}" if ours else str(error)
+            verdict = Failed(problem=f"this cannot be checked: {reason}")
+        failed = isinstance(verdict, Failed)
+        line, key = (verdict.line, verdict.key) if isinstance(verdict, Failed) else (None, None)
+        found.append(
+            Finding(
+                rule=Rule.of(rule),
+                plan=str(files.path),
+                line=line or line_of(files.text, key),
+                machine=machine,
+                verdict=verdict,
+            )
+        )
+        return not failed
+
+    if not all(holds(rule, files) for rule in FILE_RULES):
+        return found
+    case = opened(files)
+    assert case is not None, "PRF001 holds"
+    model = Model(case=case, today=look(case.profile))
+    if not holds(MODEL_RULES[0], model):
+        return found
+    for rule in MODEL_RULES[1:]:
+        holds(rule, model)
+    for situation in machines.of(model, on):
+        name = situation.hardware.name
+        if holds(MACHINE_RULES[0], situation, name):
+            for limit in MACHINE_RULES[1:]:
+                holds(limit, situation, name)
+    return found

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -65,24 +66,19 @@ def check(
     | protrain check plans --format github | protrain check --explain MEM001
     """
     from protrain_plan.checking.budgets import find_budgets
-    from protrain_plan.checking.looking import Looking
-    from protrain_plan.checking.reestimating import look_away
+    from protrain_plan.checking.looking import Looking, look_away
+    from protrain_plan.checking.rules import check as checked
     from protrain_plan.checking.rules import explained
-    from protrain_plan.checking.run_rules import check as checked
-    from protrain_plan.commands.output import (
-        print_any,
-        print_rendered,
-        progress,
-        refuse_closed_output,
-    )
+    from protrain_plan.commands import output
     from protrain_plan.hardware.catalogue import load_hardware
     from protrain_plan.presentation.checks.reports import FORMATS, explanation
     from protrain_plan.profiling.estimate_cache import EstimateCache
 
-    refuse_closed_output()
+    if sys.__stdout__ is None:  # this program was started without one
+        raise ProtrainError("standard output is closed", fix="send it to /dev/null")
     form = choice("--format", "json" if as_json else output_format, tuple(FORMATS))
     if explain is not None:
-        print_rendered(explanation(explained(explain)))
+        output.print_rendered(explanation(explained(explain)))
         return
     if not plans and not DEFAULT.is_dir():
         problem = "there is no folder plans/ here"
@@ -91,8 +87,8 @@ def check(
         raise ProtrainError(f"expected seconds, got {time_limit:g}", key="--time-limit")
     memory = size("--model-memory", model_memory, 0)
     cache = EstimateCache(off=no_cache or records_only)
-    looking = Looking(seconds=time_limit, memory=memory, cache=cache)
-    with progress(quiet=form != "text") as tell, looking as look:
+    looking = Looking(seconds=time_limit, memory=memory, cache=cache).open()
+    with output.progress(quiet=form != "text") as tell, looking as look:
         report = checked(
             plans or [DEFAULT],
             look=look_away if records_only else look,
@@ -104,5 +100,5 @@ def check(
             progress=tell,
         )
     root = Path(os.environ.get("GITHUB_WORKSPACE", ""))  # where an action's paths count from
-    print_any(FORMATS[form](report, root))
+    output.print_any(FORMATS[form](report, root))
     raise typer.Exit(report.exit_code)

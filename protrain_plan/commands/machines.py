@@ -39,11 +39,8 @@ def list_machines(as_json: JsonOption = False) -> None:
     from protrain_plan.presentation.profiles import machines_text
 
     machines = [load_hardware(name) for name in hardware_names()]
-    show(
-        as_json,
-        {"machines": [asdict(machine) for machine in machines]},
-        lambda: machines_text(machines),
-    )
+    data = {"machines": [asdict(machine) for machine in machines]}
+    show(as_json, data, lambda: machines_text(machines))
 
 
 def show_machine(
@@ -113,8 +110,4 @@ def probe(
     if machine is None:
         return
     write_hardware(machine, target)
-    show(
-        as_json,
-        asdict(machine),
-        lambda: machine_text(machine, written=output),
-    )
+    show(as_json, asdict(machine), lambda: machine_text(machine, written=output))

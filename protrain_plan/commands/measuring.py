@@ -146,14 +146,16 @@ def estimated(
     had, or the model's code looks at values.
     """
     questions = [request.question() for request in requests]
-    found = [
-        [cache.profile(question, machine) if question else None for machine in machines]
-        for question in questions
-    ]
+    found = {
+        (number, machine): profile
+        for number, question in enumerate(questions)
+        for machine in machines
+        if question is not None and (profile := cache.profile(question, machine)) is not None
+    }
     wanted = [
-        (number, [machine for machine, one in zip(machines, known, strict=True) if one is None])
-        for number, known in enumerate(found)
-        if None in known
+        (number, missing)
+        for number in range(len(requests))
+        if (missing := [machine for machine in machines if (number, machine) not in found])
     ]
     at_once = processes_at_once(len(wanted)) if all(questions) else 1
 
@@ -171,10 +173,8 @@ def estimated(
             for machine, profile in zip(missing, profiles, strict=True):
                 if (question := questions[number]) is not None:
                     cache.keep_profile(question, profile)
-                for place, one in enumerate(machines):
-                    if one == machine:
-                        found[number][place] = profile
-    return [[profile for profile in row if profile is not None] for row in found]
+                found[number, machine] = profile
+    return [[found[number, machine] for machine in machines] for number in range(len(requests))]
 
 
 def _estimated(
@@ -270,12 +270,9 @@ def _apart(
         raise _death(child.returncode, place, dump.read().decode(errors="replace"))
 
 
-Outcome = Profile | list[Profile] | ProtrainError | None
-
-
 def _followed(
     child: subprocess.Popen[bytes], line: Connection, asked: object, progress: Progress
-) -> tuple[Place, Outcome]:
+) -> tuple[Place, Profile | list[Profile] | ProtrainError | None]:
     """Where the process was last, and what came of it: None where it sent nothing."""
     place = Place()
     try:
@@ -287,9 +284,8 @@ def _followed(
             match told:
                 case Place():
                     place = told
-                case list():
-                    return place, told
-                case (what, fraction):
+                case tuple():
+                    what, fraction = told
                     place = Place(doing=what)
                     progress(what, fraction)
                 case _:
@@ -301,12 +297,11 @@ def _followed(
 
 def _death(code: int, place: Place, dump: str) -> ProtrainError:
     """What is said of a process that ended without a word."""
-    source, number = culprit_in(dump)
+    debugger = "--in-process measures where a debugger can stop"
     if code >= 0:
         return ProtrainError(
             f"the measuring process ended with code {code} and no profile{place}",
-            fix="if it printed a traceback, that says why; --in-process measures where a debugger"
-            " can stop",
+            fix=f"if it printed a traceback, that says why; {debugger}",
         )
     died = signal.Signals(-code)
     message = (
@@ -314,13 +309,12 @@ def _death(code: int, place: Place, dump: str) -> ProtrainError:
     )
     if died == signal.SIGKILL:
         return OutOfMemoryError(message, fix=f"probably memory ran out: {SMALLER}")
-    return ProtrainError(
-        message,
-        source=source,
-        line=number,
-        fix="look for what is no Python there: an extension, or memory that is used after its end;"
-        " --in-process measures where a debugger can stop",
+    source, number = culprit_in(dump)
+    fix = (
+        "look for what is no Python there: an extension, or memory that is used after its end;"
+        f" {debugger}"
     )
+    return ProtrainError(message, source=source, line=number, fix=fix)
 
 
 # ---- the other side ------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ from protrain_plan.units import parse_bytes
 if TYPE_CHECKING:
     import torch
 
+    from protrain_plan.program.group import DeviceGroup
     from protrain_plan.records.hardware import Hardware
-    from protrain_plan.records.plan import Updates
+    from protrain_plan.records.plan import Budgets, Updates
 
 Name = TypeVar("Name", bound=str)
 
@@ -36,6 +37,10 @@ NoCacheOption = Annotated[
         "--no-cache", help="Make estimates anew, and keep none (nor with PROTRAIN_NO_CACHE=1)."
     ),
 ]
+PlanArgument = Annotated[Path, typer.Argument(help="A plan.", show_default=False)]
+DTypeOption = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+AccumulateOption = Annotated[int, typer.Option(min=1, help="Micro-batches per update.")]
+PointsOption = Annotated[int, typer.Option(min=2, help="Budgets that --pareto plans for.")]
 UpdatesOption = Annotated[
     str | None,
     typer.Option(
@@ -63,6 +68,27 @@ def size(option: str, text: str | None, default: int) -> int:
         return parse_bytes(text)
     except ProtrainError as error:
         raise ProtrainError(error.message, key=option, fix=error.fix) from None
+
+
+def budgets_of(
+    machine: "Hardware",
+    group: "DeviceGroup",
+    device: str | None,
+    host: str | None,
+    disk: str | None,
+) -> "Budgets":
+    """A device's budgets: what was asked for, of host memory and disk for its node, or all it has.
+
+    `machine` is the device's part of its node.
+    """
+    from protrain_plan.records.plan import Budgets
+
+    there = {tier.name: tier.capacity_bytes * group.in_node for tier in machine.tiers}
+    return Budgets(
+        device=size("--device-memory", device, machine.device.memory_bytes),
+        host=size("--host-memory", host, there.get("host", 0)) // group.in_node,
+        disk=size("--disk", disk, there.get("disk", 0)) // group.in_node,
+    )
 
 
 def integers(option: str, text: str) -> tuple[int, ...]:

@@ -66,49 +66,40 @@ def destination(path: Path, *, option: str = "-o") -> Path:
     `-` is standard output, which then holds the file alone: everything else that is printed, by us
     or by the model's code, goes to standard error.
     """
-    from protrain_plan.records.files import STANDARD_OUTPUT, descriptor_of, keep_standard_output
+    from protrain_plan.records import files
 
     path = Path("/dev/stdout") if str(path) == "-" else path
-    _writable(path, option=option)
-    if descriptor_of(path) != STANDARD_OUTPUT:
+    fix = f"name a file with {option}"
+    directory, descriptor = path.parent, files.descriptor_of(path)
+    if descriptor is not None or files.is_special(path):
+        if not (os.access(path, os.W_OK) if descriptor is None else _is_open(descriptor)):
+            raise ProtrainError("cannot be written", source=str(path), fix=fix)
+    else:
+        try:
+            os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except (OSError, ValueError) as error:  # a name that no file can have
+            problem = f"cannot be written: {getattr(error, 'strerror', None) or error}"
+            raise ProtrainError(problem, source=str(path)) from None
+        if os.path.isdir(path):  # noqa: PTH112  (a name that no file can have is none)
+            raise ProtrainError("is a directory", source=str(path), fix=fix)
+        if not os.path.isdir(directory) or not os.access(directory, os.W_OK):  # noqa: PTH112
+            problem = "the directory is missing or cannot be written"
+            fix = f"name a file in another directory with {option}"
+            raise ProtrainError(problem, source=str(directory), fix=fix)
+    if descriptor != files.STANDARD_OUTPUT:
         return path
     if _given_away:
         problem = f"standard output is what {_given_away[0]} writes to"
-        raise ProtrainError(problem, key=option, fix=f"name a file with {option}")
+        raise ProtrainError(problem, key=option, fix=fix)
     _given_away.append(option)
     flush()
-    keep_standard_output()
+    files.keep_standard_output()
     return path
 
 
 _given_away: list[str] = []  # the option that standard output is for
-
-
-def _writable(path: Path, *, option: str) -> None:
-    """Refuse at once what could not be written after minutes of work."""
-    from protrain_plan.records.files import descriptor_of, is_special
-
-    directory, descriptor = path.parent, descriptor_of(path)
-    if descriptor is not None or is_special(path):
-        if not (os.access(path, os.W_OK) if descriptor is None else _is_open(descriptor)):
-            fix = f"name a file with {option}"
-            raise ProtrainError("cannot be written", source=str(path), fix=fix)
-        return
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (OSError, ValueError) as error:  # a name that no file can have
-        problem = f"cannot be written: {getattr(error, 'strerror', None) or error}"
-        raise ProtrainError(problem, source=str(path)) from None
-    if os.path.isdir(path):  # noqa: PTH112  (a name that no file can have is none)
-        raise ProtrainError("is a directory", source=str(path), fix=f"name a file with {option}")
-    if not os.path.isdir(directory) or not os.access(directory, os.W_OK):  # noqa: PTH112
-        raise ProtrainError(
-            "the directory is missing or cannot be written",
-            source=str(directory),
-            fix=f"name a file in another directory with {option}",
-        )
 
 
 def _is_open(descriptor: int) -> bool:
@@ -119,18 +110,9 @@ def _is_open(descriptor: int) -> bool:
         return False
 
 
-def refuse_closed_output() -> None:
-    """ProtrainError where this program was started without a standard output."""
-    if sys.__stdout__ is None:
-        raise ProtrainError("standard output is closed", fix="send it to /dev/null")
-
-
-def show(as_json: bool, data: object, text: Callable[[], RenderableType]) -> None:
+def show(as_json: bool, data: dict[str, Any], text: Callable[[], RenderableType]) -> None:
     """Print a result: as one JSON object, or for people."""
-    if as_json:
-        print_json(data)
-    else:
-        print_rendered(text())
+    print_any(data if as_json else text())
 
 
 def print_rendered(text: RenderableType, *, wrap: bool = True) -> None:

@@ -1,15 +1,23 @@
-"""`protrain plan`."""
+"""`protrain plan` and `protrain fit`: the fastest plans for a profile, and for models by name."""
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 from protrain_plan.commands.options import (
+    AccumulateOption,
     ClipOption,
+    DTypeOption,
     JsonOption,
+    NoCacheOption,
+    PointsOption,
     UpdatesOption,
+    budgets_of,
     choice,
+    integers,
     refuse_host_memory,
     size,
     updates_of,
@@ -20,6 +28,8 @@ if TYPE_CHECKING:
     from protrain_plan.planning.questions.growth import Quantity
 
 QUANTITIES: "tuple[Quantity, ...]" = ("batch-size", "seq-len")
+GAP = 0.02
+"""Plans this close to the bound are good enough for a table."""
 
 
 def plan(
@@ -49,7 +59,7 @@ def plan(
     pareto: Annotated[
         bool, typer.Option("--pareto", help="The front of memory against time; writes no plan.")
     ] = False,
-    points: Annotated[int, typer.Option(min=2, help="Budgets that --pareto plans for.")] = 8,
+    points: PointsOption = 8,
     num_devices: Annotated[
         int,
         typer.Option(min=1, help="Devices that train one model, each with batches of its own."),
@@ -66,7 +76,7 @@ def plan(
             " default: as many as are fastest.",
         ),
     ] = None,
-    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per update.")] = 1,
+    accumulate: AccumulateOption = 1,
     updates: UpdatesOption = None,
     clip: ClipOption = False,
     allow: Annotated[
@@ -105,7 +115,6 @@ def plan(
     from protrain_plan.commands.output import destination, interruptible, progress, show
     from protrain_plan.presentation.plans import answer_json, answer_text, search_text
     from protrain_plan.records import read_profile, write_plan
-    from protrain_plan.records.plan import Budgets
 
     target = output if pareto else destination(output)  # a front is printed
     lp_target = None if lp is None else destination(lp, option="--lp")
@@ -117,31 +126,23 @@ def plan(
     from protrain_plan.program.group import group_on, profile_of_rank
 
     solver_name: Solver = choice("--solver", solver, SOLVERS)
-    objectives = [
-        word
-        for word, asked in (
-            ("--max-slowdown", max_slowdown is not None),
-            ("--maximize", maximize is not None),
-            ("--pareto", pareto),
-        )
-        if asked
-    ]
+    asked = {
+        "--max-slowdown": max_slowdown is not None,
+        "--maximize": maximize is not None,
+        "--pareto": pareto,
+    }
+    objectives = [option for option, is_asked in asked.items() if is_asked]
     if len(objectives) > 1:
         raise ProtrainError(f"{objectives[0]} and {objectives[1]} ask for different things")
     record = read_profile(profile)
     refuse_host_memory(host_memory, [record.hardware])
     group = group_on(record.hardware, num_devices, num_nodes=nodes, num_replicas=replicas or 1)
-    ranks = group.in_node
-    own = profile_of_rank(record, group).hardware
-    tiers = {tier.name: tier.capacity_bytes * ranks for tier in own.tiers}
     question = Question(
         profile=record,
         group=group,
         replicas=group.replica_counts if replicas is None else (),
-        budgets=Budgets(
-            device=size("--device-memory", device_memory, record.hardware.device.memory_bytes),
-            host=size("--host-memory", host_memory, tiers.get("host", 0)) // ranks,
-            disk=size("--disk", disk, tiers.get("disk", 0)) // ranks,
+        budgets=budgets_of(
+            profile_of_rank(record, group).hardware, group, device_memory, host_memory, disk
         ),
         updates=updates_of(updates, clip=clip),
         micro_batches=accumulate,
@@ -156,14 +157,16 @@ def plan(
     with progress(quiet=as_json) as report, interruptible() as interrupted:
         if lp_target is not None:
             Fluid(question.problem()).write_lp(lp_target)
-
-        def tell(stage: str, step_seconds: float | None, bound_seconds: float | None) -> None:
-            report(search_text(stage, step_seconds, bound_seconds), 0.5)
-
         effort = Effort(
             gap_target=gap, time_limit_s=time_limit, seed=seed, stopped=interrupted.is_set
         )
-        answer = ask(question, objective, effort=effort, solver=solver_name, progress=tell)
+        answer = ask(
+            question,
+            objective,
+            effort=effort,
+            solver=solver_name,
+            progress=lambda *found: report(search_text(*found), 0.5),
+        )
     if answer.solved is not None and not pareto:
         write_plan(answer.solved.plan, target)
     explanation = None
@@ -172,9 +175,120 @@ def plan(
 
         explanation = explained(answer.profile, answer.solved.plan)
     show(
-        as_json,
-        answer_json(answer, explanation),
-        lambda: answer_text(answer, explanation, output),
+        as_json, answer_json(answer, explanation), lambda: answer_text(answer, explanation, output)
     )
     if answer.infeasible is not None:
+        raise typer.Exit(3)
+
+
+def fit(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A preset's name, a Hugging Face config.json (file or folder),"
+            " or package.module:factory (path/to/file.py:factory).",
+            show_default=False,
+        ),
+    ],
+    on: Annotated[
+        str, typer.Option("--on", help="Machines: names of the catalogue or YAML files, by comma.")
+    ],
+    seq_len: Annotated[str, typer.Option(help="Tokens per sequence, one or more.")] = "2048",
+    batch_size: Annotated[str, typer.Option(help="Sequences per batch, one or more.")] = "1",
+    dtype: DTypeOption = "bfloat16",
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="pure: everything in --dtype; master: the optimizer keeps float32 parameters;"
+            " autocast: float32 parameters, computed with in --dtype."
+        ),
+    ] = "master",
+    lora: Annotated[str | None, typer.Option(help="Train adapters alone, such as r=16.")] = None,
+    optimizer: Annotated[str, typer.Option(help="The optimizer whose states count.")] = "adamw",
+    device_memory: Annotated[
+        str | None, typer.Option(help="Of the device; default: all of the machine's.")
+    ] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Host memory; default: typical.")] = None,
+    disk: Annotated[str | None, typer.Option(help="Disk space; default: typical.")] = None,
+    num_devices: Annotated[
+        str, typer.Option(help="Devices that train one model, each with such a batch; or several.")
+    ] = "1",
+    updates: UpdatesOption = None,
+    clip: ClipOption = False,
+    accumulate: AccumulateOption = 1,
+    no_cache: NoCacheOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say whether a model trains on machines, how fast and what binds. No GPU, no file needed.
+
+    Bytes are exact for the operators that run, seconds are estimates from data-sheet rates.
+
+    Examples: protrain fit llama-3.1-8b --on rtx-4090,a100-80gb --seq-len 2048,8192
+    | protrain fit qwen2.5-7b --on rtx-3090 --lora r=16 --host-memory 64GiB
+    """
+    from protrain_plan.commands.measuring import ProfileRequest, estimated
+    from protrain_plan.commands.output import progress, show
+    from protrain_plan.hardware.catalogue import load_hardware
+    from protrain_plan.planning.questions.objectives import Question
+    from protrain_plan.planning.questions.objectives import fit as fitted
+    from protrain_plan.planning.search.local_search import Effort
+    from protrain_plan.presentation.plans import fits_json, fits_text
+    from protrain_plan.profiling.estimate_cache import EstimateCache
+    from protrain_plan.program.group import group_on, profile_of_rank
+    from protrain_plan.records.profile import DType, Precision
+
+    machines = []
+    for name in on.split(","):
+        machine = load_hardware(name.strip())  # with as much below its device as was asked for
+        asked = {"host": size("--host-memory", host_memory, -1), "disk": size("--disk", disk, -1)}
+        tiers = tuple(
+            tier if asked[tier.name] < 0 else replace(tier, capacity_bytes=asked[tier.name])
+            for tier in machine.tiers
+        )
+        machines.append(replace(machine, tiers=tiers))
+    refuse_host_memory(host_memory, machines)
+    lengths, batches = integers("--seq-len", seq_len), integers("--batch-size", batch_size)
+    groups = [
+        (place, group_on(machine, count))
+        for place, machine in enumerate(machines)
+        for count in integers("--num-devices", num_devices)
+    ]
+    dtype_name: DType = choice("--dtype", dtype, get_args(DType))
+    precision_name: Precision = choice("--precision", precision, get_args(Precision))
+    if dtype_name == "float32" and precision_name == "master":
+        precision_name = "pure"  # the parameters are the float32 ones
+    requests = [
+        ProfileRequest(
+            model=model,
+            batch_size=batch,
+            seq_len=length,
+            dtype=dtype_name,
+            precision=precision_name,
+            lora=lora,
+            optimizer=optimizer,
+        )
+        for length, batch in itertools.product(lengths, batches)
+    ]
+    fits = []
+    with progress(quiet=as_json) as report:
+        report("estimating", 0.0)
+        profiles = estimated(requests, machines, report, EstimateCache(off=no_cache))
+        for number, request in enumerate(requests):
+            where = f"{request.batch_size} x {request.seq_len} tokens"
+            for cell, (place, group) in enumerate(groups):
+                record = profiles[number][place]
+                machine = profile_of_rank(record, group).hardware
+                done = (number + (1 + cell) / (1 + len(groups))) / len(requests)
+                report(f"{where} on {machine.name}: planning", done)
+                question = Question(
+                    profile=record,
+                    group=group,
+                    replicas=group.replica_counts,
+                    budgets=budgets_of(machine, group, device_memory, host_memory, disk),
+                    updates=updates_of(updates, clip=clip),
+                    micro_batches=accumulate,
+                )
+                fits.append(fitted(question, effort=Effort(gap_target=GAP)))
+    show(as_json, fits_json(fits), lambda: fits_text(fits))
+    if all(one.verdict == "does not fit" for one in fits):
         raise typer.Exit(3)

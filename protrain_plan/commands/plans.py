@@ -6,16 +6,20 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
-from protrain_plan.commands.options import JsonOption, ProfileOption, choice
+from protrain_plan.commands.options import (
+    JsonOption,
+    PlanArgument,
+    PointsOption,
+    ProfileOption,
+    choice,
+)
 from protrain_plan.errors import RecordError
 
 if TYPE_CHECKING:
     from protrain_plan.presentation.report.page import FrontPoint
     from protrain_plan.presentation.report.step import Step
-    from protrain_plan.records import Plan
 
 DiffFormat = Literal["text", "json", "markdown"]
-PlanArgument = Annotated[Path, typer.Argument(help="A plan.", show_default=False)]
 
 
 def show(plan: PlanArgument, profile: ProfileOption = None, as_json: JsonOption = False) -> None:
@@ -74,7 +78,7 @@ def report(
         bool,
         typer.Option("--pareto", help="With the front of memory against time: plans for each."),
     ] = False,
-    points: Annotated[int, typer.Option(min=2, help="Budgets that --pareto plans for.")] = 8,
+    points: PointsOption = 8,
 ) -> None:
     """Write a plan's step as a page for a browser: one file, which needs no network.
 
@@ -153,43 +157,41 @@ def diff(
     """
     from protrain_plan.checking.diffing import plan_diff
     from protrain_plan.commands.output import print_json, print_rendered, print_text
-    from protrain_plan.presentation.checks.diffs import (
-        diff_data,
-        diff_markdown,
-        diff_text,
-        error_markdown,
-    )
+    from protrain_plan.presentation.checks import diffs
+    from protrain_plan.records import loads_plan
+    from protrain_plan.records.files import read_text
 
     form: DiffFormat = choice(
         "--format", "json" if as_json else output_format, get_args(DiffFormat)
     )
-    texts = [_read(path) for path in (old, new)]  # once: a shell's <(...) cannot be read again
+    texts: list[str | RecordError] = []
+    for path in (old, new):  # once: a shell's <(...) cannot be read again
+        try:
+            texts.append(read_text(path))
+        except RecordError as error:
+            texts.append(error)
     if if_plans and not any(_is_plan(text) for text in texts):
         return
     about = title or str(new)
     try:
-        found = plan_diff(*map(_plan, texts, (old, new)))
+        plans = []
+        for path, text in zip((old, new), texts, strict=True):
+            if isinstance(text, RecordError):
+                raise text
+            plans.append(loads_plan(text, str(path)))
+        found = plan_diff(*plans)
     except RecordError as error:
         if form != "markdown":
             raise
-        print_text(error_markdown(error, title=about))  # for whoever reads the pull request
+        print_text(diffs.error_markdown(error, title=about))  # for whoever reads the pull request
         raise typer.Exit(error.exit_code) from None
     match form:
         case "text":
-            print_rendered(diff_text(found))
+            print_rendered(diffs.diff_text(found))
         case "json":
-            print_json(diff_data(found))
+            print_json(diffs.diff_data(found))
         case "markdown":
-            print_text(diff_markdown(found, title=about))
-
-
-def _read(path: Path) -> str | RecordError:
-    from protrain_plan.records.files import read_text
-
-    try:
-        return read_text(path)
-    except RecordError as error:
-        return error
+            print_text(diffs.diff_markdown(found, title=about))
 
 
 def _is_plan(text: str | RecordError) -> bool:
@@ -200,14 +202,6 @@ def _is_plan(text: str | RecordError) -> bool:
         return isinstance(text, str) and kind_of(text) == "plan"
     except RecordError:
         return False
-
-
-def _plan(text: str | RecordError, path: Path) -> "Plan":
-    from protrain_plan.records import loads_plan
-
-    if isinstance(text, RecordError):
-        raise text
-    return loads_plan(text, str(path))
 
 
 def export(

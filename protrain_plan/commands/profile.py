@@ -6,7 +6,13 @@ from typing import Annotated, get_args
 
 import typer
 
-from protrain_plan.commands.options import JsonOption, NoCacheOption, SpillOption, choice
+from protrain_plan.commands.options import (
+    DTypeOption,
+    JsonOption,
+    NoCacheOption,
+    SpillOption,
+    choice,
+)
 from protrain_plan.errors import ProtrainError
 
 
@@ -31,7 +37,7 @@ def profile(
             min=1, help="Tokens of text per sequence: targets, where sound or images go in."
         ),
     ] = 512,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: DTypeOption = "float32",
     precision: Annotated[
         str,
         typer.Option(

@@ -1,15 +1,14 @@
 """`protrain run`."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from protrain_plan.commands.options import JsonOption, SpillOption, size
+from protrain_plan.commands.options import JsonOption, PlanArgument, SpillOption, size
 from protrain_plan.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    plan: Annotated[Path, typer.Argument(help="A plan.", show_default=False)],
+    plan: PlanArgument,
     steps: Annotated[
         int, typer.Option(min=1, help="Steps to train, with those before a checkpoint.")
     ] = 5,
@@ -90,13 +89,35 @@ def run(
     from protrain_plan.records.profile import Profile
     from protrain_plan.simulation.memory import exceeded
 
-    with _launched() as who:
+    with ExitStack() as started:
+        who: Launched | None = None
+        if int(os.environ.get("WORLD_SIZE", "1")) != 1:  # by a launcher, with other ranks
+            from protrain_runtime.ranks.group import launched
+
+            who = launched()
+            started.enter_context(who.together("protrain run"))
         record = read_plan(plan)
-        _check_options(plain=plain, verify=verify, save=save, every=save_every, record=recording)
+        if plain and verify:
+            raise ProtrainError("--verify runs plain PyTorch too", fix="leave --plain out")
+        if save_every is not None and save is None:
+            problem = "there is no directory to save to"
+            raise ProtrainError(problem, key="--save-every", fix="--save DIR")
+        if recording is not None and plain:
+            raise ProtrainError("--record is of a planned step", fix="leave --plain out")
         target = None if recording is None else destination(recording, option="--record")
-        asked = _asked(check=check, check_spills=check_spills, plain=plain)
+        if plain and (check or check_spills):
+            option = "--check" if check else "--check-spills"
+            raise ProtrainError(f"{option} is of planned steps", fix="leave --plain out")
+        if check and check_spills:
+            raise ProtrainError("--check and --check-spills are two runs", fix="name one of them")
+        asked: Check | None = "bitwise" if check else "spills" if check_spills else None
         if memory_limit is not None:
-            _limit(size("--memory-limit", memory_limit, 0))
+            most = size("--memory-limit", memory_limit, 0)
+            try:
+                import resource
+            except ImportError as error:
+                raise ProtrainError("needs Linux", key="--memory-limit") from error
+            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         from protrain_plan.commands.training import NO_CHECKPOINTS, Checkpoints, Run, train
         from protrain_runtime.devices.memory_meter import return_freed_memory
 
@@ -120,14 +141,13 @@ def run(
                 },
             )
 
-        def trained(
-            label: str,
-            report: Callable[[str, float], None],
-            *,
-            plain: bool,
-            checkpoints: Checkpoints = NO_CHECKPOINTS,
-            measured: bool = True,
-        ) -> Run:
+        def beside() -> Profile | None:
+            case = opened(read_files(plan))
+            return case.profile if case else None
+
+        def trained(*, plain: bool, compared: bool = False) -> Run:
+            label = "plain" if plain else "planned"
+
             def on_step(step: int, loss: float) -> None:
                 report(f"{label}: step {step + 1} of {steps}, loss {loss:.4f}", (step + 1) / steps)
 
@@ -141,27 +161,21 @@ def run(
                 check=None if plain else asked,
                 recorded=recording is not None and not plain,
                 on_step=on_step,
-                checkpoints=checkpoints,
+                checkpoints=NO_CHECKPOINTS if compared else checkpoints,
                 rank=rank,
                 profile=beside,
                 device=device,
-                measured=measured,
+                measured=not compared,
             )
 
-        def beside() -> Profile | None:
-            case = opened(read_files(plan))
-            return case.profile if case else None
-
         checkpoints = Checkpoints(resume=resume, directory=save, every=save_every)
-
         with (
             nullcontext() if who is None else who.joined(record.workload.device),
             progress(quiet=as_json or rank > 0, threaded=False) as report,
         ):
-            label = "plain" if plain else "planned"
-            result = trained(label, report, plain=plain, checkpoints=checkpoints)
+            result = trained(plain=plain)
             # Only its losses and parameters are compared: nothing is measured.
-            reference = trained("plain", report, plain=True, measured=False) if verify else None
+            reference = trained(plain=True, compared=True) if verify else None
     if rank > 0:  # one speaks for all
         return
     # A plain copy that is compared with stands beside the first steps.
@@ -187,57 +201,3 @@ def run(
     )
     if verify and (overruns or not verified):
         raise typer.Exit(1)
-
-
-@contextmanager
-def _launched() -> Iterator["Launched | None"]:
-    """This rank among the others, which are told what fails inside; None without a launcher."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield None
-        return
-    from protrain_runtime.ranks.group import launched
-
-    who = launched()
-    with who.together("protrain run"):
-        yield who
-
-
-def _asked(*, check: bool, check_spills: bool, plain: bool) -> "Check | None":
-    """What planned steps compare. ProtrainError for both checks, or with --plain."""
-    checks: dict[str, Check] = {}
-    if check:
-        checks["--check"] = "bitwise"
-    if check_spills:
-        checks["--check-spills"] = "spills"
-    if checks and plain:
-        raise ProtrainError(f"{next(iter(checks))} is of planned steps", fix="leave --plain out")
-    if len(checks) > 1:
-        raise ProtrainError(f"{' and '.join(checks)} are two runs", fix="name one of them")
-    return next(iter(checks.values()), None)
-
-
-def _check_options(
-    *,
-    plain: bool,
-    verify: bool,
-    save: Path | None,
-    every: int | None,
-    record: Path | None,
-) -> None:
-    """ProtrainError for options that do not go together, or name what cannot be written."""
-    if plain and verify:
-        raise ProtrainError("--verify runs plain PyTorch too", fix="leave --plain out")
-    if every is not None and save is None:
-        raise ProtrainError(
-            "there is no directory to save to", key="--save-every", fix="--save DIR"
-        )
-    if record is not None and plain:
-        raise ProtrainError("--record is of a planned step", fix="leave --plain out")
-
-
-def _limit(num_bytes: int) -> None:
-    try:
-        import resource
-    except ImportError as error:
-        raise ProtrainError("needs Linux", key="--memory-limit") from error
-    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))

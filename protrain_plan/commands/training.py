@@ -7,8 +7,8 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -54,12 +54,6 @@ class Checkpoints:
     resume: Path | None = None
     directory: Path | None = None
     every: int | None = None
-
-    def due(self, step: int, num_steps: int) -> bool:
-        """Whether to save when `step` steps of `num_steps` are done."""
-        if self.directory is None:
-            return False
-        return step == num_steps or (self.every is not None and step % self.every == 0)
 
 
 NO_CHECKPOINTS = Checkpoints()
@@ -178,14 +172,13 @@ def train(
                 watch=False,  # the last step is measured
             )
         torch.manual_seed(workload.seed + rank)  # of dropout
-        training = _training(plan, text)
         trainer = _Trainer(
-            plan,
-            model,
-            call,
-            optimizer,
-            checkpoints,
-            training,
+            plan=plan,
+            model=model,
+            call=call,
+            optimizer=optimizer,
+            checkpoints=checkpoints,
+            training=_training(plan, text),
             recorded=recorded,
             measured=measured,
         )
@@ -213,65 +206,56 @@ def _training(plan: Plan, text: Path | None) -> dict[str, object]:
     }
 
 
+@dataclass(kw_only=True)
 class _Trainer:
-    def __init__(
-        self,
-        plan: Plan,
-        model: nn.Module,
-        call: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        checkpoints: Checkpoints,
-        training: Mapping[str, object],
-        *,
-        recorded: bool,
-        measured: bool,
-    ) -> None:
-        self._plan, self._model, self._optimizer = plan, model, optimizer
-        self._call = call  # the model, or what runs it on several devices
-        self._checkpoints, self._training = checkpoints, dict(training)
-        self._recorded, self._measured = recorded, measured
-        self._losses: list[float] = []
-        self._seconds: list[float] = []
-        self._peak: TierBytes | None = None
-        self._slots: tuple[int, ...] = ()
+    plan: Plan
+    model: nn.Module
+    call: nn.Module  # the model, or what runs it on several devices
+    optimizer: torch.optim.Optimizer
+    checkpoints: Checkpoints
+    training: Mapping[str, object]
+    recorded: bool
+    measured: bool
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    peak: TierBytes | None = None
+    slots: tuple[int, ...] = ()
 
     def run(self, batches: Iterator[Batch], num_steps: int, on_step: OnStep) -> Run:
         first = self._resume(batches, num_steps)
         recorder: Recorder | None = None
         last_timed = max(num_steps - 2, first)
         for step in range(first, num_steps):
-            micro_batches = list(islice(batches, self._plan.micro_batches))
-            if self._measured and first < step == num_steps - 1:
+            micro_batches = list(islice(batches, self.plan.micro_batches))
+            if self.measured and first < step == num_steps - 1:
                 # The last one: what a memory meter leaves behind would count in steps after it.
                 self._measured_step(micro_batches)
-            elif self._recorded and step == last_timed:
-                with record(self._model) as recorder:
-                    self._timed_step(micro_batches)
             else:
-                self._timed_step(micro_batches)
-            on_step(step, self._losses[-1])
-            if self._checkpoints.due(step + 1, num_steps):
-                assert self._checkpoints.directory is not None
-                extra = {"step": step + 1, "training": self._training}
-                save(self._model, self._optimizer, self._checkpoints.directory, extra=extra)
+                with ExitStack() as recorded:
+                    if self.recorded and step == last_timed:
+                        recorder = recorded.enter_context(record(self.model))
+                    start = time.perf_counter()
+                    self._step(micro_batches)
+                    self.seconds.append(time.perf_counter() - start)
+            on_step(step, self.losses[-1])
+            done, kept = step + 1, self.checkpoints
+            is_due = done == num_steps or (kept.every is not None and done % kept.every == 0)
+            if kept.directory is not None and is_due:
+                extra = {"step": done, "training": self.training}
+                save(self.model, self.optimizer, kept.directory, extra=extra)
         return Run(
             first_step=first,
-            losses=tuple(self._losses),
-            seconds=tuple(self._seconds),
-            parameters_sha256=digest(self._model),
-            measured_peak_bytes=self._peak,
-            slot_bytes=self._slots,
-            recording=recorder.recording(slot_bytes=self._slots) if recorder else None,
+            losses=tuple(self.losses),
+            seconds=tuple(self.seconds),
+            parameters_sha256=digest(self.model),
+            measured_peak_bytes=self.peak,
+            slot_bytes=self.slots,
+            recording=recorder.recording(slot_bytes=self.slots) if recorder else None,
         )
-
-    def _timed_step(self, micro_batches: Sequence[Batch]) -> None:
-        start = time.perf_counter()
-        self._step(micro_batches)
-        self._seconds.append(time.perf_counter() - start)
 
     def _resume(self, batches: Iterator[Batch], num_steps: int) -> int:
         """Go to where the checkpoint was written; the number of steps that were done then."""
-        directory = self._checkpoints.resume
+        directory = self.checkpoints.resume
         if directory is None:
             return 0
         extra = read_extra(directory)
@@ -282,7 +266,7 @@ class _Trainer:
                 source=str(directory),
                 fix="load it in the script that wrote it, with protrain_runtime.load",
             )
-        differing = [key for key, value in self._training.items() if training.get(key) != value]
+        differing = [key for key, value in self.training.items() if training.get(key) != value]
         if differing:
             raise ProtrainError(
                 f"the checkpoint is of other training: {', '.join(differing)} differ",
@@ -295,26 +279,26 @@ class _Trainer:
                 source=str(directory),
                 fix="--steps counts from the very first one: name a larger number",
             )
-        for _ in islice(batches, done * self._plan.micro_batches):
+        for _ in islice(batches, done * self.plan.micro_batches):
             pass  # what was trained on
-        load(self._model, self._optimizer, directory)  # random states too: last
+        load(self.model, self.optimizer, directory)  # random states too: last
         return done
 
     def _step(self, micro_batches: Sequence[Batch], observe: Observer | None = None) -> None:
         total = 0.0
         for number, batch in enumerate(micro_batches, start=1):
-            ddp = self._call if isinstance(self._call, DistributedDataParallel) else None
+            ddp = self.call if isinstance(self.call, DistributedDataParallel) else None
             with ddp.no_sync() if ddp and number < len(micro_batches) else nullcontext():
-                loss = loss_of(call_model(self._call, batch)) / len(micro_batches)
+                loss = loss_of(call_model(self.call, batch)) / len(micro_batches)
                 loss.backward()
             total += loss.item()
         if observe is not None:
             observe("update")
-        if self._plan.updates == "after backward":
-            torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP_NORM)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._losses.append(total)
+        if self.plan.updates == "after backward":
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(total)
 
     def _measured_step(self, micro_batches: Sequence[Batch]) -> None:
         # A loop loads one batch after the other; here all are there, since a meter does not see
@@ -323,18 +307,18 @@ class _Trainer:
 
         def step(observe: Observer) -> None:
             self._step(micro_batches, observe)
-            if isinstance(self._call, DistributedDataParallel):
+            if isinstance(self.call, DistributedDataParallel):
                 # DistributedDataParallel waits for what its collectives give, and gloo's thread
                 # still notes their end then: after the profiler has stopped, in freed memory.
                 torch.distributed.barrier()
                 time.sleep(0.1)
 
-        memory = measure_step(self._model, step, besides_bytes=others)
-        host, disk = below_device(self._model)
-        device = device_of(self._model)
+        memory = measure_step(self.model, step, besides_bytes=others)
+        host, disk = below_device(self.model)
+        device = device_of(self.model)
         reserved = 0 if devices.on_host(device) else devices.peak_reserved_bytes(device)
-        self._slots = memory.slot_bytes
-        self._peak = TierBytes(
+        self.slots = memory.slot_bytes
+        self.peak = TierBytes(
             device=memory.device_bytes,
             context=memory.context_bytes,
             allocator=max(0, reserved - memory.device_bytes),

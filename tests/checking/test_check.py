@@ -13,18 +13,15 @@ import pytest
 from xmlschema import XMLSchema
 
 from protrain_plan.checking.budgets import find_budgets
-from protrain_plan.checking.plan_files import find_plans
-from protrain_plan.checking.reestimating import look_away
-from protrain_plan.checking.rules import RULES
-from protrain_plan.checking.run_rules import check
-from protrain_plan.checking.verdicts import Failed, Passed, Report, Skipped
+from protrain_plan.checking.looking import look_away
+from protrain_plan.checking.rules import RULES, Failed, Passed, Report, Skipped, check
 from protrain_plan.cli import main
 from protrain_plan.errors import ProtrainError
 from protrain_plan.program.group import DeviceGroup
 from protrain_plan.records import read_hardware, write_hardware
 from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import Budgets, Offload, Plan
-from tests.support.checking_cases import PROFILE, AssertGolden, commit, offloading
+from tests.support.checking_cases import PROFILE, AssertGolden, commit, find_plans, offloading
 from tests.support.forked import protrain
 from tests.support.planning_cases import cpu, gpu, joined
 

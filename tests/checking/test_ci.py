@@ -17,12 +17,10 @@ import yaml
 from rich.console import Console
 
 from protrain_plan.checking.budgets import find_budgets
-from protrain_plan.checking.plan_files import find_plans
-from protrain_plan.checking.run_rules import check
-from protrain_plan.checking.verdicts import Failed, Report, Skipped
+from protrain_plan.checking.rules import Failed, Report, Skipped, check
 from protrain_plan.escaping import one_line
 from protrain_plan.presentation.checks.reports import text
-from tests.support.checking_cases import AssertGolden, commit, look
+from tests.support.checking_cases import AssertGolden, commit, find_plans, look
 from tests.support.commands import EXAMPLE, Result, bash, copy_example, protrain, shell, version
 from tests.support.markdown import code, rendered
 

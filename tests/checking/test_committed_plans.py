@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 
 from plans.make import PAGE, PAIRS, Pair, page
-from protrain_plan.checking.plan_files import find_plans, opened, read_files
-from protrain_plan.checking.reestimating import Look, look_away
-from protrain_plan.checking.rules import plan_command, profile_command
-from protrain_plan.checking.run_rules import check
-from protrain_plan.checking.verdicts import Failed, Skipped
+from protrain_plan.checking.looking import Look, look_away
+from protrain_plan.checking.plan_files import opened, read_files
+from protrain_plan.checking.rules import Failed, Skipped, check, plan_command, profile_command
 from protrain_plan.records import read_plan
 from protrain_plan.units import exact_bytes
-from tests.support.checking_cases import look
+from tests.support.checking_cases import find_plans, look
 
 ROOT = Path(__file__).parents[2]
 MEASURED = "smollm2-135m-cpu-1100MiB"

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from protrain_plan.checking.diffing import in_words, plan_diff
-from protrain_plan.checking.predicting import predicted
+from protrain_plan.checking.plan_on_machine import predicted
 from protrain_plan.presentation.checks.diffs import diff_markdown, diff_text
 from protrain_plan.records import write_plan
 from protrain_plan.records.plan import Keep, Persistent, Plan, Schedule

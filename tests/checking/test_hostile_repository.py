@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 import yaml
 
+from protrain_plan.checking.looking import Broken, Today, look_away
 from protrain_plan.checking.plan_files import search
-from protrain_plan.checking.reestimating import Broken, Today, look_away
-from protrain_plan.checking.run_rules import check
-from protrain_plan.checking.verdicts import Failed
+from protrain_plan.checking.rules import Failed, check
 from protrain_plan.models.presets import read_config
 from protrain_plan.profiling.estimate_cache import SWITCH
 from tests.support import forked
@@ -151,10 +150,10 @@ def forges_what_is_no_message():
 
 
 def patches():
-    from protrain_plan.checking import looking, reestimating, rules
-    from protrain_plan.checking.verdicts import Passed
+    from protrain_plan.checking import looking, rules
+    from protrain_plan.checking.rules import Passed
 
-    for module in (rules, reestimating, looking):
+    for module in (rules, looking):
         for name in dir(module):
             if not name.startswith("__"):
                 setattr(module, name, lambda *_, **__: Passed())

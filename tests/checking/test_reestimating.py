@@ -9,10 +9,8 @@ import pytest
 
 from protrain_plan.checking.budgets import MachineBudget
 from protrain_plan.checking.diffing import UnitGrowth
-from protrain_plan.checking.plan_files import find_plans
-from protrain_plan.checking.reestimating import Broken, Today
-from protrain_plan.checking.run_rules import check
-from protrain_plan.checking.verdicts import Failed, Finding, Passed, Report, Skipped
+from protrain_plan.checking.looking import Broken, Today
+from protrain_plan.checking.rules import Failed, Finding, Passed, Report, Skipped, check
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Solved
@@ -21,7 +19,7 @@ from protrain_plan.profiling.estimated import estimate
 from protrain_plan.records import read_plan, read_profile, write_plan, write_profile
 from protrain_plan.records.plan import Budgets
 from protrain_plan.records.profile import Profile
-from tests.support.checking_cases import look
+from tests.support.checking_cases import find_plans, look
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20

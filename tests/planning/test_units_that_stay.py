@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from protrain_plan.checking.predicting import misfit
+from protrain_plan.checking.plan_on_machine import misfit
 from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import Problem

@@ -21,8 +21,7 @@ from rich.console import Console, Group, RenderableType
 from xmlschema import XMLSchema
 
 from protrain_plan.checking.diffing import plan_diff
-from protrain_plan.checking.rules import RULES
-from protrain_plan.checking.verdicts import Failed, Finding, Passed, Report, Skipped
+from protrain_plan.checking.rules import RULES, Failed, Finding, Passed, Report, Skipped
 from protrain_plan.cli import main
 from protrain_plan.commands import output
 from protrain_plan.errors import ProtrainError

@@ -1,11 +1,10 @@
 """Committed plans for the tests of checking: written by hand, so that no search decides them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from protrain_plan.checking.predicting import predicted
-from protrain_plan.checking.reestimating import (
+from protrain_plan.checking.looking import (
     Broken,
     Estimate,
     Rebuilt,
@@ -16,6 +15,8 @@ from protrain_plan.checking.reestimating import (
     said,
     unknown,
 )
+from protrain_plan.checking.plan_files import search
+from protrain_plan.checking.plan_on_machine import predicted
 from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.program.group import ALONE, DeviceGroup
@@ -93,6 +94,11 @@ def commit(folder: Path, plan: Plan | None = None, profile: Profile = PROFILE) -
     write_profile(profile, folder / "profile.yaml")
     write_plan(offloading(profile) if plan is None else plan, folder / "plan.yaml")
     return folder / "plan.yaml"
+
+
+def find_plans(paths: Sequence[Path]) -> list[Path]:
+    """The plans, and the records that cannot be read, that a check finds."""
+    return [files.path for files in search(paths).files]
 
 
 def look(profile: Profile) -> Today | Broken | Unavailable:

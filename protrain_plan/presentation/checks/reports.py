@@ -15,8 +15,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 
 from protrain_plan import __version__
-from protrain_plan.checking.rules import RULES
-from protrain_plan.checking.verdicts import Failed, Finding, Passed, Report, Rule, Skipped
+from protrain_plan.checking.rules import RULES, Failed, Finding, Passed, Report, Rule, Skipped
 from protrain_plan.escaping import lines, one_line
 from protrain_plan.presentation.terminal import Table, Text
 
