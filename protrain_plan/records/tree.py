@@ -114,13 +114,10 @@ class Node:
 
     def expected(self, what: str, fix: str | None = None) -> RecordError:
         """An error that says what was expected here, and what was found."""
-        return self.error(f"expected {what}, got {self._described()}", fix)
-
-    def _described(self) -> str:
         value = self.node.value
-        return _DESCRIPTIONS.get(self.node.tag, "{}").format(
-            cut(value) if isinstance(value, str) else value
-        )
+        found = _DESCRIPTIONS.get(self.node.tag, "{}")
+        found = found.format(cut(value) if isinstance(value, str) else value)
+        return self.error(f"expected {what}, got {found}", fix)
 
     def mapping(
         self,
@@ -188,10 +185,6 @@ class Node:
     def is_text(self) -> bool:
         """Whether this is a text."""
         return self.node.tag == _STR
-
-    def is_integer(self) -> bool:
-        """Whether this looks like an integer of YAML 1.1, in any base."""
-        return self.node.tag == _INT
 
     def text(self, most: int = MAX_TEXT, *, lines: bool = False) -> str:
         """The text, of at most so many characters; with `lines`, it may have several."""
