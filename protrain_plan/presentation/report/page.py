@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from protrain_plan import __version__
 from protrain_plan.escaping import one_line
+from protrain_plan.presentation.plans import devices_json
 from protrain_plan.presentation.report.step import (
     Bar,
     Step,
@@ -89,7 +90,7 @@ def step_data(
         "exact": plan.exact,
         "updates": plan.updates,
         "micro_batches": plan.micro_batches,
-        **(asdict(DeviceGroup.of(plan)) if plan.num_devices > 1 else {}),
+        **devices_json(DeviceGroup.of(plan)),
         "plan_fingerprint": fingerprint(plan),
         "profile_fingerprint": plan.profile_fingerprint,
         "profile_method": step.profile.method,
