@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from protrain_plan.checking.diffing import PlanDiff, in_words
 from protrain_plan.errors import ProtrainError
 from protrain_plan.escaping import in_code, in_code_block
-from protrain_plan.presentation.terminal import Table, Text
+from protrain_plan.presentation.terminal import Text, table_of
 
 ABSENT = "(not there)"
 _DATA = {"units": (0,), "given": (1, 2)}
@@ -23,9 +23,7 @@ def diff_text(diff: PlanDiff) -> RenderableType:
     """What `protrain diff` prints."""
     parts: list[RenderableType] = [Text(in_words(diff))]
     for head, rows in _tables(diff, prefix=_shared_prefix(diff)):
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in head:
-            table.add_column(column, overflow="fold")
+        table = table_of(*head, words=range(len(head)))
         for row in rows:
             table.add_row(*map(Text, row))
         parts += ["", table]
