@@ -93,10 +93,8 @@ def _readers(owner: Any) -> Mapping[str, Reader]:
 
 
 def _reader(owner: Any, name: str, hint: Any) -> Reader:
-    if (owner, name) in _LISTS:
-        return _LISTS[owner, name]
-    if (owner, name) == (Workload, "model_config"):
-        return _configuration
+    if (owner, name) in _OWN_RULES:
+        return _OWN_RULES[owner, name]
     if (owner, name) in PATTERNS:
         return partial(_formed, *PATTERNS[owner, name])
     if hint == Activations:
@@ -347,10 +345,11 @@ def _check_plan(plan: Plan, value: Node) -> None:
         raise value.any_mapping()["exact"].error(problem)
 
 
-_LISTS: dict[tuple[type, str], Reader] = {
+_OWN_RULES: dict[tuple[type, str], Reader] = {
+    (Workload, "model_config"): _configuration,
     (Hardware, "tiers"): partial(_each_once, Tier, "name", "tier"),
     (Unit, "forms"): _forms,
     (Profile, "units"): _profile_units,
     (Plan, "units"): _plan_units,
 }
-"""Lists with rules of their own."""
+"""Fields with rules of their own."""

@@ -53,13 +53,11 @@ class _StrictLoader(yaml.SafeLoader):
         for problem, is_so in (
             (f"nested more than {MAX_DEPTH} deep", self.depth > MAX_DEPTH),
             (f"more than {MAX_NODES} keys and values", self.num_nodes > MAX_NODES),
+            ("aliases are not allowed", isinstance(event, yaml.AliasEvent)),
+            ("tags are not allowed", getattr(event, "tag", None) is not None),
         ):
             if is_so:
                 raise ComposerError(problem=problem, problem_mark=event.start_mark)
-        if isinstance(event, yaml.AliasEvent):
-            raise ComposerError(problem="aliases are not allowed", problem_mark=event.start_mark)
-        if getattr(event, "tag", None) is not None:
-            raise ComposerError(problem="tags are not allowed", problem_mark=event.start_mark)
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1

@@ -77,11 +77,30 @@ def counted_from(root: Path, path: str) -> str:
     return absolute.relative_to(above).as_posix() if absolute.is_relative_to(above) else path
 
 
+_MARKS = {
+    Passed: Text("ok", style="green"),
+    Failed: Text("FAIL", style="bold red"),
+    Skipped: Text("skip", style="yellow"),
+}
+
+
 def text(report: Report) -> RenderableType:
     """For people: a line per rule, failures with the way to mend them."""
     parts: list[RenderableType] = []
     for plan, found in itertools.groupby(report.findings, key=lambda finding: finding.plan):
-        parts += [Text(plan, style="bold"), Padding(_table(list(found)), (0, 0, 1, 2))]
+        table = Table.grid(padding=(0, 1))
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for machine, of_machine in itertools.groupby(found, key=lambda finding: finding.machine):
+            if machine is not None:
+                table.add_row("on", "", Text(machine, style="bold"))
+            for finding in of_machine:
+                verdict = finding.verdict
+                table.add_row(_MARKS[type(verdict)], finding.rule.code, said(finding))
+                if isinstance(verdict, Failed) and verdict.fix:
+                    table.add_row("", "", Text(f"fix: {verdict.fix}"))
+        parts += [Text(plan, style="bold"), Padding(table, (0, 0, 1, 2))]
     style = "green" if report.exit_code == 0 else "red"
     return Group(*parts, *(Text(line(report), style=style) for line in (summary, counted)))
 
@@ -90,29 +109,6 @@ def explanation(rule: Rule) -> RenderableType:
     """What `protrain check --explain CODE` prints."""
     paragraphs = (Text(line) for line in rule.explanation.split("\n"))
     return Group(Text(rule.code, style="bold"), *paragraphs)
-
-
-_MARKS = {
-    Passed: Text("ok", style="green"),
-    Failed: Text("FAIL", style="bold red"),
-    Skipped: Text("skip", style="yellow"),
-}
-
-
-def _table(findings: list[Finding]) -> RenderableType:
-    table = Table.grid(padding=(0, 1))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for machine, found in itertools.groupby(findings, key=lambda finding: finding.machine):
-        if machine is not None:
-            table.add_row("on", "", Text(machine, style="bold"))
-        for finding in found:
-            verdict = finding.verdict
-            table.add_row(_MARKS[type(verdict)], finding.rule.code, said(finding))
-            if isinstance(verdict, Failed) and verdict.fix:
-                table.add_row("", "", Text(f"fix: {verdict.fix}"))
-    return table
 
 
 def plain_data(report: Report) -> dict[str, Any]:

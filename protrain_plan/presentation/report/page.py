@@ -18,7 +18,6 @@ from protrain_plan.presentation.plans import devices_json
 from protrain_plan.presentation.report.step import (
     Bar,
     Step,
-    TierMemory,
     bars,
     memory,
     named,
@@ -102,7 +101,16 @@ def step_data(
         "stall_seconds": report.stall_seconds,
         "stall_by_cause": report.stall_by_cause,
         "words": in_words(report),
-        "units": [_unit(step, index) for index in range(len(plan.units))],
+        "units": [
+            {
+                "name": decided.name,
+                "activations": activations_text(decided.activations),
+                "states": states_text(decided.states),
+                "state_bytes": unit.parameter_bytes + unit.gradient_bytes + unit.state_bytes,
+                "keep_bytes": unit.cost("keep").kept_bytes,
+            }
+            for decided, unit in zip(plan.units, step.profile.units, strict=True)
+        ],
         "decisions": decisions(step),
         "slots": {
             "begin": scale.ticks(slot_begins_s(step)),
@@ -110,7 +118,20 @@ def step_data(
             "end": scale.ticks(slot.end_s for slot in report.slots),
         },
         "peak_slot": report.peak_slot.index,
-        "tiers": [_tier(tier, scale) for tier in memory(step)],
+        "tiers": [
+            {
+                "name": tier.name,
+                "budget": tier.budget_bytes,
+                "peak": max(tier.totals),
+                "time": scale.ticks(tier.times_s),
+                "kinds": {
+                    # A single number for bytes that never change.
+                    kind: list(sizes[:1] if len(set(sizes)) == 1 else sizes)
+                    for kind, sizes in tier.by_kind.items()
+                },
+            }
+            for tier in memory(step)
+        ],
         "kinds": list(scale.kinds),
         "lanes": [
             {
@@ -176,32 +197,6 @@ def decisions(step: Step) -> list[Data]:
             }
         )
     return found
-
-
-def _unit(step: Step, index: int) -> Data:
-    decided, unit = step.plan.units[index], step.profile.units[index]
-    keep = unit.cost("keep")
-    return {
-        "name": decided.name,
-        "activations": activations_text(decided.activations),
-        "states": states_text(decided.states),
-        "state_bytes": unit.parameter_bytes + unit.gradient_bytes + unit.state_bytes,
-        "keep_bytes": keep.kept_bytes,
-    }
-
-
-def _tier(tier: TierMemory, scale: _Scale) -> Data:
-    return {
-        "name": tier.name,
-        "budget": tier.budget_bytes,
-        "peak": max(tier.totals),
-        "time": scale.ticks(tier.times_s),
-        # A single number for bytes that never change.
-        "kinds": {
-            kind: list(sizes[:1]) if len(set(sizes)) == 1 else list(sizes)
-            for kind, sizes in tier.by_kind.items()
-        },
-    }
 
 
 def _recording(step: Step, recording: Recording, scale: _Scale) -> Data:

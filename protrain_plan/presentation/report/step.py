@@ -1,9 +1,9 @@
 """A plan with its profile, and the step that the simulator predicts: lanes, waits, memory."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -154,19 +154,15 @@ def waits(step: Step) -> tuple[Wait, ...]:
     return tuple(found)
 
 
-def _merged(found: Sequence[Bar]) -> Iterable[Bar]:
-    merged: list[Bar] = []
-    for bar in found:
-        last = merged[-1] if merged else None
-        if last and (last.kind, last.unit, last.slot) == (bar.kind, bar.unit, bar.slot):
-            merged[-1] = last._replace(
-                end_s=bar.end_s,
-                bytes=last.bytes + bar.bytes,
-                num_pieces=last.num_pieces + bar.num_pieces,
-            )
-        else:
-            merged.append(bar)
-    return merged
+def _merged(found: Iterable[Bar]) -> Iterator[Bar]:
+    """Consecutive pieces of one chunk as one bar."""
+    for _, run in groupby(found, key=lambda bar: (bar.kind, bar.unit, bar.slot)):
+        first, *rest = run
+        yield first._replace(
+            end_s=rest[-1].end_s if rest else first.end_s,
+            bytes=first.bytes + sum(bar.bytes for bar in rest),
+            num_pieces=first.num_pieces + sum(bar.num_pieces for bar in rest),
+        )
 
 
 KINDS = (
