@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 
 from protrain_plan.presentation.profiles import error_band, trust
-from protrain_plan.presentation.terminal import Table, Text, run_name, table_of, wrote
+from protrain_plan.presentation.terminal import Text, run_name, table_of, wrote
 from protrain_plan.program.group import DeviceGroup
 from protrain_plan.records import activations_text, states_text
 from protrain_plan.records.commands import profile_command
 from protrain_plan.records.hardware import is_accelerator
-from protrain_plan.records.plan import Plan, TierBytes, UnitPlan
+from protrain_plan.records.plan import Plan, TierBytes
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.memory import checkpoint_bytes
 from protrain_plan.simulation.promises import Excess
@@ -61,6 +61,15 @@ def solved_text(solved: "Solved", profile: Profile, path: Path) -> RenderableTyp
     plan, prediction = solved.plan, solved.plan.prediction
     peak = prediction.peak_bytes
     several = DeviceGroup.of(plan) if plan.num_devices > 1 else None
+    decisions = table_of("units", "activations", "model states")
+    same = itertools.groupby(plan.units, key=lambda u: (u.kind, u.activations, u.states))
+    for (kind, activations, states), run in same:
+        members = list(run)
+        # Parts that happen to follow one another are no run of one name.
+        groups = [members] if kind == "block" else [[unit] for unit in members]
+        for group in groups:
+            name = run_name(group[0].name, group[-1].name)
+            decisions.add_row(name, activations_text(activations), states_text(states))
     table = table_of("tier", "predicted peak" + " of each device" * bool(several), "budget")
     held_back = f" + {format_bytes(peak.allocator)} for the allocator" if peak.allocator else ""
     table.add_row(
@@ -78,20 +87,19 @@ def solved_text(solved: "Solved", profile: Profile, path: Path) -> RenderableTyp
         if profile.method == "measured":
             said = "by the profile's own repetitions"
         expected = f"{expected[:-1]} {said})"
-    verdict = Text(
+    notes = [
         f"predicted step {format_seconds(prediction.step_seconds)}{expected},"
         f" at most {solved.gap:.2%} above the fastest possible"
         f" ({solved.status}, {solved.solver}, {format_seconds(solved.solve_seconds)})"
-    )
-    notes = [verdict]
+    ]
     if several:
-        notes.insert(0, Text(f"on {several}, each with batches of its own"))
+        notes.insert(0, f"on {several}, each with batches of its own")
     if len(solved.replicas) > 1:
-        notes.insert(1, Text(f"other numbers of replicas: {_others(solved)}"))
+        notes.insert(1, f"other numbers of replicas: {_others(solved)}")
     saving = checkpoint_bytes(plan.units, profile) - peak.device
     if not is_accelerator(profile.hardware.device.kind) and saving > 0:
-        notes.append(Text(f"saving a checkpoint takes {format_bytes(saving)} more than a step"))
-    return Group(_decisions(plan.units), "", table, "", *notes, wrote(path))
+        notes.append(f"saving a checkpoint takes {format_bytes(saving)} more than a step")
+    return Group(decisions, "", table, "", *map(Text, notes), wrote(path))
 
 
 def _others(solved: "Solved") -> str:
@@ -108,19 +116,6 @@ def _others(solved: "Solved") -> str:
             found = format_seconds(one.step_seconds)
         words.append(f"{one.number}: {found}")
     return ", ".join(words)
-
-
-def _decisions(units: Sequence[UnitPlan]) -> Table:
-    table = table_of("units", "activations", "model states")
-    same = itertools.groupby(units, key=lambda u: (u.kind, u.activations, u.states))
-    for (_, activations, states), run in same:
-        members = list(run)
-        # Parts that happen to follow one another are no run of one name.
-        groups = [members] if members[0].kind == "block" else [[unit] for unit in members]
-        for group in groups:
-            name = run_name(group[0].name, group[-1].name)
-            table.add_row(name, activations_text(activations), states_text(states))
-    return table
 
 
 def infeasible_json(answer: "Infeasible") -> dict[str, Any]:
@@ -226,9 +221,6 @@ def answer_text(answer: "Answer", explanation: "Explanation | None", path: Path)
     return Group(*map(Text, head), solved, *map(Text, notes))
 
 
-_BAR_WIDTH = 30
-
-
 def _front_text(answer: "Answer") -> RenderableType:
     """Memory against time, the bars in proportion to the slowest step."""
     table = table_of("device memory", "step", "gap", "")
@@ -239,7 +231,7 @@ def _front_text(answer: "Answer") -> RenderableType:
             f"{-(-point.device_bytes // 2**20)}MiB",  # as one would type it, rounded up
             format_seconds(seconds),
             f"{point.solved.gap:.2%}",
-            Text("█" * max(1, round(_BAR_WIDTH * seconds / slowest)), justify="left"),
+            Text("█" * max(1, round(30 * seconds / slowest)), justify="left"),
         )
     note = Text("each line is a plan; --device-memory with a line's memory writes it")
     return Group(table, "", note)

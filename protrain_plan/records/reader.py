@@ -267,20 +267,17 @@ def _check_bytes(entry: Node, found: Mapping[str, Any]) -> None:
     for name in ("parameter_bytes", "gradient_bytes"):
         if found["num_parameters"] and not found[name]:
             raise values[name].error("expected bytes of the parameters, got 0")
-    parts: list[tuple[Node, str, tuple[int, ...], int]] = [
-        (entry, f"{what}_pieces", found.get(f"{what}_pieces", ()), found[f"{what}_bytes"])
-        for what in ("parameter", "gradient")
+    parameters, gradients = found.get("parameter_pieces", ()), found.get("gradient_pieces", ())
+    parts = [
+        (entry, "parameter_pieces", parameters, found["parameter_bytes"]),
+        (entry, "gradient_pieces", gradients, found["gradient_bytes"]),
     ]
-    forms = values["forms"].sequence()
-    parts += [
-        (form, "swap_pieces", cost.swap_pieces, cost.swappable_bytes)
-        for form, cost in zip(forms, found["forms"], strict=True)
-    ]
+    for form, cost in zip(values["forms"].sequence(), found["forms"], strict=True):
+        parts.append((form, "swap_pieces", cost.swap_pieces, cost.swappable_bytes))
     for holder, name, pieces, whole in parts:
         if pieces and sum(pieces) != whole:
             problem = f"expected pieces of {whole} bytes together, got {sum(pieces)}"
             raise holder.any_mapping()[name].error(problem)
-    (_, _, parameters, _), (_, _, gradients, _), *_ = parts
     if len(parameters) != len(gradients):
         problem = "expected as many parameter_pieces as gradient_pieces"
         raise entry.error(f"{problem}, got {len(parameters)} and {len(gradients)}")

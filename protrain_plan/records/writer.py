@@ -77,13 +77,11 @@ _OLD_KEYS = {new: old for renamed in OLD_KEYS.values() for old, new in renamed.i
 def _in_old_words(value: Any) -> Any:
     match value:
         case dict():
-            return type(value)(
-                (
-                    _OLD_KEYS.get(key, key),
-                    FIRST_PHRASES.get(one, one) if key == "states" else _in_old_words(one),
-                )
-                for key, one in value.items()
-            )
+            old = type(value)()
+            for key, one in value.items():
+                word = FIRST_PHRASES.get(one, one) if key == "states" else _in_old_words(one)
+                old[_OLD_KEYS.get(key, key)] = word
+            return old
         case list():
             return type(value)(map(_in_old_words, value))
         case _:
