@@ -281,7 +281,8 @@ def fits_text(fits: Sequence["Fit"]) -> RenderableType:
     for fit in fits:
         machine, group, workload = fit.profile.hardware.name, fit.group, fit.profile.workload
         size = f"{workload.batch_size} x {workload.seq_len}"
-        cell = f"  {f'{group.num_devices} x ' * (group.num_devices > 1)}{machine} {size}"
+        many = f"{group.num_devices} x " if group.num_devices > 1 else ""
+        cell = f"  {many}{machine} {size}"
         binds.append(f"{cell}: {fit.binds}")
         cells = ["-"] * 4
         if fit.solved is not None:
@@ -310,7 +311,11 @@ def run_json(
     plan: Plan, run: "Run", *, plain: bool, verified: bool | None, overruns: Sequence[Excess] = ()
 ) -> dict[str, Any]:
     """What `protrain run --json` prints."""
-    measured = run.measured_peak_bytes
+    expected, measured = plan.prediction.expected_seconds, run.measured_peak_bytes
+    outside = None
+    if expected is not None and len(run.seconds) > 1:  # a first step warms up: it tells nothing
+        outside = not expected[0] <= run.step_seconds <= expected[1]
+    again = profile_command(plan.workload, optimizer=plan.optimizer, output="profile.yaml")
     return {
         "plain": plain,
         "first_step": run.first_step,
@@ -318,30 +323,15 @@ def run_json(
         "step_seconds": run.step_seconds,
         "seconds": list(run.seconds),
         "predicted_step_seconds": None if plain else plan.prediction.step_seconds,
-        "expected_seconds": None if plain else plan.prediction.expected_seconds,
-        "outside_expected": None if plain else _outside(plan, run),
+        "expected_seconds": None if plain else expected,
+        "outside_expected": None if plain else outside,
         "predicted_peak_bytes": None if plain else tiers_json(plan.prediction.peak_bytes),
         "measured_peak_bytes": None if measured is None else tiers_json(measured),
         "parameters_sha256": run.parameters_sha256,
         "verified": verified,
         "overruns": [asdict(overrun) for overrun in overruns],
-        "profile_again": _profile_again(plan) if overruns else None,
+        "profile_again": again if overruns else None,
     }
-
-
-def _profile_again(plan: Plan) -> str:
-    return profile_command(plan.workload, optimizer=plan.optimizer, output="profile.yaml")
-
-
-def _outside(plan: Plan, run: "Run") -> bool | None:
-    """Whether the measured step took other times than the profile expects; None: it does not say.
-
-    A first step warms up: a run of one tells nothing.
-    """
-    expected = plan.prediction.expected_seconds
-    if expected is None or len(run.seconds) < 2:
-        return None
-    return not expected[0] <= run.step_seconds <= expected[1]
 
 
 _MOST_OVERRUNS = 3
@@ -352,6 +342,7 @@ def run_text(
     plan: Plan, run: "Run", *, plain: bool, verified: bool | None, overruns: Sequence[Excess] = ()
 ) -> RenderableType:
     """What `protrain run` prints."""
+    data = run_json(plan, run, plain=plain, verified=verified, overruns=overruns)
     resumed = f" from step {run.first_step + 1} on" if run.first_step else ""
     losses = Text(f"losses{resumed} " + " ".join(f"{loss:.4f}" for loss in run.losses))
     prediction, measured = plan.prediction, run.measured_peak_bytes
@@ -371,7 +362,7 @@ def run_text(
             told = "-" if found is None else format_bytes(found)
             table.add_row(label, "-" if plain else format_bytes(promise), told)
     notes: list[Text] = []
-    if not plain and _outside(plan, run):
+    if data["outside_expected"]:
         took = f"the step took {format_seconds(run.step_seconds)} measured"
         notes.append(Text(f"{took}, outside what its profile expects{expected}", style="yellow"))
     if measured is None:
@@ -381,7 +372,7 @@ def run_text(
         notes += [Text(f"  {overrun}") for overrun in overruns[:_MOST_OVERRUNS]]
         if len(overruns) > _MOST_OVERRUNS:
             notes.append(Text(f"  and in {len(overruns) - _MOST_OVERRUNS} slots more"))
-        notes.append(Text(f"  fix: measure and plan again: {_profile_again(plan)}"))
+        notes.append(Text(f"  fix: measure and plan again: {data['profile_again']}"))
     if verified is not None:
         notes.append(
             Text("verified: losses and parameters equal plain PyTorch's bitwise", style="green")

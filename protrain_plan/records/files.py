@@ -14,7 +14,6 @@ import stat
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from protrain_plan.errors import RecordError
 from protrain_plan.units import format_bytes
@@ -55,28 +54,22 @@ def read_bytes(path: str | Path, *, most_bytes: int) -> bytes:
             if stat.S_ISBLK(found.st_mode):
                 raise RecordError("this is a device, not a file", source=str(path))
             os.set_blocking(descriptor, True)
-            content = b"" if found.st_size > most_bytes else _read(file, most_bytes + 1)
+            content, room = bytearray(), 0 if found.st_size > most_bytes else most_bytes + 1
+            # Piece by piece: one read of so many bytes would take the memory for all.
+            while len(content) < room and (piece := file.read(min(2**16, room - len(content)))):
+                content += piece
             if max(found.st_size, len(content)) > most_bytes:
                 raise RecordError(
                     f"this file is larger than the {format_bytes(most_bytes)} that are read of one",
                     source=str(path),
                 )
-            return content
+            return bytes(content)
     except FileNotFoundError:
         raise RecordError("there is no such file", source=str(path)) from None
     except IsADirectoryError:
         raise RecordError("this is a directory, not a file", source=str(path)) from None
     except (OSError, ValueError) as error:
         raise RecordError(f"cannot be read: {_reason(error)}", source=str(path)) from None
-
-
-def _read(file: BinaryIO, most_bytes: int) -> bytes:
-    """What there is, up to so many bytes. (One read of them would take the memory for all.)"""
-    pieces: list[bytes] = []
-    while most_bytes > 0 and (piece := file.read(min(2**16, most_bytes))):
-        pieces.append(piece)
-        most_bytes -= len(piece)
-    return b"".join(pieces)
 
 
 def replace_text(path: str | Path, text: str) -> None:

@@ -56,19 +56,19 @@ _ON_ONE_LINE = (
 
 def dumps(record: Record) -> str:
     """The record as YAML text, with a header that explains it."""
-    return _COMMENTS[type(record)] + _text(record, VERSION, _mapping(record))
+    return _COMMENTS[type(record)] + _text(record, VERSION)
 
 
 def fingerprint(record: Record) -> str:
     """`sha256:` and 16 digits; equal for equal records, whatever the comments of their files."""
     # Of the record as version 1 wrote it: whichever version its file is of, it has this one.
-    canonical = _text(record, 1, _in_old_words(_mapping(record)))
-    return f"sha256:{hashlib.sha256(canonical.encode()).hexdigest()[:16]}"
+    return f"sha256:{hashlib.sha256(_text(record, 1).encode()).hexdigest()[:16]}"
 
 
-def _text(record: Record, version: int, mapping: Mapping[str, Any]) -> str:
+def _text(record: Record, version: int) -> str:
+    mapping = _mapping(record) if version > 1 else _in_old_words(_mapping(record))
     header = {"protrain": KINDS[type(record)], "version": str(version)}
-    return "".join(f"{line}\n" for line in _block({**header, **mapping}))
+    return "".join(f"{line}\n" for line in _block(header | mapping))
 
 
 _OLD_KEYS = {new: old for renamed in OLD_KEYS.values() for old, new in renamed.items()}

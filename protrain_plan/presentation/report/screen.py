@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from protrain_plan.escaping import one_line
 from protrain_plan.presentation.plans import devices_json, tiers_json
 from protrain_plan.presentation.report.page import workload_text
-from protrain_plan.presentation.report.step import Bar, Step, TierMemory, Wait, bars, memory, waits
+from protrain_plan.presentation.report.step import Bar, Step, Wait, bars, memory, waits
 from protrain_plan.presentation.terminal import Text, table_of
 from protrain_plan.program.group import DeviceGroup
 from protrain_plan.records.decisions import WORDINGS
@@ -147,7 +147,13 @@ class _Drawing:
         for row in reversed(range(CHART_ROWS)):
             line, height = Text(), top * (row + 0.5) / CHART_ROWS
             for slot in at:
-                line.append(*KIND_MARKS.get(_kind_at(device, slot, height), (" ", "")))
+                mark, rest = (" ", ""), height  # no kind is there above the stack
+                for kind, sizes in device.by_kind.items():
+                    rest -= sizes[slot]
+                    if rest < 0:
+                        mark = KIND_MARKS[kind]
+                        break
+                line.append(*mark)
             label = {CHART_ROWS - 1: "device memory"}.get(row, "")
             value = {CHART_ROWS - 1: format_bytes(top), 0: "0 B"}.get(row, "")
             yield self._row(label, line, value)
@@ -225,15 +231,6 @@ class _Drawing:
             line.truncate(self.width - len(self.dots))
             line.append(self.dots)
         return line
-
-
-def _kind_at(device: TierMemory, slot: int, height: float) -> str:
-    """The kind at a height of the stack, "" above it."""
-    for kind, sizes in device.by_kind.items():
-        height -= sizes[slot]
-        if height < 0:
-            return kind
-    return ""
 
 
 def _filled(shares: Sequence[tuple[float, float]], spans: Iterable[Bar | Wait]) -> list[float]:
