@@ -6,7 +6,7 @@ A decision of a new kind, or on a new tier, is one entry here; its class is in `
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import get_args
+from typing import Generic, TypeVar, get_args
 
 from protrain_plan.records.forms import FORMS, ActivationForm
 from protrain_plan.records.hardware import TierName
@@ -21,10 +21,11 @@ from protrain_plan.records.plan import (
 from protrain_plan.records.profile import Form
 
 Decision = Activations | Placement
+D = TypeVar("D", bound=Decision, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Wording:
+class Wording(Generic[D]):
     """How a decision is told.
 
     phrase  in files, in `--pin` and in tables: `swap to host`
@@ -33,7 +34,7 @@ class Wording:
     gerund  of the same, where the units have been named: `swapping them to host`
     """
 
-    decision: Decision
+    decision: D
     phrase: str
     letter: str
     clause: str
@@ -55,7 +56,7 @@ FORM_WORDS = tuple(form for form in FORMS if form not in ("keep", "full"))
 """How the phrases of decisions end that name a form of recomputation."""
 
 
-def _activations(forms: tuple[Form, ...]) -> Iterator[Wording]:
+def _activations(forms: tuple[Form, ...]) -> Iterator[Wording[Activations]]:
     """First what stays on the device, then what is swapped; forms that keep before the others."""
     ordered = sorted(forms, key=lambda form: FORMS[form].recomputes)
     for tiers in ((None,), _TIERS):
@@ -63,7 +64,7 @@ def _activations(forms: tuple[Form, ...]) -> Iterator[Wording]:
             yield _activations_wording(form, tier)
 
 
-def _activations_wording(form: Form, tier: TierName | None) -> Wording:
+def _activations_wording(form: Form, tier: TierName | None) -> Wording[Activations]:
     recomputes = FORMS[form].recomputes
     default = form == ("full" if recomputes else "keep")
     named, of = ("", "") if default else (f" {form}", f" ({form})")
@@ -91,7 +92,7 @@ def _activations_wording(form: Form, tier: TierName | None) -> Wording:
     )
 
 
-def _placements() -> Iterator[Wording]:
+def _placements() -> Iterator[Wording[Placement]]:
     keep = "keep{s} {their} states on the device"
     yield Wording(Persistent(), "persistent", "P", keep, "keeping them on the device")
     tiers: tuple[StateTier, ...] = (*_TIERS, "device")
@@ -116,15 +117,13 @@ def _sized(letter: str, tier: StateTier) -> str:
 
 _ACTIVATIONS = tuple(_activations(("keep", "full", *FORM_WORDS)))
 _PLACEMENTS = tuple(_placements())
-WORDINGS: dict[Decision, Wording] = {told.decision: told for told in (*_ACTIVATIONS, *_PLACEMENTS)}
+WORDINGS: dict[Decision, Wording[Decision]] = {
+    told.decision: told for told in (*_ACTIVATIONS, *_PLACEMENTS)
+}
 """How each decision is told, in the order in which decisions are enumerated."""
 
-ACTIVATIONS: dict[str, Activations] = {
-    told.phrase: told.decision for told in _ACTIVATIONS if not isinstance(told.decision, Placement)
-}
-STATES: Mapping[str, Placement] = {
-    told.phrase: told.decision for told in _PLACEMENTS if isinstance(told.decision, Placement)
-}
+ACTIVATIONS = {told.phrase: told.decision for told in _ACTIVATIONS}
+STATES: Mapping[str, Placement] = {told.phrase: told.decision for told in _PLACEMENTS}
 
 
 def register_form(form: ActivationForm) -> Callable[[], None]:
@@ -136,7 +135,6 @@ def register_form(form: ActivationForm) -> Callable[[], None]:
     FORMS.update((one.name, one) for one in ordered)
     wordings = list(_activations((form.name,)))
     for told in wordings:
-        assert not isinstance(told.decision, Placement)
         WORDINGS[told.decision] = told
         ACTIVATIONS[told.phrase] = told.decision
 

@@ -232,10 +232,8 @@ def _is_writing(pid: int) -> bool:
         return False  # the lock is held: a process before had our number
     try:
         os.kill(pid, 0)  # signal 0 only asks
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True  # alive, and someone else's
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)  # others: alive, and someone else's
     return True
 
 

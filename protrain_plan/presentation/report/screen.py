@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -54,20 +54,10 @@ LETTER_STYLES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Screen:
     """What `protrain show` prints, in the width that there is, at most WIDEST columns."""
 
-    step: Step
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The lines, for rich."""
-        width = min(max(options.max_width, NARROWEST), WIDEST)
-        yield from _Drawing(self.step, width, ascii_only=options.ascii_only).lines()
-
-
-class _Drawing:
-    def __init__(self, step: Step, width: int, *, ascii_only: bool) -> None:
+    def __init__(self, *, step: Step, width: int = WIDEST, ascii_only: bool = False) -> None:
         self.step, self.width = step, width
         self.columns = width - LABEL - VALUE
         step_s = step.report.step_seconds
@@ -76,7 +66,13 @@ class _Drawing:
         self.ramp = ASCII if ascii_only else BLOCKS
         self.dots = "..." if ascii_only else "…"
 
-    def lines(self) -> Iterator[Text]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The lines, for rich, which says how wide the terminal is and what it can show."""
+        width = min(max(options.max_width, NARROWEST), WIDEST)
+        fitted = Screen(step=self.step, width=width, ascii_only=options.ascii_only)
+        yield from fitted._lines()
+
+    def _lines(self) -> Iterator[Text]:
         plan, report = self.step.plan, self.step.report
         model = plan.workload.model
         words = f"{model}: {workload_text(self.step)}, {plan.optimizer} on {plan.hardware}"
