@@ -60,7 +60,7 @@ run_command(lambda: serve(*map(int, sys.argv[1:])))
 _OF_A_RUN = (
     "protrain_plan.checking.plan_files",
     "protrain_plan.commands.training",
-    "protrain_plan.presentation.runs",
+    "protrain_plan.presentation.plans",
     "protrain_plan.simulation.memory",
 )
 """What `protrain run` imports: the process holds it besides tensors, as a run does."""

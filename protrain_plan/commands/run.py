@@ -82,7 +82,7 @@ def run(
     """
     from protrain_plan.checking.plan_files import opened, read_files
     from protrain_plan.commands.output import destination, progress, show
-    from protrain_plan.presentation.runs import run_json, run_text
+    from protrain_plan.presentation.plans import run_json, run_text
     from protrain_plan.program.recording import write_recording
     from protrain_plan.records import fingerprint, read_plan
     from protrain_plan.records.hardware import is_accelerator

@@ -12,15 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from protrain_plan.records.plan import (
-    Keep,
-    Offload,
-    Persistent,
-    Plan,
-    Recompute,
-    Swap,
-    SwapInput,
-)
+from protrain_plan.records.plan import Keep, Offload, Persistent, Plan, Recompute, Swap, SwapInput
 from protrain_plan.records.tree import listed
 
 Config = dict[str, Any]
@@ -75,10 +67,9 @@ def export(plan: Plan, tool: str) -> Exported:
 
 def _deepspeed(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     """ZeRO-3 with offloading, and activation checkpointing's own switch."""
-    tier = "nvme" if switches.states_on_disk else "cpu"
-    place: dict[str, Any] = {"device": tier, "pin_memory": True}
-    if tier == "nvme":
-        place["nvme_path"] = "/local_nvme"
+    place: dict[str, Any] = {"device": "cpu", "pin_memory": True}
+    if switches.states_on_disk:
+        place |= {"device": "nvme", "nvme_path": "/local_nvme"}
     zero: dict[str, Any] = {"stage": 3 if switches.offload_states or switches.shard_states else 0}
     if switches.offload_states:
         zero |= {"offload_optimizer": place, "offload_param": place}
@@ -145,6 +136,7 @@ def _fsdp2(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
 
 def _torchtune(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     """The keys of a recipe of torchtune that are about memory."""
+    in_backward = plan.updates == "in backward" and plan.micro_batches == 1
     config: Config = {
         "batch_size": plan.workload.batch_size,
         "gradient_accumulation_steps": plan.micro_batches,
@@ -153,7 +145,7 @@ def _torchtune(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
         "enable_activation_checkpointing": switches.recompute or switches.offload_saved,
         "enable_activation_offloading": switches.offload_inputs or switches.offload_saved,
         "fsdp_cpu_offload": switches.offload_states,
-        "optimizer_in_bwd": _updates_in_backward(plan) and not switches.offload_states,
+        "optimizer_in_bwd": in_backward and not switches.offload_states,
     }
     if plan.updates == "after backward":
         config["clip_grad_norm"] = 1.0
@@ -168,7 +160,7 @@ def _torchtune(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
         losses.append("States on disk cannot be said: they go to host memory.")
     if switches.offload_states:
         losses.append("fsdp_cpu_offload is for the distributed recipes alone.")
-        if _updates_in_backward(plan):
+        if in_backward:
             losses.append("Updates during backward do not go with offloaded states there.")
     return config, losses
 
@@ -179,8 +171,7 @@ def _trl(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
         "per_device_train_batch_size": plan.workload.batch_size,
         "gradient_accumulation_steps": plan.micro_batches,
         "max_length": plan.workload.seq_len,
-        "bf16": _mixed_precision(plan) == "bf16",
-        "fp16": _mixed_precision(plan) == "fp16",
+        **{dtype: _mixed_precision(plan) == dtype for dtype in ("bf16", "fp16")},
         "gradient_checkpointing": switches.recompute,
         "activation_offloading": switches.offload_inputs or switches.offload_saved,
         "max_grad_norm": 1.0 if plan.updates == "after backward" else 0.0,
@@ -259,10 +250,6 @@ def _common_losses(plan: Plan, switches: Switches) -> list[str]:
 
 def _blocks(count: int) -> str:
     return "1 block" if count == 1 else f"{count} blocks"
-
-
-def _updates_in_backward(plan: Plan) -> bool:
-    return plan.updates == "in backward" and plan.micro_batches == 1
 
 
 def _mixed_precision(plan: Plan) -> str:

@@ -1,4 +1,4 @@
-"""What `protrain plan` and `protrain fit` print: plans, fronts of plans, or why there is none."""
+"""What `protrain plan`, `fit` and `run` print: plans, fronts of plans, or why there is none."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 
 from protrain_plan.presentation.profiles import error_band, trust
-from protrain_plan.presentation.terminal import Table, Text, run_name, table_of, wrote
+from protrain_plan.presentation.terminal import Text, run_name, table_of, wrote
 from protrain_plan.program.group import DeviceGroup
 from protrain_plan.records import activations_text, states_text
+from protrain_plan.records.commands import profile_command
 from protrain_plan.records.hardware import is_accelerator
-from protrain_plan.records.plan import TierBytes, UnitPlan
+from protrain_plan.records.plan import Plan, TierBytes
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.memory import checkpoint_bytes
+from protrain_plan.simulation.promises import Excess
 from protrain_plan.simulation.report import in_words as report_in_words
 from protrain_plan.units import format_bytes, format_range, format_seconds
 
 if TYPE_CHECKING:
+    from protrain_plan.commands.training import Run
     from protrain_plan.planning.explain.explaining import Explanation
     from protrain_plan.planning.outcome import Infeasible, Solved
     from protrain_plan.planning.questions.objectives import Answer, Fit
@@ -50,13 +53,7 @@ def devices_json(group: DeviceGroup) -> dict[str, int]:
 
 def tiers_json(peak: TierBytes) -> dict[str, int]:
     """Bytes by tier."""
-    return {
-        "device": peak.device,
-        "context": peak.context,
-        "host": peak.host,
-        "disk": peak.disk,
-        **({"allocator": peak.allocator} if peak.allocator else {}),
-    }
+    return {tier: size for tier, size in asdict(peak).items() if size or tier != "allocator"}
 
 
 def solved_text(solved: "Solved", profile: Profile, path: Path) -> RenderableType:
@@ -64,6 +61,15 @@ def solved_text(solved: "Solved", profile: Profile, path: Path) -> RenderableTyp
     plan, prediction = solved.plan, solved.plan.prediction
     peak = prediction.peak_bytes
     several = DeviceGroup.of(plan) if plan.num_devices > 1 else None
+    decisions = table_of("units", "activations", "model states")
+    same = itertools.groupby(plan.units, key=lambda u: (u.kind, u.activations, u.states))
+    for (kind, activations, states), run in same:
+        members = list(run)
+        # Parts that happen to follow one another are no run of one name.
+        groups = [members] if kind == "block" else [[unit] for unit in members]
+        for group in groups:
+            name = run_name(group[0].name, group[-1].name)
+            decisions.add_row(name, activations_text(activations), states_text(states))
     table = table_of("tier", "predicted peak" + " of each device" * bool(several), "budget")
     held_back = f" + {format_bytes(peak.allocator)} for the allocator" if peak.allocator else ""
     table.add_row(
@@ -75,31 +81,25 @@ def solved_text(solved: "Solved", profile: Profile, path: Path) -> RenderableTyp
         used = peak.host if tier.name == "host" else peak.disk
         budget = plan.budgets.host if tier.name == "host" else plan.budgets.disk
         table.add_row(tier.name, format_bytes(used), format_bytes(budget))
-    verdict = Text(
-        f"predicted step {format_seconds(prediction.step_seconds)}{_expected(solved, profile)},"
+    expected = format_range(prediction.expected_seconds)
+    if expected:  # and who says so
+        said = "as measured steps were beside estimates"
+        if profile.method == "measured":
+            said = "by the profile's own repetitions"
+        expected = f"{expected[:-1]} {said})"
+    notes = [
+        f"predicted step {format_seconds(prediction.step_seconds)}{expected},"
         f" at most {solved.gap:.2%} above the fastest possible"
         f" ({solved.status}, {solved.solver}, {format_seconds(solved.solve_seconds)})"
-    )
-    notes = [verdict]
+    ]
     if several:
-        notes.insert(0, Text(f"on {several}, each with batches of its own"))
+        notes.insert(0, f"on {several}, each with batches of its own")
     if len(solved.replicas) > 1:
-        notes.insert(1, Text(f"other numbers of replicas: {_others(solved)}"))
+        notes.insert(1, f"other numbers of replicas: {_others(solved)}")
     saving = checkpoint_bytes(plan.units, profile) - peak.device
     if not is_accelerator(profile.hardware.device.kind) and saving > 0:
-        notes.append(Text(f"saving a checkpoint takes {format_bytes(saving)} more than a step"))
-    return Group(_decisions(plan.units), "", table, "", *notes, wrote(path))
-
-
-def _expected(solved: "Solved", profile: Profile) -> str:
-    """Within what the step is expected, and who says so."""
-    expected = format_range(solved.plan.prediction.expected_seconds)
-    said = (
-        "by the profile's own repetitions"
-        if profile.method == "measured"
-        else "as measured steps were beside estimates"
-    )
-    return f"{expected[:-1]} {said})" if expected else ""
+        notes.append(f"saving a checkpoint takes {format_bytes(saving)} more than a step")
+    return Group(decisions, "", table, "", *map(Text, notes), wrote(path))
 
 
 def _others(solved: "Solved") -> str:
@@ -118,19 +118,6 @@ def _others(solved: "Solved") -> str:
     return ", ".join(words)
 
 
-def _decisions(units: Sequence[UnitPlan]) -> Table:
-    table = table_of("units", "activations", "model states")
-    same = itertools.groupby(units, key=lambda u: (u.kind, u.activations, u.states))
-    for (_, activations, states), run in same:
-        members = list(run)
-        # Parts that happen to follow one another are no run of one name.
-        groups = [members] if members[0].kind == "block" else [[unit] for unit in members]
-        for group in groups:
-            name = run_name(group[0].name, group[-1].name)
-            table.add_row(name, activations_text(activations), states_text(states))
-    return table
-
-
 def infeasible_json(answer: "Infeasible") -> dict[str, Any]:
     """What `protrain plan --json` prints where no plan fits."""
     return {"status": "infeasible", **asdict(answer), "occupants": dict(answer.occupants)}
@@ -145,19 +132,15 @@ def infeasible_text(answer: "Infeasible") -> RenderableType:
     table = table_of(answer.slot, "bytes")
     for kind, size in answer.occupants:
         table.add_row(kind, format_bytes(size))
-    advice = [Text(f"- {line}") for line in (*answer.advice, *_sizes_that_fit(answer))]
-    return Group(head, "", table, "", *advice)
-
-
-def _sizes_that_fit(answer: "Infeasible") -> list[str]:
-    if answer.largest_batch_size is None and answer.largest_seq_len is None:
-        return ["no batch size and no sequence length fits"]
-    batch, longest = answer.largest_batch_size, answer.largest_seq_len
-    lines = {
-        f"the largest batch that fits is {batch}": batch,
-        f"the longest sequence that fits is {longest} tokens": longest,
-    }
-    return [f"{line} (if bytes grow in proportion)" for line, size in lines.items() if size]
+    advice, batch, longest = [*answer.advice], answer.largest_batch_size, answer.largest_seq_len
+    if batch is None and longest is None:
+        advice.append("no batch size and no sequence length fits")
+    if batch:
+        advice.append(f"the largest batch that fits is {batch} (if bytes grow in proportion)")
+    if longest:
+        grown = "(if bytes grow in proportion)"
+        advice.append(f"the longest sequence that fits is {longest} tokens {grown}")
+    return Group(head, "", table, "", *(Text(f"- {line}") for line in advice))
 
 
 def search_text(stage: str, step_seconds: float | None, bound_seconds: float | None) -> str:
@@ -238,9 +221,6 @@ def answer_text(answer: "Answer", explanation: "Explanation | None", path: Path)
     return Group(*map(Text, head), solved, *map(Text, notes))
 
 
-_BAR_WIDTH = 30
-
-
 def _front_text(answer: "Answer") -> RenderableType:
     """Memory against time, the bars in proportion to the slowest step."""
     table = table_of("device memory", "step", "gap", "")
@@ -251,7 +231,7 @@ def _front_text(answer: "Answer") -> RenderableType:
             f"{-(-point.device_bytes // 2**20)}MiB",  # as one would type it, rounded up
             format_seconds(seconds),
             f"{point.solved.gap:.2%}",
-            Text("█" * max(1, round(_BAR_WIDTH * seconds / slowest)), justify="left"),
+            Text("█" * max(1, round(30 * seconds / slowest)), justify="left"),
         )
     note = Text("each line is a plan; --device-memory with a line's memory writes it")
     return Group(table, "", note)
@@ -259,51 +239,24 @@ def _front_text(answer: "Answer") -> RenderableType:
 
 def fits_json(fits: Sequence["Fit"]) -> dict[str, Any]:
     """What `protrain fit --json` prints: one cell per machine and size."""
-    return {"cells": [_fit_json(fit) for fit in fits]}
-
-
-def _fit_json(fit: "Fit") -> dict[str, Any]:
-    workload = fit.profile.workload
-    data: dict[str, Any] = {
-        "hardware": fit.profile.hardware.name,
-        "batch_size": workload.batch_size,
-        "seq_len": workload.seq_len,
-        **devices_json(fit.group),
-        "verdict": fit.verdict,
-        "plain_device_bytes": fit.plain_bytes,
-        "plain_step_seconds": fit.plain_seconds,
-        "binds": fit.binds,
-        "tokens_per_second": fit.tokens_per_s,
-        "measured_over_estimated": error_band(fit.profile.hardware),
-    }
-    if fit.solved is not None:
-        data |= solved_json(fit.solved)
-    if fit.infeasible is not None:
-        data |= infeasible_json(fit.infeasible)
-    return data
-
-
-def fits_text(fits: Sequence["Fit"]) -> RenderableType:
-    """What `protrain fit` prints."""
-    several = any(fit.group.num_devices > 1 for fit in fits)
-    names = ("machine", *(["devices"] if several else []), "batch", "")
-    table = table_of(*names, "tokens/s", "device", "host", "disk")
-    table.columns[len(names) - 1].justify = "left"
-    for column in table.columns:
-        column.no_wrap = True
-    for fit in fits:
-        cells = ["-"] * 4
-        if fit.solved is not None:
-            peak = fit.solved.plan.prediction.peak_bytes
-            below = (_gib(size) if size else "-" for size in (peak.host, peak.disk))
-            cells = [f"{fit.tokens_per_s:,.0f}", _gib(peak.on_device), *below]
-        words, style = _VERDICTS[fit.verdict]
-        group = fit.group
-        replicas = f" ({group.num_replicas} replicas)" if group.num_replicas > 1 else ""
-        devices = [f"{group.num_devices}{replicas}"] if several else []
-        machine = fit.profile.hardware.name
-        table.add_row(machine, *devices, _fit_size(fit), Text(words, style=style), *cells)
-    return Group(table, "", *map(Text, _fit_notes(fits)))
+    cells = [
+        {
+            "hardware": fit.profile.hardware.name,
+            "batch_size": fit.profile.workload.batch_size,
+            "seq_len": fit.profile.workload.seq_len,
+            **devices_json(fit.group),
+            "verdict": fit.verdict,
+            "plain_device_bytes": fit.plain_bytes,
+            "plain_step_seconds": fit.plain_seconds,
+            "binds": fit.binds,
+            "tokens_per_second": fit.tokens_per_s,
+            "measured_over_estimated": error_band(fit.profile.hardware),
+            **(solved_json(fit.solved) if fit.solved is not None else {}),
+            **(infeasible_json(fit.infeasible) if fit.infeasible is not None else {}),
+        }
+        for fit in fits
+    ]
+    return {"cells": cells}
 
 
 _VERDICTS = {
@@ -313,30 +266,117 @@ _VERDICTS = {
 }
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
+def fits_text(fits: Sequence["Fit"]) -> RenderableType:
+    """What `protrain fit` prints.
 
-
-def _fit_size(fit: "Fit") -> str:
-    return f"{fit.profile.workload.batch_size} x {fit.profile.workload.seq_len}"
-
-
-def _fit_notes(fits: Sequence["Fit"]) -> list[str]:
-    """What binds in each cell, what a plan saves, and how far to trust each machine's seconds."""
-    binds: list[str] = []
-    faster: list[str] = []
+    Below the table: what binds in each cell, what a plan saves, and how far to trust seconds.
+    """
+    several = any(fit.group.num_devices > 1 for fit in fits)
+    names = ("machine", *(["devices"] if several else []), "batch", "")
+    table = table_of(*names, "tokens/s", "device", "host", "disk", words=(0, len(names) - 1))
+    for column in table.columns:
+        column.no_wrap = True
+    binds = ["what makes up the step, or what is missing:"]
+    faster = ["what a plan saves where plain PyTorch fits:"]
     for fit in fits:
-        devices = f"{fit.group.num_devices} x " if fit.group.num_devices > 1 else ""
-        cell = f"  {devices}{fit.profile.hardware.name} {_fit_size(fit)}"
+        machine, group, workload = fit.profile.hardware.name, fit.group, fit.profile.workload
+        size = f"{workload.batch_size} x {workload.seq_len}"
+        many = f"{group.num_devices} x " if group.num_devices > 1 else ""
+        cell = f"  {many}{machine} {size}"
         binds.append(f"{cell}: {fit.binds}")
-        if fit.solved is not None and fit.plain_seconds is not None:
-            saved = 1 - fit.solved.plan.prediction.step_seconds / fit.plain_seconds
+        cells = ["-"] * 4
+        if fit.solved is not None:
+            prediction = fit.solved.plan.prediction
+            peak = prediction.peak_bytes
+            below = (f"{held / 2**30:.1f} GiB" if held else "-" for held in (peak.host, peak.disk))
+            cells = [f"{fit.tokens_per_s:,.0f}", f"{peak.on_device / 2**30:.1f} GiB", *below]
+            saved = 1 - prediction.step_seconds / fit.plain_seconds if fit.plain_seconds else 0.0
             if saved >= 0.0005:
                 faster.append(f"{cell}: {saved:.1%} less time per step")
+        words, style = _VERDICTS[fit.verdict]
+        replicas = f" ({group.num_replicas} replicas)" if group.num_replicas > 1 else ""
+        devices = [f"{group.num_devices}{replicas}"] if several else []
+        table.add_row(machine, *devices, size, Text(words, style=style), *cells)
+    if len(faster) == 1:  # in no cell
+        faster = []
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
-    return [
-        "what makes up the step, or what is missing:",
-        *binds,
-        *(["what a plan saves where plain PyTorch fits:", *faster] if faster else []),
-        *(f"{hardware.name}: {trust(hardware)}" for hardware in machines),
-    ]
+    trusted = (f"{hardware.name}: {trust(hardware)}" for hardware in machines)
+    return Group(table, "", *map(Text, (*binds, *faster, *trusted)))
+
+
+# A run
+
+
+def run_json(
+    plan: Plan, run: "Run", *, plain: bool, verified: bool | None, overruns: Sequence[Excess] = ()
+) -> dict[str, Any]:
+    """What `protrain run --json` prints."""
+    expected, measured = plan.prediction.expected_seconds, run.measured_peak_bytes
+    outside = None
+    if expected is not None and len(run.seconds) > 1:  # a first step warms up: it tells nothing
+        outside = not expected[0] <= run.step_seconds <= expected[1]
+    again = profile_command(plan.workload, optimizer=plan.optimizer, output="profile.yaml")
+    return {
+        "plain": plain,
+        "first_step": run.first_step,
+        "losses": list(run.losses),
+        "step_seconds": run.step_seconds,
+        "seconds": list(run.seconds),
+        "predicted_step_seconds": None if plain else plan.prediction.step_seconds,
+        "expected_seconds": None if plain else expected,
+        "outside_expected": None if plain else outside,
+        "predicted_peak_bytes": None if plain else tiers_json(plan.prediction.peak_bytes),
+        "measured_peak_bytes": None if measured is None else tiers_json(measured),
+        "parameters_sha256": run.parameters_sha256,
+        "verified": verified,
+        "overruns": [asdict(overrun) for overrun in overruns],
+        "profile_again": again if overruns else None,
+    }
+
+
+_MOST_OVERRUNS = 3
+"""As many are printed; --json has all."""
+
+
+def run_text(
+    plan: Plan, run: "Run", *, plain: bool, verified: bool | None, overruns: Sequence[Excess] = ()
+) -> RenderableType:
+    """What `protrain run` prints."""
+    data = run_json(plan, run, plain=plain, verified=verified, overruns=overruns)
+    resumed = f" from step {run.first_step + 1} on" if run.first_step else ""
+    losses = Text(f"losses{resumed} " + " ".join(f"{loss:.4f}" for loss in run.losses))
+    prediction, measured = plan.prediction, run.measured_peak_bytes
+    expected = format_range(prediction.expected_seconds)
+    table = table_of("", "predicted", "measured")
+    promised = f"{format_seconds(prediction.step_seconds)}{expected}"
+    table.add_row("step", "-" if plain else promised, format_seconds(run.step_seconds))
+    for label, tier in (
+        ("device peak, tensors", "device"),
+        ("device, allocator", "allocator"),
+        ("device, besides tensors", "context"),
+        ("host peak", "host"),
+        ("disk peak", "disk"),
+    ):
+        promise, found = getattr(prediction.peak_bytes, tier), getattr(measured, tier, None)
+        if promise or found:
+            told = "-" if found is None else format_bytes(found)
+            table.add_row(label, "-" if plain else format_bytes(promise), told)
+    notes: list[Text] = []
+    if data["outside_expected"]:
+        took = f"the step took {format_seconds(run.step_seconds)} measured"
+        notes.append(Text(f"{took}, outside what its profile expects{expected}", style="yellow"))
+    if measured is None:
+        notes.append(Text("peaks are measured in the last step of two or more"))
+    if overruns:
+        notes.append(Text("NOT as predicted: the measured step took more memory", style="red"))
+        notes += [Text(f"  {overrun}") for overrun in overruns[:_MOST_OVERRUNS]]
+        if len(overruns) > _MOST_OVERRUNS:
+            notes.append(Text(f"  and in {len(overruns) - _MOST_OVERRUNS} slots more"))
+        notes.append(Text(f"  fix: measure and plan again: {data['profile_again']}"))
+    if verified is not None:
+        notes.append(
+            Text("verified: losses and parameters equal plain PyTorch's bitwise", style="green")
+            if verified
+            else Text("NOT verified: losses or parameters differ from plain PyTorch's", style="red")
+        )
+    return Group(losses, table, *notes)

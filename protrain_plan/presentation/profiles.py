@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 
 from protrain_plan.presentation.terminal import Table, Text, run_name, table_of, wrote
-from protrain_plan.records.hardware import Collectives, Hardware, Interconnect
+from protrain_plan.records.hardware import Collectives, Hardware
 from protrain_plan.records.profile import Profile, Unit
 from protrain_plan.units import format_bytes, format_seconds
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 def profile_json(profile: Profile) -> dict[str, Any]:
     """What `protrain profile --json` prints."""
     keep = [unit.cost("keep") for unit in profile.units]
+    estimated, held_back = profile.method == "estimated", profile.hardware.device.allocator_bytes
     return {
         "model": profile.workload.model,
         "hardware": profile.hardware.name,
@@ -32,10 +33,10 @@ def profile_json(profile: Profile) -> dict[str, Any]:
         "forward_seconds": sum(cost.forward_s for cost in keep),
         "backward_seconds": sum(cost.backward_s for cost in keep),
         "context_bytes": profile.hardware.device.context_bytes,
-        **_held_back(profile),
+        **({"allocator_bytes": held_back} if held_back else {}),
         "repetitions": asdict(profile.repetitions) if profile.repetitions else None,
         "unsteady": unsteady(profile),
-        "measured_over_estimated": error_band(profile.hardware) if _estimated(profile) else None,
+        "measured_over_estimated": error_band(profile.hardware) if estimated else None,
     }
 
 
@@ -53,12 +54,6 @@ def unsteady(profile: Profile) -> str | None:
         f"repetitions varied by {found.high / found.low - 1:.0%}: the machine was busy; profile"
         " again on a quiet one"
     )
-
-
-def _held_back(profile: Profile) -> dict[str, int]:
-    """What the allocator was seen to hold beyond the tensors, if anything."""
-    size = profile.hardware.device.allocator_bytes
-    return {"allocator_bytes": size} if size else {}
 
 
 def _states_bytes(units: Sequence[Unit]) -> int:
@@ -84,9 +79,9 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
             format_seconds(keep.forward_s),
             format_seconds(keep.backward_s),
         )
-    data = profile_json(profile)
-    held = _held_back(profile)
-    held_back = "".join(f", {format_bytes(size)} for its allocator" for size in held.values())
+    data, machine = profile_json(profile), profile.hardware
+    size = machine.device.allocator_bytes
+    held_back = f", {format_bytes(size)} for its allocator" if size else ""
     total = Text(
         f"{data['num_parameters'] / 1e6:.1f} M parameters,"
         f" {format_bytes(data['model_states_bytes'])} of model states,"
@@ -96,15 +91,12 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
         f" + {format_seconds(data['backward_seconds'])}"
     )
     note = Text("kept: by the unit between forward and backward; input: where it is recomputed")
-    machine = profile.hardware
-    how = [Text(f"estimated for {machine.name}: {trust(machine)}")] if _estimated(profile) else []
-    warning = unsteady(profile)
-    how += [Text(warning, style="yellow")] if warning else []
+    how: list[Text] = []
+    if profile.method == "estimated":
+        how.append(Text(f"estimated for {machine.name}: {trust(machine)}"))
+    if data["unsteady"]:
+        how.append(Text(data["unsteady"], style="yellow"))
     return Group(table, "", note, total, *how, wrote(path))
-
-
-def _estimated(profile: Profile) -> bool:
-    return profile.method == "estimated"
 
 
 def _short(size: int) -> str:
@@ -127,8 +119,8 @@ def machines_text(machines: Sequence[Hardware]) -> RenderableType:
             format_bytes(machine.device.memory_bytes),
             f"{rates.bfloat16_flops_per_s / 1e12:.4g}" if rates else "-",
             f"{rates.float32_flops_per_s / 1e12:.4g}" if rates else "-",
-            _rate(rates.memory_bytes_per_s, "B/s") if rates else "-",
-            _rate(tiers["host"].link.read_bytes_per_s, "B/s") if "host" in tiers else "-",
+            _rate(rates.memory_bytes_per_s) if rates else "-",
+            _rate(tiers["host"].link.read_bytes_per_s) if "host" in tiers else "-",
             f"{tiers['host'].capacity_bytes / 2**30:.0f} GiB" if "host" in tiers else "-",
             f"{tiers['disk'].capacity_bytes / 1e12:.2g} TB" if "disk" in tiers else "-",
         )
@@ -140,7 +132,7 @@ def machines_text(machines: Sequence[Hardware]) -> RenderableType:
     return Group(table, "", *(Text(note) for note in notes))
 
 
-def _rate(per_s: float, unit: str) -> str:
+def _rate(per_s: float, unit: str = "B/s") -> str:
     """The rate for a reader, in powers of 1000: `24 GB/s`, `1.01 TB/s`, `989 TFLOP/s`."""
     scale, prefix = (1e9, "G") if per_s < 1e12 else (1e12, "T")
     return f"{per_s / scale:.4g} {prefix}{unit}"
@@ -185,7 +177,7 @@ def _facts(machine: Hardware) -> Iterator[tuple[str, str]]:
         )
         yield (
             "bandwidth",
-            f"{_rate(rates.memory_bytes_per_s, 'B/s')}; large operators reach"
+            f"{_rate(rates.memory_bytes_per_s)}; large operators reach"
             f" {rates.memory_efficiency:.0%}",
         )
         yield "operator", f"at least {format_seconds(rates.operator_s)}"
@@ -194,8 +186,8 @@ def _facts(machine: Hardware) -> Iterator[tuple[str, str]]:
         link = tier.link
         yield (
             tier.name,
-            f"{format_bytes(tier.capacity_bytes)}, {_rate(link.read_bytes_per_s, 'B/s')} to the"
-            f" device, {_rate(link.write_bytes_per_s, 'B/s')} from it,"
+            f"{format_bytes(tier.capacity_bytes)}, {_rate(link.read_bytes_per_s)} to the"
+            f" device, {_rate(link.write_bytes_per_s)} from it,"
             f" {link.duplex:.0%} of each both ways at once, latency"
             f" {format_seconds(link.latency_s)}",
         )
@@ -205,8 +197,18 @@ def _facts(machine: Hardware) -> Iterator[tuple[str, str]]:
         f" {machine.write_contention.compute:.0%} beside writes,"
         f" {machine.update_contention.compute:.0%} beside updates",
     )
-    if machine.interconnect is not None:
-        yield "devices", _joined(machine.interconnect)
+    joined = machine.interconnect
+    if joined is not None:
+        speeds = [f"{joined.devices_per_node} in a node", _collected(joined.intra_node)]
+        if joined.inter_node is not None:
+            speeds.append(f"among nodes {_collected(joined.inter_node)}")
+        yield (
+            "devices",
+            f"{', '.join(speeds)}; beside a collective compute keeps"
+            f" {joined.contention.compute:.0%} of its speed, a link to a lower tier"
+            f" {joined.link_share:.0%}; {format_bytes(joined.library_bytes)} held by its library;"
+            f" tiers are those {joined.below}",
+        )
     if rates is not None:
         yield "estimates", trust(machine)
 
@@ -225,29 +227,15 @@ def trust(machine: Hardware) -> str:
     return f"measured steps took {band[0]:.2f} to {band[1]:.2f} times as long"
 
 
-def _joined(joined: Interconnect) -> str:
-    """What joins several devices, as a sentence."""
-    speeds = [f"{joined.devices_per_node} in a node", _collected(joined.intra_node)]
-    if joined.inter_node is not None:
-        speeds.append(f"among nodes {_collected(joined.inter_node)}")
-    return (
-        f"{', '.join(speeds)}; beside a collective compute keeps {joined.contention.compute:.0%}"
-        f" of its speed, a link to a lower tier {joined.link_share:.0%};"
-        f" {format_bytes(joined.library_bytes)} held by its library;"
-        f" tiers are those {joined.below}"
-    )
-
-
 def _collected(speeds: Collectives) -> str:
     gathered, reduced = speeds.gather_bytes_per_s, speeds.reduce_bytes_per_s
-    how = f"{_rate(gathered, 'B/s')} gathered, {_rate(reduced, 'B/s')} reduced"
-    return how if gathered != reduced else f"{_rate(gathered, 'B/s')} gathered or reduced"
+    how = f"{_rate(gathered)} gathered, {_rate(reduced)} reduced"
+    return how if gathered != reduced else f"{_rate(gathered)} gathered or reduced"
 
 
 def presets_text(presets: Sequence["Preset"]) -> RenderableType:
     """What `protrain models` prints."""
-    table = table_of("name", "parameters", "layers", "hidden", "source")
-    table.columns[-1].justify = "left"
+    table = table_of("name", "parameters", "layers", "hidden", "source", words=(0, 4))
     for preset in presets:
         # Hugging Face's repository says enough; other sources are sentences.
         repository = preset.source.removeprefix("https://huggingface.co/").partition("/blob/")[0]

@@ -3,6 +3,7 @@
 Everything that is printed for people is made of these; `commands/output.py` prints it.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,11 @@ def _cell(content: RenderableType | None) -> Any:
     return Text(content) if isinstance(content, str) else content
 
 
-def table_of(*columns: str) -> Table:
-    """A table without lines; the first column holds words, the others numbers."""
+def table_of(*columns: str, words: Sequence[int] = (0,)) -> Table:
+    """A table without lines; the columns in `words` hold words, the others numbers."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        table.add_column(column, justify="left" if index in words else "right", overflow="fold")
     return table
 
 

@@ -5,7 +5,9 @@ names file, key, problem and fix. Writing is deterministic and reads back equal.
 describes how the files look.
 """
 
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from protrain_plan.errors import RecordError
 from protrain_plan.records.decisions import activations_text, register_form, states_text
@@ -42,69 +44,19 @@ __all__ = [
     "write_profile",
 ]
 
-
-def read_hardware(path: str | Path) -> Hardware:
-    """The hardware in the file; RecordError where there is none."""
-    return loads(Hardware, read_text(path), str(path))
+R = TypeVar("R", bound=Record)
 
 
-def read_profile(path: str | Path) -> Profile:
-    """The profile in the file; RecordError where there is none."""
-    return loads(Profile, read_text(path), str(path))
-
-
-def read_plan(path: str | Path) -> Plan:
-    """The plan in the file; RecordError where there is none."""
-    return loads(Plan, read_text(path), str(path))
-
-
-def write_hardware(hardware: Hardware, path: str | Path) -> None:
-    """Write the hardware, whole or not at all; RecordError where that cannot be done."""
-    _write(hardware, path)
-
-
-def write_profile(profile: Profile, path: str | Path) -> None:
-    """Write the profile, whole or not at all; RecordError where that cannot be done."""
-    _write(profile, path)
-
-
-def write_plan(plan: Plan, path: str | Path) -> None:
-    """Write the plan, whole or not at all; RecordError where that cannot be done."""
-    _write(plan, path)
-
-
-def loads_hardware(text: str, source: str | None = None) -> Hardware:
-    """The hardware in the text; RecordError, naming `source`, where there is none."""
-    return loads(Hardware, text, source)
-
-
-def loads_profile(text: str, source: str | None = None) -> Profile:
-    """The profile in the text; RecordError, naming `source`, where there is none."""
-    return loads(Profile, text, source)
-
-
-def loads_plan(text: str, source: str | None = None) -> Plan:
-    """The plan in the text; RecordError, naming `source`, where there is none."""
-    return loads(Plan, text, source)
-
-
-def dumps_hardware(hardware: Hardware) -> str:
-    """The hardware as YAML text."""
-    return dumps(hardware)
-
-
-def dumps_profile(profile: Profile) -> str:
-    """The profile as YAML text."""
-    return dumps(profile)
-
-
-def dumps_plan(plan: Plan) -> str:
-    """The plan as YAML text."""
-    return dumps(plan)
+def _read(kind: type[R], path: str | Path) -> R:
+    """The record of this kind in the file; RecordError where there is none."""
+    return loads(kind, read_text(path), str(path))
 
 
 def _write(record: Record, path: str | Path) -> None:
-    """Write what can be read again: no number that is not finite, no two units of one name."""
+    """Write the record, whole or not at all; RecordError where that cannot be done.
+
+    Only what can be read again: no number that is not finite, no two units of one name.
+    """
     text = dumps(record)
     try:
         loads(type(record), text)
@@ -112,3 +64,14 @@ def _write(record: Record, path: str | Path) -> None:
         problem = f"refused to write what could not be read again: {error.message}"
         raise RecordError(problem, source=str(path), key=error.key, fix=error.fix) from None
     replace_text(path, text)
+
+
+# A name for each kind, as everything else takes one. `source` is the file that errors name.
+read_hardware = partial(_read, Hardware)
+read_profile = partial(_read, Profile)
+read_plan = partial(_read, Plan)
+loads_hardware = partial(loads, Hardware)
+loads_profile = partial(loads, Profile)
+loads_plan = partial(loads, Plan)
+write_hardware = write_profile = write_plan = _write
+dumps_hardware = dumps_profile = dumps_plan = dumps

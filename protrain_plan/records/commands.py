@@ -13,19 +13,22 @@ def profile_command(
 
     How it was measured (steps, unit by unit) and on which text is not in a record.
     """
-    words: list[str] = []
-    if on is not None:
-        words += ["--on", on]
-    else:
-        words += _unless("cpu", "--device", workload.device)
-        words += ["--deterministic"] if workload.deterministic else []
+    words = [] if on is None else ["--on", on]
+    if on is None and workload.device != "cpu":
+        words += ["--device", workload.device]
+    if on is None and workload.deterministic:
+        words.append("--deterministic")
     if workload.model_config:  # a factory's batches are its own
         words += ["--batch-size", str(workload.batch_size), "--seq-len", str(workload.seq_len)]
-    words += _unless("float32", "--dtype", workload.dtype)
-    words += _unless("pure", "--precision", workload.precision)
-    words += _unless("", "--lora", ",".join(workload.adapter.split()[1:]))
-    words += _unless("adamw", "--optimizer", optimizer)
-    words += _unless("0", "--seed", str(workload.seed))
+    for option, value, default in (
+        ("--dtype", workload.dtype, "float32"),
+        ("--precision", workload.precision, "pure"),
+        ("--lora", ",".join(workload.adapter.split()[1:]), ""),
+        ("--optimizer", optimizer, "adamw"),
+        ("--seed", str(workload.seed), "0"),
+    ):
+        if value != default:
+            words += [option, value]
     return command("profile", workload.model, [*words, "-o", output])
 
 
@@ -34,8 +37,3 @@ def command(name: str, argument: str, options: Sequence[str]) -> str:
     if argument.startswith("-"):
         return shlex.join(["protrain", name, *options, "--", argument])
     return shlex.join(["protrain", name, argument, *options])
-
-
-def _unless(default: str, option: str, value: str) -> list[str]:
-    """An option with its value, where that is not the default."""
-    return [] if value == default else [option, value]

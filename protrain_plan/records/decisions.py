@@ -5,28 +5,27 @@ A decision of a new kind, or on a new tier, is one entry here; its class is in `
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import get_args
+from itertools import product
+from typing import Generic, TypeVar, get_args
 
 from protrain_plan.records.forms import FORMS, ActivationForm
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     Activations,
-    Keep,
     Offload,
     Persistent,
     Placement,
-    Recompute,
     StateTier,
-    Swap,
-    SwapInput,
+    activations_in,
 )
 from protrain_plan.records.profile import Form
 
 Decision = Activations | Placement
+D = TypeVar("D", bound=Decision, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Wording:
+class Wording(Generic[D]):
     """How a decision is told.
 
     phrase  in files, in `--pin` and in tables: `swap to host`
@@ -35,7 +34,7 @@ class Wording:
     gerund  of the same, where the units have been named: `swapping them to host`
     """
 
-    decision: Decision
+    decision: D
     phrase: str
     letter: str
     clause: str
@@ -43,87 +42,73 @@ class Wording:
 
     def does(self, *, many: bool) -> str:
         """What one unit does, or `many`."""
-        return self.clause.format(**_grammar(many=many))
+        return self.clause.format(**(_MANY if many else _ONE))
 
     def doing(self, *, many: bool) -> str:
         """What it would be to do so."""
-        return self.gerund.format(**_grammar(many=many))
-
-
-def _grammar(*, many: bool) -> dict[str, str]:
-    return {"s": "", "their": "their", "inputs": "inputs"} if many else _ONE
+        return self.gerund.format(**(_MANY if many else _ONE))
 
 
 _ONE = {"s": "s", "their": "its", "inputs": "input"}
+_MANY = {"s": "", "their": "their", "inputs": "inputs"}
 _TIERS: tuple[TierName, ...] = get_args(TierName)
-_STATE_TIERS: tuple[StateTier, ...] = (*_TIERS, "device")
 FORM_WORDS = tuple(form for form in FORMS if form not in ("keep", "full"))
 """How the phrases of decisions end that name a form of recomputation."""
 
 
-def _activations(forms: tuple[Form, ...]) -> Iterator[Wording]:
-    kept = [form for form in forms if not FORMS[form].recomputes]
-    recomputed = [form for form in forms if FORMS[form].recomputes]
-    for form in kept:
-        named, of = ("", "") if form == "keep" else (f" {form}", f" ({form})")
-        yield Wording(
-            Keep(form=form),
-            f"keep{named}",
-            "k" if named else "K",
-            f"keep{{s}} {{their}} activations{of}",
-            f"keeping them{of}",
-        )
-    for form in recomputed:
-        named, of = ("", "") if form == "full" else (f" {form}", f" ({form})")
-        yield Wording(
-            Recompute(form=form),
-            f"recompute{named}",
-            "r" if named else "R",
-            f"recompute{{s}} {{their}} activations{of}",
-            f"recomputing them{of}",
-        )
-    for form in kept:
-        named, of = ("", "") if form == "keep" else (f" {form}", f" ({form})")
-        for tier in _TIERS:
-            yield Wording(
-                Swap(tier=tier, form=form),
-                f"swap{named} to {tier}",
-                _sized("S", tier),
-                f"swap{{s}} {{their}} activations{of} to {tier}",
-                f"swapping them{of} to {tier}",
-            )
-    for form in recomputed:
-        for tier in _TIERS:
-            phrase = f"swap to {tier} and recompute {form}"
-            its = the = f"what {form} keeps"
-            if form == "full":
-                phrase, its, the = f"swap-input to {tier}", "{their} {inputs}", "the {inputs}"
-            yield Wording(
-                SwapInput(tier=tier, form=form),
-                phrase,
-                _sized("I", tier),
-                f"swap{{s}} {its} to {tier} and recompute{{s}} the rest",
-                f"swapping {the} to {tier} and recomputing the rest",
-            )
+def _activations(forms: tuple[Form, ...]) -> Iterator[Wording[Activations]]:
+    """First what stays on the device, then what is swapped; forms that keep before the others."""
+    ordered = sorted(forms, key=lambda form: FORMS[form].recomputes)
+    for tiers in ((None,), _TIERS):
+        for form, tier in product(ordered, tiers):
+            yield _activations_wording(form, tier)
 
 
-def _placements() -> Iterator[Wording]:
+def _activations_wording(form: Form, tier: TierName | None) -> Wording[Activations]:
+    recomputes = FORMS[form].recomputes
+    default = form == ("full" if recomputes else "keep")
+    named, of = ("", "") if default else (f" {form}", f" ({form})")
+    to, decision = f" to {tier}" if tier else "", activations_in(form, tier)
+    if recomputes and tier:
+        its, the = ("{their} {inputs}", "the {inputs}") if default else (f"what {form} keeps",) * 2
+        return Wording(
+            decision,
+            f"swap-input{to}" if default else f"swap{to} and recompute {form}",
+            _sized("I", tier),
+            f"swap{{s}} {its}{to} and recompute{{s}} the rest",
+            f"swapping {the}{to} and recomputing the rest",
+        )
+    if tier:
+        verb, gerund, letter = "swap", "swapping", _sized("S", tier)
+    else:
+        verb, gerund = ("recompute", "recomputing") if recomputes else ("keep", "keeping")
+        letter = verb[0].upper() if default else verb[0]
+    return Wording(
+        decision,
+        f"{verb}{named}{to}",
+        letter,
+        f"{verb}{{s}} {{their}} activations{of}{to}",
+        f"{gerund} them{of}{to}",
+    )
+
+
+def _placements() -> Iterator[Wording[Placement]]:
     keep = "keep{s} {their} states on the device"
     yield Wording(Persistent(), "persistent", "P", keep, "keeping them on the device")
-    for gathered in (False, True):
-        for tier in _STATE_TIERS:
-            phrase, letter = f"offload to {tier}", _sized("B" if gathered else "O", tier)
-            does, doing = f"offload{{s}} {{their}} states to {tier}", f"offloading them to {tier}"
-            if tier == "device":
-                phrase, letter = "shard", "d" if gathered else "D"
-                does = "shard{s} {their} states over the devices"
-                doing = "sharding them over the devices"
-            if gathered:
-                phrase += " and keep gathered"
-                does, doing = f"{does} and keep{{s}} them gathered", f"{doing} and keeping them"
-                doing += " gathered"
-            decision = Offload(tier=tier, keep_gathered=gathered)
-            yield Wording(decision, phrase, letter, does, doing)
+    tiers: tuple[StateTier, ...] = (*_TIERS, "device")
+    for gathered, tier in product((False, True), tiers):
+        phrase, letter = f"offload to {tier}", _sized("B" if gathered else "O", tier)
+        does, doing = f"offload{{s}} {{their}} states to {tier}", f"offloading them to {tier}"
+        if tier == "device":
+            phrase, letter = "shard", "d" if gathered else "D"
+            does = "shard{s} {their} states over the devices"
+            doing = "sharding them over the devices"
+        if gathered:
+            phrase += " and keep gathered"
+            does += " and keep{s} them gathered"
+            doing += " and keeping them gathered"
+        decision = Offload(tier=tier, keep_gathered=gathered)
+        yield Wording(decision, phrase, letter, does, doing)
 
 
 def _sized(letter: str, tier: StateTier) -> str:
@@ -132,15 +117,13 @@ def _sized(letter: str, tier: StateTier) -> str:
 
 _ACTIVATIONS = tuple(_activations(("keep", "full", *FORM_WORDS)))
 _PLACEMENTS = tuple(_placements())
-WORDINGS: dict[Decision, Wording] = {told.decision: told for told in (*_ACTIVATIONS, *_PLACEMENTS)}
+WORDINGS: dict[Decision, Wording[Decision]] = {
+    told.decision: told for told in (*_ACTIVATIONS, *_PLACEMENTS)
+}
 """How each decision is told, in the order in which decisions are enumerated."""
 
-ACTIVATIONS: dict[str, Activations] = {
-    told.phrase: told.decision for told in _ACTIVATIONS if not isinstance(told.decision, Placement)
-}
-STATES: Mapping[str, Placement] = {
-    told.phrase: told.decision for told in _PLACEMENTS if isinstance(told.decision, Placement)
-}
+ACTIVATIONS = {told.phrase: told.decision for told in _ACTIVATIONS}
+STATES: Mapping[str, Placement] = {told.phrase: told.decision for told in _PLACEMENTS}
 
 
 def register_form(form: ActivationForm) -> Callable[[], None]:
@@ -152,7 +135,6 @@ def register_form(form: ActivationForm) -> Callable[[], None]:
     FORMS.update((one.name, one) for one in ordered)
     wordings = list(_activations((form.name,)))
     for told in wordings:
-        assert not isinstance(told.decision, Placement)
         WORDINGS[told.decision] = told
         ACTIVATIONS[told.phrase] = told.decision
 

@@ -14,7 +14,6 @@ import stat
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from protrain_plan.errors import RecordError
 from protrain_plan.units import format_bytes
@@ -48,41 +47,29 @@ def read_bytes(path: str | Path, *, most_bytes: int) -> bytes:
             found = os.fstat(descriptor)
             if stat.S_ISDIR(found.st_mode):
                 raise IsADirectoryError
-            if stat.S_ISFIFO(found.st_mode) and not _of_a_shell(path):
+            # The pipe of an open descriptor has its writer.
+            is_open = os.path.realpath(path).startswith(("/dev/", "/proc/"))
+            if stat.S_ISFIFO(found.st_mode) and not is_open:
                 raise RecordError("this is a named pipe, not a file", source=str(path))
             if stat.S_ISBLK(found.st_mode):
                 raise RecordError("this is a device, not a file", source=str(path))
             os.set_blocking(descriptor, True)
-            content = b"" if found.st_size > most_bytes else _read(file, most_bytes + 1)
+            content, room = bytearray(), 0 if found.st_size > most_bytes else most_bytes + 1
+            # Piece by piece: one read of so many bytes would take the memory for all.
+            while len(content) < room and (piece := file.read(min(2**16, room - len(content)))):
+                content += piece
             if max(found.st_size, len(content)) > most_bytes:
                 raise RecordError(
                     f"this file is larger than the {format_bytes(most_bytes)} that are read of one",
                     source=str(path),
                 )
-            return content
+            return bytes(content)
     except FileNotFoundError:
         raise RecordError("there is no such file", source=str(path)) from None
     except IsADirectoryError:
         raise RecordError("this is a directory, not a file", source=str(path)) from None
     except (OSError, ValueError) as error:
         raise RecordError(f"cannot be read: {_reason(error)}", source=str(path)) from None
-
-
-def _read(file: BinaryIO, most_bytes: int) -> bytes:
-    """What there is, up to so many bytes. (One read of them would take the memory for all.)"""
-    pieces: list[bytes] = []
-    while most_bytes > 0 and (piece := file.read(min(_PIECE_BYTES, most_bytes))):
-        pieces.append(piece)
-        most_bytes -= len(piece)
-    return b"".join(pieces)
-
-
-_PIECE_BYTES = 2**16
-
-
-def _of_a_shell(path: str | Path) -> bool:
-    """Whether a pipe's name is that of an open descriptor, which has its writer."""
-    return os.path.realpath(path).startswith(("/dev/", "/proc/"))
 
 
 def replace_text(path: str | Path, text: str) -> None:
@@ -180,14 +167,26 @@ def _replace(target: Path, content: bytes) -> None:
     directory = os.open(target.parent, _DIRECTORY)
     try:
         _sweep(target, directory)
-        old = _regular(target.name, directory)
-        temporary, descriptor = _created(target.name, directory, mode=0o600 if old else 0o666)
+        old, descriptor = _regular(target.name, directory), None
+        temporary = f".{target.name}.{os.getpid()}.tmp"
+        while descriptor is None:
+            try:
+                mode = 0o600 if old else 0o666
+                descriptor = os.open(temporary, _NEW_FILE, mode, dir_fd=directory)
+            except FileExistsError:  # no leftover, which would be swept: made to be in the way
+                temporary = f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp"
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
                 file.flush()
-                if old is not None:
-                    _let_belong(descriptor, old)
+                if old is not None:  # its owner, as far as the system lets us, and permissions
+                    for owner in (old.st_uid, -1):
+                        new = os.fstat(descriptor)
+                        if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
+                            with suppress(PermissionError):
+                                os.fchown(descriptor, owner, old.st_gid)
+                    # Last: a new owner takes permissions away.
+                    os.fchmod(descriptor, old.st_mode & 0o777)
                 os.fsync(descriptor)  # before the name: a crash must not leave a name without bytes
             _regular(target.name, directory)
             os.replace(temporary, target.name, src_dir_fd=directory, dst_dir_fd=directory)
@@ -200,6 +199,7 @@ def _replace(target: Path, content: bytes) -> None:
 
 
 _DIRECTORY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def _regular(name: str, directory: int) -> os.stat_result | None:
@@ -211,27 +211,6 @@ def _regular(name: str, directory: int) -> os.stat_result | None:
     if not stat.S_ISREG(found.st_mode):  # it has taken the name meanwhile; or links in a circle
         raise OSError(errno.EEXIST, "this is no regular file")
     return found
-
-
-def _created(name: str, directory: int, *, mode: int) -> tuple[str, int]:
-    """A new file, which nobody else has made: its name, and it open for writing."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    temporary = f".{name}.{os.getpid()}.tmp"
-    while True:
-        try:
-            return temporary, os.open(temporary, flags, mode, dir_fd=directory)
-        except FileExistsError:  # no leftover, which would be swept: made to be in the way
-            temporary = f".{name}.{os.getpid()}.{os.urandom(4).hex()}.tmp"
-
-
-def _let_belong(descriptor: int, old: os.stat_result) -> None:
-    """Give a new file the owner, as far as the system lets us, and the permissions of the old."""
-    for owner in (old.st_uid, -1):
-        new = os.fstat(descriptor)
-        if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
-            with suppress(PermissionError):
-                os.fchown(descriptor, owner, old.st_gid)
-    os.fchmod(descriptor, old.st_mode & 0o777)  # last: a new owner takes permissions away
 
 
 def _sweep(target: Path, directory: int) -> None:
@@ -253,10 +232,8 @@ def _is_writing(pid: int) -> bool:
         return False  # the lock is held: a process before had our number
     try:
         os.kill(pid, 0)  # signal 0 only asks
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True  # alive, and someone else's
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)  # others: alive, and someone else's
     return True
 
 

@@ -41,10 +41,9 @@ def unfold(text: str) -> list[str] | None:
 
     Also where it is longer than `MAX_RUN`; see `run_length`.
     """
-    if not 1 < run_length(text) <= MAX_RUN:
-        return None
     match = _RUN.fullmatch(text)
-    assert match is not None
+    if match is None or not 1 < run_length(text) <= MAX_RUN:
+        return None
     before, first, last, after = match.groups()
     return [f"{before}{number}{after}" for number in range(int(first), int(last) + 1)]
 

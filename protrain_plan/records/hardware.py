@@ -153,7 +153,4 @@ class Hardware:
 
     def tier(self, name: TierName) -> Tier:
         """The tier called `name`; KeyError where this machine has none."""
-        for tier in self.tiers:
-            if tier.name == name:
-                return tier
-        raise KeyError(name)
+        return {tier.name: tier for tier in self.tiers}[name]

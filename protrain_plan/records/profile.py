@@ -100,10 +100,7 @@ class Unit:
 
     def cost(self, form: Form) -> FormCost:
         """The costs of `form`; KeyError where the unit cannot take it."""
-        for cost in self.forms:
-            if cost.form == form:
-                return cost
-        raise KeyError(form)
+        return {cost.form: cost for cost in self.forms}[form]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,7 @@ from protrain_plan.units import parse_bytes
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 Reader = Callable[[Node], Any]
 
 
@@ -45,7 +46,8 @@ def loads(kind: type[R], text: str, source: str | None = None) -> R:
     """The record that `text` holds; RecordError, naming `source`, where it holds something else."""
     value = headed(root(text, source), KINDS[kind])
     record = _read_record(kind, value, {"protrain": Node.text, "version": Node.integer})
-    _CHECKS[kind](record, value)
+    if isinstance(record, Plan):
+        _check_plan(record, value)
     return record
 
 
@@ -91,10 +93,8 @@ def _readers(owner: Any) -> Mapping[str, Reader]:
 
 
 def _reader(owner: Any, name: str, hint: Any) -> Reader:
-    if (owner, name) in _LISTS:
-        return _LISTS[owner, name]
-    if (owner, name) == (Workload, "model_config"):
-        return _configuration
+    if (owner, name) in _OWN_RULES:
+        return _OWN_RULES[owner, name]
     if (owner, name) in PATTERNS:
         return partial(_formed, *PATTERNS[owner, name])
     if hint == Activations:
@@ -110,15 +110,14 @@ def _reader(owner: Any, name: str, hint: Any) -> Reader:
         item = _reader(owner, name, get_args(hint)[0])
         most = MAX_ENTRIES.get((owner, name), MAX_LIST)
         return lambda value: tuple(item(entry) for entry in value.sequence(most))
-    if hint == float | None:
-        return partial(_drain, limits=limits_of(owner, name))
+    if hint in (float, float | None):
+        number = partial(_limited, Node.number, "a number", limits_of(owner, name))
+        return number if hint is float else partial(_drain, number)
     if NoneType in get_args(hint):  # a record that is absent where there is none
         return partial(_read_record, get_args(hint)[0])
     if hint is int:
-        whole: Callable[..., int] = _size if is_size(owner, name) else _integer
-        return partial(whole, limits=limits_of(owner, name))
-    if hint is float:
-        return partial(_number, limits=limits_of(owner, name))
+        read, what = (_size, "a size") if is_size(owner, name) else (Node.integer, "an integer")
+        return partial(_limited, read, what, limits_of(owner, name))
     if hint is str:
         most = MAX_CHARACTERS.get((owner, name), MAX_TEXT)
         return partial(Node.text, most=most, lines=(owner, name) in OF_LINES)
@@ -133,19 +132,11 @@ def _read_record(
     owner: Callable[..., T], value: Node, header: Mapping[str, Reader] | None = None
 ) -> T:
     """The record at `value`, which may have the keys in `header` too."""
-    readers, renamed = {**(header or {}), **_readers(owner)}, OLD_KEYS.get(owner, {})
-    found = _read_fields(value, readers, _with_default(owner), renamed)
-    return owner(**{name: field for name, field in found.items() if name not in (header or {})})
-
-
-def _read_fields(
-    value: Node,
-    readers: Mapping[str, Reader],
-    optional: tuple[str, ...],
-    renamed: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, Any]:
-    values = value.mapping(readers, optional, renamed)
-    return {name: readers[name](values[name]) for name in readers if name in values}
+    header = header or {}
+    readers = {**header, **_readers(owner)}
+    values = value.mapping(readers, _with_default(owner), OLD_KEYS.get(owner, {}))
+    found = {name: read(values[name]) for name, read in readers.items() if name in values}
+    return owner(**{name: field for name, field in found.items() if name not in header})
 
 
 def _choice(
@@ -186,39 +177,27 @@ def _configuration(value: Node) -> str:
     raise value.error(f"expected a JSON object, or nothing, got {cut(text)!r}")
 
 
-def _size(value: Node, limits: Limits) -> int:
-    if value.is_text():
-        try:
-            size = parse_bytes(value.text())
-        except ProtrainError as error:
-            raise value.error(error.message, error.fix or value.meant_integer()) from None
-    else:
-        size = value.integer("a size such as 1536MiB or an integer")
-    if size not in limits:
-        raise value.expected(f"a size {limits}")
-    return size
-
-
-def _integer(value: Node, limits: Limits) -> int:
-    number = value.integer()
-    if number not in limits:
-        raise value.expected(f"an integer {limits}")
+def _limited(read: Callable[[Node], N], what: str, limits: Limits, value: Node) -> N:
+    if (number := read(value)) not in limits:
+        raise value.expected(f"{what} {limits}")
     return number
 
 
-def _number(value: Node, limits: Limits) -> float:
-    number = value.number()
-    if number not in limits:
-        raise value.expected(f"a number {limits}")
-    return number
+def _size(value: Node) -> int:
+    if not value.is_text():
+        return value.integer("a size such as 1536MiB or an integer")
+    try:
+        return parse_bytes(value.text())
+    except ProtrainError as error:
+        raise value.error(error.message, error.fix or value.meant_integer()) from None
 
 
-def _drain(value: Node, limits: Limits) -> float | None:
-    if value.is_text():
-        if (text := value.text()) != STEP_END:
-            raise value.error(f"expected a number or {STEP_END}, got {cut(text)!r}")
-        return None
-    return _number(value, limits)
+def _drain(number: Reader, value: Node) -> float | None:
+    if not value.is_text():
+        return float(number(value))
+    if (text := value.text()) != STEP_END:
+        raise value.error(f"expected a number or {STEP_END}, got {cut(text)!r}")
+    return None
 
 
 def _each_once(owner: Callable[..., T], key: str, what: str, value: Node) -> tuple[T, ...]:
@@ -270,7 +249,15 @@ def _profile_units(value: Node) -> tuple[Unit, ...]:
                 explicit.append((entry.any_mapping()["used_by"], own))
             units.append(Unit(name=name, used_by=(own,) if used_by is None else used_by, **found))
     for where, own in explicit:
-        _check_used_by(where, own, units[own].used_by, len(units))
+        users = units[own].used_by
+        for node, user in zip(where.sequence(), users, strict=True):
+            if user >= len(units):
+                problem = f"expected the index of a unit, 0 to {len(units) - 1}, got {user}"
+                raise node.error(problem)
+        if users and users[0] != own:
+            raise where.error(f"expected the unit's own index {own} first, got {users[0]}")
+        if list(users) != sorted(set(users)):
+            raise where.error(f"expected ascending indices, got {cut(str(list(users)))}")
     return tuple(units)
 
 
@@ -280,34 +267,20 @@ def _check_bytes(entry: Node, found: Mapping[str, Any]) -> None:
     for name in ("parameter_bytes", "gradient_bytes"):
         if found["num_parameters"] and not found[name]:
             raise values[name].error("expected bytes of the parameters, got 0")
-    parts: list[tuple[Node, str, tuple[int, ...], int]] = [
-        (entry, f"{what}_pieces", found.get(f"{what}_pieces", ()), found[f"{what}_bytes"])
-        for what in ("parameter", "gradient")
+    parameters, gradients = found.get("parameter_pieces", ()), found.get("gradient_pieces", ())
+    parts = [
+        (entry, "parameter_pieces", parameters, found["parameter_bytes"]),
+        (entry, "gradient_pieces", gradients, found["gradient_bytes"]),
     ]
-    forms = values["forms"].sequence()
-    parts += [
-        (form, "swap_pieces", cost.swap_pieces, cost.swappable_bytes)
-        for form, cost in zip(forms, found["forms"], strict=True)
-    ]
+    for form, cost in zip(values["forms"].sequence(), found["forms"], strict=True):
+        parts.append((form, "swap_pieces", cost.swap_pieces, cost.swappable_bytes))
     for holder, name, pieces, whole in parts:
         if pieces and sum(pieces) != whole:
             problem = f"expected pieces of {whole} bytes together, got {sum(pieces)}"
             raise holder.any_mapping()[name].error(problem)
-    (_, _, parameters, _), (_, _, gradients, _), *_ = parts
     if len(parameters) != len(gradients):
         problem = "expected as many parameter_pieces as gradient_pieces"
         raise entry.error(f"{problem}, got {len(parameters)} and {len(gradients)}")
-
-
-def _check_used_by(where: Node, own: int, used_by: tuple[int, ...], num_units: int) -> None:
-    for i, user in enumerate(used_by):
-        if user >= num_units:
-            problem = f"expected the index of a unit, 0 to {num_units - 1}, got {user}"
-            raise where.sequence()[i].error(problem)
-    if used_by and used_by[0] != own:
-        raise where.error(f"expected the unit's own index {own} first, got {used_by[0]}")
-    if list(used_by) != sorted(set(used_by)):
-        raise where.error(f"expected ascending indices, got {cut(str(list(used_by)))}")
 
 
 def _entries(
@@ -320,7 +293,8 @@ def _entries(
     seen: set[str] = set()
     unfolded = 0
     for entry in value.sequence():
-        found = _read_fields(entry, readers, optional)
+        values = entry.mapping(readers, optional)
+        found = {name: read(values[name]) for name, read in readers.items() if name in values}
         one, several = found.pop("name", None), found.pop("names", None)
         if (one is None) == (several is None):
             raise entry.error(
@@ -368,17 +342,11 @@ def _check_plan(plan: Plan, value: Node) -> None:
         raise value.any_mapping()["exact"].error(problem)
 
 
-_CHECKS: dict[type, Callable[[Any, Node], None]] = {
-    Hardware: lambda *_: None,
-    Profile: lambda *_: None,
-    Plan: _check_plan,
-}
-"""What fields say together, and none says alone."""
-
-_LISTS: dict[tuple[type, str], Reader] = {
+_OWN_RULES: dict[tuple[type, str], Reader] = {
+    (Workload, "model_config"): _configuration,
     (Hardware, "tiers"): partial(_each_once, Tier, "name", "tier"),
     (Unit, "forms"): _forms,
     (Profile, "units"): _profile_units,
     (Plan, "units"): _plan_units,
 }
-"""Lists with rules of their own."""
+"""Fields with rules of their own."""

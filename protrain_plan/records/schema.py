@@ -116,13 +116,10 @@ _SLOTS = Limits(low=1e-6, high=2.0 * MAX_UNITS, or_zero=True)
 
 LIMITS: dict[tuple[type, str], Limits] = {
     (Link, "duplex"): _HALVES,
-    (Device, "num_threads"): _COUNTS,
     (Contention, "compute"): _SHARES,
     (Contention, "lane"): _SHARES,
     (Rates, "compute_efficiency"): _SHARES,
     (Rates, "memory_efficiency"): _SHARES,
-    (Rates, "error_low"): _FACTORS,
-    (Rates, "error_high"): _FACTORS,
     (Interconnect, "devices_per_node"): _COUNTS,
     (Interconnect, "link_share"): _HALVES,
     (FormCost, "kept_bytes"): _SIGNED_SIZES,
@@ -141,13 +138,8 @@ LIMITS: dict[tuple[type, str], Limits] = {
     (Repetitions, "planned"): _FACTORS,
     (Prediction, "step_seconds"): STEPS,
     (Prediction, "lower_bound_seconds"): STEPS,
-    (Prediction, "error_low"): _FACTORS,
-    (Prediction, "error_high"): _FACTORS,
     (Plan, "piece_bytes"): Limits(low=1, high=MAX_BYTES),
     (Plan, "micro_batches"): Limits(low=1, high=10**6),
-    (Plan, "num_devices"): _COUNTS,
-    (Plan, "num_replicas"): _COUNTS,
-    (Plan, "num_nodes"): _COUNTS,
 }
 """What a field takes that its name does not say."""
 
@@ -164,6 +156,10 @@ def limits_of(owner: type, name: str) -> Limits:
         return _SECONDS
     if name.endswith(("_lead", "_drain")):
         return _SLOTS
+    if name.startswith("num_"):
+        return _COUNTS
+    if name.startswith("error_"):
+        return _FACTORS
     raise AssertionError(f"{owner.__name__}.{name} has no limits")
 
 

@@ -53,13 +53,11 @@ class _StrictLoader(yaml.SafeLoader):
         for problem, is_so in (
             (f"nested more than {MAX_DEPTH} deep", self.depth > MAX_DEPTH),
             (f"more than {MAX_NODES} keys and values", self.num_nodes > MAX_NODES),
+            ("aliases are not allowed", isinstance(event, yaml.AliasEvent)),
+            ("tags are not allowed", getattr(event, "tag", None) is not None),
         ):
             if is_so:
                 raise ComposerError(problem=problem, problem_mark=event.start_mark)
-        if isinstance(event, yaml.AliasEvent):
-            raise ComposerError(problem="aliases are not allowed", problem_mark=event.start_mark)
-        if getattr(event, "tag", None) is not None:
-            raise ComposerError(problem="tags are not allowed", problem_mark=event.start_mark)
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -114,13 +112,10 @@ class Node:
 
     def expected(self, what: str, fix: str | None = None) -> RecordError:
         """An error that says what was expected here, and what was found."""
-        return self.error(f"expected {what}, got {self._described()}", fix)
-
-    def _described(self) -> str:
         value = self.node.value
-        return _DESCRIPTIONS.get(self.node.tag, "{}").format(
-            cut(value) if isinstance(value, str) else value
-        )
+        found = _DESCRIPTIONS.get(self.node.tag, "{}")
+        found = found.format(cut(value) if isinstance(value, str) else value)
+        return self.error(f"expected {what}, got {found}", fix)
 
     def mapping(
         self,
@@ -189,10 +184,6 @@ class Node:
         """Whether this is a text."""
         return self.node.tag == _STR
 
-    def is_integer(self) -> bool:
-        """Whether this looks like an integer of YAML 1.1, in any base."""
-        return self.node.tag == _INT
-
     def text(self, most: int = MAX_TEXT, *, lines: bool = False) -> str:
         """The text, of at most so many characters; with `lines`, it may have several."""
         if self.node.tag == _STR:
@@ -229,17 +220,14 @@ class Node:
         if self.node.tag == _INT:
             return float(self.integer("a number"))
         if self.node.tag != _FLOAT:
-            raise self.expected("a number", self._as_number())
+            meant = _meant(self.node)
+            raise self.expected(
+                "a number", None if meant is None else f"write {number_text(meant)}"
+            )
         digits = self.node.value.replace("_", "").lower()
         if "inf" in digits or "nan" in digits or not math.isfinite(float(digits)):
             raise self.expected("a finite number")
         return float(digits)
-
-    def _as_number(self) -> str | None:
-        """How to write the number that this text means, if it means one."""
-        if (number := _meant(self.node)) is None:
-            return None
-        return f"write {number_text(number)}"
 
     def meant_integer(self) -> str | None:
         """How to write the integer that this text means, if it means one."""
@@ -271,9 +259,10 @@ def root(text: str, source: str | None) -> Node:
     if node is None:
         raise RecordError("the file is empty", source=source)
     value = Node(node=node, source=source, key=None)
-    for inner in _nodes(node):
-        if isinstance(inner, yaml.ScalarNode) and unseen(inner.value, but="\t\n"):
-            raise _first_unseen(value)
+    scalars = (inner for inner in _nodes(node) if isinstance(inner, yaml.ScalarNode))
+    if any(unseen(scalar.value, but=_BREAKS) for scalar in scalars):
+        where = next(text for text in _texts(value) if unseen(text.node.value, but=_BREAKS))
+        raise where.error(refused_character(where.node.value, but=_BREAKS))
     return value
 
 
@@ -295,26 +284,19 @@ def _nodes(node: yaml.Node) -> Iterator[yaml.Node]:
                 waiting += pair
 
 
-def _first_unseen(value: Node) -> RecordError:
-    """The error of the first text in here that has a character which would not be seen."""
+def _texts(value: Node) -> Iterator[Node]:
+    """The keys and single values in here, in the file's order, with their places."""
     if isinstance(value.node, yaml.ScalarNode):
-        return value.error(refused_character(value.node.value, but="\t\n"))
-    entries: list[Node] = []
-    if isinstance(value.node, yaml.MappingNode):
+        yield value
+    elif isinstance(value.node, yaml.MappingNode):
         for key, node in value.node.value:
             name = cut(str(key.value)) if isinstance(key, yaml.ScalarNode) else "?"
             path = name if value.key is None else f"{value.key}.{name}"
-            entries += (replace(value, node=key), replace(value, node=node, key=path))
+            yield from _texts(replace(value, node=key))
+            yield from _texts(replace(value, node=node, key=path))
     else:
-        entries = value.sequence()
-    return next(
-        _first_unseen(entry)
-        for entry in entries
-        if any(
-            isinstance(node, yaml.ScalarNode) and unseen(node.value, but="\t\n")
-            for node in _nodes(entry.node)
-        )
-    )
+        for entry in value.sequence():
+            yield from _texts(entry)
 
 
 def unseen(text: str, *, but: str = "") -> str | None:

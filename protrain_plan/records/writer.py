@@ -56,20 +56,19 @@ _ON_ONE_LINE = (
 
 def dumps(record: Record) -> str:
     """The record as YAML text, with a header that explains it."""
-    return _COMMENTS[type(record)] + _text(record, VERSION, _mapping(record))
+    return _COMMENTS[type(record)] + _text(record, VERSION)
 
 
-def canonical(record: Record) -> str:
-    """The record as version 1 wrote it, without comments: what its fingerprint is taken of.
-
-    So a record has one fingerprint, whichever version its file is of.
-    """
-    return _text(record, 1, _in_old_words(_mapping(record)))
+def fingerprint(record: Record) -> str:
+    """`sha256:` and 16 digits; equal for equal records, whatever the comments of their files."""
+    # Of the record as version 1 wrote it: whichever version its file is of, it has this one.
+    return f"sha256:{hashlib.sha256(_text(record, 1).encode()).hexdigest()[:16]}"
 
 
-def _text(record: Record, version: int, mapping: Mapping[str, Any]) -> str:
+def _text(record: Record, version: int) -> str:
+    mapping = _mapping(record) if version > 1 else _in_old_words(_mapping(record))
     header = {"protrain": KINDS[type(record)], "version": str(version)}
-    return "".join(f"{line}\n" for line in _block({**header, **mapping}))
+    return "".join(f"{line}\n" for line in _block(header | mapping))
 
 
 _OLD_KEYS = {new: old for renamed in OLD_KEYS.values() for old, new in renamed.items()}
@@ -78,27 +77,25 @@ _OLD_KEYS = {new: old for renamed in OLD_KEYS.values() for old, new in renamed.i
 def _in_old_words(value: Any) -> Any:
     match value:
         case dict():
-            return type(value)(
-                (
-                    _OLD_KEYS.get(key, key),
-                    FIRST_PHRASES.get(one, one) if key == "states" else _in_old_words(one),
-                )
-                for key, one in value.items()
-            )
+            old = type(value)()
+            for key, one in value.items():
+                word = FIRST_PHRASES.get(one, one) if key == "states" else _in_old_words(one)
+                old[_OLD_KEYS.get(key, key)] = word
+            return old
         case list():
             return type(value)(map(_in_old_words, value))
         case _:
             return value
 
 
-def _mapping(record: Any, skip: tuple[str, ...] = ()) -> dict[str, Any]:
+def _mapping(record: Any) -> dict[str, Any]:
     """The record's fields as text, lists and mappings of these."""
     mapping = _Line() if isinstance(record, _ON_ONE_LINE) else {}
     for f in fields(record):
         value = getattr(record, f.name)
         if isinstance(value, Schedule):
             mapping |= _mapping(value)  # its fields are keys of the unit itself
-        elif f.name not in skip and value != f.default:
+        elif value != f.default:
             mapping[f.name] = _field(record, f.name, value)
     return mapping
 
@@ -111,15 +108,11 @@ def _field(owner: Any, name: str, value: Any) -> Any:
             return "true" if value else "false"
         case int() if is_size(type(owner), name):
             return exact_bytes(value)
-        case float() if isinstance(owner, Schedule) and value.is_integer():
+        case int() | float() if isinstance(owner, Schedule) and float(value).is_integer():
             return str(int(value))
-        case int() if get_type_hints(type(owner))[name] is float and not isinstance(
-            owner, Schedule
-        ):
-            return number_text(value)
-        case int():
+        case int() if get_type_hints(type(owner))[name] is not float:
             return str(value)
-        case float():
+        case int() | float():
             return number_text(value)
         case str():
             return _quoted(value)
@@ -137,7 +130,11 @@ def _field(owner: Any, name: str, value: Any) -> Any:
 
 def _units(units: Sequence[Unit | UnitPlan]) -> list[dict[str, Any]]:
     """One entry for each run of units that are written alike."""
-    contents = [_unit(unit, i) for i, unit in enumerate(units)]
+    contents = [_mapping(unit) for unit in units]
+    for own, (unit, content) in enumerate(zip(units, contents, strict=True)):
+        del content["name"]
+        if isinstance(unit, Unit) and unit.used_by == (own,):
+            del content["used_by"]
     entries = []
     for run in runs([unit.name for unit in units], contents):
         first, last = units[run[0]].name, units[run[-1]].name
@@ -145,13 +142,6 @@ def _units(units: Sequence[Unit | UnitPlan]) -> list[dict[str, Any]]:
         content = contents[run[0]]
         entries.append(type(content)({key: _quoted(text) for key, text in name.items()} | content))
     return entries
-
-
-def _unit(unit: Unit | UnitPlan, own: int) -> dict[str, Any]:
-    """What is written of a unit besides its name."""
-    if isinstance(unit, Unit) and unit.used_by == (own,):
-        return _mapping(unit, skip=("name", "used_by"))
-    return _mapping(unit, skip=("name",))
 
 
 def _block(mapping: Mapping[str, Any]) -> list[str]:
@@ -205,9 +195,3 @@ def _escaped(character: str) -> str:
     if character in '"\\':
         return "\\" + character
     return character if character.isprintable() else f"\\U{ord(character):08X}"
-
-
-def fingerprint(record: Record) -> str:
-    """`sha256:` and 16 digits; equal for equal records, whatever the comments of their files."""
-    digest = hashlib.sha256(canonical(record).encode()).hexdigest()
-    return f"sha256:{digest[:16]}"

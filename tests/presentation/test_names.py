@@ -35,9 +35,8 @@ from protrain_plan.presentation.profiles import (
     machines_text,
     profile_text,
 )
-from protrain_plan.presentation.report.page import page_text, step_data
+from protrain_plan.presentation.report.page import page_text, step_data, trace_text
 from protrain_plan.presentation.report.screen import Screen, summary_text
-from protrain_plan.presentation.report.trace import trace_text
 from protrain_plan.records.commands import profile_command
 from tests.support.checking_cases import commit
 from tests.support.hostile_names import NAMES, SETS_A_MARK, hostile_profile, hostile_step

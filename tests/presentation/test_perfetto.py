@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page
 
+from protrain_plan.presentation.report.page import trace_text
 from protrain_plan.presentation.report.step import memory, waits
-from protrain_plan.presentation.report.trace import trace_text
 from tests.support.browsers import chromium, needs_chromium
 from tests.support.reporting_cases import small_step
 

@@ -19,7 +19,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.presentation.report.page import page_text, step_data
+from protrain_plan.presentation.report.page import (
+    page_text,
+    step_data,
+    trace_events,
+    trace_text,
+)
 from protrain_plan.presentation.report.screen import (
     KIND_MARKS,
     Screen,
@@ -36,7 +41,6 @@ from protrain_plan.presentation.report.step import (
     slot_begins_s,
     waits,
 )
-from protrain_plan.presentation.report.trace import trace_events, trace_text
 from protrain_plan.program.recording import Event
 from protrain_plan.records import fingerprint, write_plan, write_profile
 from protrain_plan.records.plan import Offload, Recompute

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -147,13 +148,13 @@ PROFILE_ERRORS = [
 def error_of(kind: type[Record], good: str, old: str, new: str) -> RecordError:
     assert good.count(old) >= 1
     bad = good.replace(old, new, 1)
-    load = {
+    loaders: dict[type[Record], Callable[[str, str], Record]] = {
         Hardware: records.loads_hardware,
         Profile: records.loads_profile,
         Plan: records.loads_plan,
-    }[kind]
+    }
     with pytest.raises(RecordError) as caught:
-        load(bad, "a.yaml")
+        loaders[kind](bad, "a.yaml")
     assert caught.value.source == "a.yaml"
     assert caught.value.exit_code == 2
     return caught.value
@@ -266,15 +267,17 @@ EDGES = (math.inf, -math.inf, math.nan, 5e-324, 1e300, -1.0, 1e22)
 def test_every_number_has_limits(kind: str, name: str) -> None:
     """Each number of each record in turn, with the key in the message."""
     text = PLAN_TEXT if kind == "plan" else TEXT[kind]
-    load = {"plan": records.loads_plan, "profile": records.loads_profile}.get(
-        kind, records.loads_hardware
-    )
+    loaders: dict[str, Callable[[str, str], Record]] = {
+        "plan": records.loads_plan,
+        "profile": records.loads_profile,
+        "hardware": records.loads_hardware,
+    }
     found = list(re.finditer(r"(?<=[a-z]: )[0-9]+\.[0-9.e+-]*(?=[,}\n])", text))
     assert found
     for match in found:
         for edge in EDGES:
             bad = text[: match.start()] + number_text(edge) + text[match.end() :]
             with pytest.raises(RecordError) as caught:
-                load(bad, name)
+                loaders[kind](bad, name)
             assert caught.value.key
             assert "expected a" in caught.value.message

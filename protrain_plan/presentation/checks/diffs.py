@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from protrain_plan.checking.diffing import PlanDiff, in_words
 from protrain_plan.errors import ProtrainError
 from protrain_plan.escaping import in_code, in_code_block
-from protrain_plan.presentation.terminal import Table, Text
+from protrain_plan.presentation.terminal import Text, table_of
 
 ABSENT = "(not there)"
 _DATA = {"units": (0,), "given": (1, 2)}
@@ -20,12 +20,17 @@ Row = tuple[str, ...]
 
 
 def diff_text(diff: PlanDiff) -> RenderableType:
-    """What `protrain diff` prints."""
+    """What `protrain diff` prints.
+
+    Units go without what all their names begin with: `base_model.model.` of adapters' models. Two
+    parts of each name stay, as in layers.0, which `protrain plan --pin` takes, too.
+    """
+    heads = [change.units.split(".")[:-2] for change in diff.decisions]
+    columns = zip(*heads, strict=False)  # as far as the shortest goes
+    shared = takewhile(lambda parts: len(set(parts)) == 1, columns)
     parts: list[RenderableType] = [Text(in_words(diff))]
-    for head, rows in _tables(diff, prefix=_shared_prefix(diff)):
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in head:
-            table.add_column(column, overflow="fold")
+    for head, rows in _tables(diff, prefix="".join(f"{part}." for part, *_ in shared)):
+        table = table_of(*head, words=range(len(head)))
         for row in rows:
             table.add_row(*map(Text, row))
         parts += ["", table]
@@ -60,17 +65,6 @@ def _heading(title: str) -> str:
 def diff_data(diff: PlanDiff) -> dict[str, Any]:
     """What `protrain diff --json` prints."""
     return asdict(diff) | {"num_changed": diff.num_changed}
-
-
-def _shared_prefix(diff: PlanDiff) -> str:
-    """What all units' names begin with and need not say: `base_model.model.` of adapters' models.
-
-    Two parts of each name stay, as in layers.0, which `protrain plan --pin` takes, too.
-    """
-    heads = [change.units.split(".")[:-2] for change in diff.decisions]
-    columns = zip(*heads, strict=False)  # as far as the shortest goes
-    shared = takewhile(lambda parts: len(set(parts)) == 1, columns)
-    return "".join(f"{part}." for part, *_ in shared)
 
 
 def _tables(diff: PlanDiff, *, prefix: str = "") -> list[tuple[Row, list[Row]]]:

@@ -76,11 +76,30 @@ def counted_from(root: Path, path: str) -> str:
     return absolute.relative_to(above).as_posix() if absolute.is_relative_to(above) else path
 
 
+_MARKS = {
+    Passed: Text("ok", style="green"),
+    Failed: Text("FAIL", style="bold red"),
+    Skipped: Text("skip", style="yellow"),
+}
+
+
 def text(report: Report) -> RenderableType:
     """For people: a line per rule, failures with the way to mend them."""
     parts: list[RenderableType] = []
     for plan, found in itertools.groupby(report.findings, key=lambda finding: finding.plan):
-        parts += [Text(plan, style="bold"), Padding(_table(list(found)), (0, 0, 1, 2))]
+        table = Table.grid(padding=(0, 1))
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for machine, of_machine in itertools.groupby(found, key=lambda finding: finding.machine):
+            if machine is not None:
+                table.add_row("on", "", Text(machine, style="bold"))
+            for finding in of_machine:
+                verdict = finding.verdict
+                table.add_row(_MARKS[type(verdict)], finding.rule.code, said(finding))
+                if isinstance(verdict, Failed) and verdict.fix:
+                    table.add_row("", "", Text(f"fix: {verdict.fix}"))
+        parts += [Text(plan, style="bold"), Padding(table, (0, 0, 1, 2))]
     style = "green" if report.exit_code == 0 else "red"
     return Group(*parts, *(Text(line(report), style=style) for line in (summary, counted)))
 
@@ -91,31 +110,27 @@ def explanation(rule: Rule) -> RenderableType:
     return Group(Text(rule.code, style="bold"), *paragraphs)
 
 
-_MARKS = {
-    Passed: Text("ok", style="green"),
-    Failed: Text("FAIL", style="bold red"),
-    Skipped: Text("skip", style="yellow"),
-}
-
-
-def _table(findings: list[Finding]) -> RenderableType:
-    table = Table.grid(padding=(0, 1))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for machine, found in itertools.groupby(findings, key=lambda finding: finding.machine):
-        if machine is not None:
-            table.add_row("on", "", Text(machine, style="bold"))
-        for finding in found:
-            verdict = finding.verdict
-            table.add_row(_MARKS[type(verdict)], finding.rule.code, said(finding))
-            if isinstance(verdict, Failed) and verdict.fix:
-                table.add_row("", "", Text(f"fix: {verdict.fix}"))
-    return table
-
-
 def plain_data(report: Report) -> dict[str, Any]:
     """For programs: the exit code, counts and every finding."""
+    findings: list[dict[str, Any]] = []
+    for finding in report.findings:
+        data = {
+            "code": finding.rule.code,
+            "rule": finding.rule.title,
+            "plan": finding.plan,
+            "line": finding.line,
+            "machine": finding.machine,
+        }
+        match finding.verdict:
+            case Passed(found=found):
+                data |= {"verdict": "passed", "found": found}
+            case Skipped(reason=reason):
+                data |= {"verdict": "skipped", "reason": reason}
+            case Failed() as failed:
+                told = asdict(failed)
+                keys = ("problem", "fix", "excess_bytes", "no_plan_fits", "growth")
+                data |= {"verdict": "failed", **{key: told[key] for key in keys}}
+        findings.append(data)
     return {
         "exit_code": report.exit_code,
         **{word: len(report.with_verdict(kind)) for word, kind in VERDICTS.items()},
@@ -123,27 +138,8 @@ def plain_data(report: Report) -> dict[str, Any]:
         "records_checked": report.num_records,
         "plans_checked": report.num_plans,
         "files_failed": report.num_failed,
-        "findings": [_finding(finding) for finding in report.findings],
+        "findings": findings,
     }
-
-
-def _finding(finding: Finding) -> dict[str, Any]:
-    data = {
-        "code": finding.rule.code,
-        "rule": finding.rule.title,
-        "plan": finding.plan,
-        "line": finding.line,
-        "machine": finding.machine,
-    }
-    match finding.verdict:
-        case Passed(found=found):
-            return data | {"verdict": "passed", "found": found}
-        case Skipped(reason=reason):
-            return data | {"verdict": "skipped", "reason": reason}
-        case Failed() as failed:
-            told = asdict(failed)
-            keys = ("problem", "fix", "excess_bytes", "no_plan_fits", "growth")
-            return data | {"verdict": "failed", **{key: told[key] for key in keys}}
 
 
 def junit(report: Report) -> str:
@@ -204,11 +200,30 @@ def sarif(report: Report, *, root: Path) -> dict[str, Any]:
             for rule in RULES.values()
         ],
     }
-    results = [
-        _result(finding, root)
-        for finding in report.findings
-        if isinstance(finding.verdict, Failed | Skipped)
-    ]
+    results: list[dict[str, Any]] = []
+    for finding in _not_passed(report):
+        failed = isinstance(finding.verdict, Failed)
+        path = Path(counted_from(root, finding.plan))
+        # By its bytes, as the system has it.
+        uri = path.as_uri() if path.is_absolute() else quote(os.fsencode(path.as_posix()))
+        place = {"artifactLocation": {"uri": uri}, "region": {"startLine": finding.line}}
+        # Nothing in a message is a link or stands for an argument (3.11.5 and 3.11.6 there).
+        # Other brackets stay as they are: not all readers take the escapes away.
+        message = lines(f"{title(finding)}: {with_fix(finding)}")
+        if "](" in message:
+            message = re.sub(r"([\\\[\]])", r"\\\1", message)
+        if re.search(r"\{[0-9]+\}", message):
+            message = message.replace("{", "{{").replace("}", "}}")
+        results.append(
+            {
+                "ruleId": finding.rule.code,
+                "ruleIndex": list(RULES).index(finding.rule.code),
+                "kind": "fail" if failed else "notApplicable",
+                "level": "error" if failed else "none",
+                "message": {"text": message},
+                "locations": [{"physicalLocation": place}],
+            }
+        )
     run = {
         "tool": {"driver": driver},
         "results": results,
@@ -223,79 +238,37 @@ def sarif(report: Report, *, root: Path) -> dict[str, Any]:
     return {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
 
 
-def _result(finding: Finding, root: Path) -> dict[str, Any]:
-    failed = isinstance(finding.verdict, Failed)
-    path = Path(counted_from(root, finding.plan))
-    # By its bytes, as the system has it.
-    uri = path.as_uri() if path.is_absolute() else quote(os.fsencode(path.as_posix()))
-    return {
-        "ruleId": finding.rule.code,
-        "ruleIndex": list(RULES).index(finding.rule.code),
-        "kind": "fail" if failed else "notApplicable",
-        "level": "error" if failed else "none",
-        "message": {"text": _message(f"{title(finding)}: {with_fix(finding)}")},
-        "locations": [
-            {
-                "physicalLocation": {
-                    "artifactLocation": {"uri": uri},
-                    "region": {"startLine": finding.line},
-                }
-            }
-        ],
-    }
-
-
-def _message(text: str) -> str:
-    """A message in which nothing is a link or stands for an argument (3.11.5 and 3.11.6 there).
-
-    Other brackets stay as they are: not all readers take the escapes away.
-    """
-    text = lines(text)
-    if "](" in text:
-        text = re.sub(r"([\\\[\]])", r"\\\1", text)
-    if re.search(r"\{[0-9]+\}", text):
-        text = text.replace("{", "{{").replace("}", "}}")
-    return text
-
-
 def github(report: Report, *, root: Path) -> str:
     """Annotations, which a workflow of GitHub Actions shows beside the files.
 
     One workflow command for each rule that failed or could not be checked, and a summary.
     Files are counted from the repository's root, wherever in it the check runs.
     """
-    commands = [
-        _annotation(finding, root)
-        for finding in report.findings
-        if isinstance(finding.verdict, Failed | Skipped)
-    ]
+    commands: list[str] = []
+    for finding in _not_passed(report):
+        kind = "error" if isinstance(finding.verdict, Failed) else "notice"
+        # GitHub compares the file's own name; what would steer a reader's terminal is escaped.
+        path = "".join(
+            one_line(c) if c not in "\r\n" and category(c).startswith("C") else c
+            for c in counted_from(root, finding.plan)
+        )
+        name = one_line(f"{title(finding)}: {finding.rule.title}")
+        properties = {"file": path, "line": str(finding.line), "title": name}
+        listed = ",".join(
+            f"{key}={_escaped(value).replace(':', '%3A').replace(',', '%2C')}"
+            for key, value in properties.items()
+        )
+        commands.append(f"::{kind} {listed}::{_escaped(lines(with_fix(finding)))}")
     totals = f"{summary(report)}; {counted(report)}"
-    return "\n".join([*commands, f"::notice title=protrain check::{_one_line(totals)}"])
-
-
-def _annotation(finding: Finding, root: Path) -> str:
-    kind = "error" if isinstance(finding.verdict, Failed) else "notice"
-    properties = {
-        "file": _path(counted_from(root, finding.plan)),
-        "line": str(finding.line),
-        "title": one_line(f"{title(finding)}: {finding.rule.title}"),
-    }
-    listed = ",".join(f"{name}={_escaped(value)}" for name, value in properties.items())
-    return f"::{kind} {listed}::{_one_line(lines(with_fix(finding)))}"
-
-
-def _path(path: str) -> str:
-    """The file's own name, which GitHub compares, but for what would steer a reader's terminal."""
-    steers = (c not in "\r\n" and category(c).startswith("C") for c in path)
-    return "".join(one_line(c) if bad else c for c, bad in zip(path, steers, strict=True))
-
-
-def _one_line(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return "\n".join([*commands, f"::notice title=protrain check::{_escaped(totals)}"])
 
 
 def _escaped(text: str) -> str:
-    return _one_line(text).replace(":", "%3A").replace(",", "%2C")
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _not_passed(report: Report) -> list[Finding]:
+    return [one for one in report.findings if isinstance(one.verdict, Failed | Skipped)]
 
 
 Format = Callable[[Report, Path], RenderableType | str | dict[str, Any]]

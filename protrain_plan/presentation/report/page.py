@@ -1,11 +1,11 @@
-"""The simulated step as plain data and as one HTML file."""
+"""The simulated step as plain data, as one HTML file, and as a trace."""
 
 import base64
 import hashlib
 import html
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from math import floor, log10
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from protrain_plan import __version__
 from protrain_plan.escaping import one_line
+from protrain_plan.presentation.plans import devices_json
 from protrain_plan.presentation.report.step import (
     Bar,
     Step,
-    TierMemory,
     bars,
     memory,
     named,
@@ -28,7 +28,7 @@ from protrain_plan.program.group import DeviceGroup
 from protrain_plan.program.recording import Recording
 from protrain_plan.records import activations_text, fingerprint, states_text
 from protrain_plan.records.plan import UnitPlan
-from protrain_plan.simulation.report import in_words
+from protrain_plan.simulation.report import COMPUTE, in_words
 
 Data = dict[str, Any]
 
@@ -46,8 +46,9 @@ class _Scale:
 
     def __init__(self, step: Step) -> None:
         seconds = step.report.step_seconds
+        kinds = dict.fromkeys(bar.kind for bar in named(step).values())
         self.tick_s = 10.0 ** (floor(log10(seconds)) - 7) if seconds else 1e-9
-        self.kinds = {kind: n for n, kind in enumerate(_kinds(step))}
+        self.kinds = {kind: n for n, kind in enumerate(kinds)}
 
     def ticks(self, seconds: Iterable[float]) -> list[int]:
         return [round(time / self.tick_s) for time in seconds]
@@ -69,10 +70,6 @@ class _Scale:
         }
 
 
-def _kinds(step: Step) -> dict[str, None]:
-    return dict.fromkeys(bar.kind for bar in named(step).values())
-
-
 def step_data(
     step: Step,
     *,
@@ -92,7 +89,7 @@ def step_data(
         "exact": plan.exact,
         "updates": plan.updates,
         "micro_batches": plan.micro_batches,
-        **(asdict(DeviceGroup.of(plan)) if plan.num_devices > 1 else {}),
+        **devices_json(DeviceGroup.of(plan)),
         "plan_fingerprint": fingerprint(plan),
         "profile_fingerprint": plan.profile_fingerprint,
         "profile_method": step.profile.method,
@@ -104,7 +101,16 @@ def step_data(
         "stall_seconds": report.stall_seconds,
         "stall_by_cause": report.stall_by_cause,
         "words": in_words(report),
-        "units": [_unit(step, index) for index in range(len(plan.units))],
+        "units": [
+            {
+                "name": decided.name,
+                "activations": activations_text(decided.activations),
+                "states": states_text(decided.states),
+                "state_bytes": unit.parameter_bytes + unit.gradient_bytes + unit.state_bytes,
+                "keep_bytes": unit.cost("keep").kept_bytes,
+            }
+            for decided, unit in zip(plan.units, step.profile.units, strict=True)
+        ],
         "decisions": decisions(step),
         "slots": {
             "begin": scale.ticks(slot_begins_s(step)),
@@ -112,7 +118,20 @@ def step_data(
             "end": scale.ticks(slot.end_s for slot in report.slots),
         },
         "peak_slot": report.peak_slot.index,
-        "tiers": [_tier(tier, scale) for tier in memory(step)],
+        "tiers": [
+            {
+                "name": tier.name,
+                "budget": tier.budget_bytes,
+                "peak": max(tier.totals),
+                "time": scale.ticks(tier.times_s),
+                "kinds": {
+                    # A single number for bytes that never change.
+                    kind: list(sizes[:1] if len(set(sizes)) == 1 else sizes)
+                    for kind, sizes in tier.by_kind.items()
+                },
+            }
+            for tier in memory(step)
+        ],
         "kinds": list(scale.kinds),
         "lanes": [
             {
@@ -158,58 +177,26 @@ def workload_text(step: Step) -> str:
 def decisions(step: Step) -> list[Data]:
     """Runs of units with the same decisions, in order."""
     found: list[Data] = []
-    units = enumerate(step.plan.units)
-    for _, run in itertools.groupby(units, key=lambda item: _decided(item[1])):
+
+    def decided_alike(item: tuple[int, UnitPlan]) -> object:
+        # Parts that happen to follow one another are no run.
+        _, unit = item
+        name = unit.name if unit.kind == "part" else ""
+        return name, unit.activations, unit.states, unit.schedule
+
+    for _, run in itertools.groupby(enumerate(step.plan.units), key=decided_alike):
         members = list(run)
         first, decided = members[0]
-        schedule = decided.schedule
         found.append(
             {
                 "first": first,
                 "last": members[-1][0],
                 "activations": activations_text(decided.activations),
                 "states": states_text(decided.states),
-                "forward_lead": schedule.forward_lead,
-                "backward_lead": schedule.backward_lead,
-                "swap_lead": schedule.swap_lead,
-                "swap_drain": schedule.swap_drain,
-                "update_drain": schedule.update_drain,
+                **asdict(decided.schedule),
             }
         )
     return found
-
-
-def _decided(unit: UnitPlan) -> object:
-    # Parts that happen to follow one another are no run.
-    name = unit.name if unit.kind == "part" else ""
-    return name, unit.activations, unit.states, unit.schedule
-
-
-def _unit(step: Step, index: int) -> Data:
-    decided, unit = step.plan.units[index], step.profile.units[index]
-    keep = unit.cost("keep")
-    return {
-        "name": decided.name,
-        "activations": activations_text(decided.activations),
-        "states": states_text(decided.states),
-        "state_bytes": unit.parameter_bytes + unit.gradient_bytes + unit.state_bytes,
-        "keep_bytes": keep.kept_bytes,
-    }
-
-
-def _tier(tier: TierMemory, scale: _Scale) -> Data:
-    return {
-        "name": tier.name,
-        "budget": tier.budget_bytes,
-        "peak": max(tier.totals),
-        "time": scale.ticks(tier.times_s),
-        "kinds": {kind: _repeats_dropped(sizes) for kind, sizes in tier.by_kind.items()},
-    }
-
-
-def _repeats_dropped(sizes: Sequence[int]) -> list[int]:
-    """A single number for bytes that never change."""
-    return list(sizes[:1]) if len(set(sizes)) == 1 else list(sizes)
 
 
 def _recording(step: Step, recording: Recording, scale: _Scale) -> Data:
@@ -235,13 +222,15 @@ def page_text(
     """The page; a recording must be one of the step's plan."""
     data = _shown(step_data(step, recording=recording, front=front))
     style, script = _part("page.css"), _part("page.js")
+    # No name, which may hold any character, can end the element around the data.
+    embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return Template(_part("page.html")).substitute(
         title=html.escape(f"{data['model']}: {data['workload']}"),
         policy=f"default-src 'none'; img-src data:; base-uri 'none'; form-action 'none';"
         f" style-src '{_hash(style)}'; script-src '{_hash(script)}'",
         style=style,
         script=script,
-        data=_embedded(json.dumps(data, separators=(",", ":"))),
+        data=embedded,
     )
 
 
@@ -266,6 +255,87 @@ def _shown(data: Any) -> Any:
             return data
 
 
-def _embedded(text: str) -> str:
-    """JSON that cannot end the element around it: a name may hold any character."""
-    return text.replace("<", "\\u003c")
+# The trace
+
+STEP, MEMORY = 1, 2  # the processes
+WAITS = "waits of compute"
+
+
+def trace_text(step: Step) -> str:
+    """The step in Chrome's trace event format, which Perfetto opens: JSON, an event a line."""
+    about = {
+        "program": f"protrain-plan {__version__}",
+        "model": step.plan.workload.model,
+        "plan": "simulated step",
+        "hardware": step.plan.hardware,
+    }
+    events = ",\n".join(json.dumps(event) for event in trace_events(step))
+    head = json.dumps({"displayTimeUnit": "ms", "otherData": about})
+    return f'{head[:-1]}, "traceEvents": [\n{events}\n]}}\n'
+
+
+def trace_events(step: Step) -> Iterator[Data]:
+    """The names of processes and threads first, then what happens on each.
+
+    Compute, its waits and every lane are threads of one process, the tiers' bytes counters of
+    another. Timestamps are microseconds, as the format has them.
+    """
+    lanes = [lane.name for lane in step.report.lanes]
+    threads = {name: number for number, name in enumerate([COMPUTE, WAITS, *lanes[1:]], 1)}
+    model = step.plan.workload.model
+    yield _about("process_name", STEP, 0, name=f"{model}: simulated step")
+    yield _about("process_name", MEMORY, 0, name="memory")
+    for name, thread in threads.items():
+        yield _about("thread_name", STEP, thread, name=name)
+        yield _about("thread_sort_index", STEP, thread, sort_index=thread)
+    known = named(step)
+    for span in (span for lane in lanes for span in step.timeline.spans if span.lane == lane):
+        bar = known[span.name]
+        details: Data = {"name": span.name, "slot": bar.slot}
+        shown = bar.kind
+        if bar.slot < len(step.program.slots):
+            details["unit"] = step.plan.units[bar.unit].name
+            shown = f"{bar.kind} {details['unit']}"
+        if bar.bytes:
+            details["bytes"] = bar.bytes
+        yield _slice(shown, bar.kind, threads[span.lane], span.start_s, span.end_s, details)
+    for wait in waits(step):
+        details = {"waited_for": wait.waited_for, "lane": wait.lane, "slot": wait.slot}
+        name = f"for {wait.cause}"
+        yield _slice(name, "wait", threads[WAITS], wait.start_s, wait.end_s, details)
+    for tier in memory(step):
+        for index, time in enumerate(tier.times_s):
+            yield {
+                "ph": "C",
+                "name": f"{tier.name} bytes",
+                "pid": MEMORY,
+                "tid": 0,
+                "ts": _microseconds(time),
+                "args": {kind: sizes[index] for kind, sizes in tier.by_kind.items()},
+            }
+
+
+def _about(what: str, process: int, thread: int, **said: str | int) -> Data:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": said}
+
+
+def _slice(
+    name: str, category: str, thread: int, start_s: float, end_s: float, details: Data
+) -> Data:
+    """A complete event; its end is rounded like the next one's start, so that none overlap."""
+    start, end = _microseconds(start_s), _microseconds(end_s)
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": STEP,
+        "tid": thread,
+        "ts": start,
+        "dur": round(end - start, 3),
+        "args": details,
+    }
+
+
+def _microseconds(seconds: float) -> float:
+    """Whole nanoseconds: what the format's readers keep."""
+    return round(seconds * 1e9) / 1000

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -10,9 +10,9 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 
 from protrain_plan.escaping import one_line
-from protrain_plan.presentation.plans import tiers_json
+from protrain_plan.presentation.plans import devices_json, tiers_json
 from protrain_plan.presentation.report.page import workload_text
-from protrain_plan.presentation.report.step import Bar, Step, TierMemory, bars, memory, waits
+from protrain_plan.presentation.report.step import Bar, Step, Wait, bars, memory, waits
 from protrain_plan.presentation.terminal import Text, table_of
 from protrain_plan.program.group import DeviceGroup
 from protrain_plan.records.decisions import WORDINGS
@@ -46,47 +46,33 @@ KIND_MARKS = {
 }
 """The letter and the colours of each kind of bytes on the device."""
 LETTER_STYLES = {
-    letter: style
-    for letters, style in {
-        "K": "yellow",
-        "RrBbd": "green",
-        "Ss": "magenta",
-        "IiOoD": "cyan",
-        "P": "blue",
-    }.items()
-    for letter in letters
+    "K": "yellow",
+    **dict.fromkeys("RrBbd", "green"),
+    **dict.fromkeys("Ss", "magenta"),
+    **dict.fromkeys("IiOoD", "cyan"),
+    "P": "blue",
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Screen:
     """What `protrain show` prints, in the width that there is, at most WIDEST columns."""
 
-    step: Step
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The lines, for rich."""
-        width = min(max(options.max_width, NARROWEST), WIDEST)
-        yield from _Drawing(self.step, width, ascii_only=options.ascii_only).lines()
-
-
-class _Drawing:
-    def __init__(self, step: Step, width: int, *, ascii_only: bool) -> None:
+    def __init__(self, *, step: Step, width: int = WIDEST, ascii_only: bool = False) -> None:
         self.step, self.width = step, width
         self.columns = width - LABEL - VALUE
+        step_s = step.report.step_seconds
+        edges = [step_s * n / self.columns for n in range(self.columns + 1)]
+        self.shares = list(pairwise(edges))  # the part of the step that each column shows
         self.ramp = ASCII if ascii_only else BLOCKS
         self.dots = "..." if ascii_only else "…"
 
-    def lines(self) -> Iterator[Text]:
-        yield from self._head()
-        yield from self._decisions()
-        yield Text()
-        yield from self._memory()
-        yield Text()
-        yield from self._lanes()
-        yield from self._words()
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The lines, for rich, which says how wide the terminal is and what it can show."""
+        width = min(max(options.max_width, NARROWEST), WIDEST)
+        fitted = Screen(step=self.step, width=width, ascii_only=options.ascii_only)
+        yield from fitted._lines()
 
-    def _head(self) -> Iterator[Text]:
+    def _lines(self) -> Iterator[Text]:
         plan, report = self.step.plan, self.step.report
         model = plan.workload.model
         words = f"{model}: {workload_text(self.step)}, {plan.optimizer} on {plan.hardware}"
@@ -100,6 +86,13 @@ class _Drawing:
         )
         if plan.micro_batches > 1:
             yield Text(f"the last of {plan.micro_batches} micro-batches, with its update:")
+        yield from self._decisions()
+        yield Text()
+        yield from self._memory()
+        yield Text()
+        yield from self._lanes()
+        waited, *_ = in_words(report)
+        yield from self._sentence(f"{WAITING} {waited}" if report.stall_seconds else waited)
 
     # Decisions
 
@@ -107,25 +100,25 @@ class _Drawing:
         units = self.step.plan.units
         room = self.width - LABEL
         per_column = -(-len(units) // (2 * room))  # two lines at most
-        columns = [units[i : i + per_column] for i in range(0, len(units), per_column)]
-        activations = [
-            _one({WORDINGS[unit.activations].letter for unit in group}) for group in columns
-        ]
-        states = [_one({WORDINGS[unit.states].letter for unit in group}) for group in columns]
-        for first in range(0, len(columns), room):
-            last = min(first + room, len(columns))
+        num_columns = -(-len(units) // per_column)
+        activations = [WORDINGS[unit.activations] for unit in units]
+        states = [WORDINGS[unit.states] for unit in units]
+        for first in range(0, num_columns, room):
+            last = min(first + room, num_columns)
             if first == 0:
-                yield self._row("", _ruler(last - first))
+                marks = ("|" if n % 10 == 0 else "." if n % 5 == 0 else " " for n in range(last))
+                yield self._row("", Text("".join(marks), "bright_black"))
             also = f"  from unit {first * per_column}" if first else "activations"
-            for name, symbols in ((also, activations), ("states", states)):
+            for name, told in ((also, activations), ("states", states)):
                 strip = Text()
-                for symbol in symbols[first:last]:
+                for at in range(first * per_column, last * per_column, per_column):
+                    letters = {one.letter for one in told[at : at + per_column]}
+                    symbol = letters.pop() if len(letters) == 1 else MIXED
                     strip.append(symbol, LETTER_STYLES.get(symbol, ""))
                 yield self._row(name, strip)
         texts: dict[str, dict[str, None]] = {}
-        decided = [*(unit.activations for unit in units), *(unit.states for unit in units)]
-        for told in (WORDINGS[decision] for decision in decided):
-            texts.setdefault(told.letter, {})[told.phrase] = None
+        for one in (*activations, *states):
+            texts.setdefault(one.letter, {})[one.phrase] = None
         legend = [
             one_line(f"{symbol} {' | '.join(meanings)}") for symbol, meanings in texts.items()
         ]
@@ -139,22 +132,37 @@ class _Drawing:
         report = self.step.report
         device, *below = memory(self.step)
         peak = report.peak_slot.index
-        total, budget = device.totals[peak], device.budget_bytes
+        totals, budget = device.totals, device.budget_bytes
+        total = totals[peak]
         top = budget if total <= budget < CROWDED * total else total
-        at = [self._fullest_slot(device, share) for share in self._shares()]
+        at: list[int] = []  # the slot of each column: the fullest of those in its share of the step
+        for start_s, end_s in self.shares:
+            first = max(0, bisect_right(device.times_s, start_s) - 1)
+            last = max(first, bisect_left(device.times_s, end_s) - 1)
+            at.append(max(range(first, last + 1), key=totals.__getitem__))
         for row in reversed(range(CHART_ROWS)):
-            line = Text()
+            line, height = Text(), top * (row + 0.5) / CHART_ROWS
             for slot in at:
-                kind = _kind_at(device, slot, top * (row + 0.5) / CHART_ROWS)
-                line.append(*KIND_MARKS.get(kind, (" ", "")))
+                mark, rest = (" ", ""), height  # no kind is there above the stack
+                for kind, sizes in device.by_kind.items():
+                    rest -= sizes[slot]
+                    if rest < 0:
+                        mark = KIND_MARKS[kind]
+                        break
+                line.append(*mark)
             label = {CHART_ROWS - 1: "device memory"}.get(row, "")
             value = {CHART_ROWS - 1: format_bytes(top), 0: "0 B"}.get(row, "")
             yield self._row(label, line, value)
         marks = "".join("^" if slot == peak else " " for slot in at)
         yield self._row("", Text(marks), "at the peak")
         for kind, sizes in device.by_kind.items():
-            if max(sizes) >= CRUMB * top:
-                yield self._kind(kind, [sizes[slot] for slot in at], sizes[peak])
+            if max(sizes) >= CRUMB * top:  # a row of its own scale
+                most = max(1, *(sizes[slot] for slot in at))
+                strip = Text("".join(self._shade(sizes[slot] / most) for slot in at))
+                letter = Text()
+                letter.append(*KIND_MARKS[kind])
+                letter.append(f" {kind}")
+                yield self._row(letter, strip, format_bytes(sizes[peak]))
         used = "".join(
             f"; {tier.name} {format_bytes(max(tier.totals))} of {format_bytes(tier.budget_bytes)}"
             for tier in below
@@ -166,61 +174,28 @@ class _Drawing:
             f" {report.peak_slot.name}{used}"
         )
 
-    def _kind(self, kind: str, sizes: Sequence[int], at_peak: int) -> Text:
-        """A row of its own scale: when there is most of it, and when there is any."""
-        line, most = Text(), max(1, *sizes)
-        for size in sizes:
-            eighths = max(1 if size else 0, round(8 * size / most))
-            line.append(self.ramp[eighths])
-        label = Text()
-        label.append(*KIND_MARKS[kind])
-        label.append(f" {kind}")
-        return self._row(label, line, format_bytes(at_peak))
-
-    def _fullest_slot(self, device: TierMemory, share: tuple[float, float]) -> int:
-        """The slot that a column shows: the fullest of those in its share of the step."""
-        first = max(0, bisect_right(device.times_s, share[0]) - 1)
-        last = max(first, bisect_left(device.times_s, share[1]) - 1)
-        totals = device.totals
-        return max(range(first, last + 1), key=totals.__getitem__)
-
     # Lanes
 
     def _lanes(self) -> Iterator[Text]:
         ran = bars(self.step, self.step.timeline.spans)
+        stalls = _filled(self.shares, waits(self.step))
         for lane in self.step.report.lanes:
-            strip = self._strip(lane.name, ran.get(lane.name, ()))
-            yield self._row(lane.name, strip, f"{lane.utilisation:.1%}")
+            busy, computes = _filled(self.shares, ran.get(lane.name, ())), lane.name == COMPUTE
+            line = Text()
+            for fraction, waiting in zip(busy, stalls, strict=True):
+                if computes and waiting >= 0.5:
+                    line.append(WAITING, "red")
+                else:
+                    line.append(self._shade(fraction), "" if computes else "cyan")
+            yield self._row(lane.name, line, f"{lane.utilisation:.1%}")
         step = format_seconds(self.step.report.step_seconds)
         yield self._row("", Text("0 s" + " " * (self.columns - 3 - len(step)) + step))
 
-    def _strip(self, lane: str, ran: Sequence[Bar]) -> Text:
-        busy = _filled(self._shares(), [(bar.start_s, bar.end_s) for bar in ran])
-        idle = [0.0] * len(busy)
-        if lane == COMPUTE:
-            found = [(wait.start_s, wait.end_s) for wait in waits(self.step)]
-            idle = _filled(self._shares(), found)
-        line = Text()
-        for fraction, waiting in zip(busy, idle, strict=True):
-            if waiting >= 0.5:
-                line.append(WAITING, "red")
-            else:
-                eighths = max(1 if fraction > 0 else 0, round(8 * fraction))
-                line.append(self.ramp[eighths], "" if lane == COMPUTE else "cyan")
-        return line
-
-    def _shares(self) -> list[tuple[float, float]]:
-        """The part of the step that each column shows."""
-        step_s = self.step.report.step_seconds
-        edges = [step_s * n / self.columns for n in range(self.columns + 1)]
-        return list(pairwise(edges))
+    def _shade(self, fraction: float) -> str:
+        """The mark for a fraction in eighths; that of something is never that of nothing."""
+        return self.ramp[max(1 if fraction > 0 else 0, round(8 * fraction))]
 
     # Words
-
-    def _words(self) -> Iterator[Text]:
-        waited, *_ = in_words(self.step.report)
-        mark = f"{WAITING} " if self.step.report.stall_seconds else ""
-        yield from self._sentence(f"{mark}{waited}")
 
     def _sentence(self, words: str) -> Iterator[Text]:
         yield from self._wrapped(one_line(words).split(" "), between=" ", indent="  ")
@@ -254,32 +229,11 @@ class _Drawing:
         return line
 
 
-def _kind_at(device: TierMemory, slot: int, height: float) -> str:
-    """The kind at a height of the stack, "" above it."""
-    for kind, sizes in device.by_kind.items():
-        height -= sizes[slot]
-        if height < 0:
-            return kind
-    return ""
-
-
-def _one(symbols: set[str]) -> str:
-    return symbols.pop() if len(symbols) == 1 else MIXED
-
-
-def _ruler(columns: int) -> Text:
-    """A mark at every tenth column."""
-    marks = "".join("|" if n % 10 == 0 else "." if n % 5 == 0 else " " for n in range(columns))
-    return Text(marks, "bright_black")
-
-
-def _filled(
-    shares: Sequence[tuple[float, float]], spans: Sequence[tuple[float, float]]
-) -> list[float]:
+def _filled(shares: Sequence[tuple[float, float]], spans: Iterable[Bar | Wait]) -> list[float]:
     """How much of each share the spans fill; they do not overlap."""
     width = shares[0][1] - shares[0][0]
     filled = [0.0] * len(shares)
-    for start, end in spans:
+    for start, end, *_ in spans:
         first = min(int(start / width), len(shares) - 1)
         last = min(int(end / width), len(shares) - 1)
         for index in range(first, last + 1):
@@ -292,8 +246,8 @@ def summary_json(step: Step) -> dict[str, Any]:
     """The step as plain data, in seconds and bytes; `protrain show --json` has the time line."""
     report = step.report
     expected = step.plan.prediction.expected_seconds
-    several = asdict(DeviceGroup.of(step.plan)) if step.plan.num_devices > 1 else {}
-    return several | {
+    return {
+        **devices_json(DeviceGroup.of(step.plan)),
         "step_seconds": report.step_seconds,
         "predicted_step_seconds": step.plan.prediction.step_seconds,
         **({"expected_seconds": expected} if expected else {}),

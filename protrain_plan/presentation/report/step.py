@@ -1,9 +1,9 @@
 """A plan with its profile, and the step that the simulator predicts: lanes, waits, memory."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.model.problem import misfit
 from protrain_plan.program.compiling import program_of
 from protrain_plan.program.group import DeviceGroup, profile_of_rank
-from protrain_plan.program.implications import BoundProgram, StateOption, host_staging_bytes
+from protrain_plan.program.implications import BoundProgram, host_staging_bytes
 from protrain_plan.program.program import pinned_bytes
 from protrain_plan.program.recording import Event
 from protrain_plan.records import fingerprint, read_plan, read_profile
@@ -31,10 +31,6 @@ class Step:
     program: BoundProgram
     timeline: Timeline
     report: StepReport
-
-    @property
-    def unit_names(self) -> tuple[str, ...]:
-        return tuple(unit.name for unit in self.plan.units)
 
 
 def simulated(plan: Plan, profile: Profile) -> Step:
@@ -158,19 +154,15 @@ def waits(step: Step) -> tuple[Wait, ...]:
     return tuple(found)
 
 
-def _merged(found: Sequence[Bar]) -> Iterable[Bar]:
-    merged: list[Bar] = []
-    for bar in found:
-        last = merged[-1] if merged else None
-        if last and (last.kind, last.unit, last.slot) == (bar.kind, bar.unit, bar.slot):
-            merged[-1] = last._replace(
-                end_s=bar.end_s,
-                bytes=last.bytes + bar.bytes,
-                num_pieces=last.num_pieces + bar.num_pieces,
-            )
-        else:
-            merged.append(bar)
-    return merged
+def _merged(found: Iterable[Bar]) -> Iterator[Bar]:
+    """Consecutive pieces of one chunk as one bar."""
+    for _, run in groupby(found, key=lambda bar: (bar.kind, bar.unit, bar.slot)):
+        first, *rest = run
+        yield first._replace(
+            end_s=rest[-1].end_s if rest else first.end_s,
+            bytes=first.bytes + sum(bar.bytes for bar in rest),
+            num_pieces=first.num_pieces + sum(bar.num_pieces for bar in rest),
+        )
 
 
 KINDS = (
@@ -241,13 +233,23 @@ def _tier(step: Step, tier: TierName) -> TierMemory:
     """A tier below: its room is reserved for the whole step, and swaps come and go in it."""
     plan, program = step.plan, step.program
     pinned = tier == "host" and is_accelerator(program.settings.device)
-    gradients = sum(_gradient_bytes(tier, state, pinned=pinned) for state in program.states)
+    gradients = 0
+    for state in program.states:
+        if state.home == tier and state.own.used_by:
+            size = state.own.gradient_bytes
+            gradients += pinned_bytes(size) if pinned else size
     states = sum(state.tier_bytes.get(tier, 0) for state in program.states) - gradients
     room = sum(activation.tier_bytes.get(tier, 0) for activation in program.activations)
     staging = 0
     if pinned:
         staging = host_staging_bytes(program.activations, program.states, program.profile)
-    changes = sorted(_swaps(step, tier))
+    spans = {span.name: span for span in step.timeline.spans}
+    changes: list[tuple[float, int]] = []  # swapped bytes are here until the device has them back
+    for number, move in enumerate(program.moves):
+        if move.lane.tier == tier and move.kind in ("swap out", "swap in"):
+            span, leaves = spans[program.move_name(number)], move.kind == "swap out"
+            changes.append((span.start_s, move.bytes) if leaves else (span.end_s, -move.bytes))
+    changes.sort()
     times = tuple(dict.fromkeys([0.0, *(time for time, _ in changes)]))
     after = dict(zip((t for t, _ in changes), accumulate(size for _, size in changes), strict=True))
     swapped = tuple(after.get(time, 0) for time in times)
@@ -265,24 +267,6 @@ def _tier(step: Step, tier: TierName) -> TierMemory:
             }
         ),
     )
-
-
-def _gradient_bytes(tier: TierName, state: StateOption, *, pinned: bool) -> int:
-    """The part of a chunk's bytes on a tier that is for its gradients."""
-    if state.home != tier or not state.own.used_by:
-        return 0
-    return pinned_bytes(state.own.gradient_bytes) if pinned else state.own.gradient_bytes
-
-
-def _swaps(step: Step, tier: TierName) -> Iterator[tuple[float, int]]:
-    """When swapped bytes begin to come to a tier, and when the device has them back."""
-    spans = {span.name: span for span in step.timeline.spans}
-    for number, move in enumerate(step.program.moves):
-        if move.lane.tier != tier or move.kind not in ("swap out", "swap in"):
-            continue
-        span = spans[step.program.move_name(number)]
-        leaves = move.kind == "swap out"
-        yield (span.start_s, move.bytes) if leaves else (span.end_s, -move.bytes)
 
 
 def _in_order(by_kind: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
