@@ -40,8 +40,13 @@ from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.stores import DiskStore, HostStore
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.engine.moves import Moves
-from protrain_runtime.states.chunks import make_chunk, offload, read_parameter, read_state
-from protrain_runtime.states.layout import make_chunks
+from protrain_runtime.states.chunks import (
+    make_chunk,
+    make_chunks,
+    offload,
+    read_parameter,
+    read_state,
+)
 from protrain_runtime.states.update_rules import UpdateRule
 from protrain_runtime.states.updates import UpdateTeam
 from tests.support.cards import every_device

@@ -16,9 +16,8 @@ from torch import nn
 from protrain_runtime.devices.turns import Turns, in_turn
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.states.chunks import Chunk, read_state, write_state
-from protrain_runtime.states.master_weights import MasterOptimizer
 from protrain_runtime.states.stand_ins import UsedGradient
-from protrain_runtime.states.update_rules import OptimizerFactory
+from protrain_runtime.states.update_rules import MasterOptimizer, OptimizerFactory
 
 ParameterGroups = Sequence[Mapping[str, Any]]
 

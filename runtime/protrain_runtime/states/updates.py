@@ -21,9 +21,8 @@ from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import STACK_BYTES, take_one_thread
 from protrain_runtime.devices.stores import HostStore
 from protrain_runtime.states.chunks import Chunk, Slice
-from protrain_runtime.states.master_weights import MasterOptimizer
 from protrain_runtime.states.stand_ins import scaled
-from protrain_runtime.states.update_rules import OptimizerFactory
+from protrain_runtime.states.update_rules import MasterOptimizer, OptimizerFactory
 
 SMALLEST_RANGE = 2**17
 """Elements that are worth a thread: about 150 us of AdamW's step, several times what handing a

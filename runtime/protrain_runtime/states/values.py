@@ -14,12 +14,12 @@ from protrain_plan.program.program import SAVING_BYTES
 from protrain_runtime.devices.stores import Store
 from protrain_runtime.states.chunks import (
     Chunk,
+    Sharding,
     Slice,
     StateLayout,
     write_parameter,
     write_state,
 )
-from protrain_runtime.states.layout import Sharding
 
 Write = Callable[[torch.Tensor], object]
 """Takes bytes that come next: a contiguous uint8 tensor in host memory, good during the call."""
