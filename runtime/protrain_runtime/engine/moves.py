@@ -38,7 +38,7 @@ from protrain_runtime.activations.saved_tensors import SwappedStorage
 from protrain_runtime.devices.lanes import Backend, Buffers
 from protrain_runtime.devices.stores import DeviceStore, HostStore, Store
 from protrain_runtime.ranks.group import Ranks
-from protrain_runtime.states.chunks import Chunk, Slice, flat_storage_order
+from protrain_runtime.states.chunks import Chunk, Slice, dense, flat_storage_order
 from protrain_runtime.states.stand_ins import GradientInStore, OffloadedGradient, scaled
 from protrain_runtime.states.update_rules import OptimizerFactory
 from protrain_runtime.states.updates import Piece, UpdateTeam
@@ -135,17 +135,6 @@ class GradientMoves:
     def clear(self) -> None:
         """Forget what arrived in a step that was given up."""
         self._arrived.clear()
-
-
-def dense(gradient: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The gradient with the parameter's own strides; a copy only where they differ."""
-    if gradient.dim() == 1 and gradient.stride() == (1,):
-        return gradient  # flat already
-    if gradient.stride() == stride:
-        return gradient
-    return torch.empty_strided(
-        gradient.shape, stride, dtype=gradient.dtype, device=gradient.device
-    ).copy_(gradient)
 
 
 @dataclass(slots=True)

@@ -38,7 +38,6 @@ from protrain_runtime.devices.stores import Store
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.stand_ins import (
     ConsumedGradient,
-    Elsewhere,
     GradientInStore,
     UsedGradient,
     come_back,
@@ -91,11 +90,7 @@ class Group:
     offset: int  # bytes from the start of the chunk's parameters in the store
     num_bytes: int
     slices: tuple[Slice, ...]
-    padding: int = 0  # bytes besides the trainable parameters' own, where ranks share a group
-
-    @property
-    def gradient_bytes(self) -> int:
-        return self.padding + sum(part.num_bytes for part in self.slices if part.trainable)
+    gradient_bytes: int  # where ranks share a group, with the padding
 
 
 def flat_storage_order(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,17 +98,13 @@ def flat_storage_order(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def in_order_of(part: "Slice", values: torch.Tensor) -> torch.Tensor:
-    """A parameter's elements in the order of its storage; a copy if they lie in another.  # [numel]
-
-    `values` is a tensor of its shape, of any dtype and strides.
-    """
-    source = values.detach().resolve_conj().resolve_neg()
-    if source.stride() != part.stride:
-        source = torch.empty_strided(
-            part.shape, part.stride, dtype=values.dtype, device=values.device
-        ).copy_(source)
-    return flat_storage_order(source)
+def dense(values: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with a parameter's own strides; a copy only where they differ."""
+    if (values.dim() == 1 and values.stride() == (1,)) or values.stride() == stride:
+        return values  # flat already, or as the parameter lies
+    return torch.empty_strided(
+        values.shape, stride, dtype=values.dtype, device=values.device
+    ).copy_(values)
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -148,9 +139,9 @@ class Chunk:
     """
 
     unit: int
-    slices: tuple[Slice, ...]
-    groups: tuple[Group, ...]  # the same slices
+    groups: tuple[Group, ...]
     used_by: tuple[int, ...]
+    slices: tuple[Slice, ...] = field(init=False)  # those of the groups
     store: Store | None = None
     offset: int = 0  # of the parameters in the store
     states: tuple[StateLayout, ...] = ()
@@ -179,6 +170,9 @@ class Chunk:
     # Called before values are read for a copy: it raises where they are not those of one step.
     settle: Callable[[str], None] = field(default=lambda _: None)
 
+    def __post_init__(self) -> None:
+        self.slices = tuple(part for group in self.groups for part in group.slices)
+
     @property
     def own(self) -> "Chunk":
         """The chunk whose states are in the store."""
@@ -189,6 +183,10 @@ class Chunk:
         if name not in self.updated:
             return False
         return self.sharding is None or self.sharding.part_of(name) is not None
+
+    def place(self, part: Slice, layout: StateLayout | None = None) -> int:
+        """Where in the store a parameter, or one of its states, begins: bytes from the start."""
+        return self.offset + part.offset if layout is None else layout.place(part.start)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -217,21 +215,20 @@ class Chunk:
     def size(self, state_bytes_per_parameter: Mapping[torch.dtype, int]) -> ChunkSize:
         """The sizes from which a programme is compiled."""
         several = len(self.groups) > 1
+        trainable = [part for part in self.slices if part.trainable]
+        if len({part.dtype for part in trainable}) == 1:
+            state_bytes = self.num_trainable * state_bytes_per_parameter[trainable[0].dtype]
+        else:
+            state_bytes = sum(p.numel * state_bytes_per_parameter[p.dtype] for p in trainable)
         return ChunkSize(
             parameter_bytes=self.parameter_bytes,
             gradient_bytes=self.gradient_bytes,
-            state_bytes=self._state_bytes(state_bytes_per_parameter),
+            state_bytes=state_bytes,
             num_parameters=self.num_trainable,
             used_by=self.used_by,
             parameter_pieces=tuple(group.num_bytes for group in self.groups) if several else (),
             gradient_pieces=tuple(group.gradient_bytes for group in self.groups) if several else (),
         )
-
-    def _state_bytes(self, per_parameter: Mapping[torch.dtype, int]) -> int:
-        trainable = [part for part in self.slices if part.trainable]
-        if len({part.dtype for part in trainable}) == 1:
-            return self.num_trainable * per_parameter[trainable[0].dtype]
-        return sum(part.numel * per_parameter[part.dtype] for part in trainable)
 
     def groups_in(self, share: tuple[float, float]) -> range:
         """The groups in a share of the parameters' bytes."""
@@ -263,22 +260,19 @@ class Chunk:
         """Leave parameters of the right shape that hold nothing (`away`)."""
         for number in set(groups) - self.hollow:
             for part in self.groups[number].slices:
-                send_away(part.parameter, partial(self._elsewhere, part))
+                send_away(
+                    part.parameter,
+                    name=part.name,
+                    stride=part.stride,
+                    bring=lambda name: self.bring(self, name),
+                    values=partial(self._copy, part),
+                )
             self.hollow.add(number)
-
-    def _elsewhere(self, part: Slice, kind: type[nn.Parameter]) -> Elsewhere:
-        return Elsewhere(
-            name=part.name,
-            stride=part.stride,
-            bring=lambda name: self.bring(self, name),
-            values=partial(self._copy, part),
-            kind=kind,
-        )
 
     def _copy(self, part: Slice) -> torch.Tensor:
         """An offloaded parameter's values on its device.  # part.dtype [part.shape]"""
         self.settle("the model was copied")
-        return read_parameter(self, part).to(part.parameter.device)
+        return read_values(self, part).to(part.parameter.device)
 
     def release(self, groups: Iterable[int]) -> list[torch.Tensor]:
         """Take the buffers of these groups from the model; they are the caller's to free."""
@@ -366,11 +360,11 @@ def make_chunk(
     alignment: int = ALIGNMENT,
 ) -> Chunk:
     """Lay `parameters` out one after the other, each from a multiple of `alignment` bytes on."""
-    slices: list[Slice] = []
     groups: list[Group] = []
     offset = start = 0
     for members in grouped([aligned_bytes(parameter, alignment) for _, parameter in parameters]):
         begin = offset
+        slices: list[Slice] = []
         for name, parameter in parameters[members.start : members.stop]:
             part = Slice(
                 name=name,
@@ -387,9 +381,15 @@ def make_chunk(
             slices.append(part)
             offset += aligned_bytes(parameter, alignment)
             start += part.numel if part.trainable else 0
-        own = tuple(slices[members.start :])
-        groups.append(Group(offset=begin, num_bytes=offset - begin, slices=own))
-    return Chunk(unit, tuple(slices), tuple(groups), used_by)
+        groups.append(
+            Group(
+                offset=begin,
+                num_bytes=offset - begin,
+                slices=tuple(slices),
+                gradient_bytes=sum(part.num_bytes for part in slices if part.trainable),
+            )
+        )
+    return Chunk(unit, tuple(groups), used_by)
 
 
 def refuse_reading(name: str) -> None:
@@ -401,65 +401,38 @@ def refuse_reading(name: str) -> None:
     )
 
 
-def read_parameter(chunk: Chunk, part: Slice) -> torch.Tensor:
-    """An offloaded parameter's values, from its store.  # part.dtype [part.shape], on the host
+def read_values(chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> torch.Tensor:
+    """An offloaded parameter, or one of its states, from the store.  # [part.shape], on the host
 
     Of what ranks share, all of them ask for it.
     """
     assert chunk.store is not None
     if chunk.sharding is not None:
-        with chunk.sharding.gathering("a gather of parameters"):
-            buffer = chunk.sharding.gather(chunk, part.group)
-            return part.flat(buffer).clone().as_strided(part.shape, part.stride).cpu()
-    return _read(chunk.store, chunk.offset + part.offset, part, part.dtype)
-
-
-def write_parameter(chunk: Chunk, part: Slice, values: torch.Tensor) -> None:
-    """Let the store have these values of an offloaded parameter.  # part.dtype [part.shape]
-
-    Of what ranks share, each writes its own elements.
-    """
-    own = chunk.own
-    _write(chunk, part, values, part.dtype, lambda mine: own.offset + mine.offset)
-
-
-def read_state(chunk: Chunk, layout: StateLayout, part: Slice) -> torch.Tensor:
-    """One state of one parameter, from the store.  # layout.dtype [shape], on the host
-
-    Of what ranks share, all of them ask for it.
-    """
-    assert chunk.store is not None
-    if chunk.sharding is not None:
-        with chunk.sharding.gathering("a gather of optimizer states"):
-            state = chunk.sharding.fetch_state(layout, part).cpu()
-        return flat_storage_order(state).clone().as_strided(part.shape, part.stride)
-    return _read(chunk.store, layout.place(part.start), part, layout.dtype)
-
-
-def write_state(chunk: Chunk, layout: StateLayout, part: Slice, values: torch.Tensor) -> None:
-    """Let the store have these values of a parameter's state.  # any dtype [part.shape]"""
-    _write(chunk, part, values, layout.dtype, lambda mine: layout.place(mine.start))
-
-
-def _read(store: Store, place: int, part: Slice, dtype: torch.dtype) -> torch.Tensor:
+        what = "parameters" if layout is None else "optimizer states"
+        with chunk.sharding.gathering(f"a gather of {what}"):
+            whole = chunk.sharding.gather(chunk, part, layout).cpu()
+            # A copy: on a CPU `whole` is a view of all that was gathered with it.
+            return flat_storage_order(whole).clone().as_strided(part.shape, part.stride)
+    dtype = part.dtype if layout is None else layout.dtype
     flat = torch.empty(part.numel * dtype.itemsize, dtype=torch.uint8)
-    store.read(place, flat)
+    chunk.store.read(chunk.place(part, layout), flat)
     return flat.view(dtype).as_strided(part.shape, part.stride)
 
 
-def _write(
-    chunk: Chunk,
-    part: Slice,
-    values: torch.Tensor,
-    dtype: torch.dtype,
-    place: Callable[[Slice], int],
+def write_values(
+    chunk: Chunk, part: Slice, values: torch.Tensor, layout: StateLayout | None = None
 ) -> None:
-    """Write what this device has of a whole tensor; `place` says where in the store it goes."""
+    """Let the store have these values of a parameter, or of one of its states.
+
+    They are of any dtype and strides. Of what ranks share, each writes its own elements.
+    """
     assert chunk.store is not None
     mine = part if chunk.sharding is None else chunk.sharding.part_of(part.name)
     if mine is not None:
-        flat = in_order_of(part, values)[mine.first : mine.first + mine.numel].to(dtype)
-        chunk.store.write(place(mine), flat.contiguous().view(torch.uint8))
+        dtype = part.dtype if layout is None else layout.dtype
+        source = dense(values.detach().resolve_conj().resolve_neg(), part.stride)
+        flat = flat_storage_order(source)[mine.first : mine.first + mine.numel].to(dtype)
+        chunk.store.write(chunk.own.place(mine, layout), flat.contiguous().view(torch.uint8))
 
 
 def aligned_bytes(tensor: torch.Tensor, alignment: int = ALIGNMENT) -> int:
@@ -489,7 +462,7 @@ def offload(
     chunk.store = own.store = store
     own.states = tuple(layouts)
     for part in chunk.slices:
-        write_parameter(chunk, part, part.parameter)
+        write_values(chunk, part, part.parameter)
 
 
 def refuse_parameters(model: nn.Module, *, source: str) -> None:
@@ -614,29 +587,27 @@ class Sharding:
             yield
             self.ranks.meeting.refuse_lost()
 
-    def gather(self, chunk: Chunk, number: int) -> torch.Tensor:
-        """A group's parameters as they are in the ranks' stores; all ranks call.  # uint8"""
-        own, group = self.own, self.own.groups[number]
-        assert own.store is not None
-        device = chunk.slices[0].parameter.device
-        buffer = torch.empty(chunk.groups[number].num_bytes, dtype=torch.uint8, device=device)
-        for region in self.regions[number]:
-            mine = region.of(buffer, self.ranks.shard)
-            own.store.read(own.offset + group.offset + region.own, mine)
-            self.ranks.all_gather(region.whole(buffer, self.ranks.num_shards), mine)
-        return buffer
+    def gather(self, chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> torch.Tensor:
+        """A whole parameter, or one of its states, from the ranks' stores; all ranks call.
 
-    def fetch_state(self, layout: StateLayout, part: Slice) -> torch.Tensor:
-        """One whole state of one parameter; all ranks call.  # layout.dtype [part.shape]"""
-        own = self.own
+        On the parameter's device; it may be a view of more.  # [part.shape]
+        """
+        own, ranks, device = self.own, self.ranks, part.parameter.device
         assert own.store is not None
+        if layout is None:
+            num_bytes = chunk.groups[part.group].num_bytes
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            for region in self.regions[part.group]:
+                mine = region.of(buffer, ranks.shard)
+                own.store.read(own.offset + own.groups[part.group].offset + region.own, mine)
+                ranks.all_gather(region.whole(buffer, ranks.num_shards), mine)
+            return part.view(buffer)
         start, size = (count // part.dtype.itemsize for count in self.gradient_range(part.group))
         width = layout.dtype.itemsize
-        device = part.parameter.device
-        whole = torch.empty(self.ranks.num_shards * size * width, dtype=torch.uint8, device=device)
-        mine = whole[self.ranks.shard * size * width : (self.ranks.shard + 1) * size * width]
-        own.store.read(layout.offset + start * width, mine)
-        self.ranks.all_gather(whole, mine)
+        whole = torch.empty(ranks.num_shards * size * width, dtype=torch.uint8, device=device)
+        mine = whole[ranks.shard * size * width : (ranks.shard + 1) * size * width]
+        own.store.read(layout.place(start), mine)
+        ranks.all_gather(whole, mine)
         first = part.inside // part.dtype.itemsize
         return whole.view(layout.dtype)[first : first + part.numel].as_strided(
             part.shape, part.stride, first
@@ -688,8 +659,22 @@ def make_sharded_chunk(
                 trainable_bytes, own_trainable_bytes = inside, region.shard
             if region.shard:
                 of_group.append(region)
-        groups.append(_group(offset, inside, slices, trainable_bytes))
-        own_groups.append(_group(own_offset, inside_own, own, own_trainable_bytes))
+        groups.append(
+            Group(
+                offset=offset,
+                num_bytes=inside,
+                slices=tuple(slices),
+                gradient_bytes=trainable_bytes,
+            )
+        )
+        own_groups.append(
+            Group(
+                offset=own_offset,
+                num_bytes=inside_own,
+                slices=tuple(own),
+                gradient_bytes=own_trainable_bytes,
+            )
+        )
         regions.append(tuple(of_group))
         width = next((part.dtype.itemsize for part in slices if part.trainable), 1)
         offset, own_offset = offset + inside, own_offset + inside_own
@@ -697,8 +682,8 @@ def make_sharded_chunk(
             start + trainable_bytes // width,
             own_start + own_trainable_bytes // width,
         )
-    whole = Chunk(unit, _slices(groups), tuple(groups), used_by)
-    shard = Chunk(unit, _slices(own_groups), tuple(own_groups), used_by)
+    whole = Chunk(unit, tuple(groups), used_by)
+    shard = Chunk(unit, tuple(own_groups), used_by)
     widths = [part.dtype.itemsize for part in whole.slices if part.trainable]
     whole.element_bytes = shard.element_bytes = widths[0] if widths else 0
     # One optimizer, one set of notes about it.
@@ -730,20 +715,6 @@ def _own_part(
             first=(first - begin) // size,
         )
     ]
-
-
-def _group(offset: int, num_bytes: int, slices: Sequence[Slice], trainable_bytes: int) -> Group:
-    trainable = sum(part.num_bytes for part in slices if part.trainable)
-    return Group(
-        offset=offset,
-        num_bytes=num_bytes,
-        slices=tuple(slices),
-        padding=trainable_bytes - trainable,
-    )
-
-
-def _slices(groups: Sequence[Group]) -> tuple[Slice, ...]:
-    return tuple(part for group in groups for part in group.slices)
 
 
 def unit_parameters(

@@ -12,14 +12,7 @@ import torch
 
 from protrain_plan.program.program import SAVING_BYTES
 from protrain_runtime.devices.stores import Store
-from protrain_runtime.states.chunks import (
-    Chunk,
-    Sharding,
-    Slice,
-    StateLayout,
-    write_parameter,
-    write_state,
-)
+from protrain_runtime.states.chunks import Chunk, Slice, StateLayout, write_values
 
 Write = Callable[[torch.Tensor], object]
 """Takes bytes that come next: a contiguous uint8 tensor in host memory, good during the call."""
@@ -172,56 +165,31 @@ class Shared:
         self.keep(whole)
 
 
-def stored_parameter(chunk: Chunk, part: Slice) -> Stored | Shared:
-    """An offloaded parameter."""
-    own = chunk.own
-    return _stored(
-        chunk,
-        part,
-        part.dtype,
-        place=lambda mine: own.offset + mine.offset,
-        gather=lambda sharding: part.view(sharding.gather(chunk, part.group)),
-        keep=lambda whole: write_parameter(chunk, part, whole),
+def stored_value(chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> Stored | Shared:
+    """An offloaded parameter, or one of its elementwise optimizer states."""
+    store, sharding = chunk.store, chunk.sharding
+    assert store is not None
+    dtype = part.dtype if layout is None else layout.dtype
+    if sharding is None:
+        return Stored(
+            store=store,
+            offset=chunk.place(part, layout),
+            dtype=dtype,
+            shape=part.shape,
+            stride=part.stride,
+        )
+    local, mine = None, sharding.part_of(part.name)
+    if mine is not None:
+        local = Local(store, chunk.own.place(mine, layout), mine.first, mine.numel)
+    return Shared(
+        dtype=dtype,
+        shape=part.shape,
+        local=local,
+        gather=lambda: sharding.gather(chunk, part, layout),
+        keep=lambda whole: write_values(chunk, part, whole, layout),
     )
 
 
 def stored_states(chunk: Chunk, part: Slice) -> dict[str, Stored | Shared]:
     """An offloaded parameter's elementwise optimizer states, by key."""
-
-    def stored(layout: StateLayout) -> Stored | Shared:
-        return _stored(
-            chunk,
-            part,
-            layout.dtype,
-            place=lambda mine: layout.place(mine.start),
-            gather=lambda sharding: sharding.fetch_state(layout, part),
-            keep=lambda whole: write_state(chunk, layout, part, whole),
-        )
-
-    return {layout.key: stored(layout) for layout in chunk.own.states}
-
-
-def _stored(
-    chunk: Chunk,
-    part: Slice,
-    dtype: torch.dtype,
-    *,
-    place: Callable[[Slice], int],
-    gather: Callable[[Sharding], torch.Tensor],
-    keep: Callable[[torch.Tensor], None],
-) -> Stored | Shared:
-    """Values in the chunk's store, those of this device from `place` on."""
-    store, sharding = chunk.store, chunk.sharding
-    assert store is not None
-    if sharding is None:
-        return Stored(
-            store=store, offset=place(part), dtype=dtype, shape=part.shape, stride=part.stride
-        )
-    mine = sharding.part_of(part.name)
-    return Shared(
-        local=None if mine is None else Local(store, place(mine), mine.first, mine.numel),
-        dtype=dtype,
-        shape=part.shape,
-        gather=lambda: gather(sharding),
-        keep=keep,
-    )
+    return {layout.key: stored_value(chunk, part, layout) for layout in chunk.own.states}
