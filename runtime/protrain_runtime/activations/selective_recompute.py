@@ -183,7 +183,10 @@ class _Keeping(_Mode):
             case "product" | "batched product" | "attention":
                 num_saved = self._num_saved.value
                 result = func(*args, **kwargs)
-                state = _random_state(result) if _draws(func, args, kwargs) else None
+                state = None
+                if kind == "attention" and _named(func, args, kwargs).get("dropout_p") != 0:
+                    # It may have drawn random numbers, from the generator of its device.
+                    state = devices.random_state(tensors_in(result)[0].device)
                 held = tree_map_only(torch.Tensor, _alias, result)
                 self._outputs.append(_Output(func, held, num_saved, state))
                 if kind == "attention" or (kind == "batched product" and self._last == "softmax"):
@@ -273,7 +276,8 @@ class _Replaying(_Mode):
                 f" {output.operator} in forward: it has to compute the same every time"
             )
         if output.random_state is not None:
-            _set_random_state(output.result, output.random_state)
+            where = tensors_in(output.result)[0].device
+            devices.set_random_state(where, output.random_state)
         return output.result
 
 
@@ -322,17 +326,3 @@ def written_arguments(
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
     )
-
-
-def _draws(func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
-    """Whether an expensive operator may draw random numbers: an attention with dropout."""
-    return kind_of(func) == "attention" and _named(func, args, kwargs).get("dropout_p") != 0
-
-
-def _random_state(result: object) -> torch.Tensor:
-    """The state of the generator of the device that a result is on."""
-    return devices.random_state(tensors_in(result)[0].device)
-
-
-def _set_random_state(result: object, state: torch.Tensor) -> None:
-    devices.set_random_state(tensors_in(result)[0].device, state)

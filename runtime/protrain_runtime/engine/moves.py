@@ -150,16 +150,9 @@ class _Sum:
     present: list[bool]  # by part: whether this rank has a gradient
     counts: torch.Tensor  # int32 [parts]
 
-    def absent(self) -> list[Slice]:
-        """What no rank has a gradient for; looks at the device only where this one lacks some."""
-        if all(self.present):
-            return []
-        counts = self.counts.tolist()
-        return [part for part, count in zip(self.parts, counts, strict=True) if not count]
-
 
 class Reductions:
-    """The sums of a programme that runs on several ranks."""
+    """The sums of a programme that runs on several ranks: see [Note: how gradients are added]."""
 
     def __init__(self, program: Program, ranks: Ranks, backend: Backend) -> None:
         self._settings, self._ranks, self._backend = program.settings, ranks, backend
@@ -202,11 +195,8 @@ class Reductions:
             counts[index].zero_()
         return counts
 
-    def _collect(self, chunk: Chunk, groups: range, offsets: dict[str, int]) -> _Sum:
-        """Copy gradients to the buffers in which they are added, and free them.
-
-        `offsets` say where in its group's buffer a parameter's elements begin.
-        """
+    def _collect(self, chunk: Chunk, groups: range) -> _Sum:
+        """Copy gradients to the buffers in which they are added, and free them."""
         buffers: dict[int, torch.Tensor] = {}
         parts: list[Slice] = []
         present: list[bool] = []
@@ -215,18 +205,17 @@ class Reductions:
             trainable = [part for part in group.slices if part.trainable]
             if not trainable:
                 continue
-            buffer = self._backend.empty(group.gradient_bytes).view(trainable[0].dtype)
+            buffer = self._backend.empty(group.gradient_bytes)
             for part in trainable:
                 gradient = chunk.gradients.pop(part.name, None)
-                place = buffer[offsets[part.name] : offsets[part.name] + part.numel]
                 if gradient is None:
-                    place.zero_()
+                    part.flat(buffer).zero_()
                 else:
                     source = flat_storage_order(dense(gradient, part.stride))
-                    torch.mul(source, 1.0 / self._ranks.count, out=place)
+                    torch.mul(source, 1.0 / self._ranks.count, out=part.flat(buffer))
                 parts.append(part)
                 present.append(gradient is not None)
-            buffers[number] = buffer
+            buffers[number] = buffer.view(trainable[0].dtype)
         return _Sum(buffers, parts, present, self._counts(present))
 
     def end(self, move: Move, number: int, chunk: Chunk) -> None:
@@ -238,16 +227,18 @@ class Reductions:
                 part.parameter.grad = flat.as_strided(
                     part.shape, part.stride, flat.storage_offset()
                 )
-        for part in total.absent():
-            chunk.offloaded_gradients.pop(part.name, None)
-            part.parameter.grad = None
+        if all(total.present):
+            return  # every gradient is there: the device is not looked at, which the host waits for
+        for part, count in zip(total.parts, total.counts.tolist(), strict=True):
+            if not count:  # on any rank
+                chunk.offloaded_gradients.pop(part.name, None)
+                part.parameter.grad = None
 
     def reduce_scatter(self, number: int, move: Move, chunk: Chunk, states: Placement) -> Work:
         """Add up a share of a chunk's gradients, of which this rank keeps its shard."""
         assert isinstance(states, Offload) and chunk.sharding is not None
         own, settings, ranks = chunk.own, self._settings, self._ranks
-        offsets = {part.name: part.inside // part.dtype.itemsize for part in chunk.slices}
-        total = self._collect(chunk, chunk.gradient_groups_in(move.share), offsets)
+        total = self._collect(chunk, chunk.gradient_groups_in(move.share))
         self._sums[number] = total
         shards = {
             group: self._backend.empty(chunk.sharding.gradient_range(group)[1])
@@ -327,7 +318,6 @@ NUM_NAMED = 3
 """Tensors that an error names: a block of checked bytes may hold many small ones."""
 
 
-@dataclass(frozen=True, slots=True)
 class SwappedUnit:
     """What a unit's forward saved and a swap takes away, first saved first, in groups.
 
@@ -335,25 +325,17 @@ class SwappedUnit:
     there were, so that the way out and the way back mean the same ones.
     """
 
-    storages: tuple[ref[SwappedStorage], ...]
-    groups: tuple[range, ...]
-    group_bytes: tuple[int, ...]
-
-    @staticmethod
-    def of(storages: Sequence[SwappedStorage]) -> "SwappedUnit":
-        groups = tuple(grouped([storage.num_bytes for storage in storages]))
-        return SwappedUnit(
-            tuple(ref(storage) for storage in storages),
-            groups,
-            tuple(sum(storages[place].num_bytes for place in group) for group in groups),
-        )
+    def __init__(self, storages: Sequence[SwappedStorage]) -> None:
+        ranges = grouped([storage.num_bytes for storage in storages])
+        groups = [storages[each.start : each.stop] for each in ranges]
+        self._groups = [[ref(storage) for storage in group] for group in groups]
+        self._group_bytes = [sum(storage.num_bytes for storage in group) for group in groups]
 
     def in_share(self, share: tuple[float, float]) -> Iterator[SwappedStorage]:
         """The storages in a share of the bytes that are still there."""
-        for group in pieces_in(self.group_bytes, share):
-            for place in self.groups[group]:
-                storage = self.storages[place]()
-                if storage is not None:
+        for number in pieces_in(self._group_bytes, share):
+            for reference in self._groups[number]:
+                if (storage := reference()) is not None:
                     yield storage
 
 
@@ -472,19 +454,11 @@ class Moves:
             own = chunk.own
             for part in own.slices:
                 if own.store is store:
-                    place = own.offset + part.offset
-                    yield chunk.unit, f"parameter {part.name!r}", place, part.num_bytes
-                if not part.trainable:
-                    continue
-                for layout in own.states if own.store is store else ():
-                    size = part.numel * layout.dtype.itemsize
-                    yield (
-                        chunk.unit,
-                        f"{layout.key} of {part.name!r}",
-                        layout.place(part.start),
-                        size,
-                    )
-                if own.gradient_store is store:
+                    yield chunk.unit, f"parameter {part.name!r}", own.place(part), part.num_bytes
+                    for layout in own.states if part.trainable else ():
+                        what, size = f"{layout.key} of {part.name!r}", layout.dtype.itemsize
+                        yield chunk.unit, what, layout.place(part.start), part.numel * size
+                if own.gradient_store is store and part.trainable:
                     place = own.gradient_offset + part.start * part.dtype.itemsize
                     yield chunk.unit, f"gradient of {part.name!r}", place, part.num_bytes
         for unit, regions in self._swap_regions.items():
@@ -534,7 +508,8 @@ class Moves:
             case "update":
                 return self._update(move, chunk.own)
             case "write states":
-                return self._write_states(move)
+                piece = self._pieces.pop((move.unit, move.start))
+                return lambda: piece.write(parameters=True)
             case _:
                 assert_never(move.kind)
 
@@ -645,7 +620,7 @@ class Moves:
         They lie one after the other in the regions that the unit has: a step that saves other ones
         than those before reserves no more than it saves beyond them.
         """
-        self._swapped[unit] = SwappedUnit.of(storages)
+        self._swapped[unit] = SwappedUnit(storages)
         if not storages:
             return
         activations = self._plans[unit].activations
@@ -735,7 +710,3 @@ class Moves:
                 piece.write(parameters=False)
 
         return work
-
-    def _write_states(self, move: Move) -> Work:
-        piece = self._pieces.pop((move.unit, move.start))
-        return lambda: piece.write(parameters=True)

@@ -337,19 +337,16 @@ class Chunk:
         """Where a stand-in is in place of the gradient."""
         return [part for part in self.slices if isinstance(part.parameter.grad, ConsumedGradient)]
 
-    @property
-    def written(self) -> str | None:
-        """A parameter that was written to since it came to the device."""
-        here = (part for part in self.slices if part.group not in self.hollow)
-        for part in here:
-            if part.parameter._version != self.versions.get(part.name, part.parameter._version):
-                return part.name
-        return None
-
-    @property
-    def used(self) -> list[str]:
-        """The parameters whose gradient the last step has used, and nobody has zeroed."""
-        return [p.name for p in self.slices if isinstance(p.parameter.grad, UsedGradient)]
+    def refuse_written(self) -> None:
+        """RuntimeError where a forward wrote to parameters that are about to be taken away."""
+        for part in self.slices:
+            version = part.parameter._version
+            if part.group not in self.hollow and version != self.versions.get(part.name, version):
+                raise RuntimeError(
+                    f"the forward wrote to {part.name!r}, and the plan keeps that below the device:"
+                    " what was written would be lost. Profile the model as it runs now, which keeps"
+                    " it on the device"
+                )
 
 
 def make_chunk(

@@ -166,9 +166,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         )
         batches = _batches(list(due), self.room_elements)
         # One room for all: memory that goes back to the system has to have its pages cleared anew.
-        largest = max(
-            (one.stop for batch in batches for one in batch if _is_narrow(one)), default=0
-        )
+        every = (one for batch in batches for one in batch)
+        largest = max((one.stop for one in every if _is_narrow(one.parameter.grad)), default=0)
         room = torch.empty(0)
         for batch in batches:
             if room.numel() < largest or room.device != batch[0].parameter.device:
@@ -181,19 +180,30 @@ class MasterOptimizer(torch.optim.Optimizer):
         groups: dict[int, dict[str, Any]] = {}
         masters: list[nn.Parameter] = []
         states: list[dict[str, Any]] = []
+        narrow: list[torch.Tensor] = []
+        wide: list[torch.Tensor] = []
         for one in batch:
             state: dict[str, Any] = dict(self.state.get(one.parameter, {}))
             values = state.pop(MASTER, None)
             if values is None:
                 # The same tensor, if it is its own master.
                 values = one.parameter.detach().to(_master_dtype(one.parameter.dtype))
-            masters.append(nn.Parameter(values))
+            master, gradient = nn.Parameter(values), one.parameter.grad
+            assert gradient is not None
+            if _is_narrow(gradient):
+                narrow.append(gradient)
+                wide.append(room.as_strided(master.shape, master.stride(), one.start))
+                master.grad = wide[-1]
+            else:
+                master.grad = gradient.to(master.dtype)
+            masters.append(master)
             states.append(state)
             if one.group not in groups:
                 options = self.param_groups[one.group].items()
                 groups[one.group] = {k: v for k, v in options if k != "params"} | {"params": []}
-            groups[one.group]["params"].append(masters[-1])
-        _give_gradients(batch, masters, room)
+            groups[one.group]["params"].append(master)
+        if narrow:
+            torch._foreach_copy_(wide, narrow)
         worker = self._factory(groups.values())
         for master, state in zip(masters, states, strict=True):
             if state:
@@ -242,30 +252,10 @@ class _Due(NamedTuple):
     stop: int
 
 
-def _is_narrow(one: _Due) -> bool:
-    """Whether the gradient is copied to the room; a sparse one has a way of its own."""
-    gradient = one.parameter.grad
+def _is_narrow(gradient: torch.Tensor | None) -> bool:
+    """Whether it is copied to the room; a sparse one has a way of its own."""
     assert gradient is not None
     return gradient.dtype != _master_dtype(gradient.dtype) and gradient.layout == torch.strided
-
-
-def _give_gradients(
-    batch: Sequence[_Due], masters: Sequence[nn.Parameter], room: torch.Tensor
-) -> None:
-    """Let each master have its parameter's gradient as float32, in `room` where it is not."""
-    narrow: list[torch.Tensor] = []
-    wide: list[torch.Tensor] = []
-    for one, master in zip(batch, masters, strict=True):
-        gradient = one.parameter.grad
-        assert gradient is not None
-        if _is_narrow(one):
-            narrow.append(gradient)
-            wide.append(room.as_strided(master.shape, master.stride(), one.start))
-            master.grad = wide[-1]
-        else:
-            master.grad = gradient.to(master.dtype)
-    if narrow:
-        torch._foreach_copy_(wide, narrow)
 
 
 def _batches(due: Sequence[tuple[int, nn.Parameter]], room_elements: int) -> list[list[_Due]]:
