@@ -258,4 +258,4 @@ def switch_off_checkpointing(model: nn.Module, *, stacklevel: int = 3) -> Callab
             setattr(module, _ATTRIBUTE, on)
 
     switch(on=False)
-    return partial(switch, on=True)
+    return lambda: switch(on=True)

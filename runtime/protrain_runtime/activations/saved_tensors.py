@@ -65,7 +65,8 @@ class SwappedStorage:
     __slots__ = ("__weakref__", "_saved", "_version", "num_bytes", "offset", "restored", "source")
 
     def __init__(self, storage: torch.UntypedStorage, saved: torch.Tensor) -> None:
-        self.source: torch.Tensor | None = as_bytes(storage)
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self.source: torch.Tensor | None = whole  # uint8 [bytes]
         # Counts the writes to what was saved, as autograd does where no hooks take it.
         self._saved: torch.Tensor | None = saved.detach()
         self._version = saved._version
@@ -109,11 +110,6 @@ class SwappedStorage:
 
 HandedOn = WeakValueDictionary[int, SwappedStorage]
 """By data pointer; the saved tensors own the records."""
-
-
-def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A tensor over a whole storage.  # uint8 [bytes]"""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 @dataclass(frozen=True, slots=True)

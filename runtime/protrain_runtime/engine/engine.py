@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -38,13 +37,6 @@ from protrain_runtime.states.stand_ins import ConsumedGradient, UsedGradient
 from protrain_runtime.states.unchanged_model import UnchangedModel
 
 
-class _Lent(NamedTuple):
-    """Groups of a chunk that the model has for this forward: brought for it, and found unbound."""
-
-    brought: list[int]
-    found: list[int]
-
-
 class EvaluationPass:
     """One forward without a graph over the offloaded `chunks`.
 
@@ -55,13 +47,13 @@ class EvaluationPass:
         self,
         chunks: Sequence[Chunk],
         moves: Moves,
-        *,
         arrived: Callable[[Chunk], None],
         collect: Callable[[str, Callable[[], None]], None],
     ) -> None:
         self._chunks, self._moves = chunks, moves
         self._arrived, self._collect = arrived, collect
-        self._lent: dict[int, _Lent] = {}  # by unit
+        # By unit, groups that the model has for this forward: brought for it, and found unbound.
+        self._lent: dict[int, tuple[list[int], list[int]]] = {}
 
     def enter(self, unit: int) -> None:
         """Bring what the unit reads, and take away what only the units before it read."""
@@ -87,7 +79,7 @@ class EvaluationPass:
         self._arrived(chunk)
         brought = [group for group in chunk.every_group if group not in chunk.buffers]
         found = [group for group in chunk.hollow if group in chunk.buffers]
-        self._lent[chunk.unit] = _Lent(brought, found)
+        self._lent[chunk.unit] = brought, found
         if brought and not isinstance(chunk.store, DeviceStore):
             self._moves.fetch(chunk, brought)()
         unbound = sorted((*brought, *found))
@@ -97,10 +89,9 @@ class EvaluationPass:
         chunk.bind(unbound)
 
     def _take_back(self, chunk: Chunk) -> None:
-        lent = self._lent.pop(chunk.unit, None)
-        if lent is not None:
-            chunk.release(lent.brought)
-            chunk.unbind(lent.found)
+        brought, found = self._lent.pop(chunk.unit, ((), ()))
+        chunk.release(brought)
+        chunk.unbind(found)
 
 
 Observer = Callable[[str], None]
@@ -130,7 +121,8 @@ class Engine:
         checked: bool = False,
         shared_buffers: Sequence[torch.Tensor] = (),
     ) -> None:
-        self._updating, self._accumulating, self._program = program, accumulating, program
+        self.program, self._accumulating = program, accumulating
+        self._program = program  # of the micro-batch that runs
         self._plans, self._chunks = plans, chunks
         self._moves, self._backend, self._shared = moves, backend, shared
         self._ranks, self._buffers = ranks, tuple(shared_buffers)
@@ -185,11 +177,6 @@ class Engine:
         self._outputs: frozenset[int] = frozenset()
         self._lingering: list[tuple[int, StorageWeakRef]] = []  # by unit: buffers that are held
 
-    @property
-    def program(self) -> Program:
-        """That of the micro-batch which ends with the update."""
-        return self._updating
-
     # ---- what Boundaries reports ------------------------------------------------------------
 
     def begin(self, *, training: bool) -> None:
@@ -216,7 +203,7 @@ class Engine:
                 return
             self._choose_program()
             self._observe("begin")
-            if self._program is self._updating and self.recorder is not None:
+            if self._program is self.program and self.recorder is not None:
                 self._times = self.recorder
                 self._times.begin()
             self._begin_slot(0, ())
@@ -286,7 +273,7 @@ class Engine:
             self._end_slot()
             # Updates of a step run on into `optimizer.step()`, which waits for them; what a
             # micro-batch before it has moved is needed, or in the way, in the next forward.
-            if not (self._state.updates_in_backward and self._program is self._updating):
+            if not (self._state.updates_in_backward and self._program is self.program):
                 self._end_moves()
             for number in self._program.reduced:
                 if number in self._running:
@@ -306,22 +293,28 @@ class Engine:
             for chunk in self._offloaded:
                 chunk.show_consumed()
             self._shown = [part for chunk in self._offloaded for part in chunk.consumed]
-            if self._state.updated:
-                self._refuse_late_gradients()
+            shown = {part.name for part in self._shown}
+            parts = (part for chunk in self._offloaded for part in chunk.slices)
+            for part in parts if self._state.updated else ():
+                if part.parameter.grad is not None and part.name not in shown:
+                    self._state.phase = Phase.TORN
+                    raise RuntimeError(
+                        f"a gradient of {part.name!r} came after the plan had updated it: it was"
+                        " used outside of the units that read it when the model was profiled."
+                        " Profile the model as it runs now, and go on from a checkpoint"
+                    )
             self._observe("backward ended")
 
     def abort(self) -> None:
         """The model raised, on this rank perhaps alone."""
         if self.turns.forked and self.lanes:
             return  # the step that was under way is that of another process
-        if self._ranks is not None:
-            self._state.cut_short = True
-            try:
+        try:
+            if self._ranks is not None:
+                self._state.cut_short = True
                 self._ranks.tell_end(sys.exception(), "a forward")
-            finally:
-                self._give_up()
-            return
-        self._give_up()
+        finally:
+            self._give_up()
 
     def backward_failed(self) -> None:
         """Backward raised, what is not known yet."""
@@ -428,7 +421,7 @@ class Engine:
             chunk.hide_consumed()
         any_may_be = not self._in_backward and self._ranks is None
         last = any_may_be or state.num_backwards + 1 == state.micro_batches
-        self._program = self._updating if last else self._accumulating
+        self._program = self.program if last else self._accumulating
         self._moves.clear(self._program)
         self._moves.make_staging()
 
@@ -523,7 +516,7 @@ class Engine:
                     "a gradient was replaced between backward() and optimizer.step(): on several"
                     " devices each one has a part of it; clip it, unscale it, or set it to None"
                 )
-        for number in self._updating.last:
+        for number in self.program.last:
             self._submit(number)
 
     def update_shards(self) -> None:
@@ -587,9 +580,7 @@ class Engine:
         self._lent, self.gathered, self._modified = None, "", False
 
     def _evaluated(self, chunks: Sequence[Chunk]) -> EvaluationPass:
-        return EvaluationPass(
-            chunks, self._moves, arrived=self._await_fetches, collect=self._collect
-        )
+        return EvaluationPass(chunks, self._moves, self._await_fetches, self._collect)
 
     # ---- slots ------------------------------------------------------------------------------
 
@@ -712,18 +703,6 @@ class Engine:
         parts = (part for chunk in self._offloaded for part in chunk.slices)
         used = (part.name for part in parts if isinstance(part.parameter.grad, UsedGradient))
         return next(used, None)
-
-    def _refuse_late_gradients(self) -> None:
-        """RuntimeError where a gradient came when its chunk had been updated."""
-        shown = {part.name for part in self._shown}
-        for part in (part for chunk in self._offloaded for part in chunk.slices):
-            if part.parameter.grad is not None and part.name not in shown:
-                self._state.phase = Phase.TORN
-                raise RuntimeError(
-                    f"a gradient of {part.name!r} came after the plan had updated it: it was used"
-                    " outside of the units that read it when the model was profiled. Profile the"
-                    " model as it runs now, and go on from a checkpoint"
-                )
 
     def _collect(self, what: str, work: Callable[[], None]) -> None:
         """Run a collective on its lane, behind all before it, and wait for it."""

@@ -83,7 +83,7 @@ class Slice:
         return self.flat(buffer).as_strided(self.shape, self.stride)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Group:
     """Whole parameters that come to the device and leave it together."""
 
@@ -378,14 +378,8 @@ def make_chunk(
             slices.append(part)
             offset += aligned_bytes(parameter, alignment)
             start += part.numel if part.trainable else 0
-        groups.append(
-            Group(
-                offset=begin,
-                num_bytes=offset - begin,
-                slices=tuple(slices),
-                gradient_bytes=sum(part.num_bytes for part in slices if part.trainable),
-            )
-        )
+        gradient_bytes = sum(part.num_bytes for part in slices if part.trainable)
+        groups.append(Group(begin, offset - begin, tuple(slices), gradient_bytes))
     return Chunk(unit, tuple(groups), used_by)
 
 
@@ -656,22 +650,8 @@ def make_sharded_chunk(
                 trainable_bytes, own_trainable_bytes = inside, region.shard
             if region.shard:
                 of_group.append(region)
-        groups.append(
-            Group(
-                offset=offset,
-                num_bytes=inside,
-                slices=tuple(slices),
-                gradient_bytes=trainable_bytes,
-            )
-        )
-        own_groups.append(
-            Group(
-                offset=own_offset,
-                num_bytes=inside_own,
-                slices=tuple(own),
-                gradient_bytes=own_trainable_bytes,
-            )
-        )
+        groups.append(Group(offset, inside, tuple(slices), trainable_bytes))
+        own_groups.append(Group(own_offset, inside_own, tuple(own), own_trainable_bytes))
         regions.append(tuple(of_group))
         width = next((part.dtype.itemsize for part in slices if part.trainable), 1)
         offset, own_offset = offset + inside, own_offset + inside_own

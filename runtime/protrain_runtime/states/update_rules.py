@@ -15,6 +15,7 @@ optimizer, which are float32 with it.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, overload
 
@@ -115,11 +116,7 @@ def with_master_weights(
 
         optimizer = with_master_weights(partial(torch.optim.AdamW, lr=3e-4))(model.parameters())
     """
-
-    def make(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        return MasterOptimizer(parameters, factory)
-
-    return make
+    return partial(MasterOptimizer, factory=factory)
 
 
 class MasterOptimizer(torch.optim.Optimizer):

@@ -12,7 +12,13 @@ import torch
 
 from protrain_plan.program.program import SAVING_BYTES
 from protrain_runtime.devices.stores import Store
-from protrain_runtime.states.chunks import Chunk, Slice, StateLayout, write_values
+from protrain_runtime.states.chunks import (
+    Chunk,
+    Slice,
+    StateLayout,
+    flat_storage_order,
+    write_values,
+)
 
 Write = Callable[[torch.Tensor], object]
 """Takes bytes that come next: a contiguous uint8 tensor in host memory, good during the call."""
@@ -59,7 +65,7 @@ class Held:
         return self.tensor.shape
 
     def copy_to(self, write: Write) -> None:
-        flat = _flat(self.tensor.detach().contiguous())
+        flat = _bytes_of(self.tensor.detach().contiguous())
         if flat.device.type == "cpu":
             write(flat)  # its own memory, no copy
             return
@@ -68,8 +74,10 @@ class Held:
 
     def copy_from(self, fill: Fill) -> None:
         own = self.tensor.detach()
-        target = own if own.is_contiguous() else torch.empty_like(own, memory_format=_ROW_MAJOR)
-        flat = _flat(target)
+        target = own
+        if not own.is_contiguous():
+            target = torch.empty_like(own, memory_format=torch.contiguous_format)
+        flat = _bytes_of(target)
         if flat.device.type == "cpu" and flat.numel():
             fill(flat)
         elif flat.numel():
@@ -93,7 +101,7 @@ class Stored:
     def copy_to(self, write: Write) -> None:
         if not self._row_major:
             whole = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-            self.store.read(self.offset, self._bytes_of(whole))
+            self.store.read(self.offset, _bytes_of(whole))
             Held(whole).copy_to(write)
             return
         for start, piece in _pieces(num_bytes(self)):
@@ -104,7 +112,7 @@ class Stored:
         if not self._row_major:
             whole = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
             Held(whole).copy_from(fill)
-            self.store.write(self.offset, self._bytes_of(whole))
+            self.store.write(self.offset, _bytes_of(whole))
             return
         for start, piece in _pieces(num_bytes(self)):
             fill(piece)
@@ -114,12 +122,6 @@ class Stored:
     def _row_major(self) -> bool:
         return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
-    def _bytes_of(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
-
-
-_ROW_MAJOR = torch.contiguous_format
-
 
 def _pieces(size: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Where each piece of so many bytes starts, and the one host buffer that they all use."""
@@ -128,9 +130,9 @@ def _pieces(size: int) -> Iterator[tuple[int, torch.Tensor]]:
         yield start, buffer[: size - start]
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory.  # uint8 [bytes]"""
-    return tensor.view(-1).view(torch.uint8)
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory.  # uint8 [bytes]"""
+    return flat_storage_order(tensor).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
