@@ -201,7 +201,15 @@ class Engine:
                 self._state.evaluate(0)
                 self.begin_between()
                 return
-            self._choose_program()
+            if self._no_gradients():
+                self._state.num_backwards = 0
+            for chunk in self._offloaded:
+                chunk.hide_consumed()
+            any_may_be_last = not self._in_backward and self._ranks is None
+            due = self._state.num_backwards + 1 == self._state.micro_batches
+            self._program = self.program if any_may_be_last or due else self._accumulating
+            self._moves.clear(self._program)
+            self._moves.make_staging()
             self._observe("begin")
             if self._program is self.program and self.recorder is not None:
                 self._times = self.recorder
@@ -216,7 +224,7 @@ class Engine:
 
     def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
         in_forward = slot < self._program.num_units or self._state.slot < 0
-        # What is wrong in a forward, `abort` is told.
+        # `abort` is told of what is wrong in a forward.
         with nullcontext() if in_forward else self._failing("a backward"):
             self._enter(slot, inputs)
 
@@ -411,19 +419,6 @@ class Engine:
     def _no_gradients(self) -> bool:
         """There are none so far, or they were dropped: a loss scaler skips steps."""
         return all(part.parameter.grad is None for chunk in self._chunks for part in chunk.slices)
-
-    def _choose_program(self) -> None:
-        """That of the micro-batch which begins."""
-        state = self._state
-        if self._no_gradients():
-            state.num_backwards = 0
-        for chunk in self._offloaded:
-            chunk.hide_consumed()
-        any_may_be = not self._in_backward and self._ranks is None
-        last = any_may_be or state.num_backwards + 1 == state.micro_batches
-        self._program = self.program if last else self._accumulating
-        self._moves.clear(self._program)
-        self._moves.make_staging()
 
     def _graph_lives(self) -> bool:
         boundaries = self.boundaries()

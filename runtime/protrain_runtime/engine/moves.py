@@ -175,9 +175,8 @@ class Reductions:
             if gradient is None:
                 flat = self._backend.empty(part.num_bytes).view(part.dtype).zero_()
             else:
-                flat = flat_storage_order(dense(gradient, part.stride)).mul_(
-                    1.0 / self._ranks.count
-                )
+                flat = flat_storage_order(dense(gradient, part.stride))
+                flat.mul_(1.0 / self._ranks.count)
             gradients[index] = flat
         total = self._sums[number] = _Sum(gradients, parts, present, self._counts(present))
 
@@ -223,10 +222,7 @@ class Reductions:
         total = self._sums.pop(number)
         if move.kind == "all-reduce":
             for index, part in enumerate(total.parts):
-                flat = total.buffers[index]
-                part.parameter.grad = flat.as_strided(
-                    part.shape, part.stride, flat.storage_offset()
-                )
+                part.parameter.grad = total.buffers[index].as_strided(part.shape, part.stride)
         if all(total.present):
             return  # every gradient is there: the device is not looked at, which the host waits for
         for part, count in zip(total.parts, total.counts.tolist(), strict=True):

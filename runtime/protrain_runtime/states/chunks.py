@@ -11,8 +11,7 @@ Parameters that no chunk can hold as they are, are refused by name, or left on t
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -399,11 +398,13 @@ def read_values(chunk: Chunk, part: Slice, layout: StateLayout | None = None) ->
     """
     assert chunk.store is not None
     if chunk.sharding is not None:
-        what = "parameters" if layout is None else "optimizer states"
-        with chunk.sharding.gathering(f"a gather of {what}"):
+        what, ranks = "parameters" if layout is None else "optimizer states", chunk.sharding.ranks
+        # What is gathered is on the host at the end of this, or a failure was told.
+        with ranks.telling(f"a gather of {what}", final=True):
             whole = chunk.sharding.gather(chunk, part, layout).cpu()
-            # A copy: on a CPU `whole` is a view of all that was gathered with it.
-            return flat_storage_order(whole).clone().as_strided(part.shape, part.stride)
+            ranks.meeting.refuse_lost()
+        # A copy: on a CPU `whole` is a view of all that was gathered with it.
+        return flat_storage_order(whole).clone().as_strided(part.shape, part.stride)
     dtype = part.dtype if layout is None else layout.dtype
     flat = torch.empty(part.numel * dtype.itemsize, dtype=torch.uint8)
     chunk.store.read(chunk.place(part, layout), flat)
@@ -431,11 +432,7 @@ def aligned_bytes(tensor: torch.Tensor, alignment: int = ALIGNMENT) -> int:
     return -(-tensor.numel() * tensor.itemsize // alignment) * alignment
 
 
-def offload(
-    chunk: Chunk,
-    store: Store,
-    rules: Mapping[torch.dtype, UpdateRule],
-) -> None:
+def offload(chunk: Chunk, store: Store, rules: Mapping[torch.dtype, UpdateRule]) -> None:
     """Copy the parameters to `store`, and reserve room for them and their states there.
 
     Of what ranks share, this rank's part. `rules` are those of each dtype of parameters. The
@@ -571,13 +568,6 @@ class Sharding:
         """What this rank has of a parameter."""
         return next((part for part in self.own.slices if part.name == name), None)
 
-    @contextmanager
-    def gathering(self, what: str) -> Iterator[None]:
-        """What is gathered is on the host at its end, or a failure was told."""
-        with self.ranks.telling(what, final=True):
-            yield
-            self.ranks.meeting.refuse_lost()
-
     def gather(self, chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> torch.Tensor:
         """A whole parameter, or one of its states, from the ranks' stores; all ranks call.
 
@@ -600,9 +590,8 @@ class Sharding:
         own.store.read(layout.place(start), mine)
         ranks.all_gather(whole, mine)
         first = part.inside // part.dtype.itemsize
-        return whole.view(layout.dtype)[first : first + part.numel].as_strided(
-            part.shape, part.stride, first
-        )
+        elements = whole.view(layout.dtype)[first : first + part.numel]
+        return elements.as_strided(part.shape, part.stride)
 
 
 def make_sharded_chunk(

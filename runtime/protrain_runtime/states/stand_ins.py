@@ -144,9 +144,8 @@ class OffloadedGradient(ConsumedGradient):
 
         `shape` is that of the whole gradient, where this rank has a part of it.
         """
-        expanded = single(stored.dtype, stored.device).expand(
-            stored.shape if shape is None else shape
-        )
+        shape = stored.shape if shape is None else shape
+        expanded = single(stored.dtype, stored.device).expand(shape)
         found: OffloadedGradient = torch.Tensor._make_subclass(cls, expanded)
         found.stored = stored
         return found
