@@ -236,26 +236,24 @@ class Reductions:
         own, settings, ranks = chunk.own, self._settings, self._ranks
         total = self._collect(chunk, chunk.gradient_groups_in(move.share))
         self._sums[number] = total
-        shards = {
-            group: self._backend.empty(chunk.sharding.gradient_range(group)[1])
-            for group in total.buffers
-        }
         spills = gradient_home(states, settings) == "host"
         held = DeviceStore(self._backend)
-        norms = None
-        if settings.updates == "after backward" and total.parts:
-            dtype = total.parts[0].dtype
-            norms = torch.zeros(len(total.parts), dtype=dtype, device=self._backend.device)
-        mine = {part.name: part for part in own.slices}
+        shards: dict[int, torch.Tensor] = {}
         places: dict[int, tuple[Store, int]] = {}
-        for group, shard in shards.items():
-            start, _ = chunk.sharding.gradient_range(group)
+        for group in total.buffers:
+            start, num_bytes = chunk.sharding.gradient_range(group)
+            shard = shards[group] = self._backend.empty(num_bytes)
             if spills:
                 assert own.gradient_store is not None
                 places[group] = own.gradient_store, own.gradient_offset + start
                 self._leaving[move.unit, group] = shard
             else:
                 places[group] = held, held.hold(shard)
+        norms = None
+        if settings.updates == "after backward" and total.parts:
+            dtype = total.parts[0].dtype
+            norms = torch.zeros(len(total.parts), dtype=dtype, device=self._backend.device)
+        mine = {part.name: part for part in own.slices}
         for index, part in enumerate(total.parts):
             local = mine.get(part.name)
             store, offset = places[part.group]

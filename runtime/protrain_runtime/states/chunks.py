@@ -37,6 +37,7 @@ from protrain_runtime.devices.stores import Store
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.stand_ins import (
     ConsumedGradient,
+    Elsewhere,
     GradientInStore,
     UsedGradient,
     come_back,
@@ -259,13 +260,13 @@ class Chunk:
         """Leave parameters of the right shape that hold nothing (`away`)."""
         for number in set(groups) - self.hollow:
             for part in self.groups[number].slices:
-                send_away(
-                    part.parameter,
+                place = Elsewhere(
                     name=part.name,
                     stride=part.stride,
                     bring=lambda name: self.bring(self, name),
                     values=partial(self._copy, part),
                 )
+                send_away(part.parameter, place)
             self.hollow.add(number)
 
     def _copy(self, part: Slice) -> torch.Tensor:

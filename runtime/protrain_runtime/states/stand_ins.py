@@ -243,7 +243,7 @@ _GRADIENT_ANSWERS: dict[Any, Callable[..., Any]] = {
 _KEY, _LISTED = "_protrain_away", "_protrain_listed"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True)
 class Elsewhere:
     """Where a parameter is.
 
@@ -256,7 +256,7 @@ class Elsewhere:
     stride: tuple[int, ...]
     bring: Callable[[str], None]
     values: Callable[[], torch.Tensor]
-    kind: type[nn.Parameter]  # what it is when it is back
+    kind: type[nn.Parameter] = nn.Parameter  # what it is when it is back: `send_away` notes it
 
 
 class AwayParameter(nn.Parameter):
@@ -301,25 +301,18 @@ def place_of(parameter: nn.Parameter) -> Elsewhere:
     return place
 
 
-def send_away(
-    parameter: nn.Parameter,
-    *,
-    name: str,
-    stride: tuple[int, ...],
-    bring: Callable[[str], None],
-    values: Callable[[], torch.Tensor],
-) -> None:
+def send_away(parameter: nn.Parameter, place: Elsewhere) -> None:
     """Leave a parameter of the right shape that holds nothing, and refuses to be read.
 
     An expanded single element keeps shape, dtype and device, which autograd checks gradients
     against, at no memory.
     """
-    kind = come_back(parameter)
+    place.kind = come_back(parameter)
     hollow = single(parameter.dtype, parameter.device)
     with torch.inference_mode(mode=False):
         parameter.data = hollow.expand(parameter.shape)
-    parameter.__dict__[_KEY] = Elsewhere(name, stride, bring, values, kind)
-    parameter.__class__ = _away(kind)
+    parameter.__dict__[_KEY] = place
+    parameter.__class__ = _away(place.kind)
 
 
 def come_back(parameter: nn.Parameter) -> type[nn.Parameter]:

@@ -286,24 +286,20 @@ class Piece:
         """
         due = list(self._due(gradients))
         lengths = [one.high - one.low for one in due]
-        # On a device kernels have threads of their own, and the larger they are, the better.
-        longest = sum(lengths) if team is None else team.longest
-        cut = ranges(lengths, 1, longest=longest) if team is None else team.ranges(lengths)
+        if team is None:
+            # On a device kernels have threads of their own, and the larger they are, the better.
+            team = UpdateTeam(longest=sum(lengths))
         # Here and not in their threads: the first optimizer of a class changes the class.
         stepped = [
             self._range(factory, options, [(due[i], start, stop) for i, start, stop in spans])
-            for spans in cut
+            for spans in team.ranges(lengths)
         ]
         for each in stepped:
             if isinstance(each.worker, MasterOptimizer):
                 # A piece's workspace is counted for all of its elements: this is no more.
                 elements = sum(shadow.numel() for shadow, *_ in each.shadows)
-                each.worker.room_elements = min(elements, longest)
-        if team is None:
-            for each in stepped:
-                each.step()
-        else:
-            team.run([each.step for each in stepped])
+                each.worker.room_elements = min(elements, team.longest)
+        team.run([each.step for each in stepped])
         for each in stepped:
             for shadow, part, low, high in each.shadows:
                 self.made.append((part, low, high, dict(each.worker.state[shadow])))
