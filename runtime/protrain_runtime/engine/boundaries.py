@@ -158,6 +158,7 @@ class Boundaries:
     def _call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         if self._unit >= 0:
             raise RuntimeError("the model was called inside its own forward: a plan is for one")
+        # Backward may still come through the last forward: what is evaluated leaves that alone.
         awaits_backward = self._training and not self._backward_began and self.graph_lives
         if awaits_backward and not torch.is_grad_enabled():
             return self._run_between(args, kwargs)

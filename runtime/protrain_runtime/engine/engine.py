@@ -301,6 +301,7 @@ class Engine:
             for chunk in self._offloaded:
                 chunk.show_consumed()
             self._shown = [part for chunk in self._offloaded for part in chunk.consumed]
+            # A gradient without a stand-in came when its chunk had been updated.
             shown = {part.name for part in self._shown}
             parts = (part for chunk in self._offloaded for part in chunk.slices)
             for part in parts if self._state.updated else ():
@@ -610,7 +611,7 @@ class Engine:
             self._moves.arrive(number)
         plan, reads = self._plans[slot.unit], self._reads[slot.unit]
         swaps = isinstance(plan.activations, Swap | SwapInput)
-        if slot.forward and (swaps or reads):
+        if slot.forward and (swaps or reads):  # autograd saves what leaves the device
             own = addresses([inputs[place] for place in plan.own_inputs if place < len(inputs)])
             foreign = self._shared | (addresses(inputs) - own)
             self._saved = SavedTensors(

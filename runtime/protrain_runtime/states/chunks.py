@@ -400,7 +400,7 @@ def read_values(chunk: Chunk, part: Slice, layout: StateLayout | None = None) ->
     assert chunk.store is not None
     if chunk.sharding is not None:
         what, ranks = "parameters" if layout is None else "optimizer states", chunk.sharding.ranks
-        # What is gathered is on the host at the end of this, or a failure was told.
+        # What is gathered is on the host before the ranks part, or a failure was told.
         with ranks.telling(f"a gather of {what}", final=True):
             whole = chunk.sharding.gather(chunk, part, layout).cpu()
             ranks.meeting.refuse_lost()
@@ -645,10 +645,8 @@ def make_sharded_chunk(
         regions.append(tuple(of_group))
         width = next((part.dtype.itemsize for part in slices if part.trainable), 1)
         offset, own_offset = offset + inside, own_offset + inside_own
-        start, own_start = (
-            start + trainable_bytes // width,
-            own_start + own_trainable_bytes // width,
-        )
+        start += trainable_bytes // width
+        own_start += own_trainable_bytes // width
     whole = Chunk(unit, tuple(groups), used_by)
     shard = Chunk(unit, tuple(own_groups), used_by)
     widths = [part.dtype.itemsize for part in whole.slices if part.trainable]

@@ -187,7 +187,7 @@ class MasterOptimizer(torch.optim.Optimizer):
                 values = one.parameter.detach().to(_master_dtype(one.parameter.dtype))
             master, gradient = nn.Parameter(values), one.parameter.grad
             assert gradient is not None
-            if _is_narrow(gradient):
+            if _is_narrow(gradient):  # a master has it as float32, in the room
                 narrow.append(gradient)
                 wide.append(room.as_strided(master.shape, master.stride(), one.start))
                 master.grad = wide[-1]
