@@ -22,7 +22,7 @@ from torch.optim.optimizer import ParamsT
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.profile import Precision
-from protrain_runtime.states.master_weights import with_master_weights
+from protrain_runtime.states.update_rules import with_master_weights
 
 OptimizerFactory = Callable[[ParamsT], Optimizer]
 

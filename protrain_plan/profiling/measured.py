@@ -73,7 +73,7 @@ from protrain_runtime.activations.recompute import switch_off_checkpointing
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import MemoryMeter, device_of, storage_bytes
 from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors, with_batch_sizes
-from protrain_runtime.states.layout import refuse_parameters
+from protrain_runtime.states.chunks import refuse_parameters
 
 
 def measure(

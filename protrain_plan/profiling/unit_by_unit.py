@@ -50,7 +50,7 @@ from protrain_plan.units import format_bytes
 from protrain_runtime.activations.recompute import switch_off_checkpointing
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import process_memory
-from protrain_runtime.states.layout import refuse_parameters
+from protrain_runtime.states.chunks import refuse_parameters
 
 SHARE_OF_FREE_MEMORY = 0.5
 """A model that takes more of it in a plain step is measured unit by unit. Both ways give the same

@@ -71,11 +71,9 @@ from protrain_runtime.model.copies import (
 from protrain_runtime.model.optimizer import ParameterGroups, PlannedOptimizer, make_inner
 from protrain_runtime.model.prepared import ATTRIBUTE, Prepared, parameter_values, undo_all
 from protrain_runtime.ranks.group import Ranks, ranks_of
-from protrain_runtime.states.chunks import Chunk, offload, read_parameter
-from protrain_runtime.states.layout import make_chunks
-from protrain_runtime.states.master_weights import with_master_weights
+from protrain_runtime.states.chunks import Chunk, make_chunks, offload, read_values
 from protrain_runtime.states.unchanged_model import UnchangedModel, refuse_conversions
-from protrain_runtime.states.update_rules import OptimizerFactory
+from protrain_runtime.states.update_rules import OptimizerFactory, with_master_weights
 from protrain_runtime.states.updates import UpdateTeam, spare_threads
 
 Check = Literal["bitwise", "spills"]
@@ -445,7 +443,7 @@ def _bring_back_together(ranks: Ranks, chunks: Sequence[Chunk]) -> None:
             bring_back(chunk)
         else:
             for part in chunk.slices:
-                read_parameter(chunk, part)
+                read_values(chunk, part)
 
 
 def _shut(lanes: Sequence[WorkLane], stores: Stores, ranks: Ranks | None) -> None:

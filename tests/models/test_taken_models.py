@@ -33,7 +33,7 @@ from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.matching import model_fingerprint, with_batch_sizes
 from protrain_runtime.diagnostics.recording import measure_step
 from protrain_runtime.engine.engine import Observer
-from protrain_runtime.states.layout import refuse_parameters
+from protrain_runtime.states.chunks import refuse_parameters
 from tests.support import taken_models
 from tests.support.estimates import bytes_alone, machine
 from tests.support.messages import Speaker

@@ -40,8 +40,12 @@ from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.stores import DiskStore, HostStore
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.engine.moves import Moves
-from protrain_runtime.states.chunks import make_chunk, offload, read_parameter, read_state
-from protrain_runtime.states.layout import make_chunks
+from protrain_runtime.states.chunks import (
+    make_chunk,
+    make_chunks,
+    offload,
+    read_values,
+)
 from protrain_runtime.states.update_rules import UpdateRule
 from protrain_runtime.states.updates import UpdateTeam
 from tests.support.cards import every_device
@@ -307,9 +311,9 @@ def test_updates_from_disk_on_the_host_of_a_gpu_match_plain_torch_bitwise(
     expected = dict(reference.named_parameters())
     for chunk in chunks:
         for part in chunk.slices:
-            assert torch.equal(read_parameter(chunk, part), expected[part.name]), part.name
+            assert torch.equal(read_values(chunk, part), expected[part.name]), part.name
             for layout in chunk.states if part.trainable else ():
-                found = read_state(chunk, layout, part)
+                found = read_values(chunk, part, layout)
                 assert torch.equal(found, plainly.state[expected[part.name]][layout.key])
     store.close()
     team.close()

@@ -21,9 +21,13 @@ from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.devices.stores import HostStore
 from protrain_runtime.states.chunks import make_chunk, offload
-from protrain_runtime.states.master_weights import MasterOptimizer, with_master_weights
 from protrain_runtime.states.stand_ins import GradientInStore
-from protrain_runtime.states.update_rules import OptimizerFactory, UpdateRule
+from protrain_runtime.states.update_rules import (
+    MasterOptimizer,
+    OptimizerFactory,
+    UpdateRule,
+    with_master_weights,
+)
 from protrain_runtime.states.updates import (
     ElementRange,
     Piece,

@@ -17,8 +17,7 @@ from protrain_plan.records.plan import Offload, Persistent, Placement
 from protrain_runtime import prepare, restore
 from protrain_runtime.devices.lanes import StreamLane
 from protrain_runtime.engine.engine import Engine
-from protrain_runtime.engine.gradients import Reductions
-from protrain_runtime.engine.moves import Moves
+from protrain_runtime.engine.moves import Moves, Reductions
 from protrain_runtime.ranks.group import Ranks
 from tests.support import routed_model
 from tests.support.mutations import Mutation, mutated

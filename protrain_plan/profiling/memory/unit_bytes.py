@@ -40,8 +40,15 @@ from protrain_runtime.devices.memory_meter import (
     storage_bytes,
     storages_of,
 )
-from protrain_runtime.states.chunks import ALIGNMENT, Chunk, Slice, make_chunk
-from protrain_runtime.states.layout import of_one_storage, overlapping, unit_parameters
+from protrain_runtime.states.chunks import (
+    ALIGNMENT,
+    Chunk,
+    Slice,
+    make_chunk,
+    of_one_storage,
+    overlapping,
+    unit_parameters,
+)
 from protrain_runtime.states.update_rules import UpdateRule
 
 _MOST_STEPS = 16

@@ -30,7 +30,7 @@ from protrain_runtime.activations.compiled import uncompiled
 from protrain_runtime.activations.selective_recompute import written_arguments
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.devices import device as devices
-from protrain_runtime.states.layout import extent
+from protrain_runtime.states.chunks import extent
 
 # --- one forward, written down --------------------------------------------------------------------
 

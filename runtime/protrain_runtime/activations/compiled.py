@@ -58,20 +58,21 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
+_EACH_BLOCK = "compile each block by itself: for block in ...: block.compile()"
+
+
 def refuse_compiled_around(model: nn.Module, blocks: Iterable[nn.Module | None]) -> None:
     """ProtrainError where the model, or a module around one of its blocks, is compiled as one."""
     units = {block for block in blocks if block is not None}
     for path, module in model.named_modules():
         around = module is model or any(m in units for m in module.modules() if m is not module)
-        if around and module not in units and _is_compiled(module):
+        compiled = is_compiled_in_place(module) or _is_optimized(module)
+        if around and module not in units and compiled:
             raise ProtrainError(
                 f"{path or 'the model'} is compiled as a whole, so that its blocks cannot be told"
                 " apart",
-                fix="compile each block by itself: for block in ...: block.compile()",
+                fix=_EACH_BLOCK,
             )
-
-
-_EACH_BLOCK = "compile each block by itself: for block in ...: block.compile()"
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -129,7 +130,3 @@ def refuse_wrapping(model: nn.Module) -> Callable[[], None]:
 def _is_optimized(module: nn.Module) -> bool:
     dynamo = sys.modules.get("torch._dynamo")
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return is_compiled_in_place(module) or _is_optimized(module)

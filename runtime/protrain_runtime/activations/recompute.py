@@ -73,22 +73,17 @@ def recomputed(forward: Code, module: nn.Module, run_twice: Code) -> Code:
                     stack.enter_context(unchanged(statistics))
                 return forward(*own_args, **own_kwargs)
 
-        with _unwritten(tensors):
-            return run_twice(call, *tensors)
+        counting = [tensor for tensor in tensors if not tensor.is_inference()]
+        versions = [tensor._version for tensor in counting]
+        outputs = run_twice(call, *tensors)
+        if versions != [tensor._version for tensor in counting]:
+            raise RuntimeError(
+                "a block that the plan recomputes writes to its inputs in place: from these it"
+                " cannot run again. Profile the model as it runs now"
+            )
+        return outputs
 
     return run
-
-
-@contextmanager
-def _unwritten(inputs: Sequence[torch.Tensor]) -> Iterator[None]:
-    """RuntimeError where a block writes to what it was given, and shall run from it once more."""
-    versions = [tensor._version for tensor in inputs if not tensor.is_inference()]
-    yield
-    if versions != [tensor._version for tensor in inputs if not tensor.is_inference()]:
-        raise RuntimeError(
-            "a block that the plan recomputes writes to its inputs in place: from these it cannot"
-            " run again. Profile the model as it runs now"
-        )
 
 
 class Draws:
@@ -101,7 +96,18 @@ class Draws:
     @contextmanager
     def first(self) -> Iterator[None]:
         """Note the states of generators that move inside; of those that stay nothing is kept."""
-        before = [(source, source[0]()) for source in _sources(self._module)]
+        numpy = sys.modules.get("numpy")
+        sources: list[Source] = [(random.getstate, random.setstate)]
+        if numpy is not None:
+            sources.append(_of_numpy(numpy.random.mtrand._rand, numpy))
+        for held in generators(self._module):
+            if isinstance(held, random.Random):
+                sources.append((held.getstate, held.setstate))
+            elif isinstance(held, torch.Generator):
+                sources.append(_of_torch(held))
+            else:
+                sources.append(_of_numpy(held, numpy))
+        before = [(source, source[0]()) for source in sources]
         yield
         self._drawn = [(source, state) for source, state in before if source[0]() != state]
 
@@ -119,22 +125,6 @@ class Draws:
 def _set(states: Sequence[tuple[Source, State]]) -> None:
     for (_, set_state), state in states:
         set_state(state)
-
-
-def _sources(module: nn.Module) -> list[Source]:
-    """The generators that a module's forward may draw from, each once."""
-    numpy = sys.modules.get("numpy")
-    sources: list[Source] = [(random.getstate, random.setstate)]
-    if numpy is not None:
-        sources.append(_of_numpy(numpy.random.mtrand._rand, numpy))
-    for held in generators(module):
-        if isinstance(held, random.Random):
-            sources.append((held.getstate, held.setstate))
-        elif isinstance(held, torch.Generator):
-            sources.append(_of_torch(held))
-        else:
-            sources.append(_of_numpy(held, numpy))
-    return sources
 
 
 def _of_numpy(generator: Any, numpy: Any) -> Source:

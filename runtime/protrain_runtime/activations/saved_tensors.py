@@ -3,15 +3,16 @@
 `SavedTensors` is the pair of hooks that is active while a unit's forward runs. What it is handed
 falls into three kinds:
 
-- a tensor that lies in a chunk's buffers is saved as a place in that chunk (`InChunk`) and rebuilt
-  when the chunk is back, so that the buffers can go in between;
+- a tensor that lies in a chunk's buffers is saved as a place in that chunk and rebuilt when the
+  chunk is back, so that the buffers can go in between;
 - where the unit swaps, a tensor that belongs to the unit alone is saved as a place in a swapped
-  storage (`InSwapped`), each storage once, however many tensors share it;
+  storage, each storage once, however many tensors share it;
 - everything else is saved as it is.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
@@ -65,7 +66,8 @@ class SwappedStorage:
     __slots__ = ("__weakref__", "_saved", "_version", "num_bytes", "offset", "restored", "source")
 
     def __init__(self, storage: torch.UntypedStorage, saved: torch.Tensor) -> None:
-        self.source: torch.Tensor | None = as_bytes(storage)
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self.source: torch.Tensor | None = whole  # uint8 [bytes]
         # Counts the writes to what was saved, as autograd does where no hooks take it.
         self._saved: torch.Tensor | None = saved.detach()
         self._version = saved._version
@@ -111,36 +113,19 @@ HandedOn = WeakValueDictionary[int, SwappedStorage]
 """By data pointer; the saved tensors own the records."""
 
 
-def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A tensor over a whole storage.  # uint8 [bytes]"""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _in_chunk(chunk: Chunk, group: int, geometry: Geometry) -> torch.Tensor:
+    """A view of a chunk's parameters, in the buffer of one group."""
+    assert group in chunk.buffers, "a chunk is gathered before its backward slot"
+    return geometry.view(chunk.buffers[group])
 
 
-@dataclass(frozen=True, slots=True)
-class InChunk:
-    """A saved tensor that is a view of a chunk's parameters, in the buffer of one group."""
-
-    chunk: Chunk
-    group: int
-    geometry: Geometry
-
-    def tensor(self) -> torch.Tensor:
-        assert self.group in self.chunk.buffers, "a chunk is gathered before its backward slot"
-        return self.geometry.view(self.chunk.buffers[self.group])
+def _in_swapped(storage: SwappedStorage, geometry: Geometry) -> torch.Tensor:
+    """A view of a swapped storage."""
+    return geometry.view(storage.bytes())
 
 
-@dataclass(frozen=True, slots=True)
-class InSwapped:
-    """A saved tensor that is a view of a swapped storage."""
-
-    storage: SwappedStorage
-    geometry: Geometry
-
-    def tensor(self) -> torch.Tensor:
-        return self.geometry.view(self.storage.bytes())
-
-
-Saved = torch.Tensor | InChunk | InSwapped
+Saved = torch.Tensor | Callable[[], torch.Tensor]
+"""As it is, or what makes it again: it owns the record of a swapped storage."""
 
 
 class SavedTensors:
@@ -209,7 +194,7 @@ class SavedTensors:
         pointer = storage.data_ptr()
         place = self._buffers.get(pointer)
         if place is not None:
-            return InChunk(*place, Geometry.of(tensor))
+            return partial(_in_chunk, *place, Geometry.of(tensor))
         if not self._swaps or pointer in self._foreign or storage.nbytes() < MIN_SWAP_BYTES:
             # The tensor itself would hold the graph that holds it.
             return tensor.detach()
@@ -221,8 +206,8 @@ class SavedTensors:
             else:
                 swapped.stay_no_longer()
             self._by_pointer[pointer] = swapped
-        return InSwapped(swapped, Geometry.of(tensor))
+        return partial(_in_swapped, swapped, Geometry.of(tensor))
 
 
 def _unpack(saved: Saved) -> torch.Tensor:
-    return saved if isinstance(saved, torch.Tensor) else saved.tensor()
+    return saved if isinstance(saved, torch.Tensor) else saved()

@@ -38,7 +38,7 @@ from protrain_runtime.devices import device as devices
 
 def lite(forward: Code, module: nn.Module) -> Code:
     """The executor of the form `lite`."""
-    return recomputed(forward, module, _keeping_first(lambda found: found.num_outputs))
+    return recomputed(forward, module, _keeping_first(lambda found: len(found.outputs)))
 
 
 def mlp(forward: Code, module: nn.Module) -> Code:
@@ -135,14 +135,10 @@ class _Keeping(_Mode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._outputs: list[_Output] = []
+        self.outputs: list[_Output] = []
         self.num_to_attention = 0  # outputs up to the last attention
         self._last: Kind = "cheap"
         self._num_saved = _Count()
-
-    @property
-    def num_outputs(self) -> int:
-        return len(self._outputs)
 
     def __enter__(self) -> Self:
         # See [Note: what early stopping makes superfluous]. The hooks hold the count and not this
@@ -183,11 +179,14 @@ class _Keeping(_Mode):
             case "product" | "batched product" | "attention":
                 num_saved = self._num_saved.value
                 result = func(*args, **kwargs)
-                state = _random_state(result) if _draws(func, args, kwargs) else None
+                state = None
+                if kind == "attention" and _named(func, args, kwargs).get("dropout_p") != 0:
+                    # It may have drawn random numbers, from the generator of its device.
+                    state = devices.random_state(tensors_in(result)[0].device)
                 held = tree_map_only(torch.Tensor, _alias, result)
-                self._outputs.append(_Output(func, held, num_saved, state))
+                self.outputs.append(_Output(func, held, num_saved, state))
                 if kind == "attention" or (kind == "batched product" and self._last == "softmax"):
-                    self.num_to_attention = len(self._outputs)
+                    self.num_to_attention = len(self.outputs)
                 self._last = kind
                 return result
             case _:
@@ -201,7 +200,7 @@ class _Keeping(_Mode):
         def kept(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.clone() if tensor.untyped_storage()._cdata in storages else tensor
 
-        for output in self._outputs:
+        for output in self.outputs:
             output.result = tree_map_only(torch.Tensor, kept, output.result)
 
     def kept(self, count: int, *, handed_on: list[torch.Tensor]) -> list[_Output]:
@@ -213,9 +212,9 @@ class _Keeping(_Mode):
         # Recomputation ends when the last tensor that autograd saved is there again. Operators that
         # ran after that, such as a block's last product, are never reached.
         total = self._num_saved.value
-        self._outputs = [one for one in self._outputs[:count] if one.num_saved < total]
+        self.outputs = [one for one in self.outputs[:count] if one.num_saved < total]
         self._copy_before_writes(handed_on)
-        kept, self._outputs = self._outputs, []
+        kept, self.outputs = self.outputs, []
         return kept
 
 
@@ -273,7 +272,8 @@ class _Replaying(_Mode):
                 f" {output.operator} in forward: it has to compute the same every time"
             )
         if output.random_state is not None:
-            _set_random_state(output.result, output.random_state)
+            where = tensors_in(output.result)[0].device
+            devices.set_random_state(where, output.random_state)
         return output.result
 
 
@@ -322,17 +322,3 @@ def written_arguments(
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
     )
-
-
-def _draws(func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
-    """Whether an expensive operator may draw random numbers: an attention with dropout."""
-    return kind_of(func) == "attention" and _named(func, args, kwargs).get("dropout_p") != 0
-
-
-def _random_state(result: object) -> torch.Tensor:
-    """The state of the generator of the device that a result is on."""
-    return devices.random_state(tensors_in(result)[0].device)
-
-
-def _set_random_state(result: object, state: torch.Tensor) -> None:
-    devices.set_random_state(tensors_in(result)[0].device, state)

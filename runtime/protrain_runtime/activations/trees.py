@@ -133,7 +133,7 @@ def _leaf_apart(leaf: Any, found: list[torch.Tensor], known: dict[int, _Rebuild]
         place = len(found)
         found.append(leaf)
         return lambda tensors, _: tensors[place]
-    if isinstance(leaf, _NO_TREES) or not _holds_tensors(leaf):
+    if isinstance(leaf, _NO_TREES) or not tensors_in(leaf):
         return lambda *_: leaf
     identity = id(leaf)
     if identity not in known:
@@ -142,17 +142,10 @@ def _leaf_apart(leaf: Any, found: list[torch.Tensor], known: dict[int, _Rebuild]
     return known[identity]
 
 
-def _holds_tensors(thing: object) -> bool:
-    found: list[object] = []
-    _collect(thing, found, set())
-    return any(isinstance(leaf, torch.Tensor) for leaf in found)
-
-
 def _object_apart(thing: Any, found: list[torch.Tensor], known: dict[int, _Rebuild]) -> _Rebuild:
-    identity = id(thing)
+    identity, kind = id(thing), type(thing)
     parts = [(place, _apart(inside, found, known)) for place, inside in _parts(thing)]
     if isinstance(thing, set | frozenset):
-        kind = type(thing)
         return lambda tensors, made: made.setdefault(
             identity, kind(rebuild(tensors, made) for _, rebuild in parts)
         )

@@ -55,8 +55,8 @@ from protrain_runtime.states.values import (
     Stored,
     Value,
     num_bytes,
-    stored_parameter,
     stored_states,
+    stored_value,
 )
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def model_values(model: nn.Module, prepared: Prepared | None) -> Iterator[tuple[
     offloaded = offloaded_parameters(prepared.chunks if prepared else ())
     for name, parameter in model.named_parameters():
         if name in offloaded:
-            yield name, stored_parameter(*offloaded[name])
+            yield name, stored_value(*offloaded[name])
         else:
             yield name, Held(parameter.detach())
     for prefix, module in model.named_modules():

@@ -28,8 +28,7 @@ from protrain_plan.records.profile import Workload
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.ranks.group import check_ranks
-from protrain_runtime.states.chunks import Chunk
-from protrain_runtime.states.layout import overlapping
+from protrain_runtime.states.chunks import Chunk, overlapping
 from protrain_runtime.states.update_rules import OptimizerFactory, UpdateRule, check_elementwise
 
 

@@ -138,7 +138,7 @@ class Recorder:
         return Recording(
             plan_fingerprint=fingerprint(self._plan),
             step_seconds=step.step_seconds,
-            events=step.events(),
+            events=step.events,
             slot_bytes=tuple(slot_bytes),
         )
 

@@ -17,9 +17,9 @@ Nothing here knows what a slot does.
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 from weakref import finalize, ref
 
 import torch
@@ -107,7 +107,7 @@ class Boundaries:
         names: Sequence[str] = (),
         turns: Turns | None = None,
     ) -> None:
-        self._model, self._units, self._listener = model, tuple(units), listener
+        self._units, self._listener = tuple(units), listener
         self._names, self._turns = tuple(names), turns
         self._thread = 0  # that runs the forward
         self._undo: list[Callable[[], None]] = []
@@ -122,40 +122,33 @@ class Boundaries:
         self._undo.append(replace_code(model, _method_of(model, self._run)))
         for index, module in enumerate(self._units):
             if module is not None:
-                self._watch_calls(module, self._before(index), self._after(index))
-        for index, module in self._first_modules():
-            hook = module.register_forward_pre_hook(self._at_part(index), with_kwargs=True)
-            self._undo.append(hook.remove)
-
-    def _first_modules(self) -> Iterator[tuple[int, nn.Module]]:
-        """The module that runs first in a part, where it is known by the part's name alone."""
-        modules = dict(self._model.named_modules())
+                self._watch_block(index, module)
+        modules = dict(model.named_modules())
         for index, name in enumerate(self._names):
+            # A part begins with the module of its name, where that name is of no other part.
             twice = "#" in name or f"{name}#2" in self._names
             if index and self._units[index] is None and name in modules and not twice:
-                yield index, modules[name]
+
+                def at_part(_: nn.Module, *given: object, index: int = index) -> None:
+                    self.begin_part(index, tensors_in(given))
+
+                handle = modules[name].register_forward_pre_hook(at_part, with_kwargs=True)
+                self._undo.append(handle.remove)
 
     def remove(self) -> None:
         """Take everything off the model again."""
         while self._undo:
             self._undo.pop()()
 
-    def _watch_calls(
-        self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]
-    ) -> None:
-        if is_compiled_in_place(module):
-            self._undo.append(replace_code(module, _between(module, before, after)))
-            return
-        for handle in (
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after),
-        ):
-            self._undo.append(handle.remove)
-
     def _run(self, *args: object, **kwargs: object) -> object:
         training = torch.is_grad_enabled()
         if training and _in_backward() and (self._turns is None or not self._turns.of_another):
-            self._refuse_in_backward()
+            self._step += 1
+            self._listener.abort()
+            raise RuntimeError(
+                "the model was called inside backward(), as torch.utils.checkpoint around it does:"
+                " a plan says itself what is recomputed. Call the model without that"
+            )
         if self._turns is None:
             return self._call(args, kwargs)
         doing = "a training step" if training else "an evaluation"
@@ -165,7 +158,9 @@ class Boundaries:
     def _call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         if self._unit >= 0:
             raise RuntimeError("the model was called inside its own forward: a plan is for one")
-        if self._awaits_backward() and not torch.is_grad_enabled():
+        # Backward may still come through the last forward: what is evaluated leaves that alone.
+        awaits_backward = self._training and not self._backward_began and self.graph_lives
+        if awaits_backward and not torch.is_grad_enabled():
             return self._run_between(args, kwargs)
         self._step += 1
         self._backward_began = False
@@ -194,18 +189,6 @@ class Boundaries:
             self._unit = -1
             blocks = (index for index, module in enumerate(self._units) if module is not None)
             self.skipped = tuple(index for index in blocks if index not in self._called)
-
-    def _refuse_in_backward(self) -> NoReturn:
-        self._step += 1
-        self._listener.abort()
-        raise RuntimeError(
-            "the model was called inside backward(), as torch.utils.checkpoint around it does: a"
-            " plan says itself what is recomputed. Call the model without that"
-        )
-
-    def _awaits_backward(self) -> bool:
-        """Whether backward may still come through the last forward."""
-        return self._training and not self._backward_began and self.graph_lives
 
     @property
     def graph_lives(self) -> bool:
@@ -247,29 +230,35 @@ class Boundaries:
                 self._watch(tensors, 2 * len(self._units) - 1 - self._unit)
             self._listener.leave(tensors)
 
-    def _at_part(self, index: int) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-            self.begin_part(index, tensors_in((args, kwargs)))
+    def _watch_block(self, index: int, module: nn.Module) -> None:
+        """Hooks on a block: functions and no bound methods, which a copy of a model would copy."""
 
-        return hook
-
-    def _before(self, index: int) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        def before(_: nn.Module, *given: object) -> None:  # arguments: positional, and by name
             if self._unit < 0:
                 return  # called by itself, or again in backward
-            self._refuse_other_threads(self._name(index))
-            inputs = tensors_in((args, kwargs))
-            if self._training:
-                self._refuse_another_order(index)
+            here = threading.get_ident() == self._thread
+            if self._turns is not None and not here and not _in_backward():
+                raise TurnError(
+                    f"{self._name(index)} was called in thread '{threading.current_thread().name}'"
+                    " while the model's forward runs in another: a model under a plan is used by"
+                    " one thread at a time",
+                    fix="call blocks where the model is called, and the model in one thread",
+                )
+            inputs = tensors_in(given)
+            if self._training and index <= self._unit:
+                again = index == self._unit
+                what = "a second time" if again else f"after {self._name(self._unit)}"
+                raise RuntimeError(
+                    f"{self._name(index)} was called {what} in one forward, and the plan was made"
+                    " for blocks that run once, in the profiled order: they may be skipped, not"
+                    " repeated or moved. Profile the model as it runs now"
+                )
             self._pass_on(inputs)
             self._unit, self._in_block = index, True
             self._called.add(index)
             self._listener.enter(index, inputs)
 
-        return hook
-
-    def _after(self, index: int) -> Callable[..., None]:
-        def hook(_: nn.Module, __: object, output: object) -> None:
+        def after(_: nn.Module, __: object, output: object) -> None:
             if self._unit < 0:
                 return
             self._in_block = False
@@ -281,28 +270,19 @@ class Boundaries:
                 self._unit = index + 1
                 self._listener.enter(index + 1, ())
 
-        return hook
-
-    def _refuse_other_threads(self, name: str) -> None:
-        """TurnError where a block is called beside the forward that runs."""
-        if self._turns is None or threading.get_ident() == self._thread or _in_backward():
+        if not is_compiled_in_place(module):
+            handle = module.register_forward_pre_hook(before, with_kwargs=True)
+            self._undo += [handle.remove, module.register_forward_hook(after).remove]
             return
-        raise TurnError(
-            f"{name} was called in thread '{threading.current_thread().name}' while the model's"
-            " forward runs in another: a model under a plan is used by one thread at a time",
-            fix="call blocks where the model is called, and the model in one thread",
-        )
+        code = code_of(module)
 
-    def _refuse_another_order(self, index: int) -> None:
-        at_part = self._units[self._unit] is None
-        if index > self._unit or (index == self._unit and at_part):
-            return
-        what = "a second time" if index == self._unit else f"after {self._name(self._unit)}"
-        raise RuntimeError(
-            f"{self._name(index)} was called {what} in one forward, and the plan was made for"
-            " blocks that run once, in the profiled order: they may be skipped, not repeated or"
-            " moved. Profile the model as it runs now"
-        )
+        def between(*args: object, **kwargs: object) -> object:
+            before(module, args, kwargs)
+            output: object = code(*args, **kwargs)
+            after(module, args, output)
+            return output
+
+        self._undo.append(replace_code(module, between))
 
     def _name(self, index: int) -> str:
         return repr(self._names[index]) if self._names else f"unit {index}"
@@ -363,18 +343,3 @@ class _Ending:
 def _in_backward() -> bool:
     """Whether autograd calls this, in whichever thread."""
     return torch._C._current_graph_task_id() >= 0
-
-
-def _between(
-    module: nn.Module, before: Callable[..., None], after: Callable[..., None]
-) -> Callable[..., object]:
-    """The module's compiled code between what hooks would do."""
-    code = code_of(module)
-
-    def run(*args: object, **kwargs: object) -> object:
-        before(module, args, kwargs)
-        output: object = code(*args, **kwargs)
-        after(module, args, output)
-        return output
-
-    return run

@@ -12,10 +12,9 @@ it leaves as they were.
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -34,24 +33,8 @@ from protrain_runtime.engine.state import MemorySnapshot, Phase, StepState, all_
 from protrain_runtime.engine.step_times import StepTimes
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.chunks import Chunk, Slice, refuse_reading
-from protrain_runtime.states.stand_ins import ConsumedGradient
+from protrain_runtime.states.stand_ins import ConsumedGradient, UsedGradient
 from protrain_runtime.states.unchanged_model import UnchangedModel
-
-
-class _Lent(NamedTuple):
-    """Groups of a chunk that the model has for this forward: brought for it, and found unbound."""
-
-    brought: list[int]
-    found: list[int]
-
-
-def refuse_written(chunk: Chunk) -> None:
-    """RuntimeError where a forward wrote to parameters that are about to be taken away."""
-    if name := chunk.written:
-        raise RuntimeError(
-            f"the forward wrote to {name!r}, and the plan keeps that below the device: what was"
-            " written would be lost. Profile the model as it runs now, which keeps it on the device"
-        )
 
 
 class EvaluationPass:
@@ -64,13 +47,13 @@ class EvaluationPass:
         self,
         chunks: Sequence[Chunk],
         moves: Moves,
-        *,
         arrived: Callable[[Chunk], None],
         collect: Callable[[str, Callable[[], None]], None],
     ) -> None:
         self._chunks, self._moves = chunks, moves
         self._arrived, self._collect = arrived, collect
-        self._lent: dict[int, _Lent] = {}  # by unit
+        # By unit, groups that the model has for this forward: brought for it, and found unbound.
+        self._lent: dict[int, tuple[list[int], list[int]]] = {}
 
     def enter(self, unit: int) -> None:
         """Bring what the unit reads, and take away what only the units before it read."""
@@ -78,14 +61,14 @@ class EvaluationPass:
             if unit in chunk.used_by:
                 self.lend(chunk)
             elif chunk.unit in self._lent:
-                refuse_written(chunk)
+                chunk.refuse_written()
                 self._take_back(chunk)
 
     def end(self, *, check: bool = True) -> None:
         """Leave the chunks as they were. Without `check`, whatever was written to them."""
         for chunk in self._chunks if check else ():
             if chunk.unit in self._lent:
-                refuse_written(chunk)
+                chunk.refuse_written()
         for chunk in self._chunks:
             self._take_back(chunk)
 
@@ -96,7 +79,7 @@ class EvaluationPass:
         self._arrived(chunk)
         brought = [group for group in chunk.every_group if group not in chunk.buffers]
         found = [group for group in chunk.hollow if group in chunk.buffers]
-        self._lent[chunk.unit] = _Lent(brought, found)
+        self._lent[chunk.unit] = brought, found
         if brought and not isinstance(chunk.store, DeviceStore):
             self._moves.fetch(chunk, brought)()
         unbound = sorted((*brought, *found))
@@ -106,10 +89,9 @@ class EvaluationPass:
         chunk.bind(unbound)
 
     def _take_back(self, chunk: Chunk) -> None:
-        lent = self._lent.pop(chunk.unit, None)
-        if lent is not None:
-            chunk.release(lent.brought)
-            chunk.unbind(lent.found)
+        brought, found = self._lent.pop(chunk.unit, ((), ()))
+        chunk.release(brought)
+        chunk.unbind(found)
 
 
 Observer = Callable[[str], None]
@@ -139,13 +121,15 @@ class Engine:
         checked: bool = False,
         shared_buffers: Sequence[torch.Tensor] = (),
     ) -> None:
-        self._updating, self._accumulating, self._program = program, accumulating, program
+        self.program, self._accumulating = program, accumulating
+        self._program = program  # of the micro-batch that runs
         self._plans, self._chunks = plans, chunks
         self._moves, self._backend, self._shared = moves, backend, shared
         self._ranks, self._buffers = ranks, tuple(shared_buffers)
         self.observer: Observer | None = None
-        self.boundaries: ref[Boundaries] | None = None  # the model's own, which begin parts
-        self.unchanged: ref[UnchangedModel] | None = None  # looks at the model before a step
+        # The model's own, as long as it lives: what begins parts, and looks at it before a step.
+        self.boundaries: Callable[[], Boundaries | None] = lambda: None
+        self.unchanged: Callable[[], UnchangedModel | None] = lambda: None
         self.refuses_views = True  # of parameters, that are held from step to step
         self.held_views: set[int] = set()  # units of which views were held after their slot
         self.gathered = ""  # what has parameters on the device, in words: `full_parameters`
@@ -153,7 +137,7 @@ class Engine:
         self._lent: EvaluationPass | None = None
         self.recorder: StepTimes | None = None  # of steps of `program`
         self._times: StepTimes | None = None  # the recorder, while such a step runs
-        self.lanes: Mapping[Lane, WorkLane] = {
+        self.lanes: dict[Lane, WorkLane] = {
             lane: backend.lane(
                 str(lane),
                 on_device=lane.tier == "host" and lane.direction != "update" and not checked,
@@ -161,10 +145,7 @@ class Engine:
             for lane in sorted({move.lane for move in program.moves} - {COLLECT}, key=str)
         }
         if ranks is not None:
-            self.lanes = {
-                **self.lanes,
-                COLLECT: backend.lane(str(COLLECT), on_device=True, patient=True),
-            }
+            self.lanes[COLLECT] = backend.lane(str(COLLECT), on_device=True, patient=True)
         self._offloaded = [chunk for chunk in chunks if chunk.store is not None]
         for chunk in self._offloaded:
             # A lane's work may hold a chunk for longer than the model lives.
@@ -196,19 +177,13 @@ class Engine:
         self._outputs: frozenset[int] = frozenset()
         self._lingering: list[tuple[int, StorageWeakRef]] = []  # by unit: buffers that are held
 
-    @property
-    def program(self) -> Program:
-        """That of the micro-batch which ends with the update."""
-        return self._updating
-
     # ---- what Boundaries reports ------------------------------------------------------------
 
     def begin(self, *, training: bool) -> None:
         self._at_home("the model was called", self.lanes if training else self._offloaded)
         if training:
             self.outside("a training step began")
-            unchanged = self.unchanged() if self.unchanged is not None else None
-            if unchanged is not None:
+            if (unchanged := self.unchanged()) is not None:
                 unchanged.check()
         if self._state.slot >= 0:
             self._give_up()  # the last forward had no backward, or was cut short
@@ -217,22 +192,29 @@ class Engine:
             self._refuse_micro_batch()
         # What was refused until here, no rank has begun: see [Note: what is told when].
         with self._failing("a forward"):
-            self._begin(training=training)
-
-    def _begin(self, *, training: bool) -> None:
-        self._share_buffers()
-        self._times, self._given_up = None, None
-        if training:
-            self._begin_micro_batch()
-        self._observe("begin")
-        if not training:
-            self._state.evaluate(0)
-            self.begin_between()
-            return
-        if self._program is self._updating and self.recorder is not None:
-            self._times = self.recorder
-            self._times.begin()
-        self._begin_slot(0, ())
+            if self._ranks is not None and not self._state.num_backwards and self._buffers:
+                # Every rank computes with the buffers of rank 0, from the first micro-batch on.
+                self._collect("broadcast buffers", partial(self._ranks.broadcast, self._buffers))
+            self._times, self._given_up = None, None
+            if not training:
+                self._observe("begin")
+                self._state.evaluate(0)
+                self.begin_between()
+                return
+            if self._no_gradients():
+                self._state.num_backwards = 0
+            for chunk in self._offloaded:
+                chunk.hide_consumed()
+            any_may_be_last = not self._in_backward and self._ranks is None
+            due = self._state.num_backwards + 1 == self._state.micro_batches
+            self._program = self.program if any_may_be_last or due else self._accumulating
+            self._moves.clear(self._program)
+            self._moves.make_staging()
+            self._observe("begin")
+            if self._program is self.program and self.recorder is not None:
+                self._times = self.recorder
+                self._times.begin()
+            self._begin_slot(0, ())
 
     def begin_between(self) -> None:
         """The model is evaluated, perhaps while its last forward waits for its backward."""
@@ -241,10 +223,9 @@ class Engine:
         self._enter(0, ())
 
     def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
-        if slot < self._program.num_units or self._state.slot < 0:
-            self._enter(slot, inputs)  # `abort` is told of what is wrong in a forward
-            return
-        with self._failing("a backward"):
+        in_forward = slot < self._program.num_units or self._state.slot < 0
+        # `abort` is told of what is wrong in a forward.
+        with nullcontext() if in_forward else self._failing("a backward"):
             self._enter(slot, inputs)
 
     def _enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
@@ -287,7 +268,7 @@ class Engine:
             self._close_saved()  # the last unit's; its slot ends when backward begins
             self.held_views |= {unit for unit, view in self._lingering if not view.expired()}
             for chunk in self._offloaded:
-                refuse_written(chunk)
+                chunk.refuse_written()
             return
         self._evaluation.end()
         self._evaluation = None
@@ -296,42 +277,53 @@ class Engine:
 
     def end_backward(self) -> None:
         with self._failing("a backward"):
-            self._end_backward()
-
-    def _end_backward(self) -> None:
-        self._enter(len(self._program.slots) - 1, ())
-        self._end_slot()
-        # Updates of a step run on into `optimizer.step()`, which waits for them; what a micro-batch
-        # before it has moved is needed, or in the way, in the next forward.
-        if not (self._state.updates_in_backward and self._program is self._updating):
-            self._end_moves()
-        for number in self._program.reduced:
-            if number in self._running:
-                self._end(number)
-        self._moves.pass_boundary(())
-        if self.refuses_views:
-            self._refuse_held_views()
-        self._state.end_backward()
-        self.turns.end_backward()
-        for chunk in self._offloaded:
-            chunk.show_consumed()
-        self._shown = [part for chunk in self._offloaded for part in chunk.consumed]
-        if self._state.updated:
-            self._refuse_late_gradients()
-        self._observe("backward ended")
+            self._enter(len(self._program.slots) - 1, ())
+            self._end_slot()
+            # Updates of a step run on into `optimizer.step()`, which waits for them; what a
+            # micro-batch before it has moved is needed, or in the way, in the next forward.
+            if not (self._state.updates_in_backward and self._program is self.program):
+                self._end_moves()
+            for number in self._program.reduced:
+                if number in self._running:
+                    self._end(number)
+            self._moves.pass_boundary(())
+            # In the next step, a view of what left the device would have the values of this one.
+            held = [unit for unit, view in self._lingering if not view.expired()]
+            if held and self.refuses_views:
+                name = self._plans[held[0]].name
+                raise RuntimeError(
+                    f"the model keeps a view of parameters of {name!r} from step to step (in an"
+                    " attribute or a list), and the plan takes them off the device, so that it"
+                    f' would have old values: keep none, or plan with --pin "{name}: persistent"'
+                )
+            self._state.end_backward()
+            self.turns.end_backward()
+            for chunk in self._offloaded:
+                chunk.show_consumed()
+            self._shown = [part for chunk in self._offloaded for part in chunk.consumed]
+            # A gradient without a stand-in came when its chunk had been updated.
+            shown = {part.name for part in self._shown}
+            parts = (part for chunk in self._offloaded for part in chunk.slices)
+            for part in parts if self._state.updated else ():
+                if part.parameter.grad is not None and part.name not in shown:
+                    self._state.phase = Phase.TORN
+                    raise RuntimeError(
+                        f"a gradient of {part.name!r} came after the plan had updated it: it was"
+                        " used outside of the units that read it when the model was profiled."
+                        " Profile the model as it runs now, and go on from a checkpoint"
+                    )
+            self._observe("backward ended")
 
     def abort(self) -> None:
         """The model raised, on this rank perhaps alone."""
         if self.turns.forked and self.lanes:
             return  # the step that was under way is that of another process
-        if self._ranks is not None:
-            self._state.cut_short = True
-            try:
+        try:
+            if self._ranks is not None:
+                self._state.cut_short = True
                 self._ranks.tell_end(sys.exception(), "a forward")
-            finally:
-                self._give_up()
-            return
-        self._give_up()
+        finally:
+            self._give_up()
 
     def backward_failed(self) -> None:
         """Backward raised, what is not known yet."""
@@ -358,7 +350,7 @@ class Engine:
         state = self._state
         in_backward = state.in_backward
         if in_backward and state.updating:
-            state.tear()
+            state.phase = Phase.TORN
         with suppress(MemoryError):  # what this is for must not keep anything from being freed
             self._given_up = self.memory_snapshot()
         self._close_saved()
@@ -429,21 +421,8 @@ class Engine:
         """There are none so far, or they were dropped: a loss scaler skips steps."""
         return all(part.parameter.grad is None for chunk in self._chunks for part in chunk.slices)
 
-    def _begin_micro_batch(self) -> None:
-        """Choose the programme."""
-        state = self._state
-        if self._no_gradients():
-            state.num_backwards = 0
-        for chunk in self._offloaded:
-            chunk.hide_consumed()
-        any_may_be = not self._in_backward and self._ranks is None
-        last = any_may_be or state.num_backwards + 1 == state.micro_batches
-        self._program = self._updating if last else self._accumulating
-        self._moves.clear(self._program)
-        self._moves.make_staging()
-
     def _graph_lives(self) -> bool:
-        boundaries = self.boundaries() if self.boundaries is not None else None
+        boundaries = self.boundaries()
         return boundaries is not None and boundaries.graph_lives
 
     def _at_home(self, what: str, needed: Collection[object]) -> None:
@@ -482,8 +461,13 @@ class Engine:
                 f"optimizer.step() was called again after one backward(): the gradient of {name!r},"
                 " which is offloaded, is used up. Run a backward() before every step"
             )
-        if state.updated:
-            self._refuse_other_gradients()
+        for part in self._shown if state.updated else ():
+            if not isinstance(part.parameter.grad, ConsumedGradient):
+                raise RuntimeError(
+                    f"the gradient of {part.name!r} was replaced or set to None between backward()"
+                    " and optimizer.step(): this plan has updated it in backward. Plan with --clip:"
+                    " updates then come after backward"
+                )
         if state.slot >= 0:
             raise RuntimeError("optimizer.step() was called before backward() had ended")
         count = state.micro_batches
@@ -509,11 +493,6 @@ class Engine:
         with self._failing("optimizer.step()"):
             yield
 
-    def meet(self, what: str) -> None:
-        """Of several ranks, all have come here, or all raise."""
-        if self._ranks is not None:
-            self._ranks.meeting.meet(what)
-
     def telling(self, what: str) -> AbstractContextManager[None]:
         """What is for all ranks: it ends well on all of them or on none."""
         return nullcontext() if self._ranks is None else self._ranks.meeting.telling(what)
@@ -533,7 +512,7 @@ class Engine:
                     "a gradient was replaced between backward() and optimizer.step(): on several"
                     " devices each one has a part of it; clip it, unscale it, or set it to None"
                 )
-        for number in self._updating.last:
+        for number in self.program.last:
             self._submit(number)
 
     def update_shards(self) -> None:
@@ -597,15 +576,17 @@ class Engine:
         self._lent, self.gathered, self._modified = None, "", False
 
     def _evaluated(self, chunks: Sequence[Chunk]) -> EvaluationPass:
-        return EvaluationPass(
-            chunks, self._moves, arrived=self._await_fetches, collect=self._collect
-        )
+        return EvaluationPass(chunks, self._moves, self._await_fetches, self._collect)
 
     # ---- slots ------------------------------------------------------------------------------
 
     def _begin_slot(self, index: int, inputs: Sequence[torch.Tensor]) -> None:
-        if index == self._program.num_units:
-            self._refuse_unzeroed()
+        if index == self._program.num_units and (name := self._used_gradient()):
+            raise RuntimeError(
+                f"the gradient of {name!r} was not zeroed after optimizer.step(): plain PyTorch"
+                " would add the next one to it, and this plan has used it up. Call"
+                " optimizer.zero_grad() in every step; to add gradients up, plan with --accumulate"
+            )
         self._state.enter(index)
         slot = self._program.slots[index]
         for number in [n for n in self._running if self._tickets[n].done()]:
@@ -628,8 +609,15 @@ class Engine:
             # not filled yet may be bound, since only kernels behind the copy read them.
             self._tickets[number].wait()
             self._moves.arrive(number)
-        if slot.forward:
-            self._open_saved(slot.unit, inputs)
+        plan, reads = self._plans[slot.unit], self._reads[slot.unit]
+        swaps = isinstance(plan.activations, Swap | SwapInput)
+        if slot.forward and (swaps or reads):  # autograd saves what leaves the device
+            own = addresses([inputs[place] for place in plan.own_inputs if place < len(inputs)])
+            foreign = self._shared | (addresses(inputs) - own)
+            self._saved = SavedTensors(
+                reads, swaps=swaps, foreign=foreign, own=own, handed_on=self._handed_on
+            )
+            self._saved.__enter__()
         if self._times is not None:
             self._times.enter(index)
 
@@ -644,7 +632,7 @@ class Engine:
         for unit in slot.release:
             chunk = self._chunks[unit]
             if slot.forward:
-                refuse_written(chunk)
+                chunk.refuse_written()
             released = chunk.release(chunk.every_group)
             if slot.forward:
                 held = [
@@ -678,19 +666,6 @@ class Engine:
         self._running.discard(number)
         self._moves.end(number)
 
-    def _open_saved(self, unit: int, inputs: Sequence[torch.Tensor]) -> None:
-        """Install saved-tensor hooks where the unit needs them."""
-        plan = self._plans[unit]
-        swaps = isinstance(plan.activations, Swap | SwapInput)
-        if not swaps and not self._reads[unit]:
-            return
-        own = addresses([inputs[index] for index in plan.own_inputs if index < len(inputs)])
-        foreign = self._shared | (addresses(inputs) - own)
-        self._saved = SavedTensors(
-            self._reads[unit], swaps=swaps, foreign=foreign, own=own, handed_on=self._handed_on
-        )
-        self._saved.__enter__()
-
     def _close_saved(self) -> None:
         if self._saved is None:
             return
@@ -707,7 +682,7 @@ class Engine:
         if self._evaluation is not None:
             self._evaluation.lend(chunk)
             return
-        boundaries = self.boundaries() if self.boundaries is not None else None
+        boundaries = self.boundaries()
         if boundaries is not None and boundaries.running:
             later = [unit for unit in chunk.used_by if unit > self._state.slot]
             if not any(map(boundaries.begin_part, later)):
@@ -719,59 +694,11 @@ class Engine:
         if chunk.hollow:
             refuse_reading(name)
 
-    def _refuse_held_views(self) -> None:
-        """RuntimeError where a view of parameters that have left the device outlives the step.
-
-        In the next one it would have the values of this.
-        """
-        held = [unit for unit, view in self._lingering if not view.expired()]
-        if held:
-            raise RuntimeError(
-                f"the model keeps a view of parameters of {self._plans[held[0]].name!r} from step"
-                " to step (in an attribute or a list), and the plan takes them off the device, so"
-                " that it would have old values: keep none, or plan with"
-                f' --pin "{self._plans[held[0]].name}: persistent"'
-            )
-
-    def _refuse_unzeroed(self) -> None:
-        if name := self._used_gradient():
-            raise RuntimeError(
-                f"the gradient of {name!r} was not zeroed after optimizer.step(): plain PyTorch"
-                " would add the next one to it, and this plan has used it up. Call"
-                " optimizer.zero_grad() in every step; to add gradients up, plan with --accumulate"
-            )
-
     def _used_gradient(self) -> str | None:
         """An offloaded parameter whose gradient the last step used, and nobody has zeroed."""
-        return next((name for chunk in self._offloaded for name in chunk.used), None)
-
-    def _refuse_late_gradients(self) -> None:
-        """RuntimeError where a gradient came when its chunk had been updated."""
-        shown = {part.name for part in self._shown}
-        for part in (part for chunk in self._offloaded for part in chunk.slices):
-            if part.parameter.grad is not None and part.name not in shown:
-                self._state.tear()
-                raise RuntimeError(
-                    f"a gradient of {part.name!r} came after the plan had updated it: it was used"
-                    " outside of the units that read it when the model was profiled. Profile the"
-                    " model as it runs now, and go on from a checkpoint"
-                )
-
-    def _refuse_other_gradients(self) -> None:
-        for part in self._shown:
-            if not isinstance(part.parameter.grad, ConsumedGradient):
-                raise RuntimeError(
-                    f"the gradient of {part.name!r} was replaced or set to None between backward()"
-                    " and optimizer.step(): this plan has updated it in backward. Plan with --clip:"
-                    " updates then come after backward"
-                )
-
-    def _share_buffers(self) -> None:
-        """Let every rank compute with the buffers of rank 0, from the first micro-batch on."""
-        if self._ranks is None or self._state.num_backwards or not self._buffers:
-            return
-        ranks, buffers = self._ranks, self._buffers
-        self._collect("broadcast buffers", lambda: ranks.broadcast(buffers))
+        parts = (part for chunk in self._offloaded for part in chunk.slices)
+        used = (part.name for part in parts if isinstance(part.parameter.grad, UsedGradient))
+        return next(used, None)
 
     def _collect(self, what: str, work: Callable[[], None]) -> None:
         """Run a collective on its lane, behind all before it, and wait for it."""

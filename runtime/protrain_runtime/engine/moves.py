@@ -6,8 +6,16 @@ borrows the tensors that it reads or fills: `start` is called when the move ente
 `end` when the engine has seen its end or has told compute to wait for it. On an accelerator that
 order makes the caching allocator safe, whose blocks serve again at once in compute's stream: a
 buffer is freed after compute was ordered behind the copy out of it.
+
+[Note: how gradients are added]
+The arithmetic of several ranks is that of DistributedDataParallel: every rank multiplies its
+gradients by one over the number of ranks, then they are added. A persistent chunk's are added where
+they are. Those of shared chunks are copied, when their slot has ended, to buffers that are cut into
+the ranks' ranges, group by group. What a rank has no gradient for counts as zeros, if another rank
+has one.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
@@ -16,6 +24,7 @@ from weakref import ref
 import torch
 
 from protrain_plan.program.program import (
+    ARRIVING_GRADIENTS,
     STAGING_PIECES,
     Move,
     Program,
@@ -24,15 +33,277 @@ from protrain_plan.program.program import (
     pieces_in,
 )
 from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import Persistent, Swap, SwapInput, UnitPlan
+from protrain_plan.records.plan import Offload, Persistent, Placement, Swap, SwapInput, UnitPlan
 from protrain_runtime.activations.saved_tensors import SwappedStorage
 from protrain_runtime.devices.lanes import Backend, Buffers
 from protrain_runtime.devices.stores import DeviceStore, HostStore, Store
-from protrain_runtime.engine.gradients import GradientMoves, Reductions, Work, dense
 from protrain_runtime.ranks.group import Ranks
-from protrain_runtime.states.chunks import Chunk, flat_storage_order
+from protrain_runtime.states.chunks import Chunk, Slice, dense, flat_storage_order
+from protrain_runtime.states.stand_ins import GradientInStore, OffloadedGradient, scaled
 from protrain_runtime.states.update_rules import OptimizerFactory
 from protrain_runtime.states.updates import Piece, UpdateTeam
+
+Work = Callable[[], None]
+"""What a lane runs for a move."""
+
+
+_Arrived = tuple[GradientInStore, torch.Tensor, list[torch.Tensor]]
+
+
+class GradientMoves:
+    """The work of "spill gradients" and "add gradients".
+
+    A gradient goes to its place in the chunk's gradient store. Where that of an earlier micro-batch
+    is there already, it goes to a buffer instead and is added, as autograd would add it: the first
+    one of a parameter is copied, in whichever micro-batch it comes.
+    """
+
+    def __init__(self, program: Program, backend: Backend) -> None:
+        self._backend = backend
+        settings = program.settings
+        self._after_backward = settings.updates == "after backward"
+        # What is one micro-batch's alone is whole when it leaves, and its norm is the gradient's.
+        self._norms = self._after_backward and settings.micro_batches == 1
+        adding = [move.unit for move in program.moves if move.kind == "add gradients"]
+        self._place = {unit: place % ARRIVING_GRADIENTS for place, unit in enumerate(adding)}
+        # Buffers in which gradients arrive that are added to others.  # uint8 [the most at once]
+        self.rooms: list[torch.Tensor] = []
+        # By unit: to what, what is added, and by what the sum so far is multiplied first.
+        self._arrived = defaultdict[int, list[_Arrived]](list)
+
+    def make_rooms(self, chunks: Sequence[Chunk]) -> None:
+        """Allocate the buffers, once."""
+        if self.rooms or not self._place:
+            return
+        largest = max(chunks[unit].gradient_bytes for unit in self._place)
+        self.rooms = [self._backend.empty_host(largest) for _ in range(ARRIVING_GRADIENTS)]
+
+    def spill(self, move: Move, chunk: Chunk) -> tuple[Work, list[torch.Tensor]]:
+        """Take a share of the chunk's gradients down; with the work, what it reads."""
+        store = chunk.gradient_store
+        assert store is not None
+        writes: list[tuple[int, torch.Tensor]] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        leaving = chunk.gradient_groups_in(move.share)
+        for part in chunk.slices:
+            if part.group not in leaving or part.name not in chunk.gradients:
+                continue
+            gradient = chunk.gradients.pop(part.name)
+            norm = torch.linalg.vector_norm(gradient) if self._norms else None
+            source = flat_storage_order(dense(gradient, part.stride)).view(torch.uint8)
+            start = part.start * part.dtype.itemsize
+            stored = chunk.offloaded_gradients.get(part.name)
+            if stored is None:
+                stored = chunk.offloaded_gradients[part.name] = GradientInStore(
+                    store=store,
+                    offset=chunk.gradient_offset + start,
+                    shape=part.shape,
+                    stride=part.stride,
+                    dtype=part.dtype,
+                    device=part.parameter.device,
+                    norm=norm,
+                )
+                writes.append((stored.offset, source))
+            else:
+                room = self.rooms[self._place[move.unit]][start : start + source.numel()]
+                copies.append((room, source))
+                self._arrived[move.unit].append((stored, room, stored.factors))
+                stored.factors = []
+            if self._after_backward:
+                part.parameter.grad = OffloadedGradient.of(stored)
+
+        def work() -> None:
+            for offset, source in writes:
+                store.start_write(offset, source)
+            for room, source in copies:
+                room.copy_(source, non_blocking=True)
+
+        return work, [source for _, source in (*writes, *copies)]
+
+    def add(self, move: Move) -> Work:
+        """Add what arrived to what was there."""
+        arrived = self._arrived.pop(move.unit, [])
+
+        def work() -> None:
+            for stored, room, factors in arrived:
+                assert isinstance(stored.store, HostStore)
+                with stored.store.in_place(stored.offset, stored.num_bytes) as total:
+                    scaled(total.view(stored.dtype), factors).add_(room.view(stored.dtype))
+
+        return work
+
+    def clear(self) -> None:
+        """Forget what arrived in a step that was given up."""
+        self._arrived.clear()
+
+
+@dataclass(slots=True)
+class _Sum:
+    """What is being added up, and how many ranks have a gradient of what.
+
+    By group the buffer of a shared chunk, by part the gradient of a persistent one; flat, and with
+    the padding of a group.
+    """
+
+    buffers: dict[int, torch.Tensor]
+    parts: list[Slice]
+    present: list[bool]  # by part: whether this rank has a gradient
+    counts: torch.Tensor  # int32 [parts]
+
+
+class Reductions:
+    """The sums of a programme that runs on several ranks: see [Note: how gradients are added]."""
+
+    def __init__(self, program: Program, ranks: Ranks, backend: Backend) -> None:
+        self._settings, self._ranks, self._backend = program.settings, ranks, backend
+        self._sums: dict[int, _Sum] = {}
+        # By unit and group: this rank's part of a sum, on its way to where its optimizer runs.
+        self._leaving: dict[tuple[int, int], torch.Tensor] = {}
+
+    def clear(self) -> None:
+        """Forget the sums of a step that was given up."""
+        self._sums.clear()
+        self._leaving.clear()
+
+    def all_reduce(self, number: int, chunk: Chunk) -> Work:
+        """Add up a persistent chunk's gradients; `end` gives them to the parameters."""
+        parts = [part for part in chunk.slices if part.trainable]
+        present = [part.name in chunk.gradients for part in parts]
+        gradients: dict[int, torch.Tensor] = {}
+        for index, part in enumerate(parts):
+            gradient = chunk.gradients.pop(part.name, None)
+            if gradient is None:
+                flat = self._backend.empty(part.num_bytes).view(part.dtype).zero_()
+            else:
+                flat = flat_storage_order(dense(gradient, part.stride))
+                flat.mul_(1.0 / self._ranks.count)
+            gradients[index] = flat
+        total = self._sums[number] = _Sum(gradients, parts, present, self._counts(present))
+
+        def work() -> None:
+            self._ranks.all_reduce(total.counts)
+            for flat in gradients.values():
+                self._ranks.all_reduce(flat)
+
+        return work
+
+    def _counts(self, present: Sequence[bool]) -> torch.Tensor:
+        # Not from a list, which the host would wait to have copied.
+        counts = torch.ones(len(present), dtype=torch.int32, device=self._backend.device)
+        for index in (index for index, there in enumerate(present) if not there):
+            counts[index].zero_()
+        return counts
+
+    def _collect(self, chunk: Chunk, groups: range) -> _Sum:
+        """Copy gradients to the buffers in which they are added, and free them."""
+        buffers: dict[int, torch.Tensor] = {}
+        parts: list[Slice] = []
+        present: list[bool] = []
+        for number in groups:
+            group = chunk.groups[number]
+            trainable = [part for part in group.slices if part.trainable]
+            if not trainable:
+                continue
+            buffer = self._backend.empty(group.gradient_bytes)
+            for part in trainable:
+                gradient = chunk.gradients.pop(part.name, None)
+                if gradient is None:
+                    part.flat(buffer).zero_()
+                else:
+                    source = flat_storage_order(dense(gradient, part.stride))
+                    torch.mul(source, 1.0 / self._ranks.count, out=part.flat(buffer))
+                parts.append(part)
+                present.append(gradient is not None)
+            buffers[number] = buffer.view(trainable[0].dtype)
+        return _Sum(buffers, parts, present, self._counts(present))
+
+    def end(self, move: Move, number: int, chunk: Chunk) -> None:
+        """The sum is there: a persistent chunk's parameters get theirs."""
+        total = self._sums.pop(number)
+        if move.kind == "all-reduce":
+            for index, part in enumerate(total.parts):
+                part.parameter.grad = total.buffers[index].as_strided(part.shape, part.stride)
+        if all(total.present):
+            return  # every gradient is there: the device is not looked at, which the host waits for
+        for part, count in zip(total.parts, total.counts.tolist(), strict=True):
+            if not count:  # on any rank
+                chunk.offloaded_gradients.pop(part.name, None)
+                part.parameter.grad = None
+
+    def reduce_scatter(self, number: int, move: Move, chunk: Chunk, states: Placement) -> Work:
+        """Add up a share of a chunk's gradients, of which this rank keeps its shard."""
+        assert isinstance(states, Offload) and chunk.sharding is not None
+        own, settings, ranks = chunk.own, self._settings, self._ranks
+        total = self._collect(chunk, chunk.gradient_groups_in(move.share))
+        self._sums[number] = total
+        spills = gradient_home(states, settings) == "host"
+        held = DeviceStore(self._backend)
+        shards: dict[int, torch.Tensor] = {}
+        places: dict[int, tuple[Store, int]] = {}
+        for group in total.buffers:
+            start, num_bytes = chunk.sharding.gradient_range(group)
+            shard = shards[group] = self._backend.empty(num_bytes)
+            if spills:
+                assert own.gradient_store is not None
+                places[group] = own.gradient_store, own.gradient_offset + start
+                self._leaving[move.unit, group] = shard
+            else:
+                places[group] = held, held.hold(shard)
+        norms = None
+        if settings.updates == "after backward" and total.parts:
+            dtype = total.parts[0].dtype
+            norms = torch.zeros(len(total.parts), dtype=dtype, device=self._backend.device)
+        mine = {part.name: part for part in own.slices}
+        for index, part in enumerate(total.parts):
+            local = mine.get(part.name)
+            store, offset = places[part.group]
+            stored = chunk.offloaded_gradients[part.name] = GradientInStore(
+                store=store,
+                offset=offset + (0 if local is None else local.inside),
+                shape=torch.Size([0]) if local is None else local.shape,
+                stride=(1,),
+                dtype=part.dtype,
+                device=part.parameter.device,
+                norm=None if norms is None else norms[index],
+                shared=True,
+                count=None if total.present[index] else total.counts[index],
+            )
+            if norms is not None:
+                part.parameter.grad = OffloadedGradient.of(stored, part.shape)
+
+        def work() -> None:
+            ranks.all_reduce(total.counts)
+            for group, buffer in total.buffers.items():
+                ranks.reduce_scatter(buffer, shards[group].view(buffer.dtype))
+            if norms is not None:
+                wide = torch.promote_types(norms.dtype, torch.float32)
+                squares = torch.zeros(len(total.parts), dtype=wide, device=norms.device)
+                for index, part in enumerate(total.parts):
+                    if part.name in mine:
+                        elements = mine[part.name].flat(shards[part.group])
+                        squares[index] = torch.linalg.vector_norm(elements, dtype=wide)
+                ranks.sum_of_shards(squares.square_())
+                norms.copy_(squares.sqrt_())
+
+        return work
+
+    def spill(self, move: Move, chunk: Chunk) -> tuple[Work, list[torch.Tensor]]:
+        """Bring a share of the sum to where its optimizer runs; with the work, what it reads."""
+        own = chunk.own
+        store, sharding = own.gradient_store, chunk.sharding
+        assert store is not None and sharding is not None
+        writes: list[tuple[int, torch.Tensor]] = []
+        for group in chunk.gradient_groups_in(move.share):
+            shard = self._leaving.pop((move.unit, group), None)
+            if shard is not None:
+                writes.append((own.gradient_offset + sharding.gradient_range(group)[0], shard))
+
+        def work() -> None:
+            for offset, shard in writes:
+                store.start_write(offset, shard)
+
+        return work, [shard for _, shard in writes]
+
 
 Options = Mapping[str, Mapping[str, Any]]
 """Hyperparameters by parameter name."""
@@ -41,7 +312,6 @@ NUM_NAMED = 3
 """Tensors that an error names: a block of checked bytes may hold many small ones."""
 
 
-@dataclass(frozen=True, slots=True)
 class SwappedUnit:
     """What a unit's forward saved and a swap takes away, first saved first, in groups.
 
@@ -49,25 +319,17 @@ class SwappedUnit:
     there were, so that the way out and the way back mean the same ones.
     """
 
-    storages: tuple[ref[SwappedStorage], ...]
-    groups: tuple[range, ...]
-    group_bytes: tuple[int, ...]
-
-    @staticmethod
-    def of(storages: Sequence[SwappedStorage]) -> "SwappedUnit":
-        groups = tuple(grouped([storage.num_bytes for storage in storages]))
-        return SwappedUnit(
-            tuple(ref(storage) for storage in storages),
-            groups,
-            tuple(sum(storages[place].num_bytes for place in group) for group in groups),
-        )
+    def __init__(self, storages: Sequence[SwappedStorage]) -> None:
+        ranges = grouped([storage.num_bytes for storage in storages])
+        groups = [storages[each.start : each.stop] for each in ranges]
+        self._groups = [[ref(storage) for storage in group] for group in groups]
+        self._group_bytes = [sum(storage.num_bytes for storage in group) for group in groups]
 
     def in_share(self, share: tuple[float, float]) -> Iterator[SwappedStorage]:
         """The storages in a share of the bytes that are still there."""
-        for group in pieces_in(self.group_bytes, share):
-            for place in self.groups[group]:
-                storage = self.storages[place]()
-                if storage is not None:
+        for number in pieces_in(self._group_bytes, share):
+            for reference in self._groups[number]:
+                if (storage := reference()) is not None:
                     yield storage
 
 
@@ -186,19 +448,11 @@ class Moves:
             own = chunk.own
             for part in own.slices:
                 if own.store is store:
-                    place = own.offset + part.offset
-                    yield chunk.unit, f"parameter {part.name!r}", place, part.num_bytes
-                if not part.trainable:
-                    continue
-                for layout in own.states if own.store is store else ():
-                    size = part.numel * layout.dtype.itemsize
-                    yield (
-                        chunk.unit,
-                        f"{layout.key} of {part.name!r}",
-                        layout.place(part.start),
-                        size,
-                    )
-                if own.gradient_store is store:
+                    yield chunk.unit, f"parameter {part.name!r}", own.place(part), part.num_bytes
+                    for layout in own.states if part.trainable else ():
+                        what, size = f"{layout.key} of {part.name!r}", layout.dtype.itemsize
+                        yield chunk.unit, what, layout.place(part.start), part.numel * size
+                if own.gradient_store is store and part.trainable:
                     place = own.gradient_offset + part.start * part.dtype.itemsize
                     yield chunk.unit, f"gradient of {part.name!r}", place, part.num_bytes
         for unit, regions in self._swap_regions.items():
@@ -248,7 +502,8 @@ class Moves:
             case "update":
                 return self._update(move, chunk.own)
             case "write states":
-                return self._write_states(move)
+                piece = self._pieces.pop((move.unit, move.start))
+                return lambda: piece.write(parameters=True)
             case _:
                 assert_never(move.kind)
 
@@ -359,7 +614,7 @@ class Moves:
         They lie one after the other in the regions that the unit has: a step that saves other ones
         than those before reserves no more than it saves beyond them.
         """
-        self._swapped[unit] = SwappedUnit.of(storages)
+        self._swapped[unit] = SwappedUnit(storages)
         if not storages:
             return
         activations = self._plans[unit].activations
@@ -449,7 +704,3 @@ class Moves:
                 piece.write(parameters=False)
 
         return work
-
-    def _write_states(self, move: Move) -> Work:
-        piece = self._pieces.pop((move.unit, move.start))
-        return lambda: piece.write(parameters=True)

@@ -70,10 +70,6 @@ class StepState:
         self.end_slots()
         self.num_backwards += 1
 
-    def tear(self) -> None:
-        """Some parameters are updated and some are not, and nothing can mend it."""
-        self.phase = Phase.TORN
-
     def begin_step(self) -> None:
         """`optimizer.step()` changes parameters from here on."""
         if self.phase is not Phase.TORN:

@@ -20,42 +20,16 @@ Stamp = float | torch.Event
 """A moment: the host's clock, or an event that a stream reaches."""
 
 
+_Span = tuple[str, str, Stamp, Stamp]
+"""The name of a lane and of what it ran, when it started and when it ended."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Span:
-    lane: str
-    name: str
-    start: Stamp
-    end: Stamp
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TimedStep:
-    """A step that ended. `spans` are in the order in which they ended."""
+    """A step that ended: what ran, by when it started."""
 
-    origin_s: float  # by the host's clock
-    origin_event: torch.Event | None
-    spans: tuple[_Span, ...]
+    events: tuple[Event, ...]
     step_seconds: float
-
-    def events(self) -> tuple[Event, ...]:
-        """What ran, by when it started; the device has come to the step's end."""
-        events = [
-            Event(
-                lane=span.lane,
-                name=span.name,
-                start_s=self._seconds(span.start),
-                end_s=self._seconds(span.end),
-            )
-            for span in self.spans
-        ]
-        return tuple(sorted(events, key=lambda event: (event.start_s, event.end_s)))
-
-    def _seconds(self, stamp: Stamp) -> float:
-        if isinstance(stamp, float):
-            return stamp - self.origin_s
-        assert self.origin_event is not None
-        milliseconds: float = self.origin_event.elapsed_time(stamp)
-        return milliseconds / 1e3
 
 
 class StepTimes:
@@ -88,15 +62,14 @@ class StepTimes:
         """The slot has computed."""
         if self._slot is not None:
             name, start = self._slot
-            self._spans.append(_Span(COMPUTE, name, start, self._now()))
+            self._spans.append((COMPUTE, name, start, self._now()))
             self._slot = None
 
     def timed(self, number: int, work: Callable[[], None], lane: WorkLane) -> Callable[[], None]:
         """The work of a move, which notes when its lane runs it."""
         name, lane_name = self._program.move_name(number), str(self._program.moves[number].lane)
         spans = self._spans  # of this step, whenever the lane comes to it
-        stamp: Callable[[], Stamp] = self._event if lane.on_stream else _host_time
-
+        stamp: Callable[[], Stamp] = self._event if lane.on_stream else time.perf_counter
         copies = self._program.moves[number].lane.direction in ("fetch", "spill")
 
         def run() -> None:
@@ -106,26 +79,31 @@ class StepTimes:
             work()
             if not (self._on_host or lane.on_stream):
                 devices.current_stream(self._device).synchronize()  # the lane's own, for its copies
-            spans.append(_Span(lane_name, name, start, stamp()))
+            spans.append((lane_name, name, start, stamp()))
 
         return run
 
     def end(self) -> None:
         """Every move of the step has ended, and so has the device's update."""
         devices.synchronize(self._device)
-        self.last = TimedStep(
-            origin_s=self._origin_s,
-            origin_event=self._origin_event,
-            spans=tuple(self._spans),
-            step_seconds=time.perf_counter() - self._origin_s,
-        )
+        step_seconds = time.perf_counter() - self._origin_s
+        events = [
+            Event(lane=lane, name=name, start_s=self._seconds(start), end_s=self._seconds(end))
+            for lane, name, start, end in self._spans
+        ]
+        by_start = sorted(events, key=lambda event: (event.start_s, event.end_s))
+        self.last = TimedStep(tuple(by_start), step_seconds)
+
+    def _seconds(self, stamp: Stamp) -> float:
+        """From the step's origin on; the device has come to the step's end."""
+        if isinstance(stamp, float):
+            return stamp - self._origin_s
+        assert self._origin_event is not None
+        milliseconds: float = self._origin_event.elapsed_time(stamp)
+        return milliseconds / 1e3
 
     def _now(self) -> Stamp:
-        return _host_time() if self._on_host else self._event()
+        return time.perf_counter() if self._on_host else self._event()
 
     def _event(self) -> torch.Event:
         return devices.record_event(self._device, timing=True)
-
-
-def _host_time() -> float:
-    return time.perf_counter()

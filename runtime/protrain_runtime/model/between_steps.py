@@ -22,7 +22,7 @@ from protrain_runtime.devices.turns import in_turn
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.model.copies import offloaded_parameters
 from protrain_runtime.model.prepared import prepared_of, turns_of
-from protrain_runtime.states.chunks import Chunk, Slice, flat_storage_order, write_parameter
+from protrain_runtime.states.chunks import Chunk, Slice, flat_storage_order, write_values
 
 
 class FullParameters:
@@ -72,7 +72,7 @@ class FullParameters:
                 for part in chunk.slices:
                     _check_kind(part)
                     if self._modify:
-                        write_parameter(chunk, part, part.parameter)
+                        write_values(chunk, part, part.parameter)
                     elif kind is None and _differs(chunk, part):
                         changed.append(part.name)
         finally:
@@ -279,7 +279,7 @@ class MovingAverage:
             for name in self._held:
                 parameters[name].copy_(averages[name])
             for name, (chunk, part) in self._offloaded.items():
-                write_parameter(chunk, part, averages[name].to(part.dtype))
+                write_values(chunk, part, averages[name].to(part.dtype))
 
     def _check(self, what: str) -> None:
         if _engine(self._model) is not self._engine:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from protrain_runtime.engine.engine import Engine
-from protrain_runtime.states.chunks import Chunk, Slice, read_parameter, write_parameter
+from protrain_runtime.states.chunks import Chunk, Slice, read_values, write_values
 from protrain_runtime.states.stand_ins import come_back, let_list
 
 _REDUCE = "__reduce_ex__"
@@ -139,7 +139,7 @@ def bring_back(chunk: Chunk) -> None:
             continue
         come_back(part.parameter)
         if chunk.sharding is not None:
-            part.parameter.data = read_parameter(chunk, part).to(part.parameter.device)
+            part.parameter.data = read_values(chunk, part).to(part.parameter.device)
             continue
         whole = torch.empty(part.num_bytes, dtype=torch.uint8, device=part.parameter.device)
         chunk.store.read(chunk.offset + part.offset, whole)
@@ -195,7 +195,7 @@ class _Listing(local):
             name = found[1].name
             value = self._read.get(name)
             if value is None:
-                value = self._read[name] = read_parameter(*found)
+                value = self._read[name] = read_values(*found)
             state[prefix + own] = value
         if self._engine.turns.num_steps != self._num_steps:
             self._engine.turns.torn("state_dict()")
@@ -228,7 +228,7 @@ def add_state_dict_hooks(
 
     def after_load(*_: object) -> None:
         for chunk, part in offloaded.values():
-            write_parameter(chunk, part, part.parameter)
+            write_values(chunk, part, part.parameter)
         for chunk in below:
             chunk.unbind(chunk.every_group)
 

@@ -15,10 +15,9 @@ from torch import nn
 
 from protrain_runtime.devices.turns import Turns, in_turn
 from protrain_runtime.engine.engine import Engine
-from protrain_runtime.states.chunks import Chunk, read_state, write_state
-from protrain_runtime.states.master_weights import MasterOptimizer
+from protrain_runtime.states.chunks import Chunk, read_values, write_values
 from protrain_runtime.states.stand_ins import UsedGradient
-from protrain_runtime.states.update_rules import OptimizerFactory
+from protrain_runtime.states.update_rules import MasterOptimizer, OptimizerFactory
 
 ParameterGroups = Sequence[Mapping[str, Any]]
 
@@ -159,7 +158,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
                     continue
                 state = dict(states[part.name])
                 for layout in chunk.own.states:
-                    write_state(chunk, layout, part, state.pop(layout.key))
+                    write_values(chunk, part, state.pop(layout.key), layout)
                 # A fused optimizer has its counters on the device, that of a chunk steps here.
                 chunk.scalars[part.name] = _moved(state, torch.device("cpu"))
                 chunk.updated.add(part.name)
@@ -204,7 +203,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             for part in chunk.slices:
                 if part.name in scalars:
                     states = {
-                        layout.key: read_state(chunk, layout, part) for layout in chunk.own.states
+                        layout.key: read_values(chunk, part, layout) for layout in chunk.own.states
                     }
                     if scalars[part.name] or states:  # plain SGD has none
                         yield part.parameter, dict(scalars[part.name]), states

@@ -17,7 +17,7 @@ from protrain_runtime.model.copies import (
 )
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.ranks.group import CHECKPOINT_LIMIT_S, Ranks
-from protrain_runtime.states.chunks import Chunk, read_parameter
+from protrain_runtime.states.chunks import Chunk, read_values
 from protrain_runtime.states.unchanged_model import UnchangedModel
 
 ATTRIBUTE = "_protrain_prepared"
@@ -94,7 +94,7 @@ def parameter_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     offloaded = offloaded_parameters(prepared.chunks if prepared else ())
     for name, parameter in model.named_parameters():
         if name in offloaded:
-            yield name, read_parameter(*offloaded[name])
+            yield name, read_values(*offloaded[name])
         else:
             yield name, parameter.detach()
 

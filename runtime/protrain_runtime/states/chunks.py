@@ -3,19 +3,38 @@
 A chunk's parameters lie one after the other in the chunk's store; its optimizer states follow
 there, one region per state. On the device each group of parameters (see `program.grouped`) has a
 buffer of its own, in the same layout, so that groups can come and go one after the other.
+
+Of a chunk that ranks share, each group's buffer has its trainable parameters first, then the frozen
+ones; either region is padded to the same range for every rank (see `program.shard_bytes`). A rank
+keeps its ranges as a chunk of its own: parts of parameters, flat, in the order of their storage.
+Parameters that no chunk can hold as they are, are refused by name, or left on the device.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from protrain_plan.program.program import PIECE_ALIGNMENT, ChunkSize, grouped, pieces_in
+from protrain_plan.errors import ProtrainError
+from protrain_plan.program.program import (
+    PIECE_ALIGNMENT,
+    SHARD_ALIGNMENT,
+    ChunkSize,
+    grouped,
+    pieces_in,
+    shard_bytes,
+)
+from protrain_plan.records.plan import Persistent, UnitPlan
 from protrain_runtime.devices.device import HOST_ALIGNMENT_BYTES
 from protrain_runtime.devices.stores import Store
+from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.stand_ins import (
     ConsumedGradient,
     Elsewhere,
@@ -25,9 +44,6 @@ from protrain_runtime.states.stand_ins import (
     send_away,
 )
 from protrain_runtime.states.update_rules import UpdateRule
-
-if TYPE_CHECKING:
-    from protrain_runtime.states.layout import Sharding
 
 ALIGNMENT = HOST_ALIGNMENT_BYTES
 """Every parameter starts at a multiple of what the CPU allocator aligns tensors to, so that kernels
@@ -67,18 +83,14 @@ class Slice:
         return self.flat(buffer).as_strided(self.shape, self.stride)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Group:
     """Whole parameters that come to the device and leave it together."""
 
     offset: int  # bytes from the start of the chunk's parameters in the store
     num_bytes: int
     slices: tuple[Slice, ...]
-    padding: int = 0  # bytes besides the trainable parameters' own, where ranks share a group
-
-    @property
-    def gradient_bytes(self) -> int:
-        return self.padding + sum(part.num_bytes for part in self.slices if part.trainable)
+    gradient_bytes: int  # where ranks share a group, with the padding
 
 
 def flat_storage_order(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,17 +98,13 @@ def flat_storage_order(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def in_order_of(part: "Slice", values: torch.Tensor) -> torch.Tensor:
-    """A parameter's elements in the order of its storage; a copy if they lie in another.  # [numel]
-
-    `values` is a tensor of its shape, of any dtype and strides.
-    """
-    source = values.detach().resolve_conj().resolve_neg()
-    if source.stride() != part.stride:
-        source = torch.empty_strided(
-            part.shape, part.stride, dtype=values.dtype, device=values.device
-        ).copy_(source)
-    return flat_storage_order(source)
+def dense(values: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with a parameter's own strides; a copy only where they differ."""
+    if (values.dim() == 1 and values.stride() == (1,)) or values.stride() == stride:
+        return values  # flat already, or as the parameter lies
+    return torch.empty_strided(
+        values.shape, stride, dtype=values.dtype, device=values.device
+    ).copy_(values)
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -131,9 +139,9 @@ class Chunk:
     """
 
     unit: int
-    slices: tuple[Slice, ...]
-    groups: tuple[Group, ...]  # the same slices
+    groups: tuple[Group, ...]
     used_by: tuple[int, ...]
+    slices: tuple[Slice, ...] = field(init=False)  # those of the groups
     store: Store | None = None
     offset: int = 0  # of the parameters in the store
     states: tuple[StateLayout, ...] = ()
@@ -162,6 +170,9 @@ class Chunk:
     # Called before values are read for a copy: it raises where they are not those of one step.
     settle: Callable[[str], None] = field(default=lambda _: None)
 
+    def __post_init__(self) -> None:
+        self.slices = tuple(part for group in self.groups for part in group.slices)
+
     @property
     def own(self) -> "Chunk":
         """The chunk whose states are in the store."""
@@ -172,6 +183,10 @@ class Chunk:
         if name not in self.updated:
             return False
         return self.sharding is None or self.sharding.part_of(name) is not None
+
+    def place(self, part: Slice, layout: StateLayout | None = None) -> int:
+        """Where in the store a parameter, or one of its states, begins: bytes from the start."""
+        return self.offset + part.offset if layout is None else layout.place(part.start)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -200,21 +215,20 @@ class Chunk:
     def size(self, state_bytes_per_parameter: Mapping[torch.dtype, int]) -> ChunkSize:
         """The sizes from which a programme is compiled."""
         several = len(self.groups) > 1
+        trainable = [part for part in self.slices if part.trainable]
+        if len({part.dtype for part in trainable}) == 1:
+            state_bytes = self.num_trainable * state_bytes_per_parameter[trainable[0].dtype]
+        else:
+            state_bytes = sum(p.numel * state_bytes_per_parameter[p.dtype] for p in trainable)
         return ChunkSize(
             parameter_bytes=self.parameter_bytes,
             gradient_bytes=self.gradient_bytes,
-            state_bytes=self._state_bytes(state_bytes_per_parameter),
+            state_bytes=state_bytes,
             num_parameters=self.num_trainable,
             used_by=self.used_by,
             parameter_pieces=tuple(group.num_bytes for group in self.groups) if several else (),
             gradient_pieces=tuple(group.gradient_bytes for group in self.groups) if several else (),
         )
-
-    def _state_bytes(self, per_parameter: Mapping[torch.dtype, int]) -> int:
-        trainable = [part for part in self.slices if part.trainable]
-        if len({part.dtype for part in trainable}) == 1:
-            return self.num_trainable * per_parameter[trainable[0].dtype]
-        return sum(part.numel * per_parameter[part.dtype] for part in trainable)
 
     def groups_in(self, share: tuple[float, float]) -> range:
         """The groups in a share of the parameters' bytes."""
@@ -246,22 +260,19 @@ class Chunk:
         """Leave parameters of the right shape that hold nothing (`away`)."""
         for number in set(groups) - self.hollow:
             for part in self.groups[number].slices:
-                send_away(part.parameter, partial(self._elsewhere, part))
+                place = Elsewhere(
+                    name=part.name,
+                    stride=part.stride,
+                    bring=lambda name: self.bring(self, name),
+                    values=partial(self._copy, part),
+                )
+                send_away(part.parameter, place)
             self.hollow.add(number)
-
-    def _elsewhere(self, part: Slice, kind: type[nn.Parameter]) -> Elsewhere:
-        return Elsewhere(
-            name=part.name,
-            stride=part.stride,
-            bring=lambda name: self.bring(self, name),
-            values=partial(self._copy, part),
-            kind=kind,
-        )
 
     def _copy(self, part: Slice) -> torch.Tensor:
         """An offloaded parameter's values on its device.  # part.dtype [part.shape]"""
         self.settle("the model was copied")
-        return read_parameter(self, part).to(part.parameter.device)
+        return read_values(self, part).to(part.parameter.device)
 
     def release(self, groups: Iterable[int]) -> list[torch.Tensor]:
         """Take the buffers of these groups from the model; they are the caller's to free."""
@@ -326,19 +337,16 @@ class Chunk:
         """Where a stand-in is in place of the gradient."""
         return [part for part in self.slices if isinstance(part.parameter.grad, ConsumedGradient)]
 
-    @property
-    def written(self) -> str | None:
-        """A parameter that was written to since it came to the device."""
-        here = (part for part in self.slices if part.group not in self.hollow)
-        for part in here:
-            if part.parameter._version != self.versions.get(part.name, part.parameter._version):
-                return part.name
-        return None
-
-    @property
-    def used(self) -> list[str]:
-        """The parameters whose gradient the last step has used, and nobody has zeroed."""
-        return [p.name for p in self.slices if isinstance(p.parameter.grad, UsedGradient)]
+    def refuse_written(self) -> None:
+        """RuntimeError where a forward wrote to parameters that are about to be taken away."""
+        for part in self.slices:
+            version = part.parameter._version
+            if part.group not in self.hollow and version != self.versions.get(part.name, version):
+                raise RuntimeError(
+                    f"the forward wrote to {part.name!r}, and the plan keeps that below the device:"
+                    " what was written would be lost. Profile the model as it runs now, which keeps"
+                    " it on the device"
+                )
 
 
 def make_chunk(
@@ -349,11 +357,11 @@ def make_chunk(
     alignment: int = ALIGNMENT,
 ) -> Chunk:
     """Lay `parameters` out one after the other, each from a multiple of `alignment` bytes on."""
-    slices: list[Slice] = []
     groups: list[Group] = []
     offset = start = 0
     for members in grouped([aligned_bytes(parameter, alignment) for _, parameter in parameters]):
         begin = offset
+        slices: list[Slice] = []
         for name, parameter in parameters[members.start : members.stop]:
             part = Slice(
                 name=name,
@@ -370,9 +378,9 @@ def make_chunk(
             slices.append(part)
             offset += aligned_bytes(parameter, alignment)
             start += part.numel if part.trainable else 0
-        own = tuple(slices[members.start :])
-        groups.append(Group(offset=begin, num_bytes=offset - begin, slices=own))
-    return Chunk(unit, tuple(slices), tuple(groups), used_by)
+        gradient_bytes = sum(part.num_bytes for part in slices if part.trainable)
+        groups.append(Group(begin, offset - begin, tuple(slices), gradient_bytes))
+    return Chunk(unit, tuple(groups), used_by)
 
 
 def refuse_reading(name: str) -> None:
@@ -384,65 +392,40 @@ def refuse_reading(name: str) -> None:
     )
 
 
-def read_parameter(chunk: Chunk, part: Slice) -> torch.Tensor:
-    """An offloaded parameter's values, from its store.  # part.dtype [part.shape], on the host
+def read_values(chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> torch.Tensor:
+    """An offloaded parameter, or one of its states, from the store.  # [part.shape], on the host
 
     Of what ranks share, all of them ask for it.
     """
     assert chunk.store is not None
     if chunk.sharding is not None:
-        with chunk.sharding.gathering("a gather of parameters"):
-            buffer = chunk.sharding.gather(chunk, part.group)
-            return part.flat(buffer).clone().as_strided(part.shape, part.stride).cpu()
-    return _read(chunk.store, chunk.offset + part.offset, part, part.dtype)
-
-
-def write_parameter(chunk: Chunk, part: Slice, values: torch.Tensor) -> None:
-    """Let the store have these values of an offloaded parameter.  # part.dtype [part.shape]
-
-    Of what ranks share, each writes its own elements.
-    """
-    own = chunk.own
-    _write(chunk, part, values, part.dtype, lambda mine: own.offset + mine.offset)
-
-
-def read_state(chunk: Chunk, layout: StateLayout, part: Slice) -> torch.Tensor:
-    """One state of one parameter, from the store.  # layout.dtype [shape], on the host
-
-    Of what ranks share, all of them ask for it.
-    """
-    assert chunk.store is not None
-    if chunk.sharding is not None:
-        with chunk.sharding.gathering("a gather of optimizer states"):
-            state = chunk.sharding.fetch_state(layout, part).cpu()
-        return flat_storage_order(state).clone().as_strided(part.shape, part.stride)
-    return _read(chunk.store, layout.place(part.start), part, layout.dtype)
-
-
-def write_state(chunk: Chunk, layout: StateLayout, part: Slice, values: torch.Tensor) -> None:
-    """Let the store have these values of a parameter's state.  # any dtype [part.shape]"""
-    _write(chunk, part, values, layout.dtype, lambda mine: layout.place(mine.start))
-
-
-def _read(store: Store, place: int, part: Slice, dtype: torch.dtype) -> torch.Tensor:
+        what, ranks = "parameters" if layout is None else "optimizer states", chunk.sharding.ranks
+        # What is gathered is on the host before the ranks part, or a failure was told.
+        with ranks.meeting.telling(f"a gather of {what}", final=True):
+            whole = chunk.sharding.gather(chunk, part, layout).cpu()
+            ranks.meeting.refuse_lost()
+        # A copy: on a CPU `whole` is a view of all that was gathered with it.
+        return flat_storage_order(whole).clone().as_strided(part.shape, part.stride)
+    dtype = part.dtype if layout is None else layout.dtype
     flat = torch.empty(part.numel * dtype.itemsize, dtype=torch.uint8)
-    store.read(place, flat)
+    chunk.store.read(chunk.place(part, layout), flat)
     return flat.view(dtype).as_strided(part.shape, part.stride)
 
 
-def _write(
-    chunk: Chunk,
-    part: Slice,
-    values: torch.Tensor,
-    dtype: torch.dtype,
-    place: Callable[[Slice], int],
+def write_values(
+    chunk: Chunk, part: Slice, values: torch.Tensor, layout: StateLayout | None = None
 ) -> None:
-    """Write what this device has of a whole tensor; `place` says where in the store it goes."""
+    """Let the store have these values of a parameter, or of one of its states.
+
+    They are of any dtype and strides. Of what ranks share, each writes its own elements.
+    """
     assert chunk.store is not None
     mine = part if chunk.sharding is None else chunk.sharding.part_of(part.name)
     if mine is not None:
-        flat = in_order_of(part, values)[mine.first : mine.first + mine.numel].to(dtype)
-        chunk.store.write(place(mine), flat.contiguous().view(torch.uint8))
+        dtype = part.dtype if layout is None else layout.dtype
+        source = dense(values.detach().resolve_conj().resolve_neg(), part.stride)
+        flat = flat_storage_order(source)[mine.first : mine.first + mine.numel].to(dtype)
+        chunk.store.write(chunk.own.place(mine, layout), flat.contiguous().view(torch.uint8))
 
 
 def aligned_bytes(tensor: torch.Tensor, alignment: int = ALIGNMENT) -> int:
@@ -450,11 +433,7 @@ def aligned_bytes(tensor: torch.Tensor, alignment: int = ALIGNMENT) -> int:
     return -(-tensor.numel() * tensor.itemsize // alignment) * alignment
 
 
-def offload(
-    chunk: Chunk,
-    store: Store,
-    rules: Mapping[torch.dtype, UpdateRule],
-) -> None:
+def offload(chunk: Chunk, store: Store, rules: Mapping[torch.dtype, UpdateRule]) -> None:
     """Copy the parameters to `store`, and reserve room for them and their states there.
 
     Of what ranks share, this rank's part. `rules` are those of each dtype of parameters. The
@@ -472,4 +451,282 @@ def offload(
     chunk.store = own.store = store
     own.states = tuple(layouts)
     for part in chunk.slices:
-        write_parameter(chunk, part, part.parameter)
+        write_values(chunk, part, part.parameter)
+
+
+def refuse_parameters(model: nn.Module, *, source: str) -> None:
+    """ProtrainError where there is nothing to train, or a parameter is no plain tensor."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ProtrainError(
+            "the model has no trainable parameters: there is no step to plan",
+            source=source,
+            fix="let some require gradients",
+        )
+    parameter: Any  # of classes that mypy thinks cannot exist
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            problem, fix = "has no shape yet", "run a batch through the model in the factory"
+        elif is_traceable_wrapper_subclass(parameter):
+            problem = f"is a {type(parameter).__name__}, which is made of tensors of its own"
+            fix = "plan the model before its parameters are wrapped, distributed or quantised"
+        elif not issubclass(type(parameter), nn.Parameter | FakeTensor):
+            problem, fix = f"is a {type(parameter).__name__}", "let it be a torch.nn.Parameter"
+        elif parameter.layout != torch.strided:
+            problem, fix = f"is sparse ({parameter.layout})", "let it be dense"
+        elif parameter.is_quantized:
+            problem, fix = "is quantised", "plan the model before its parameters are quantised"
+        elif torch._debug_has_internal_overlap(parameter) == 1:
+            problem, fix = "has elements that share memory", "let it be contiguous"
+        else:
+            continue
+        raise ProtrainError(
+            f"the parameter '{name}' {problem}: a chunk is made of plain tensors",
+            source=source,
+            fix=fix,
+        )
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor spans: [first, past)."""
+    if tensor.numel() == 0:
+        return 0, 0
+    span = 1 + sum(int(n - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset()) * tensor.itemsize
+    return first, first + span * tensor.itemsize
+
+
+def overlapping(chunks: Sequence[Chunk]) -> set[int]:
+    """The units with parameters that share memory, with another parameter or within one."""
+    found: set[int] = set()
+    for members in _by_storage(chunks).values():
+        reached, last = 0, -1
+        for first, past, unit, parameter in sorted(members, key=lambda m: m[:3]):
+            if past - first < parameter.numel() * parameter.itemsize:  # expanded
+                found.add(unit)
+            if first < reached:
+                found |= {unit, last}
+            if past > reached:
+                reached, last = past, unit
+    return found
+
+
+def of_one_storage(chunks: Sequence[Chunk]) -> set[int]:
+    """The units with parameters in a storage that holds other units' parameters, too."""
+    groups = ({unit for *_, unit, _ in members} for members in _by_storage(chunks).values())
+    return {unit for units in groups if len(units) > 1 for unit in units}
+
+
+def _by_storage(
+    chunks: Sequence[Chunk],
+) -> dict[int, list[tuple[int, int, int, nn.Parameter]]]:
+    """The parameters that have elements by storage: from where, to where, of which unit."""
+    found: dict[int, list[tuple[int, int, int, nn.Parameter]]] = defaultdict(list)
+    for chunk in chunks:
+        for part in chunk.slices:
+            if part.numel:
+                storage = part.parameter.untyped_storage()._cdata
+                found[storage].append((*extent(part.parameter), chunk.unit, part.parameter))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What all ranks have of a group's buffer, and where a rank's range of it lies in its own.
+
+    start  bytes from the start of the group's buffer
+    own    bytes from the start of the rank's buffer of the group
+    shard  bytes of the rank's range
+    """
+
+    start: int
+    own: int
+    shard: int
+
+    def whole(self, buffer: torch.Tensor, num_shards: int) -> torch.Tensor:
+        """The region in a group's buffer.  # uint8 [num_shards * shard]"""
+        return buffer[self.start : self.start + num_shards * self.shard]
+
+    def of(self, buffer: torch.Tensor, rank: int) -> torch.Tensor:
+        """A rank's range in a group's buffer.  # uint8 [shard]"""
+        start = self.start + rank * self.shard
+        return buffer[start : start + self.shard]
+
+
+@dataclass(slots=True)
+class Sharding:
+    """How a chunk is shared: by group its regions, and what this rank has, as a chunk."""
+
+    ranks: Ranks
+    regions: tuple[tuple[Region, ...], ...]
+    own: Chunk
+
+    def gradient_range(self, group: int) -> tuple[int, int]:
+        """The bytes of this rank's gradients of a group: where they start, and how many."""
+        before = sum(each.gradient_bytes for each in self.own.groups[:group])
+        return before, self.own.groups[group].gradient_bytes
+
+    def part_of(self, name: str) -> Slice | None:
+        """What this rank has of a parameter."""
+        return next((part for part in self.own.slices if part.name == name), None)
+
+    def gather(self, chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> torch.Tensor:
+        """A whole parameter, or one of its states, from the ranks' stores; all ranks call.
+
+        On the parameter's device; it may be a view of more.  # [part.shape]
+        """
+        own, ranks, device = self.own, self.ranks, part.parameter.device
+        assert own.store is not None
+        if layout is None:
+            num_bytes = chunk.groups[part.group].num_bytes
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            for region in self.regions[part.group]:
+                mine = region.of(buffer, ranks.shard)
+                own.store.read(own.offset + own.groups[part.group].offset + region.own, mine)
+                ranks.all_gather(region.whole(buffer, ranks.num_shards), mine)
+            return part.view(buffer)
+        start, size = (count // part.dtype.itemsize for count in self.gradient_range(part.group))
+        width = layout.dtype.itemsize
+        whole = torch.empty(ranks.num_shards * size * width, dtype=torch.uint8, device=device)
+        mine = whole[ranks.shard * size * width : (ranks.shard + 1) * size * width]
+        own.store.read(layout.place(start), mine)
+        ranks.all_gather(whole, mine)
+        first = part.inside // part.dtype.itemsize
+        elements = whole.view(layout.dtype)[first : first + part.numel]
+        return elements.as_strided(part.shape, part.stride)
+
+
+def make_sharded_chunk(
+    unit: int,
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    used_by: tuple[int, ...],
+    ranks: Ranks,
+) -> Chunk:
+    """The chunk as it stands on the device; `chunk.sharding.own` is what this rank has of it."""
+    groups: list[Group] = []
+    own_groups: list[Group] = []
+    regions: list[tuple[Region, ...]] = []
+    offset = own_offset = start = own_start = 0
+    for members in grouped([aligned_bytes(parameter) for _, parameter in parameters]):
+        held = parameters[members.start : members.stop]
+        slices: list[Slice] = []
+        own: list[Slice] = []
+        of_group: list[Region] = []
+        inside = inside_own = trainable_bytes = own_trainable_bytes = 0
+        for trainable in (True, False):
+            mine = [pair for pair in held if pair[1].requires_grad == trainable]
+            begin = inside
+            for name, parameter in mine:
+                part = Slice(
+                    name=name,
+                    parameter=parameter,
+                    offset=offset + inside,
+                    group=len(groups),
+                    inside=inside,
+                    start=start + inside // parameter.itemsize if trainable else 0,
+                    shape=parameter.shape,
+                    stride=dense_strides(parameter),
+                    dtype=parameter.dtype,
+                    trainable=trainable,
+                )
+                slices.append(part)
+                inside += -(-part.num_bytes // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
+            region = Region(begin, inside_own, shard_bytes(inside - begin, ranks.num_shards))
+            for part in slices:
+                if part.trainable == trainable:
+                    own += _own_part(part, region, ranks.shard, own_offset, own_start)
+            inside = begin + ranks.num_shards * region.shard
+            inside_own += region.shard
+            if trainable:
+                trainable_bytes, own_trainable_bytes = inside, region.shard
+            if region.shard:
+                of_group.append(region)
+        groups.append(Group(offset, inside, tuple(slices), trainable_bytes))
+        own_groups.append(Group(own_offset, inside_own, tuple(own), own_trainable_bytes))
+        regions.append(tuple(of_group))
+        width = next((part.dtype.itemsize for part in slices if part.trainable), 1)
+        offset, own_offset = offset + inside, own_offset + inside_own
+        start += trainable_bytes // width
+        own_start += own_trainable_bytes // width
+    whole = Chunk(unit, tuple(groups), used_by)
+    shard = Chunk(unit, tuple(own_groups), used_by)
+    widths = [part.dtype.itemsize for part in whole.slices if part.trainable]
+    whole.element_bytes = shard.element_bytes = widths[0] if widths else 0
+    # One optimizer, one set of notes about it.
+    shard.offloaded_gradients = whole.offloaded_gradients
+    shard.updated, shard.scalars = whole.updated, whole.scalars
+    whole.sharding = Sharding(ranks, tuple(regions), shard)
+    return whole
+
+
+def _own_part(
+    part: Slice, region: Region, rank: int, own_offset: int, own_start: int
+) -> list[Slice]:
+    """What a rank has of a parameter, as a flat one; empty where it has nothing."""
+    low, high = rank * region.shard, (rank + 1) * region.shard
+    begin = part.inside - region.start
+    first, last = max(begin, low), min(begin + part.num_bytes, high)
+    if first >= last:
+        return []
+    size = part.dtype.itemsize
+    inside = region.own + first - low
+    return [
+        replace(
+            part,
+            offset=own_offset + inside,
+            inside=inside,
+            start=own_start + (first - low) // size if part.trainable else 0,
+            shape=torch.Size([(last - first) // size]),
+            stride=(1,),
+            first=(first - begin) // size,
+        )
+    ]
+
+
+def unit_parameters(
+    model: nn.Module, units: Sequence[tuple[str, str, Sequence[str]]]
+) -> list[list[tuple[str, nn.Parameter]]]:
+    """The parameters of each unit's chunk, given (kind, name, listed parameters) per unit.
+
+    A block has its module's parameters but those that another unit lists. A tied parameter goes by
+    its first name in the model.
+    """
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    canonical = {parameter: name for name, parameter in model.named_parameters()}
+    listed = {canonical[by_name[name]] for _, _, names in units for name in names}
+    taken: set[str] = set()
+    chunks: list[list[tuple[str, nn.Parameter]]] = []
+    for kind, unit_name, names in units:
+        own = [canonical[by_name[name]] for name in names]
+        if kind == "block":
+            module = model.get_submodule(unit_name)
+            inside = [canonical[parameter] for parameter in module.parameters()]
+            own.extend(name for name in inside if name not in listed)
+        fresh = [name for name in dict.fromkeys(own) if name not in taken]
+        taken.update(fresh)
+        chunks.append([(name, by_name[name]) for name in fresh])
+    return chunks
+
+
+def make_chunks(
+    model: nn.Module,
+    units: Sequence[UnitPlan],
+    ranks: Ranks | None = None,
+    *,
+    alignment: int = ALIGNMENT,
+) -> list[Chunk]:
+    """One chunk per unit, empty where the unit has no parameters of its own.
+
+    With `ranks`, they share those that are not persistent. Parameters start at multiples of
+    `alignment` bytes.
+    """
+    index_of = {unit.name: index for index, unit in enumerate(units)}
+    shape = [(unit.kind, unit.name, unit.parameters) for unit in units]
+    chunks: list[Chunk] = []
+    for index, parameters in enumerate(unit_parameters(model, shape)):
+        users = (index, *(index_of[name] for name in units[index].also_used_by))
+        if ranks is None or isinstance(units[index].states, Persistent) or not parameters:
+            own = users if parameters else ()
+            chunks.append(make_chunk(index, parameters, own, alignment=alignment))
+        else:
+            chunks.append(make_sharded_chunk(index, parameters, users, ranks))
+    return chunks

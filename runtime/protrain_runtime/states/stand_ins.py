@@ -15,7 +15,7 @@
   is noted and multiplied in, range by range, when the optimizer works on the gradient.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -50,13 +50,7 @@ class ConsumedGradient(torch.Tensor):
         return taken
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """RuntimeError, whatever `func` is."""
         raise RuntimeError(cls.reason)
 
@@ -150,21 +144,14 @@ class OffloadedGradient(ConsumedGradient):
 
         `shape` is that of the whole gradient, where this rank has a part of it.
         """
-        expanded = single(stored.dtype, stored.device).expand(
-            stored.shape if shape is None else shape
-        )
+        shape = stored.shape if shape is None else shape
+        expanded = single(stored.dtype, stored.device).expand(shape)
         found: OffloadedGradient = torch.Tensor._make_subclass(cls, expanded)
         found.stored = stored
         return found
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """RuntimeError for whatever clipping by a norm and unscaling do not use."""
         if func in _GRADIENT_LOOKS:
             with torch._C.DisableTorchFunctionSubclass():
@@ -256,7 +243,7 @@ _GRADIENT_ANSWERS: dict[Any, Callable[..., Any]] = {
 _KEY, _LISTED = "_protrain_away", "_protrain_listed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Elsewhere:
     """Where a parameter is.
 
@@ -269,7 +256,7 @@ class Elsewhere:
     stride: tuple[int, ...]
     bring: Callable[[str], None]
     values: Callable[[], torch.Tensor]
-    kind: type[nn.Parameter]  # what it is when it is back
+    kind: type[nn.Parameter] = nn.Parameter  # what it is when it is back: `send_away` notes it
 
 
 class AwayParameter(nn.Parameter):
@@ -280,13 +267,7 @@ class AwayParameter(nn.Parameter):
     """
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """RuntimeError for what needs the values, but in a forward that may bring them."""
         kwargs = kwargs or {}
         listed = func is torch.Tensor.detach and args[0].__dict__.pop(_LISTED, False)
@@ -296,8 +277,9 @@ class AwayParameter(nn.Parameter):
         answer = _PARAMETER_ANSWERS.get(func)
         if answer is not None:
             return answer(*args, **kwargs)
-        for parameter in _away_in((args, kwargs)):
-            place_of(parameter).bring(place_of(parameter).name)
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, AwayParameter):
+                place_of(leaf).bring(place_of(leaf).name)
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -319,18 +301,18 @@ def place_of(parameter: nn.Parameter) -> Elsewhere:
     return place
 
 
-def send_away(parameter: nn.Parameter, place: Callable[[type[nn.Parameter]], Elsewhere]) -> None:
+def send_away(parameter: nn.Parameter, place: Elsewhere) -> None:
     """Leave a parameter of the right shape that holds nothing, and refuses to be read.
 
     An expanded single element keeps shape, dtype and device, which autograd checks gradients
     against, at no memory.
     """
-    kind = come_back(parameter)
+    place.kind = come_back(parameter)
     hollow = single(parameter.dtype, parameter.device)
     with torch.inference_mode(mode=False):
         parameter.data = hollow.expand(parameter.shape)
-    parameter.__dict__[_KEY] = place(kind)
-    parameter.__class__ = _away(kind)
+    parameter.__dict__[_KEY] = place
+    parameter.__class__ = _away(place.kind)
 
 
 def come_back(parameter: nn.Parameter) -> type[nn.Parameter]:
@@ -364,15 +346,6 @@ def _with_values(parameter: nn.Parameter) -> nn.Parameter:
     return plain
 
 
-def _away_in(tree: object) -> Iterator[AwayParameter]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, AwayParameter))
-
-
-def _stride(parameter: AwayParameter, dim: int | None = None) -> Any:
-    stride = place_of(parameter).stride
-    return stride if dim is None else stride[dim]
-
-
 def _like(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """`make`, given one that is laid out as the parameter will be."""
 
@@ -395,24 +368,22 @@ _METHODS = (
     " get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad"
     " is_inference is_same_size"
 )
-_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.is_signed, torch.numel)
-
-
-def _looks() -> Iterator[Any]:
-    for name in _PROPERTIES.split():
-        found = getattr(torch.Tensor, name, None)
-        for access in ("__get__", "__set__", "__delete__"):
-            if hasattr(found, access):
-                yield getattr(found, access)
-    yield from (getattr(torch.Tensor, name) for name in _METHODS.split())
-    yield from _FUNCTIONS
-
-
-_PARAMETER_LOOKS = frozenset(_looks())
+_PARAMETER_LOOKS = {
+    *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.numel),
+    *(getattr(torch.Tensor, name) for name in _METHODS.split()),
+    *(
+        getattr(found, access)
+        for found in (getattr(torch.Tensor, name, None) for name in _PROPERTIES.split())
+        for access in ("__get__", "__set__", "__delete__")
+        if hasattr(found, access)
+    ),
+}
 """What tells nothing of a parameter's values."""
 
 _PARAMETER_ANSWERS: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.stride: _stride,
+    torch.Tensor.stride: lambda parameter, dim=None: (
+        place_of(parameter).stride if dim is None else place_of(parameter).stride[dim]
+    ),
     torch.Tensor.is_contiguous: lambda parameter, **kwargs: torch.empty_strided(
         parameter.shape, place_of(parameter).stride, device="meta"
     ).is_contiguous(**kwargs),

@@ -95,12 +95,11 @@ class UnchangedModel:
         for parameters, name, part in self._places:
             parameter = parameters.get(name)
             if parameter is not part.parameter:
-                _refuse(part.name, "was replaced")
+                what = "was replaced"
             elif parameter.dtype is not part.dtype or parameter.shape != part.shape:
-                _refuse(part.name, f"has become {tuple(parameter.shape)}, {parameter.dtype}")
+                what = f"has become {tuple(parameter.shape)}, {parameter.dtype}"
             elif parameter.requires_grad and not part.trainable:
-                _refuse(part.name, "was frozen when the plan was made, and requires a gradient now")
-
-
-def _refuse(name: str, what: str) -> None:
-    raise RuntimeError(f"{name!r} {what}, and the plan is for what there was" + _FIX)
+                what = "was frozen when the plan was made, and requires a gradient now"
+            else:
+                continue
+            raise RuntimeError(f"{part.name!r} {what}, and the plan is for what there was{_FIX}")

@@ -21,9 +21,8 @@ from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import STACK_BYTES, take_one_thread
 from protrain_runtime.devices.stores import HostStore
 from protrain_runtime.states.chunks import Chunk, Slice
-from protrain_runtime.states.master_weights import MasterOptimizer
 from protrain_runtime.states.stand_ins import scaled
-from protrain_runtime.states.update_rules import OptimizerFactory
+from protrain_runtime.states.update_rules import MasterOptimizer, OptimizerFactory
 
 SMALLEST_RANGE = 2**17
 """Elements that are worth a thread: about 150 us of AdamW's step, several times what handing a
@@ -204,7 +203,16 @@ class Piece:
         """
         store = self.chunk.store
         assert store is not None
-        regions = self._regions(ring, parameters=parameters, gradients=gradients)
+        wanted = [(layout.key, layout.dtype) for layout in self.chunk.states]
+        for key in [_PARAMETERS] * parameters + [_GRADIENTS] * gradients:
+            wanted += [(key, part.dtype) for part, _, _ in self.parts()][:1]
+        regions: dict[str, torch.Tensor] = {}
+        offset = 0
+        # Wide elements first: what follows is aligned to its own.
+        for key, dtype in sorted(wanted, key=lambda region: -region[1].itemsize):
+            size = (self.stop - self.start) * dtype.itemsize
+            regions[key] = ring[offset : offset + size].view(dtype)
+            offset += size
         for layout in self.chunk.states if self.chunk.updated else ():
             target = self.staging[layout.key] = regions[layout.key]
             place = layout.place(self.start)
@@ -213,29 +221,13 @@ class Piece:
             here = slice(part.start + low - self.start, part.start + high - self.start)
             if parameters:
                 target = self.parameters[part.name] = regions[_PARAMETERS][here]
-                place = self.chunk.offset + part.offset + low * part.dtype.itemsize
+                place = self.chunk.place(part) + low * part.dtype.itemsize
                 store.start_read(place, target.view(torch.uint8))
             stored = self.chunk.offloaded_gradients.get(part.name)
             if gradients and stored is not None:
                 target = self.gradients[part.name] = regions[_GRADIENTS][here]
                 place = stored.offset + low * part.dtype.itemsize
                 stored.store.start_read(place, target.view(torch.uint8))
-
-    def _regions(
-        self, ring: torch.Tensor, *, parameters: bool, gradients: bool
-    ) -> dict[str, torch.Tensor]:
-        """One region of the ring per state, and for parameters and gradients where asked for."""
-        wanted = [(layout.key, layout.dtype) for layout in self.chunk.states]
-        for key in [_PARAMETERS] * parameters + [_GRADIENTS] * gradients:
-            wanted += [(key, part.dtype) for part, _, _ in self.parts()][:1]
-        regions: dict[str, torch.Tensor] = {}
-        offset, count = 0, self.stop - self.start
-        # Wide elements first: what follows is aligned to its own.
-        for key, dtype in sorted(wanted, key=lambda region: -region[1].itemsize):
-            size = count * dtype.itemsize
-            regions[key] = ring[offset : offset + size].view(dtype)
-            offset += size
-        return regions
 
     def view_device(self) -> None:
         """Use the parameters in place, on the device."""
@@ -248,28 +240,21 @@ class Piece:
 
         Parameters and states where the chunk's store is that, and gradients that wait there.
         """
+        chunk, count, parts = self.chunk, self.stop - self.start, list(self.parts())
         with ExitStack() as stack:
-            for store, offset, num_bytes in self._places():
-                stack.enter_context(store.in_place(offset, num_bytes))
+            if parts and isinstance(chunk.store, HostStore):
+                (first, low, _), (last, _, high) = parts[0], parts[-1]
+                begin = chunk.place(first) + low * first.dtype.itemsize
+                end = chunk.place(last) + high * last.dtype.itemsize
+                stack.enter_context(chunk.store.in_place(begin, end - begin))
+                for layout in chunk.states if chunk.updated else ():
+                    begin, width = layout.place(self.start), layout.dtype.itemsize
+                    stack.enter_context(chunk.store.in_place(begin, count * width))
+            if parts and isinstance(chunk.gradient_store, HostStore):
+                width = parts[0][0].dtype.itemsize
+                begin = chunk.gradient_offset + self.start * width
+                stack.enter_context(chunk.gradient_store.in_place(begin, count * width))
             yield
-
-    def _places(self) -> Iterator[tuple[HostStore, int, int]]:
-        """The ranges in host memory that `in_place` is about."""
-        parts = list(self.parts())
-        if not parts:
-            return
-        chunk, count = self.chunk, self.stop - self.start
-        if isinstance(chunk.store, HostStore):
-            (first, low, _), (last, _, high) = parts[0], parts[-1]
-            begin = first.offset + low * first.dtype.itemsize
-            end = last.offset + high * last.dtype.itemsize
-            yield chunk.store, chunk.offset + begin, end - begin
-            for layout in chunk.states if chunk.updated else ():
-                yield chunk.store, layout.place(self.start), count * layout.dtype.itemsize
-        if isinstance(chunk.gradient_store, HostStore):
-            width = parts[0][0].dtype.itemsize
-            begin = chunk.gradient_offset + self.start * width
-            yield chunk.gradient_store, begin, count * width
 
     def view_store(self) -> None:
         """Use the parameters and their states in place, where the store is host memory."""
@@ -278,7 +263,7 @@ class Piece:
         self.stands = True
         for part, low, high in self.parts():
             size = part.dtype.itemsize
-            place = store.view(self.chunk.offset + part.offset + low * size, (high - low) * size)
+            place = store.view(self.chunk.place(part) + low * size, (high - low) * size)
             self.parameters[part.name] = place.view(part.dtype)
         for layout in self.chunk.states if self.chunk.updated else ():
             size = (self.stop - self.start) * layout.dtype.itemsize
@@ -301,24 +286,20 @@ class Piece:
         """
         due = list(self._due(gradients))
         lengths = [one.high - one.low for one in due]
-        # On a device kernels have threads of their own, and the larger they are, the better.
-        longest = sum(lengths) if team is None else team.longest
-        cut = ranges(lengths, 1, longest=longest) if team is None else team.ranges(lengths)
+        if team is None:
+            # On a device kernels have threads of their own, and the larger they are, the better.
+            team = UpdateTeam(longest=sum(lengths))
         # Here and not in their threads: the first optimizer of a class changes the class.
         stepped = [
             self._range(factory, options, [(due[i], start, stop) for i, start, stop in spans])
-            for spans in cut
+            for spans in team.ranges(lengths)
         ]
         for each in stepped:
             if isinstance(each.worker, MasterOptimizer):
                 # A piece's workspace is counted for all of its elements: this is no more.
                 elements = sum(shadow.numel() for shadow, *_ in each.shadows)
-                each.worker.room_elements = min(elements, longest)
-        if team is None:
-            for each in stepped:
-                each.step()
-        else:
-            team.run([each.step for each in stepped])
+                each.worker.room_elements = min(elements, team.longest)
+        team.run([each.step for each in stepped])
         for each in stepped:
             for shadow, part, low, high in each.shadows:
                 self.made.append((part, low, high, dict(each.worker.state[shadow])))
@@ -382,15 +363,18 @@ class Piece:
         stepped = {part.name for part, *_ in self.made}
         for part, low, _ in self.parts() if parameters else ():
             if part.name in stepped:
-                place = self.chunk.offset + part.offset + low * part.dtype.itemsize
+                place = self.chunk.place(part) + low * part.dtype.itemsize
                 store.start_write(place, self.parameters[part.name].view(torch.uint8))
         for part, low, high, state in self.made:
             first = part.start + low
             for layout in self.chunk.states:
                 values = state.pop(layout.key)
-                if not self._stands(layout.key, first - self.start, values):
-                    place = layout.place(first)
-                    store.start_write(place, values.view(torch.uint8))
+                if self.stands and layout.key in self.staging:
+                    staged = self.staging[layout.key]
+                    here = staged.data_ptr() + (first - self.start) * staged.itemsize
+                    if values.data_ptr() == here:
+                        continue  # these are the store's own bytes
+                store.start_write(layout.place(first), values.view(torch.uint8))
             if high == part.numel:
                 self.chunk.scalars[part.name] = state
                 self.chunk.updated.add(part.name)
@@ -398,10 +382,3 @@ class Piece:
         self.staging.clear()
         self.parameters.clear()
         self.gradients.clear()
-
-    def _stands(self, key: str, first: int, values: torch.Tensor) -> bool:
-        """Whether these are the store's own bytes, from the piece's element `first` on."""
-        if not self.stands or key not in self.staging:
-            return False
-        staged = self.staging[key]
-        return values.data_ptr() == staged.data_ptr() + first * staged.itemsize

@@ -16,10 +16,9 @@ from protrain_runtime.states.chunks import (
     Chunk,
     Slice,
     StateLayout,
-    write_parameter,
-    write_state,
+    flat_storage_order,
+    write_values,
 )
-from protrain_runtime.states.layout import Sharding
 
 Write = Callable[[torch.Tensor], object]
 """Takes bytes that come next: a contiguous uint8 tensor in host memory, good during the call."""
@@ -66,7 +65,7 @@ class Held:
         return self.tensor.shape
 
     def copy_to(self, write: Write) -> None:
-        flat = _flat(self.tensor.detach().contiguous())
+        flat = _bytes_of(self.tensor.detach().contiguous())
         if flat.device.type == "cpu":
             write(flat)  # its own memory, no copy
             return
@@ -75,8 +74,10 @@ class Held:
 
     def copy_from(self, fill: Fill) -> None:
         own = self.tensor.detach()
-        target = own if own.is_contiguous() else torch.empty_like(own, memory_format=_ROW_MAJOR)
-        flat = _flat(target)
+        target = own
+        if not own.is_contiguous():
+            target = torch.empty_like(own, memory_format=torch.contiguous_format)
+        flat = _bytes_of(target)
         if flat.device.type == "cpu" and flat.numel():
             fill(flat)
         elif flat.numel():
@@ -100,7 +101,7 @@ class Stored:
     def copy_to(self, write: Write) -> None:
         if not self._row_major:
             whole = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-            self.store.read(self.offset, self._bytes_of(whole))
+            self.store.read(self.offset, _bytes_of(whole))
             Held(whole).copy_to(write)
             return
         for start, piece in _pieces(num_bytes(self)):
@@ -111,7 +112,7 @@ class Stored:
         if not self._row_major:
             whole = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
             Held(whole).copy_from(fill)
-            self.store.write(self.offset, self._bytes_of(whole))
+            self.store.write(self.offset, _bytes_of(whole))
             return
         for start, piece in _pieces(num_bytes(self)):
             fill(piece)
@@ -121,12 +122,6 @@ class Stored:
     def _row_major(self) -> bool:
         return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
-    def _bytes_of(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
-
-
-_ROW_MAJOR = torch.contiguous_format
-
 
 def _pieces(size: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Where each piece of so many bytes starts, and the one host buffer that they all use."""
@@ -135,9 +130,9 @@ def _pieces(size: int) -> Iterator[tuple[int, torch.Tensor]]:
         yield start, buffer[: size - start]
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory.  # uint8 [bytes]"""
-    return tensor.view(-1).view(torch.uint8)
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory.  # uint8 [bytes]"""
+    return flat_storage_order(tensor).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,56 +167,31 @@ class Shared:
         self.keep(whole)
 
 
-def stored_parameter(chunk: Chunk, part: Slice) -> Stored | Shared:
-    """An offloaded parameter."""
-    own = chunk.own
-    return _stored(
-        chunk,
-        part,
-        part.dtype,
-        place=lambda mine: own.offset + mine.offset,
-        gather=lambda sharding: part.view(sharding.gather(chunk, part.group)),
-        keep=lambda whole: write_parameter(chunk, part, whole),
+def stored_value(chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> Stored | Shared:
+    """An offloaded parameter, or one of its elementwise optimizer states."""
+    store, sharding = chunk.store, chunk.sharding
+    assert store is not None
+    dtype = part.dtype if layout is None else layout.dtype
+    if sharding is None:
+        return Stored(
+            store=store,
+            offset=chunk.place(part, layout),
+            dtype=dtype,
+            shape=part.shape,
+            stride=part.stride,
+        )
+    local, mine = None, sharding.part_of(part.name)
+    if mine is not None:
+        local = Local(store, chunk.own.place(mine, layout), mine.first, mine.numel)
+    return Shared(
+        dtype=dtype,
+        shape=part.shape,
+        local=local,
+        gather=lambda: sharding.gather(chunk, part, layout),
+        keep=lambda whole: write_values(chunk, part, whole, layout),
     )
 
 
 def stored_states(chunk: Chunk, part: Slice) -> dict[str, Stored | Shared]:
     """An offloaded parameter's elementwise optimizer states, by key."""
-
-    def stored(layout: StateLayout) -> Stored | Shared:
-        return _stored(
-            chunk,
-            part,
-            layout.dtype,
-            place=lambda mine: layout.place(mine.start),
-            gather=lambda sharding: sharding.fetch_state(layout, part),
-            keep=lambda whole: write_state(chunk, layout, part, whole),
-        )
-
-    return {layout.key: stored(layout) for layout in chunk.own.states}
-
-
-def _stored(
-    chunk: Chunk,
-    part: Slice,
-    dtype: torch.dtype,
-    *,
-    place: Callable[[Slice], int],
-    gather: Callable[[Sharding], torch.Tensor],
-    keep: Callable[[torch.Tensor], None],
-) -> Stored | Shared:
-    """Values in the chunk's store, those of this device from `place` on."""
-    store, sharding = chunk.store, chunk.sharding
-    assert store is not None
-    if sharding is None:
-        return Stored(
-            store=store, offset=place(part), dtype=dtype, shape=part.shape, stride=part.stride
-        )
-    mine = sharding.part_of(part.name)
-    return Shared(
-        local=None if mine is None else Local(store, place(mine), mine.first, mine.numel),
-        dtype=dtype,
-        shape=part.shape,
-        gather=lambda: gather(sharding),
-        keep=keep,
-    )
+    return {layout.key: stored_value(chunk, part, layout) for layout in chunk.own.states}
