@@ -333,7 +333,7 @@ class _Trainer:
         memory = measure_step(self._model, step, besides_bytes=others)
         host, disk = below_device(self._model)
         device = device_of(self._model)
-        reserved = 0 if devices.on_host(device) else devices.peak_reserved_bytes(device)
+        reserved = 0 if devices.on_host(device) else torch.accelerator.max_memory_reserved(device)
         self._slots = memory.slot_bytes
         self._peak = TierBytes(
             device=memory.device_bytes,

@@ -113,7 +113,7 @@ def live(model: nn.Module, device: torch.device) -> tuple[list[torch.UntypedStor
     allocator knows its bytes.
     """
     if not devices.on_host(device):
-        return [], devices.allocated_bytes(device)
+        return [], torch.accelerator.memory_allocated(device)
     # Those that stand for gradients have a few bytes each.
     found = [t for t in reachable(device) if not isinstance(t, ConsumedGradient)]
     storages = storages_of(found)
