@@ -213,23 +213,20 @@ class Watch:
     def _observe(self, what: str) -> None:
         try:
             if what == "slot 0" and self._meter is None and self._num_steps >= _FIRST:
-                self._begin_step()
+                model = self._model()
+                if model is None or not _may_count(self._device):
+                    self.stop()
+                    return
+                standing, start = live(model, self._device)
+                meter = MemoryMeter(self._device, start_bytes=start, standing=standing)
+                meter.__enter__()
+                self._meter, self._evaluations = meter, 0
             elif what in ("begin", "slot 0"):
                 self._evaluations += 1 if what == "begin" else -1
             if self._meter is not None:
                 self._meter.mark(what)
         except Exception:  # noqa: BLE001 (training goes on)
             self.stop()
-
-    def _begin_step(self) -> None:
-        model = self._model()
-        if model is None or not _may_count(self._device):
-            self.stop()
-            return
-        standing, start = live(model, self._device)
-        meter = MemoryMeter(self._device, start_bytes=start, standing=standing)
-        meter.__enter__()
-        self._meter, self._evaluations = meter, 0
 
     def _end_step(self) -> None:
         self._num_steps += 1

@@ -8,7 +8,6 @@ offloaded parameters.
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from threading import local
 from typing import Any
@@ -44,34 +43,21 @@ def _is_table(name: str, value: object) -> bool:
     return name.startswith("_") and name not in _OWN and isinstance(value, dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Added:
-    """What a plan has put on a module: hooks by table, and attributes with what was there."""
-
-    hooks: Mapping[str, frozenset[object]]
-    attributes: Mapping[str, object]
-
-    def without(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A module's attributes as they are without the plan."""
-        plain = {name: value for name, value in state.items() if name != _REDUCE}
-        for name, keys in self.hooks.items():
-            table = plain[name]
-            plain[name] = type(table)((k, v) for k, v in table.items() if k not in keys)
-        for name, before in self.attributes.items():
-            if before is _ABSENT:
-                plain.pop(name, None)
-            else:
-                plain[name] = before
-        return plain
-
-
 def let_copy(before: Look) -> Callable[[], None]:
     """Let copies of the modules be plain; returns what undoes it."""
     touched: list[nn.Module] = []
     for module, state in before.items():
-        added = _added(module, state)
-        if added.hooks or added.attributes:
-            module.__dict__[_REDUCE] = _reduction(module, added)
+        hooks: dict[str, frozenset[object]] = {}  # added by the plan, by table
+        attributes: dict[str, object] = {}  # what was there in place of those of the plan
+        for name, value in module.__dict__.items():
+            known = state.get(name, _ABSENT)
+            if _is_table(name, value) and isinstance(known, frozenset):
+                if new := frozenset(value) - known:
+                    hooks[name] = new
+            elif value is not known and name not in _OWN:
+                attributes[name] = known
+        if hooks or attributes:
+            module.__dict__[_REDUCE] = partial(_reduce_plainly, module, hooks, attributes)
             touched.append(module)
 
     def undo() -> None:
@@ -81,38 +67,30 @@ def let_copy(before: Look) -> Callable[[], None]:
     return undo
 
 
-def _added(module: nn.Module, before: Mapping[str, object]) -> _Added:
-    hooks: dict[str, frozenset[object]] = {}
-    attributes: dict[str, object] = {}
-    for name, value in module.__dict__.items():
-        known = before.get(name, _ABSENT)
-        if _is_table(name, value) and isinstance(known, frozenset):
-            if new := frozenset(value) - known:
-                hooks[name] = new
-        elif value is not known and name not in _OWN:
-            attributes[name] = known
-    return _Added(hooks, attributes)
-
-
-def _reduction(module: nn.Module, added: _Added) -> Callable[[Any], Any]:
+def _reduce_plainly(
+    module: nn.Module,
+    hooks: Mapping[str, frozenset[object]],
+    attributes: Mapping[str, object],
+    protocol: Any,
+) -> Any:
     """What `copy` and `pickle` call: the class's own answer, for the module without the plan."""
-
-    def reduce(protocol: Any) -> Any:
-        state = module.__dict__
-        whole = dict(state)
-        plain = added.without(whole)
+    state = module.__dict__
+    whole = dict(state)
+    plain = {name: value for name, value in whole.items() if name != _REDUCE} | attributes
+    plain = {name: value for name, value in plain.items() if value is not _ABSENT}
+    for name, keys in hooks.items():
+        table = plain[name]
+        plain[name] = type(table)((k, v) for k, v in table.items() if k not in keys)
+    state.clear()
+    state.update(plain)
+    try:
+        reduced = type(module).__reduce_ex__(module, protocol)
+    finally:
         state.clear()
-        state.update(plain)
-        try:
-            reduced = type(module).__reduce_ex__(module, protocol)
-        finally:
-            state.clear()
-            state.update(whole)
-        if isinstance(reduced, tuple) and len(reduced) > 2 and reduced[2] is state:
-            reduced = (*reduced[:2], plain, *reduced[3:])
-        return reduced
-
-    return reduce
+        state.update(whole)
+    if isinstance(reduced, tuple) and len(reduced) > 2 and reduced[2] is state:
+        reduced = (*reduced[:2], plain, *reduced[3:])
+    return reduced
 
 
 Undo = list[Callable[[], object]]
@@ -145,15 +123,6 @@ def bring_back(chunk: Chunk) -> None:
         chunk.store.read(chunk.offset + part.offset, whole)
         part.parameter.data = whole.view(part.dtype).as_strided(part.shape, part.stride)
     chunk.hollow.clear()
-
-
-def bring_back_gradients(chunk: Chunk) -> None:
-    """Give an offloaded chunk's parameters the gradients that wait below the device."""
-    chunk.forget_dropped()
-    for part in chunk.slices:
-        if part.name in chunk.offloaded_gradients:
-            part.parameter.grad = chunk.offloaded_gradients[part.name].whole()
-    chunk.clear_gradients()
 
 
 class _Listing(local):

@@ -10,11 +10,7 @@ from torch import nn
 from protrain_plan.records.plan import Plan
 from protrain_runtime.devices.turns import Turns
 from protrain_runtime.engine.engine import Engine
-from protrain_runtime.model.copies import (
-    Undo,
-    bring_back_gradients,
-    offloaded_parameters,
-)
+from protrain_runtime.model.copies import Undo, offloaded_parameters
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.ranks.group import CHECKPOINT_LIMIT_S, Ranks
 from protrain_runtime.states.chunks import Chunk, read_parameter
@@ -118,7 +114,11 @@ def restore_as_is(model: nn.Module) -> nn.Module:
     """`restore`, also where an update was cut short: for steps that change no parameter."""
     prepared: Prepared = model.__dict__[ATTRIBUTE]
     for chunk in prepared.chunks if prepared.engine is not None else ():
-        bring_back_gradients(chunk)
+        chunk.forget_dropped()
+        for part in chunk.slices:
+            if part.name in chunk.offloaded_gradients:  # they wait below the device
+                part.parameter.grad = chunk.offloaded_gradients[part.name].whole()
+        chunk.clear_gradients()
     del model.__dict__[ATTRIBUTE]
     try:
         prepared.optimizer.give_back()
