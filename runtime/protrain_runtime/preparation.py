@@ -18,7 +18,8 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.program.compiling import compile_plan
 from protrain_plan.program.program import Settings, gradient_home
 from protrain_plan.records import fingerprint, read_plan
-from protrain_plan.records.plan import Persistent, Plan, StateTier, Swap, SwapInput
+from protrain_plan.records.hardware import TierName
+from protrain_plan.records.plan import Persistent, Plan, Swap, SwapInput
 from protrain_runtime.activations.compiled import (
     refuse_compiled_around,
     refuse_wrapped,
@@ -54,15 +55,17 @@ from protrain_runtime.diagnostics.recording import Watch
 from protrain_runtime.engine.boundaries import Boundaries
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.engine.moves import Moves
-from protrain_runtime.model.copies import (
+from protrain_runtime.model.optimizer import ParameterGroups, PlannedOptimizer, make_inner
+from protrain_runtime.model.prepared import (
+    ATTRIBUTE,
+    Prepared,
     Undo,
     add_state_dict_hooks,
     bring_back,
     let_copy,
     look_at,
+    undo_all,
 )
-from protrain_runtime.model.optimizer import ParameterGroups, PlannedOptimizer, make_inner
-from protrain_runtime.model.prepared import ATTRIBUTE, Prepared, undo_all
 from protrain_runtime.ranks.group import Ranks, ranks_of
 from protrain_runtime.states.chunks import Chunk, offload, read_parameter
 from protrain_runtime.states.layout import make_chunks
@@ -283,7 +286,7 @@ def _attach(
     chunks = make_chunks(model, plan.units, ranks, alignment=alignment)
     check_pieces(plan, chunks, factory)
     check_groups(plan, chunks, prepared.optimizer)
-    swap_stores: dict[StateTier, Store] = {}
+    swap_stores: dict[TierName, Store] = {}
     for unit in plan.units:  # what cannot be opened is told before anything changes
         if not isinstance(unit.states, Persistent):
             stores.get(unit.states.tier)

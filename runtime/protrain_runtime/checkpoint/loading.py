@@ -33,8 +33,7 @@ from protrain_runtime.checkpoint.tensor_files import Entry, fill_values, read_en
 from protrain_runtime.checkpoint.training_state import unpack
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.turns import in_turn
-from protrain_runtime.model.copies import offloaded_parameters
-from protrain_runtime.model.prepared import Prepared, meet, together, turns_of
+from protrain_runtime.model.prepared import Prepared, meet, offloaded_parameters, together, turns_of
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.chunks import Chunk, Slice
 from protrain_runtime.states.values import Held, Value, stored_states

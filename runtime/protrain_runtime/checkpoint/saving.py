@@ -19,9 +19,14 @@ from protrain_runtime.checkpoint.tensor_files import write_tensors
 from protrain_runtime.checkpoint.training_state import VERSION, pack
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.turns import in_turn
-from protrain_runtime.model.copies import offloaded_parameters
 from protrain_runtime.model.optimizer import PlannedOptimizer
-from protrain_runtime.model.prepared import Prepared, prepared_of, together, turns_of
+from protrain_runtime.model.prepared import (
+    Prepared,
+    offloaded_parameters,
+    prepared_of,
+    together,
+    turns_of,
+)
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.values import (
     Held,

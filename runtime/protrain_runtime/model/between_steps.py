@@ -19,8 +19,7 @@ from protrain_plan.program.program import SAVING_BYTES
 from protrain_runtime.devices.memory_meter import device_of
 from protrain_runtime.devices.preflight import check_free
 from protrain_runtime.devices.turns import in_turn
-from protrain_runtime.model.copies import offloaded_parameters
-from protrain_runtime.model.prepared import engine_of, prepared_of, turns_of
+from protrain_runtime.model.prepared import engine_of, offloaded_parameters, prepared_of, turns_of
 from protrain_runtime.states.chunks import Chunk, Slice, flat_storage_order, write_parameter
 
 
