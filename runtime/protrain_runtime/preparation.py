@@ -42,10 +42,9 @@ from protrain_runtime.devices.turns import watch_zero_grad
 from protrain_runtime.diagnostics.checking import Check as PlainCopy
 from protrain_runtime.diagnostics.matching import (
     check_devices,
-    check_groups,
     check_kernels,
     check_model,
-    check_pieces,
+    check_offloaded,
     keeps_everything,
     model_fingerprint,
     refuse_larger_batches,
@@ -284,8 +283,7 @@ def _attach(
     settings = Settings.of(plan, backend.device.type)
     alignment = devices.alignment(backend.device)
     chunks = make_chunks(model, plan.units, ranks, alignment=alignment)
-    check_pieces(plan, chunks, factory)
-    check_groups(plan, chunks, prepared.optimizer)
+    check_offloaded(plan, chunks, factory, prepared.optimizer)
     swap_stores: dict[TierName, Store] = {}
     for unit in plan.units:  # what cannot be opened is told before anything changes
         if not isinstance(unit.states, Persistent):

@@ -55,10 +55,6 @@ TYPES: dict[str, DeviceCalls] = {
 
 HOST = torch.device("cpu")
 
-ALIGNMENT_BYTES = BLOCK_BYTES
-"""Where the allocators of accelerators let a tensor begin (c10/cuda/CUDACachingAllocator.cpp,
-kMinBlockSize), and what they round sizes up to."""
-
 HOST_ALIGNMENT_BYTES = 64
 """What PyTorch's CPU allocator aligns tensors to (c10/core/alignment.h, gAlignment)."""
 
@@ -75,7 +71,9 @@ def on_host(device: torch.device) -> bool:
 
 def alignment(device: torch.device) -> int:
     """Where a tensor of its own would begin, in bytes: kernels may look at it."""
-    return HOST_ALIGNMENT_BYTES if on_host(device) else ALIGNMENT_BYTES
+    # An accelerator's is also what its allocator rounds sizes up to
+    # (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
+    return HOST_ALIGNMENT_BYTES if on_host(device) else BLOCK_BYTES
 
 
 def found(name: str) -> torch.device:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -112,12 +111,7 @@ class MemoryMeter:
             _note(f"{_MARK}{len(self._labels)}")
         self._labels.append(label)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if not self._on_host:
             self._read()
             shift = self._start_bytes - self._entry_bytes
@@ -179,14 +173,6 @@ def _without_chatter() -> Iterator[None]:
         os.close(nowhere)
 
 
-_COMPRESSED = {
-    torch.sparse_csr: ("crow_indices", "col_indices"),
-    torch.sparse_bsr: ("crow_indices", "col_indices"),
-    torch.sparse_csc: ("ccol_indices", "row_indices"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices"),
-}
-
-
 PARTS = "_protrain_parts"
 """What a fake sparse tensor was made of: its own indices and values are empty."""
 
@@ -202,7 +188,10 @@ def strided_parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield from (tensor._indices(), tensor._values())
         else:
             plain = tensor.detach()
-            yield from (getattr(plain, name)() for name in _COMPRESSED[tensor.layout])
+            if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+                yield from (plain.crow_indices(), plain.col_indices())
+            else:  # by columns
+                yield from (plain.ccol_indices(), plain.row_indices())
             yield plain.values()
 
 
@@ -259,22 +248,12 @@ def _cpu_segments(finished: profile, labels: list[str], start_bytes: int) -> tup
     results = finished.profiler.kineto_results
     assert results is not None
     events = sorted(_flat(results.experimental_event_tree()), key=lambda e: e.start_time_ns)
-    segments: list[Segment] = []
+    rows: list[tuple[str, list[int]]] = []  # of each segment its label; start, peak and end
     sizes: dict[int, int] = {}  # address -> bytes of the live blocks seen
-    live = start = peak = start_bytes
-    current: str | None = None
-
-    def close() -> None:
-        if current is not None:
-            segments.append(
-                Segment(label=current, start_bytes=start, peak_bytes=peak, end_bytes=live)
-            )
-
+    live = start_bytes
     for event in events:
         if event.name.startswith(_MARK):
-            close()
-            current = labels[int(event.name.removeprefix(_MARK))]
-            start = peak = live
+            rows.append((labels[int(event.name.removeprefix(_MARK))], [live, live, live]))
         elif event.name.startswith(_END):
             live -= int(event.name.removeprefix(_END))
         elif event.tag.name == "Allocation":
@@ -284,9 +263,13 @@ def _cpu_segments(finished: profile, labels: list[str], start_bytes: int) -> tup
             if block.alloc_size > 0:
                 sizes[block.ptr] = block.alloc_size
                 live += block.alloc_size
-                peak = max(peak, live)
-    close()
-    return tuple(segments)
+        if rows:
+            _, row = rows[-1]
+            row[1:] = max(row[1], live), live
+    return tuple(
+        Segment(label=label, start_bytes=start, peak_bytes=peak, end_bytes=end)
+        for label, (start, peak, end) in rows
+    )
 
 
 def _flat(events: list[Any]) -> Iterator[Any]:

@@ -144,13 +144,15 @@ def check_devices(
         )
 
 
-def check_pieces(plan: Plan, chunks: Sequence[Chunk], factory: OptimizerFactory) -> None:
-    """ProtrainError where an offloaded chunk cannot be updated in pieces."""
+def check_offloaded(
+    plan: Plan, chunks: Sequence[Chunk], factory: OptimizerFactory, optimizer: PlannedOptimizer
+) -> None:
+    """ProtrainError where an offloaded chunk cannot be updated in pieces, or is not all updated."""
+    units = zip(chunks, plan.units, strict=True)
+    offloaded = [each for each in units if not isinstance(each[1].states, Persistent)]
     updated: set[torch.dtype] = set()
     shared = overlapping(chunks)
-    for chunk, unit in zip(chunks, plan.units, strict=True):
-        if isinstance(unit.states, Persistent):
-            continue
+    for chunk, unit in offloaded:
         if chunk.unit in shared:
             raise ProtrainError(
                 f"{unit.name} has parameters that share memory, and states that leave the device"
@@ -168,14 +170,8 @@ def check_pieces(plan: Plan, chunks: Sequence[Chunk], factory: OptimizerFactory)
         updated |= dtypes
     for dtype in updated:
         check_elementwise(factory, dtype)
-
-
-def check_groups(plan: Plan, chunks: Sequence[Chunk], optimizer: PlannedOptimizer) -> None:
-    """ProtrainError where an offloaded parameter that is trained is in no parameter group."""
     grouped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    for chunk, unit in zip(chunks, plan.units, strict=True):
-        if isinstance(unit.states, Persistent):
-            continue
+    for chunk, unit in offloaded:
         for part in chunk.slices:
             if part.trainable and part.parameter not in grouped:
                 raise ProtrainError(
@@ -211,18 +207,24 @@ def model_fingerprint(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, module in model.named_modules():
         digest.update(f"module {name} {type(module).__qualname__}\n".encode())
+    for name, tensor, role, first in _tensors(model):
+        line = f"{name} {'x'.join(map(str, tensor.shape))} {tensor.dtype}"
+        if role == "buffer":
+            digest.update(f"buffer {line}\n".encode())
+        else:
+            tied = "" if first == name else f" tied to {first}"
+            digest.update(f"parameter {line} {role}{tied}\n".encode())
+    return f"sha256:{digest.hexdigest()[:24]}"
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, str, str]]:
+    """Parameters, then buffers: name, tensor, role, and the first name of a tied parameter."""
     first_names = {parameter: name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        shape = "x".join(map(str, parameter.shape))
-        trainable = "trainable" if parameter.requires_grad else "frozen"
-        first = first_names[parameter]
-        tied = "" if first == name else f" tied to {first}"
-        line = f"parameter {name} {shape} {parameter.dtype} {trainable}{tied}\n"
-        digest.update(line.encode())
+        role = "trainable" if parameter.requires_grad else "frozen"
+        yield name, parameter, role, first_names[parameter]
     for name, buffer in model.named_buffers():
-        shape = "x".join(map(str, buffer.shape))
-        digest.update(f"buffer {name} {shape} {buffer.dtype}\n".encode())
-    return f"sha256:{digest.hexdigest()[:24]}"
+        yield name, buffer, "buffer", name
 
 
 MOST_LINES, MOST_WORDS, MOST_NAMES = 12, 6, 3
@@ -267,21 +269,11 @@ def model_changes(planned: Iterable[str], model: nn.Module, units: Sequence[Unit
 
 def _contents(model: nn.Module) -> dict[str, str]:
     contents: dict[str, str] = {}
-    first_names = {parameter: name for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if (first := first_names[parameter]) != name:
-            contents[name] = f"tied to {first}"
-        else:
-            role = "trainable" if parameter.requires_grad else "frozen"
-            contents[name] = f"{_shape_and_dtype(parameter)} {role}"
-    for name, buffer in model.named_buffers():
-        contents[name] = f"{_shape_and_dtype(buffer)} buffer"
+    for name, tensor, role, first in _tensors(model):
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        alone = f"{shape} {str(tensor.dtype).removeprefix('torch.')} {role}"
+        contents[name] = alone if first == name else f"tied to {first}"
     return contents
-
-
-def _shape_and_dtype(tensor: Tensor) -> str:
-    shape = "x".join(map(str, tensor.shape)) or "scalar"
-    return f"{shape} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _folded(contents: Mapping[str, str]) -> tuple[str, ...]:
@@ -395,13 +387,11 @@ def with_batch_sizes(workload: Workload, model: nn.Module, batch: object) -> Wor
     """
     if workload.model_config:
         return workload
-    args: tuple[object, ...] = ()
-    kwargs: Mapping[str, object] = {}
+    signature = inspect.signature(model.forward)
     if isinstance(batch, Mapping):
-        kwargs = batch
+        sizes = _sizes(signature, (), batch)
     else:
-        args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-    sizes = _sizes(inspect.signature(model.forward), args, kwargs)
+        sizes = _sizes(signature, tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
     tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
     batch_size = tensors[0].shape[0] if tensors else 1
     rows = [tensor for tensor in tensors if tensor.shape[0] == batch_size]

@@ -7,7 +7,6 @@ keeps averaged parameters where the parameters are.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -55,12 +54,7 @@ class FullParameters:
         self._engine.gather(self._chunks, f"full_parameters(model{what})", modify=self._modify)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if self._engine is None or not self._chunks:
             return
         changed: list[str] = []

@@ -85,35 +85,33 @@ class PlannedOptimizer(torch.optim.Optimizer):
         if self._engine is None:
             self._inner.step()
             return loss
-        what = "optimizer.step()"
-        with self._engine.turns.taken(f"{what} was called", what):
-            self._step(self._engine)
-        return loss
-
-    def _step(self, engine: Engine) -> None:
-        engine.check_step()
-        if self._used and self._used != self._group_options():
-            raise RuntimeError(
-                "a parameter group's options changed between backward() and step(): this plan has"
-                " updated offloaded parameters with the old ones; change them before backward()"
-            )
-        with engine.stepping():
-            engine.begin_update()
-            used = [parameter for chunk in self._chunks for parameter in chunk.drop_consumed()]
-            engine.update_shards()
-            if isinstance(self._inner, MasterOptimizer):
-                # What the plan counts: the workspace of a step on the largest chunk, of which
-                # those parameters are stepped that have gradients.
-                due = (
-                    sum(each.numel() for each in chunk.parameters if each.grad is not None)
-                    for chunk in self._persistent
+        what, engine = "optimizer.step()", self._engine
+        with engine.turns.taken(f"{what} was called", what):
+            engine.check_step()
+            if self._used and self._used != self._group_options():
+                raise RuntimeError(
+                    "a parameter group's options changed between backward() and step(): this plan"
+                    " has updated offloaded parameters with the old ones; change them before"
+                    " backward()"
                 )
-                self._inner.room_elements = max(due, default=0)
-            self._inner.step()
-            engine.finish_step()
-        for parameter in used:
-            parameter.grad = UsedGradient.standing_for(parameter)
-        self._used = []
+            with engine.stepping():
+                engine.begin_update()
+                used = [parameter for chunk in self._chunks for parameter in chunk.drop_consumed()]
+                engine.update_shards()
+                if isinstance(self._inner, MasterOptimizer):
+                    # What the plan counts: the workspace of a step on the largest chunk, of which
+                    # those parameters are stepped that have gradients.
+                    due = (
+                        sum(each.numel() for each in chunk.parameters if each.grad is not None)
+                        for chunk in self._persistent
+                    )
+                    self._inner.room_elements = max(due, default=0)
+                self._inner.step()
+                engine.finish_step()
+            for parameter in used:
+                parameter.grad = UsedGradient.standing_for(parameter)
+            self._used = []
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or zero them. TurnError during another thread's step."""
