@@ -3,6 +3,8 @@
 import resource
 from dataclasses import dataclass
 
+import torch
+
 from benchmarks.peers import accelerators
 from benchmarks.peers.work import Work
 from protrain_runtime.devices import device as devices
@@ -55,7 +57,7 @@ class Limit:
             if self._work.cap_bytes:
                 room = max(0, self._work.cap_bytes - devices.context_bytes(self._device))
                 accelerators.set_limit(self._device, room)
-            devices.reset_peaks(self._device)
+            torch.accelerator.reset_peak_memory_stats(self._device)
         reset_peak_rss()
 
     def peaks(self) -> Peaks:
@@ -63,9 +65,9 @@ class Limit:
         if devices.on_host(self._device):
             return Peaks(tensor_bytes=None, device_bytes=resident, process_bytes=resident)
         return Peaks(
-            tensor_bytes=devices.peak_allocated_bytes(self._device),
+            tensor_bytes=torch.accelerator.max_memory_allocated(self._device),
             # The context of now: kernels are loaded when they are first used.
-            device_bytes=devices.peak_reserved_bytes(self._device)
+            device_bytes=torch.accelerator.max_memory_reserved(self._device)
             + devices.context_bytes(self._device),
             process_bytes=resident,
         )

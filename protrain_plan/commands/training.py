@@ -316,7 +316,7 @@ class _Trainer:
         memory = measure_step(self.model, step, besides_bytes=others)
         host, disk = below_device(self.model)
         device = device_of(self.model)
-        reserved = 0 if devices.on_host(device) else devices.peak_reserved_bytes(device)
+        reserved = 0 if devices.on_host(device) else torch.accelerator.max_memory_reserved(device)
         self.slots = memory.slot_bytes
         self.peak = TierBytes(
             device=memory.device_bytes,

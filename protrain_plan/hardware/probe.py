@@ -274,7 +274,7 @@ class PinnedLink:
         self._num_bytes = num_bytes
         self._up_host, self._down_host = (backend.empty_host(num_bytes).fill_(1) for _ in range(2))
         self._up_device, self._down_device = (backend.empty(num_bytes).fill_(1) for _ in range(2))
-        self._up, self._down = (devices.new_stream(device) for _ in range(2))
+        self._up, self._down = (torch.Stream(device=device) for _ in range(2))
         devices.synchronize(device)  # the device's buffers were filled on the current stream
 
     def read(self) -> None:

@@ -37,7 +37,7 @@ from protrain_plan.records.plan import (
 from protrain_plan.records.profile import DType, Precision, Workload
 from protrain_plan.units import four_digits
 from protrain_runtime import prepare, record, restore
-from protrain_runtime.devices.device import current_stream, found, new_stream, on_host, synchronize
+from protrain_runtime.devices.device import current_stream, found, on_host, synchronize
 from protrain_runtime.devices.lanes import Backend, take_one_thread
 from protrain_runtime.devices.stores import HostStore
 from protrain_runtime.diagnostics.matching import model_fingerprint
@@ -146,7 +146,7 @@ def while_copying(device: torch.device, work: Callable[[], Result]) -> Result:
     backend = Backend(device)
     ends = [(backend.empty_host(_COPY_BYTES), backend.empty(_COPY_BYTES)) for _ in range(2)]
     (up_host, up_device), (down_host, down_device) = ends
-    up, down = new_stream(device), new_stream(device)
+    up, down = torch.Stream(device=device), torch.Stream(device=device)
     with ThreadPoolExecutor(max_workers=1) as pool:
         result = pool.submit(work)
         while not result.done():

@@ -98,16 +98,18 @@ class Reserve:
         if devices.on_host(self._device):
             return 0
         gc.collect()
-        return max(0, devices.allocated_bytes(self._device) - self._before_bytes)
+        return max(0, torch.accelerator.memory_allocated(self._device) - self._before_bytes)
 
     def _segment_bytes(self, num_bytes: int) -> int:
         """What the allocator takes from the device for one more tensor of this size."""
         devices.free_cached(self._device)
-        before = devices.reserved_bytes(self._device)
+        before = torch.accelerator.memory_reserved(self._device)
         held: list[torch.Tensor] = []  # what fits into what there is
-        while devices.reserved_bytes(self._device) == before and len(held) < _MOST_TENSORS:
+        while (
+            torch.accelerator.memory_reserved(self._device) == before and len(held) < _MOST_TENSORS
+        ):
             held.append(torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
-        return devices.reserved_bytes(self._device) - before
+        return torch.accelerator.memory_reserved(self._device) - before
 
     def meter(self) -> MemoryMeter:
         """A meter of a step that is seen, too."""
@@ -123,10 +125,10 @@ class Reserve:
             return
         gc.collect()
         devices.free_cached(self._device)
-        devices.reset_peaks(self._device)
+        torch.accelerator.reset_peak_memory_stats(self._device)
         yield
-        reserved = devices.peak_reserved_bytes(self._device)
-        self._seen.append((reserved, devices.peak_allocated_bytes(self._device)))
+        reserved = torch.accelerator.max_memory_reserved(self._device)
+        self._seen.append((reserved, torch.accelerator.max_memory_allocated(self._device)))
 
 
 ALLOWANCE_BYTES = 2 * 2**20

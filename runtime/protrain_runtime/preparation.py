@@ -3,9 +3,8 @@
 import hashlib
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Literal, get_args
@@ -19,12 +18,8 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.program.compiling import compile_plan
 from protrain_plan.program.program import Settings, gradient_home
 from protrain_plan.records import fingerprint, read_plan
-from protrain_plan.records.plan import (
-    Persistent,
-    Plan,
-    Swap,
-    SwapInput,
-)
+from protrain_plan.records.hardware import TierName
+from protrain_plan.records.plan import Persistent, Plan, Swap, SwapInput
 from protrain_runtime.activations.compiled import (
     refuse_compiled_around,
     refuse_wrapped,
@@ -33,7 +28,7 @@ from protrain_runtime.activations.compiled import (
 from protrain_runtime.activations.forms import wrap_forward
 from protrain_runtime.activations.recompute import switch_off_checkpointing
 from protrain_runtime.devices import device as devices
-from protrain_runtime.devices.lanes import WAIT_LIMIT_S, Backend, WorkLane, only_here, quick_turns
+from protrain_runtime.devices.lanes import WAIT_LIMIT_S, Backend, only_here, quick_turns
 from protrain_runtime.devices.memory_meter import addresses, device_of
 from protrain_runtime.devices.preflight import (
     check_room,
@@ -42,15 +37,14 @@ from protrain_runtime.devices.preflight import (
     room_here,
     warn_of_slow_disk,
 )
-from protrain_runtime.devices.stores import Stores
+from protrain_runtime.devices.stores import Store, Stores
 from protrain_runtime.devices.turns import watch_zero_grad
 from protrain_runtime.diagnostics.checking import Check as PlainCopy
 from protrain_runtime.diagnostics.matching import (
     check_devices,
-    check_groups,
     check_kernels,
     check_model,
-    check_pieces,
+    check_offloaded,
     keeps_everything,
     model_fingerprint,
     refuse_larger_batches,
@@ -60,16 +54,17 @@ from protrain_runtime.diagnostics.recording import Watch
 from protrain_runtime.engine.boundaries import Boundaries
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.engine.moves import Moves
-from protrain_runtime.model.copies import (
-    Look,
+from protrain_runtime.model.optimizer import ParameterGroups, PlannedOptimizer, make_inner
+from protrain_runtime.model.prepared import (
+    ATTRIBUTE,
+    Prepared,
     Undo,
     add_state_dict_hooks,
     bring_back,
     let_copy,
     look_at,
+    undo_all,
 )
-from protrain_runtime.model.optimizer import ParameterGroups, PlannedOptimizer, make_inner
-from protrain_runtime.model.prepared import ATTRIBUTE, Prepared, parameter_values, undo_all
 from protrain_runtime.ranks.group import Ranks, ranks_of
 from protrain_runtime.states.chunks import Chunk, make_chunks, offload, read_values
 from protrain_runtime.states.unchanged_model import UnchangedModel, refuse_conversions
@@ -102,11 +97,11 @@ def prepare(
     trains a plain copy beside the first three steps and stops on a bit that differs (`checking`);
     it needs the memory of plain training. `check="spills"` compares what comes back from host
     memory and disk with what went there, and stops before bytes are used that differ (see
-    `block_sums`); every step pays for that. `wait_limit_s` is how long one wait for a transfer or
+    `stores`); every step pays for that. `wait_limit_s` is how long one wait for a transfer or
     an update may take before it is an error that names it.
     `lane_delay` returns seconds by which tests hold every transfer back. `watch` compares the bytes
     of the second step with those predicted, and warns of more; by default on accelerators, where it
-    costs nothing (see `watching`).
+    costs nothing (see `recording`).
 
     The training loop stays as it is: the plan's number of micro-batches, each with a forward and
     a backward, then one `step()`. Where the plan's updates come after backward, gradients may be
@@ -116,110 +111,80 @@ def prepare(
     and go through forward, backward, `step()` and state dicts together (see `ranks`).
     Before anything is allocated, the plan's predicted peaks are compared with the memory and the
     disk that there are (see `preflight`). Under a plan of master precision, the optimizer steps on
-    float32 copies (see `masters`).
+    float32 copies (see `master_weights`).
     Raises ProtrainError, and leaves the model as it was, if the plan was made for another model or
     cannot be carried out here or by this version.
     """
-    undo: Undo = []
-    own: Undo = []  # after it, where this fails
     ranks = ranks_of(process_group, limit_s=wait_limit_s)
+    with _taken_back_on_failure(ranks) as (undo, own):
+        if ATTRIBUTE in model.__dict__:
+            raise ProtrainError("the model follows a plan already", fix="call restore(model) first")
+        if check is not None and check not in get_args(Check):
+            raise ProtrainError(
+                f"there is no check {check!r}", key="check", fix='"bitwise", "spills" or None'
+            )
+        directory = Path(spill_directory if spill_directory is not None else gettempdir())
+        if not isinstance(plan, Plan):
+            plan = read_plan(Path(plan))
+        refuse_wrapped(model)
+        modules = check_model(model, plan)
+        check_kernels(plan)
+        check_devices(model, plan, process_group, copies=check == "bitwise")
+        keeps = keeps_everything(plan)  # plain PyTorch itself: nothing to attach or check
+        if not keeps:
+            refuse_compiled_around(model, modules)
+        device = device_of(model)
+        devices.require(device)
+        room = room_here(device, directory)
+        if plan.num_devices > 1:
+            room = for_each(room, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        check_room(plan, room, directory)
+        if plan.workload.precision == "master":
+            optimizer = with_master_weights(optimizer)
+        inner = make_inner(optimizer, model, param_groups)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        facade = PlannedOptimizer(inner, names)
+        before = look_at(model)
+        undo.append(switch_off_checkpointing(model, stacklevel=3))
+        prepared = Prepared(None, (), facade, undo, plan, ranks=ranks)
+        plain_copy = None
+        if not keeps:
+            if check == "bitwise":
+                plain_copy = PlainCopy(model, optimizer, facade)
+            backend = Backend(device, delay=lane_delay, limit_s=wait_limit_s)
+            if ranks is not None:
+                facts = _facts(model, plan, inner, names, device, wait_limit_s)
+                ranks.connect(facts, num_replicas=plan.num_replicas, device=device)
+                undo.append(ranks.meeting.close)
+            stores = Stores(backend, directory, checked=check == "spills")
+            undo.append(stores.close)
+            _attach(model, modules, prepared, optimizer, stores, backend, own)
+            warn_of_slow_disk(plan, directory)
+        model.__dict__[ATTRIBUTE] = prepared
+        own.append(lambda: model.__dict__.pop(ATTRIBUTE, None))
+        undo.append(let_copy(before))
+        watches = not devices.on_host(device) if watch is None else watch
+        if plain_copy is not None:
+            plain_copy.start()
+            undo.append(plain_copy.stop)
+        elif prepared.engine is not None and plan.prediction.peak_bytes.device and watches:
+            undo.append(Watch(model, plan, prepared.engine, facade).stop)
+    return model, facade
+
+
+@contextmanager
+def _taken_back_on_failure(ranks: Ranks | None) -> Iterator[tuple[Undo, Undo]]:
+    """What undoes a preparation, and what does besides, after it, where the preparation fails."""
+    undo: Undo = []
+    own: Undo = []
     try:
         with ranks.meeting.telling("prepare()") if ranks is not None else nullcontext():
-            prepared = _prepare(
-                model,
-                plan,
-                optimizer,
-                param_groups,
-                directory=Path(spill_directory if spill_directory is not None else gettempdir()),
-                check=check,
-                limit_s=wait_limit_s,
-                delay=lane_delay,
-                group=process_group,
-                watch=watch,
-                ranks=ranks,
-                undo=undo,
-                own=own,
-            )
+            yield undo, own
     except BaseException:
         undo_all([*own, *undo])
         if ranks is not None:
             ranks.meeting.close()
         raise
-    return model, prepared.optimizer
-
-
-def _prepare(
-    model: nn.Module,
-    plan: Plan | Path | str,
-    optimizer: OptimizerFactory,
-    param_groups: ParameterGroups | None,
-    *,
-    directory: Path,
-    check: Check | None,
-    limit_s: float,
-    delay: Callable[[], float] | None,
-    group: ProcessGroup | None,
-    watch: bool | None,
-    ranks: Ranks | None,
-    undo: Undo,
-    own: Undo,
-) -> Prepared:
-    """`prepare`; what it has done to the model when it raises, `undo` and `own` take back."""
-    if ATTRIBUTE in model.__dict__:
-        raise ProtrainError("the model follows a plan already", fix="call restore(model) first")
-    if check is not None and check not in get_args(Check):
-        raise ProtrainError(
-            f"there is no check {check!r}", key="check", fix='"bitwise", "spills" or None'
-        )
-    if not isinstance(plan, Plan):
-        plan = read_plan(Path(plan))
-    refuse_wrapped(model)
-    modules = check_model(model, plan)
-    check_kernels(plan)
-    check_devices(model, plan, group, copies=check == "bitwise")
-    if not keeps_everything(plan):
-        refuse_compiled_around(model, modules)
-    device = device_of(model)
-    devices.require(device)
-    room = room_here(device, directory)
-    if plan.num_devices > 1:
-        room = for_each(room, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    check_room(plan, room, directory)
-    if plan.workload.precision == "master":
-        optimizer = with_master_weights(optimizer)
-    inner = make_inner(optimizer, model, param_groups)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    facade = PlannedOptimizer(inner, names)
-    before = look_at(model)
-    undo.append(switch_off_checkpointing(model, stacklevel=4))
-    prepared = Prepared(None, (), facade, undo, plan, ranks=ranks)
-    if keeps_everything(plan):  # plain PyTorch itself: nothing to check either
-        _carry(model, prepared, before, own)
-        return prepared
-    checking = None
-    if check == "bitwise":
-        checking = PlainCopy(
-            model,
-            partial(_plain_optimizer, optimizer, facade, names),
-            partial(parameter_values, model),
-        )
-    backend = Backend(device, delay=delay, limit_s=limit_s)
-    if ranks is not None:
-        facts = _facts(model, plan, inner, names, device, limit_s)
-        ranks.connect(facts, num_replicas=plan.num_replicas, device=device)
-        undo.append(ranks.meeting.close)
-    stores = Stores(backend, directory, checked=check == "spills")
-    undo.append(stores.close)
-    _attach(model, modules, prepared, optimizer, stores, backend, ranks, own)
-    warn_of_slow_disk(plan, directory)
-    _carry(model, prepared, before, own)
-    if checking is not None:
-        checking.start(facade)
-        undo.append(checking.stop)
-    elif plan.prediction.peak_bytes.device and (not backend.on_host if watch is None else watch):
-        assert prepared.engine is not None
-        undo.append(Watch(model, plan, prepared.engine, facade).stop)
-    return prepared
 
 
 def _facts(
@@ -301,29 +266,6 @@ def _share(ranks: Ranks, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
     return bring_back_own
 
 
-def _plain_optimizer(
-    factory: OptimizerFactory,
-    planned: PlannedOptimizer,
-    names: Mapping[nn.Parameter, str],
-    plain: nn.Module,
-) -> torch.optim.Optimizer:
-    """The optimizer of a plain copy of the model, in the same groups."""
-    own = dict(plain.named_parameters())
-    return factory(
-        [
-            {**group, "params": [own[names[parameter]] for parameter in group["params"]]}
-            for group in planned.param_groups
-        ]
-    )
-
-
-def _carry(model: nn.Module, prepared: Prepared, before: Look, own: Undo) -> None:
-    """Let the model have what was attached, and copies of it be as they were `before`."""
-    model.__dict__[ATTRIBUTE] = prepared
-    own.append(lambda: model.__dict__.pop(ATTRIBUTE, None))
-    prepared.undo.append(let_copy(before))
-
-
 def _attach(
     model: nn.Module,
     modules: Sequence[nn.Module | None],
@@ -331,22 +273,21 @@ def _attach(
     factory: OptimizerFactory,
     stores: Stores,
     backend: Backend,
-    ranks: Ranks | None,
     own: Undo,
 ) -> None:
-    plan, undo = prepared.plan, prepared.undo
+    plan, undo, ranks = prepared.plan, prepared.undo, prepared.ranks
     if not backend.on_host:
         undo.append(quick_turns())
     settings = Settings.of(plan, backend.device.type)
     alignment = devices.alignment(backend.device)
     chunks = make_chunks(model, plan.units, ranks, alignment=alignment)
-    check_pieces(plan, chunks, factory)
-    check_groups(plan, chunks, prepared.optimizer)
+    check_offloaded(plan, chunks, factory, prepared.optimizer)
+    swap_stores: dict[TierName, Store] = {}
     for unit in plan.units:  # what cannot be opened is told before anything changes
         if not isinstance(unit.states, Persistent):
             stores.get(unit.states.tier)
         if isinstance(unit.activations, Swap | SwapInput):
-            stores.get(unit.activations.tier)
+            swap_stores[unit.activations.tier] = stores.get(unit.activations.tier)
     dtypes = {part.dtype for chunk in chunks for part in chunk.slices if part.trainable}
     rules = {dtype: rule_of(factory, dtype, prepared.optimizer) for dtype in dtypes}
     if ranks is not None:
@@ -368,11 +309,6 @@ def _attach(
         else:  # what leaves can be gathered: all ranks have written their part
             ranks.meeting.meet("prepare()")
         chunk.unbind(chunk.every_group)
-    swap_stores = {
-        unit.activations.tier: stores.get(unit.activations.tier)
-        for unit in plan.units
-        if isinstance(unit.activations, Swap | SwapInput)
-    }
     per_parameter = {dtype: rule.element_bytes for dtype, rule in rules.items()}
     sizes = [chunk.size(per_parameter) for chunk in chunks]
     program = compile_plan(plan.units, sizes, settings)
@@ -409,8 +345,17 @@ def _attach(
         checked=stores.checked,
         shared_buffers=tuple(model.buffers()) if ranks is not None else (),
     )
-    # A model that is dropped without `restore` frees its threads and files all the same.
-    shut = partial(_shut, tuple(engine.lanes.values()), stores, ranks)
+    lanes = tuple(engine.lanes.values())
+
+    def shut() -> None:
+        for lane in lanes:
+            lane.close()
+        stores.close()
+        if ranks is not None:
+            ranks.meeting.close()
+
+    # A model that is dropped without `restore` frees its threads and files all the same. What does
+    # it refers neither to the model nor to its engine.
     last_resort = weakref.finalize(model, only_here(shut))
     undo.append(last_resort.detach)
     undo.append(engine.close)
@@ -444,11 +389,3 @@ def _bring_back_together(ranks: Ranks, chunks: Sequence[Chunk]) -> None:
         else:
             for part in chunk.slices:
                 read_values(chunk, part)
-
-
-def _shut(lanes: Sequence[WorkLane], stores: Stores, ranks: Ranks | None) -> None:
-    for lane in lanes:
-        lane.close()
-    stores.close()
-    if ranks is not None:
-        ranks.meeting.close()

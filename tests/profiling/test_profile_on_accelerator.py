@@ -83,9 +83,9 @@ def test_a_profile_counts_workspaces_and_context_and_the_other_device_has_nothin
     card: torch.device,
 ) -> None:
     other = torch.device("emulated", 0)
-    before = devices.allocated_bytes(other)
+    before = torch.accelerator.memory_allocated(other)
     profile = profiled(card)
-    assert devices.allocated_bytes(other) == before
+    assert torch.accelerator.memory_allocated(other) == before
     assert profile.workload.device == profile.hardware.device.kind == "emulated"
     model = SOURCE.build(dtype="bfloat16", device=card)
     batch = next(SOURCE.batches(batch_size=2, seq_len=64, dtype="bfloat16", device=card))
@@ -124,7 +124,7 @@ def test_a_plan_runs_under_a_limit_on_what_it_predicts(
     devices.free_cached(card)
     # What other tests have left on the device, and what libraries keep, of which the plan knows.
     others = reachable_bytes(card)
-    kept = devices.reserved_bytes(card) if others else 0
+    kept = torch.accelerator.memory_reserved(card) if others else 0
     with capped(card, peak.reserved + kept):
         run = train(
             plan, num_steps=3, plain=False, text=None, spill_directory=tmp_path, device=card

@@ -446,8 +446,8 @@ def test_a_solved_plan_keeps_its_promise(profile: Profile, tmp_path: Path) -> No
 
 def filling(num_bytes: int) -> Iterator[Tensor]:
     """Tensors of this size until the allocator asks the card for more."""
-    reserved = devices.reserved_bytes(device())
-    while devices.reserved_bytes(device()) == reserved:
+    reserved = torch.accelerator.memory_reserved(device())
+    while torch.accelerator.memory_reserved(device()) == reserved:
         yield torch.empty(num_bytes, dtype=torch.uint8, device=device())
 
 
@@ -460,7 +460,7 @@ def test_memory_that_runs_out_is_told_by_slot(profile: Profile, tmp_path: Path) 
     inputs = next(load_source("tiny-llama").batches(batch_size=4, seq_len=64, device=device()))
     held = [*filling(2**16), *filling(2**21)]  # the allocator's small and large blocks
     with (
-        capped(devices.reserved_bytes(device())),
+        capped(torch.accelerator.memory_reserved(device())),
         pytest.raises(OutOfMemoryError) as caught,
         explain_memory(model, lambda: profile),
     ):

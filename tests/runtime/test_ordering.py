@@ -330,10 +330,10 @@ def peak(units: tuple[UnitPlan, ...], lateness: Callable[[], Any]) -> int:
         if lateness is late:  # everything has ended by the next slot
             engine.observer = lambda _: [lane_ended(lane) for lane in engine.lanes.values()]  # type: ignore[assignment,func-returns-value]
         steps(model, optimizer)
-        devices.reset_peaks(device())
-        before = devices.allocated_bytes(device())
+        torch.accelerator.reset_peak_memory_stats(device())
+        before = torch.accelerator.memory_allocated(device())
         steps(model, optimizer)
-        found = devices.peak_allocated_bytes(device()) - before
+        found = torch.accelerator.max_memory_allocated(device()) - before
         given_up(model)
     return found
 
@@ -445,7 +445,7 @@ def through_the_passage() -> None:
     with TemporaryDirectory() as folder, LATE_LANES():
         store = DiskStore(Path(folder), backend)
         offsets = [store.reserve(source.numel()) for source in sources]
-        with devices.new_stream(device()) as stream:
+        with torch.Stream(device=device()) as stream:
             for offset, source in zip(offsets, sources, strict=True):
                 store.write(offset, source)
             on_disk = [torch.empty_like(value) for value in values]

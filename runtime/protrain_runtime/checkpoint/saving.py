@@ -45,9 +45,15 @@ from protrain_runtime.checkpoint.part_files import Saved
 from protrain_runtime.checkpoint.pickled import VERSION, pack, unpack
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.turns import in_turn
-from protrain_runtime.model.copies import offloaded_parameters
 from protrain_runtime.model.optimizer import PlannedOptimizer
-from protrain_runtime.model.prepared import Prepared, meet, prepared_of, together, turns_of
+from protrain_runtime.model.prepared import (
+    Prepared,
+    meet,
+    offloaded_parameters,
+    prepared_of,
+    together,
+    turns_of,
+)
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.values import (
     Held,

@@ -55,10 +55,6 @@ TYPES: dict[str, DeviceCalls] = {
 
 HOST = torch.device("cpu")
 
-ALIGNMENT_BYTES = BLOCK_BYTES
-"""Where the allocators of accelerators let a tensor begin (c10/cuda/CUDACachingAllocator.cpp,
-kMinBlockSize), and what they round sizes up to."""
-
 HOST_ALIGNMENT_BYTES = 64
 """What PyTorch's CPU allocator aligns tensors to (c10/core/alignment.h, gAlignment)."""
 
@@ -75,7 +71,9 @@ def on_host(device: torch.device) -> bool:
 
 def alignment(device: torch.device) -> int:
     """Where a tensor of its own would begin, in bytes: kernels may look at it."""
-    return HOST_ALIGNMENT_BYTES if on_host(device) else ALIGNMENT_BYTES
+    # An accelerator's is also what its allocator rounds sizes up to
+    # (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
+    return HOST_ALIGNMENT_BYTES if on_host(device) else BLOCK_BYTES
 
 
 def found(name: str) -> torch.device:
@@ -136,11 +134,6 @@ def current_stream(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device)
 
 
-def new_stream(device: torch.device) -> torch.Stream:
-    """A stream of its own."""
-    return torch.Stream(device=device)
-
-
 def record_event(device: torch.device, *, timing: bool = False) -> torch.Event:
     """The moment at which the device's current stream has done what was submitted to it."""
     event = torch.Event(device=device, enable_timing=timing)
@@ -157,31 +150,6 @@ def synchronize(device: torch.device) -> None:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def allocated_bytes(device: torch.device) -> int:
-    """What the allocator has given out."""
-    return torch.accelerator.memory_allocated(device)
-
-
-def reserved_bytes(device: torch.device) -> int:
-    """What the allocator has taken from the device, given out or not."""
-    return torch.accelerator.memory_reserved(device)
-
-
-def peak_allocated_bytes(device: torch.device) -> int:
-    """The most that was given out at once since `reset_peaks`."""
-    return torch.accelerator.max_memory_allocated(device)
-
-
-def peak_reserved_bytes(device: torch.device) -> int:
-    """The most that was reserved at once since `reset_peaks`."""
-    return torch.accelerator.max_memory_reserved(device)
-
-
-def reset_peaks(device: torch.device) -> None:
-    """Let the peaks begin at what stands now."""
-    torch.accelerator.reset_peak_memory_stats(device)
-
-
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
     """What nobody has of the device's memory, and all of it."""
     free, total = torch.accelerator.get_memory_info(device)
@@ -191,12 +159,12 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
 def context_bytes(device: torch.device) -> int:
     """What is taken of the device's memory besides this process's allocator."""
     free, total = free_and_total_bytes(device)
-    return total - free - reserved_bytes(device)
+    return total - free - torch.accelerator.memory_reserved(device)
 
 
 def room_bytes(device: torch.device) -> int:
     """What this process's allocator may have: what is free or reserved, within a cap on it."""
-    room = free_and_total_bytes(device)[0] + reserved_bytes(device)
+    room = free_and_total_bytes(device)[0] + torch.accelerator.memory_reserved(device)
     limit = of_type(device).memory_limit
     cap = None if limit is None else limit(device)
     return room if cap is None else min(room, cap)
@@ -244,7 +212,8 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
 def all_random_states() -> tuple[str, list[torch.Tensor]]:
     """The type of this machine's accelerators, and the states of those in use; else nothing."""
     here = torch.accelerator.current_accelerator(check_available=True)
-    if here is None or not _in_use(here):
+    # Asking a type that is not in use yet for a state would start it.
+    if here is None or not torch.get_device_module(here).is_initialized():
         return "", []
     devices = [torch.device(here.type, n) for n in range(torch.accelerator.device_count())]
     return here.type, [random_state(device) for device in devices]
@@ -259,11 +228,6 @@ def set_all_random_states(kind: str, states: list[torch.Tensor]) -> None:
         set_random_state(torch.device(kind, index), state)
 
 
-def _in_use(device: torch.device) -> bool:
-    """Whether the type was used already: asking for a state would start it."""
-    return bool(torch.get_device_module(device).is_initialized())
-
-
 def _can_time_and_wait(device: torch.device) -> None:
     start, end = (record_event(device, timing=True) for _ in range(2))
     current_stream(device).wait_event(start)
@@ -271,16 +235,16 @@ def _can_time_and_wait(device: torch.device) -> None:
     start.elapsed_time(end)
 
 
-def _can_pin(device: torch.device) -> None:
-    if of_type(device).pin is None:
-        torch.empty(1, dtype=torch.uint8, pin_memory=True)
-
-
 _NEEDED: dict[str, Callable[[torch.device], object]] = {
-    "streams": new_stream,
+    "streams": lambda device: torch.Stream(device=device),
     "events": _can_time_and_wait,
-    "memory statistics": lambda device: (room_bytes(device), peak_reserved_bytes(device)),
-    "pinned memory": _can_pin,
+    "memory statistics": lambda device: (
+        room_bytes(device),
+        torch.accelerator.max_memory_reserved(device),
+    ),
+    "pinned memory": lambda device: (
+        of_type(device).pin or torch.empty(1, dtype=torch.uint8, pin_memory=True)
+    ),
     "random states": random_state,
     # Without it, dropout that is recomputed draws other numbers, and nobody says so.
     "flag by which torch.utils.checkpoint knows that random states are in use": lambda device: (

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -179,7 +179,7 @@ class ThreadLane:
         self._process = os.getpid()
         self._delay, self._limit_s, self._device = delay, limit_s, device
         # With an accelerator, the work's copies run on a stream of the lane's own.
-        self._stream = None if device is None else devices.new_stream(device)
+        self._stream = None if device is None else torch.Stream(device=device)
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._thread = started(f"protrain {name}", self._run)
 
@@ -263,7 +263,7 @@ class StreamLane:
         self.on_stream = True
         self._process = os.getpid()
         self._device, self._limit_s = device, limit_s
-        self._stream = devices.new_stream(device)
+        self._stream = torch.Stream(device=device)
         self._queue: SimpleQueue[tuple[_Item, StreamTicket] | None] = SimpleQueue()
         self._waiting: StreamTicket | None = None  # the last that was left to the thread
         self._thread: threading.Thread | None = None
@@ -321,18 +321,13 @@ def ask_for_huge_pages(buffer: torch.Tensor) -> None:
 
     A lane is the first to touch a fresh buffer. With pages of 4 KiB that is most of its time.
     """
-    advise = getattr(_libc(), "madvise", None) if sys.platform == "linux" else None
+    advise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
     if advise is None:
         return
     page = mmap.PAGESIZE
     start = -(-buffer.data_ptr() // page) * page
     end = (buffer.data_ptr() + buffer.numel()) // page * page
     advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
 
 
 SWITCH_INTERVAL_S = 5e-4

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -25,14 +24,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from protrain_plan.program.program import block_bytes, in_blocks
 from protrain_runtime.devices import device as devices
 
-_MARK = "protrain::mark::"  # the profiler's events of this name are marks; a number follows
+# The profiler's events of these names are marks, by number, and ends of storages from before the
+# profile, by bytes.
+_MARK, _END = "protrain::mark::", "protrain::end::"
 
 
-_END = "protrain::end::"  # of a storage from before the profile; its bytes follow
-
-
-def _note_end(num_bytes: int) -> None:
-    with record_function(f"{_END}{num_bytes}"):
+def _note(name: str) -> None:
+    with record_function(name):
         pass
 
 
@@ -82,7 +80,7 @@ class MemoryMeter:
         self._on_host = devices.on_host(self._device)
         self._start_bytes = start_bytes
         self._ends = [
-            weakref.finalize(storage, _note_end, storage.nbytes()) for storage in standing
+            weakref.finalize(storage, _note, f"{_END}{storage.nbytes()}") for storage in standing
         ]
         for end in self._ends:
             end.atexit = False
@@ -97,8 +95,8 @@ class MemoryMeter:
 
     def __enter__(self) -> Self:
         if not self._on_host:
-            self._entry_bytes = devices.allocated_bytes(self._device)
-            devices.reset_peaks(self._device)
+            self._entry_bytes = torch.accelerator.memory_allocated(self._device)
+            torch.accelerator.reset_peak_memory_stats(self._device)
         else:
             self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             with _without_chatter():
@@ -110,19 +108,25 @@ class MemoryMeter:
         if not self._on_host:
             self._read()
         else:
-            with record_function(f"{_MARK}{len(self._labels)}"):
-                pass
+            _note(f"{_MARK}{len(self._labels)}")
         self._labels.append(label)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if not self._on_host:
             self._read()
-            self._segments = self._read_segments()
+            shift = self._start_bytes - self._entry_bytes
+            self._segments = tuple(
+                Segment(
+                    label=label,
+                    start_bytes=start + shift,
+                    peak_bytes=max(start, peak) + shift,
+                    end_bytes=end + shift,
+                )
+                # One reading more than labels: the first one ended no segment.
+                for label, (_, start), (peak, end) in zip(
+                    self._labels, self._readings, self._readings[1:], strict=False
+                )
+            )
         else:
             assert self._profile is not None
             with _without_chatter():
@@ -147,25 +151,11 @@ class MemoryMeter:
 
     def _read(self) -> None:
         # The allocator counts on the host when an operator is issued: no synchronisation.
-        peak = devices.peak_allocated_bytes(self._device)
-        self._readings.append((peak, devices.allocated_bytes(self._device)))
-        reserved = devices.peak_reserved_bytes(self._device)
+        peak = torch.accelerator.max_memory_allocated(self._device)
+        self._readings.append((peak, torch.accelerator.memory_allocated(self._device)))
+        reserved = torch.accelerator.max_memory_reserved(self._device)
         self._reserved_bytes = max(self._reserved_bytes, reserved)
-        devices.reset_peaks(self._device)
-
-    def _read_segments(self) -> tuple[Segment, ...]:
-        shift = self._start_bytes - self._entry_bytes
-        return tuple(
-            Segment(
-                label=label,
-                start_bytes=start[1] + shift,
-                peak_bytes=max(start[1], end[0]) + shift,
-                end_bytes=end[1] + shift,
-            )
-            for label, start, end in zip(
-                self._labels, self._readings, self._readings[1:], strict=False
-            )
-        )
+        torch.accelerator.reset_peak_memory_stats(self._device)
 
 
 @contextmanager
@@ -183,14 +173,6 @@ def _without_chatter() -> Iterator[None]:
         os.close(nowhere)
 
 
-_COMPRESSED = {
-    torch.sparse_csr: ("crow_indices", "col_indices"),
-    torch.sparse_bsr: ("crow_indices", "col_indices"),
-    torch.sparse_csc: ("ccol_indices", "row_indices"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices"),
-}
-
-
 PARTS = "_protrain_parts"
 """What a fake sparse tensor was made of: its own indices and values are empty."""
 
@@ -206,7 +188,10 @@ def strided_parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield from (tensor._indices(), tensor._values())
         else:
             plain = tensor.detach()
-            yield from (getattr(plain, name)() for name in _COMPRESSED[tensor.layout])
+            if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+                yield from (plain.crow_indices(), plain.col_indices())
+            else:  # by columns
+                yield from (plain.ccol_indices(), plain.row_indices())
             yield plain.values()
 
 
@@ -242,12 +227,10 @@ def reachable(device: torch.device) -> list[torch.Tensor]:
     """All tensors on a device that Python can reach; fake ones are on none."""
     found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     with torch._C.DisableTorchFunctionSubclass():  # what stands for gradients refuses questions
-        return [t for t in found if not _is_fake(t) and t.device == device]
-
-
-def _is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor only says that it is on its device."""
-    return isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
+        real = [  # fake tensors and wrappers only say that they are on their device
+            t for t in found if not (isinstance(t, FakeTensor) or is_traceable_wrapper_subclass(t))
+        ]
+        return [t for t in real if t.device == device]
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -265,22 +248,12 @@ def _cpu_segments(finished: profile, labels: list[str], start_bytes: int) -> tup
     results = finished.profiler.kineto_results
     assert results is not None
     events = sorted(_flat(results.experimental_event_tree()), key=lambda e: e.start_time_ns)
-    segments: list[Segment] = []
+    rows: list[tuple[str, list[int]]] = []  # of each segment its label; start, peak and end
     sizes: dict[int, int] = {}  # address -> bytes of the live blocks seen
-    live = start = peak = start_bytes
-    current: str | None = None
-
-    def close() -> None:
-        if current is not None:
-            segments.append(
-                Segment(label=current, start_bytes=start, peak_bytes=peak, end_bytes=live)
-            )
-
+    live = start_bytes
     for event in events:
         if event.name.startswith(_MARK):
-            close()
-            current = labels[int(event.name.removeprefix(_MARK))]
-            start = peak = live
+            rows.append((labels[int(event.name.removeprefix(_MARK))], [live, live, live]))
         elif event.name.startswith(_END):
             live -= int(event.name.removeprefix(_END))
         elif event.tag.name == "Allocation":
@@ -290,9 +263,13 @@ def _cpu_segments(finished: profile, labels: list[str], start_bytes: int) -> tup
             if block.alloc_size > 0:
                 sizes[block.ptr] = block.alloc_size
                 live += block.alloc_size
-                peak = max(peak, live)
-    close()
-    return tuple(segments)
+        if rows:
+            _, row = rows[-1]
+            row[1:] = max(row[1], live), live
+    return tuple(
+        Segment(label=label, start_bytes=start, peak_bytes=peak, end_bytes=end)
+        for label, (start, peak, end) in rows
+    )
 
 
 def _flat(events: list[Any]) -> Iterator[Any]:
@@ -337,11 +314,6 @@ def reset_peak_rss() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
-_M_TRIM_THRESHOLD = -1  # glibc's malloc.h
-_M_MMAP_THRESHOLD = -3
-_M_ARENA_MAX = -8
-
-
 def return_freed_memory(threshold_bytes: int = 65536) -> bool:
     """Let glibc give a freed block of `threshold_bytes` or more back to the system at once.
 
@@ -356,13 +328,11 @@ def return_freed_memory(threshold_bytes: int = 65536) -> bool:
         libc = ctypes.CDLL("libc.so.6")
     except (OSError, ValueError):
         return False
-    # Setting the trim threshold too turns off glibc's habit of raising both on its own.
-    # One arena: every further thread would otherwise take address space of its own.
-    settings = (
-        (_M_MMAP_THRESHOLD, threshold_bytes),
-        (_M_TRIM_THRESHOLD, threshold_bytes),
-        (_M_ARENA_MAX, 1),
-    )
-    done = all(libc.mallopt(option, value) == 1 for option, value in settings)
+    settings = {  # by their numbers in glibc's malloc.h
+        -3: threshold_bytes,  # M_MMAP_THRESHOLD
+        -1: threshold_bytes,  # M_TRIM_THRESHOLD: turns off the habit of raising both on its own
+        -8: 1,  # M_ARENA_MAX: every further thread would take address space of its own
+    }
+    done = all(libc.mallopt(option, value) == 1 for option, value in settings.items())
     libc.malloc_trim(0)  # what was freed before
     return done

@@ -98,13 +98,12 @@ def check_room(plan: Plan, room: Room, directory: Path) -> None:
         _memory("the device", takes.reserved, room.device_bytes, "it has room for {}", "device")
         pinned, what = takes.host + in_memory, "the machine has {} left for pinned memory"
         _memory("host memory", pinned, room.memory_bytes, what, "host")
-    fix = "free some space there, or name another spill directory"
     if room.disk_bytes is not None and takes.disk > room.disk_bytes:
         raise ProtrainError(
             f"the plan keeps up to {format_bytes(takes.disk)} on disk, and"
             f" {format_bytes(room.disk_bytes)} are free",
             source=str(directory),
-            fix=fix,
+            fix="free some space there, or name another spill directory",
         )
     if room.file_limit is not None and takes.disk > room.file_limit:
         raise ProtrainError(
@@ -118,15 +117,8 @@ def check_room(plan: Plan, room: Room, directory: Path) -> None:
 def check_free(num_bytes: int, device: torch.device, what: str) -> None:
     """NoRoomError where less than `num_bytes` are free on the device, beside what is there now."""
     room = room_here(device, Path.cwd())
-    if not devices.on_host(device):
-        left = room.device_bytes
-    else:
-        left = room.memory_bytes
-        if left is not None:
-            left += room.swap_bytes
-        if room.data_limit is not None:
-            data = room.data_limit - process_memory().data_bytes
-            left = data if left is None else min(left, data)
+    on_host = devices.on_host(device)
+    left = _free_on_host(room, room.swap_bytes) if on_host else room.device_bytes
     if left is not None and num_bytes > left:
         raise NoRoomError(
             f"{what} take {format_bytes(num_bytes)}, and {format_bytes(max(left, 0))} are free",
@@ -147,38 +139,41 @@ def _memory(whose: str, takes: int, there: int | None, what: str, option: str = 
 
 def room_here(device: torch.device, directory: Path) -> Room:
     """What this machine and this process have now."""
-    free = None
-    if not devices.on_host(device):
-        free = devices.room_bytes(device)
+    free = None if devices.on_host(device) else devices.room_bytes(device)
     if not sys.platform.startswith("linux"):
         return Room(device_bytes=free)
     import resource
 
+    limits = (resource.getrlimit(each)[0] for each in (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE))
+    data_limit, file_limit = (None if most < 0 else most for most in limits)  # RLIM_INFINITY is -1
     memory, swap = _memory_and_swap()
     disk = os.statvfs(directory) if directory.is_dir() else None
     return Room(
         memory_bytes=memory,
         swap_bytes=swap,
         resident_bytes=process_memory().resident_bytes,
-        data_limit=_limit(resource.getrlimit(resource.RLIMIT_DATA)[0]),
+        data_limit=data_limit,
         device_bytes=free,
         disk_bytes=disk.f_bavail * disk.f_frsize if disk else None,
-        file_limit=_limit(resource.getrlimit(resource.RLIMIT_FSIZE)[0]),
+        file_limit=file_limit,
         disk_is_memory=_file_system(directory.resolve()) == "tmpfs",
     )
 
 
 def free_host_bytes() -> int:
     """Host memory that this process can still take; a large number where nobody says."""
-    room = room_here(devices.HOST, Path())
-    free = sys.maxsize if room.memory_bytes is None else room.memory_bytes
+    free = _free_on_host(room_here(devices.HOST, Path()), swap_bytes=0)
+    return sys.maxsize if free is None else max(free, 0)
+
+
+def _free_on_host(room: Room, swap_bytes: int) -> int | None:
+    """What is left of the machine's memory and of the process's limit; None where neither is."""
+    left: list[int] = []
+    if room.memory_bytes is not None:
+        left.append(room.memory_bytes + swap_bytes)
     if room.data_limit is not None:
-        free = min(free, room.data_limit - process_memory().data_bytes)
-    return max(free, 0)
-
-
-def _limit(number: int) -> int | None:
-    return number if number >= 0 else None  # RLIM_INFINITY is -1
+        left.append(room.data_limit - process_memory().data_bytes)
+    return min(left, default=None)
 
 
 def _memory_and_swap() -> tuple[int, int]:

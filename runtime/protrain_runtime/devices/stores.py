@@ -15,6 +15,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import NamedTuple
@@ -249,8 +250,9 @@ class CheckedHostStore(HostStore):
 
     def __init__(self, backend: Backend, describe: Describe) -> None:
         super().__init__(backend)
-        self._describe = describe
-        self._sums = BlockSums(self._damaged)
+        self._sums = BlockSums(
+            self._look, partial(describe, self), "in host memory", "the machine's memory"
+        )
 
     def reserve(self, num_bytes: int) -> int:
         offset = super().reserve(num_bytes)
@@ -259,17 +261,11 @@ class CheckedHostStore(HostStore):
         return offset
 
     def start_write(self, offset: int, source: torch.Tensor) -> None:
-        on_host = devices.on_host(source.device)
-
-        def put(start: int, stop: int) -> None:
-            # Blocking: what is summed next has arrived.
-            self.view(start, stop - start).copy_(source[start - offset : stop - offset])
-
-        held = memory_of(source) if on_host else None
-        self._sums.write(offset, source.numel(), put, self._look, held)
+        # Blocking: what is summed next has arrived.
+        self._sums.write(offset, source, lambda at, part: self.view(at, part.numel()).copy_(part))
 
     def start_read(self, offset: int, target: torch.Tensor) -> None:
-        self._sums.check(offset, target.numel(), self._look)
+        self._sums.check(offset, target.numel())
         super().start_read(offset, target)
 
     def write(self, offset: int, source: torch.Tensor) -> None:
@@ -278,22 +274,16 @@ class CheckedHostStore(HostStore):
         self.start_write(offset, source)
 
     def read(self, offset: int, target: torch.Tensor) -> None:
-        self._sums.check(offset, target.numel(), self._look)
+        self._sums.check(offset, target.numel())
         super().read(offset, target)
 
     @contextmanager
     def in_place(self, offset: int, num_bytes: int) -> Iterator[torch.Tensor]:
-        with self._sums.changed_in_place(offset, num_bytes, self._look):
+        with self._sums.changed_in_place(offset, num_bytes):
             yield self.view(offset, num_bytes)
 
     def _look(self, start: int, stop: int) -> memoryview:
         return memory_of(self.view(start, stop - start))
-
-    def _damaged(self, problem: str, start: int, stop: int) -> ProtrainError:
-        return ProtrainError(
-            f"spilled bytes in host memory {problem}: {self._describe(self, start, stop)}",
-            fix="have the machine's memory tested; train on from a checkpoint",
-        )
 
 
 class CheckedDiskStore(DiskStore):
@@ -301,8 +291,13 @@ class CheckedDiskStore(DiskStore):
 
     def __init__(self, directory: Path, backend: Backend | None, describe: Describe) -> None:
         super().__init__(directory, backend)
-        self._describe = describe
-        self._sums = BlockSums(self._damaged)
+        self._sums = BlockSums(
+            self._look,
+            partial(describe, self),
+            "on disk",
+            "the disk and the machine's memory",
+            source=str(directory),
+        )
 
     def reserve(self, num_bytes: int) -> int:
         offset = super().reserve(num_bytes)
@@ -310,47 +305,29 @@ class CheckedDiskStore(DiskStore):
         return offset
 
     def _write(self, offset: int, source: torch.Tensor) -> None:
-        def put(start: int, stop: int) -> None:
-            write(start, source[start - offset : stop - offset])
-
-        write = super()._write
-        self._sums.write(offset, source.numel(), put, self._look, memory_of(source))
+        self._sums.write(offset, source, super()._write)
 
     def _read(self, offset: int, target: torch.Tensor) -> None:
         super()._read(offset, target)
-        self._sums.check(offset, target.numel(), self._look, memory_of(target))
+        self._sums.check(offset, target.numel(), memory_of(target))
 
     def _look(self, start: int, stop: int) -> memoryview:
         held = torch.empty(stop - start, dtype=torch.uint8)
         super()._read(start, held)
         return memory_of(held)
 
-    def _damaged(self, problem: str, start: int, stop: int) -> ProtrainError:
-        return ProtrainError(
-            f"spilled bytes on disk {problem}: {self._describe(self, start, stop)}",
-            source=str(self._directory),
-            fix="have the disk and the machine's memory tested; train on from a checkpoint",
-        )
 
-
-TIERS: dict[
-    StateTier,
-    tuple[
-        Callable[[Backend, Path], Store],
-        Callable[[Backend, Path, Describe], Store] | None,
-    ],
-] = {
-    "device": (lambda backend, _: DeviceStore(backend), None),
-    "host": (
-        lambda backend, _: HostStore(backend),
-        lambda backend, _, describe: CheckedHostStore(backend, describe),
+TIERS: dict[StateTier, Callable[[Backend, Path, Describe | None], Store]] = {
+    "device": lambda backend, *_: DeviceStore(backend),
+    "host": lambda backend, _, describe: (
+        CheckedHostStore(backend, describe) if describe else HostStore(backend)
     ),
-    "disk": (
-        lambda backend, directory: DiskStore(directory, backend),
-        lambda backend, directory, describe: CheckedDiskStore(directory, backend, describe),
+    "disk": lambda backend, folder, describe: (
+        CheckedDiskStore(folder, backend, describe) if describe else DiskStore(folder, backend)
     ),
 }
-"""What opens a tier's store, and what opens one that checks its bytes: a new tier is one entry."""
+"""What opens a tier's store, one that checks its bytes where it is given what names them: a new
+tier is one entry."""
 
 
 class Stores:
@@ -367,16 +344,10 @@ class Stores:
 
     def get(self, tier: StateTier) -> Store:
         if tier not in self._stores:
-            plain, checked = TIERS[tier]
-            self._stores[tier] = (
-                checked(self._backend, self._directory, self._name)
-                if self.checked and checked is not None
-                else plain(self._backend, self._directory)
-            )
+            # `describe` is set once there is something to describe: it is looked up when called.
+            describe = (lambda *where: self.describe(*where)) if self.checked else None
+            self._stores[tier] = TIERS[tier](self._backend, self._directory, describe)
         return self._stores[tier]
-
-    def _name(self, store: Store, start: int, stop: int) -> str:
-        return self.describe(store, start, stop)
 
     @property
     def host_bytes(self) -> int:
@@ -415,9 +386,6 @@ BLOCK_BYTES = 2**16
 """A sum's four bytes are 1/16,384 of it. Half the size costs as much again in calls of `crc32`; a
 write of a few bytes has to look at all of a block."""
 
-Look = Callable[[int, int], memoryview]
-"""The store's bytes between two offsets."""
-
 
 class _Region(NamedTuple):
     """What was reserved at once; its first block has number `first`."""
@@ -450,12 +418,23 @@ class BlockSums:
     They are computed as bytes are written and compared as they are read, by the thread that writes
     or reads. A write to a part of a block compares the rest of it first, so that no damage is
     summed up as if it had been written; a read of a part looks at the whole block. What the host's
-    optimizer changes in place is compared before, and summed anew after it. `damaged` makes the
-    error for bytes that differ.
+    optimizer changes in place is compared before, and summed anew after it.
+
+    `look` has the store's bytes between two offsets, `describe` what lies there in words. Errors
+    for bytes that differ say `where` they are, and what is `suspect`.
     """
 
-    def __init__(self, damaged: Callable[[str, int, int], ProtrainError]) -> None:
-        self._damaged = damaged
+    def __init__(
+        self,
+        look: Callable[[int, int], memoryview],
+        describe: Callable[[int, int], str],
+        where: str,
+        suspect: str,
+        *,
+        source: str | None = None,
+    ) -> None:
+        self._look, self._describe = look, describe
+        self._where, self._suspect, self._source = where, suspect, source
         self._regions: list[_Region] = []
         self._sums = array("I")
         self._lost: set[int] = set()  # blocks of which a write has failed
@@ -469,9 +448,7 @@ class BlockSums:
         if rest:
             self._sums.append(zlib.crc32(bytes(rest)))
 
-    def check(
-        self, start: int, num_bytes: int, look: Look, copied: memoryview | None = None
-    ) -> None:
+    def check(self, start: int, num_bytes: int, copied: memoryview | None = None) -> None:
         """Compare a range, or the copy that was made of it.
 
         Of a block that is copied in part, the copy is made anew, from the bytes that were compared.
@@ -482,57 +459,53 @@ class BlockSums:
                     if copied is not None and part.whole:
                         self._compare(block, copied[block.start - start : block.stop - start])
                         continue
-                    found = look(block.start, block.stop)
+                    found = self._look(block.start, block.stop)
                     self._compare(block, found)
                     if copied is not None:
                         here = found[part.start - block.start : part.stop - block.start]
                         copied[part.start - start : part.stop - start] = here
 
     def write(
-        self,
-        start: int,
-        num_bytes: int,
-        put: Callable[[int, int], None],
-        look: Look,
-        source: memoryview | None,
+        self, start: int, source: torch.Tensor, put: Callable[[int, torch.Tensor], object]
     ) -> None:
         """Let `put` write a range in parts, and sum it, from the `source` where the host has it."""
-        for part in self._parts(start, num_bytes):
+        held = memory_of(source) if devices.on_host(source.device) else None
+        for part in self._parts(start, source.numel()):
             with part.lock:
                 beside = memoryview(b"")
                 if not part.whole:
-                    beside = look(part.blocks[0].start, part.blocks[0].stop)
+                    beside = self._look(part.blocks[0].start, part.blocks[0].stop)
                     if part.blocks[0].number not in self._lost:
                         self._compare(part.blocks[0], beside)
                 try:
-                    put(part.start, part.stop)
+                    put(part.start, source[part.start - start : part.stop - start])
                 except BaseException:
                     self._lost.update(block.number for block in part.blocks)
                     raise
                 for block in part.blocks:
-                    if source is None:
-                        found = zlib.crc32(look(block.start, block.stop))
+                    if held is None:
+                        found = zlib.crc32(self._look(block.start, block.stop))
                     elif part.whole:
-                        found = zlib.crc32(source[block.start - start : block.stop - start])
+                        found = zlib.crc32(held[block.start - start : block.stop - start])
                     else:
                         found = zlib.crc32(beside[: part.start - block.start])
-                        found = zlib.crc32(source[part.start - start : part.stop - start], found)
+                        found = zlib.crc32(held[part.start - start : part.stop - start], found)
                         found = zlib.crc32(beside[part.stop - block.start :], found)
                     self._set(block, found)
 
     @contextmanager
-    def changed_in_place(self, start: int, num_bytes: int, look: Look) -> Iterator[None]:
+    def changed_in_place(self, start: int, num_bytes: int) -> Iterator[None]:
         """Compare a range and, when it has been changed, sum it anew."""
         if not num_bytes:
             yield
             return
         with self._region(start).lock:
-            self.check(start, num_bytes, look)
+            self.check(start, num_bytes)
             try:
                 yield
             finally:
                 for block in self._blocks(start, num_bytes):
-                    self._set(block, zlib.crc32(look(block.start, block.stop)))
+                    self._set(block, zlib.crc32(self._look(block.start, block.stop)))
 
     def _set(self, block: _Block, found: int) -> None:
         self._sums[block.number] = found
@@ -540,9 +513,16 @@ class BlockSums:
 
     def _compare(self, block: _Block, found: memoryview) -> None:
         if block.number in self._lost:
-            raise self._damaged("were not written to their end", block.start, block.stop)
-        if zlib.crc32(found) != self._sums[block.number]:
-            raise self._damaged("are not those that were written", block.start, block.stop)
+            problem = "were not written to their end"
+        elif zlib.crc32(found) != self._sums[block.number]:
+            problem = "are not those that were written"
+        else:
+            return
+        raise ProtrainError(
+            f"spilled bytes {self._where} {problem}: {self._describe(block.start, block.stop)}",
+            source=self._source,
+            fix=f"have {self._suspect} tested; train on from a checkpoint",
+        )
 
     def _parts(self, start: int, num_bytes: int) -> Iterator[_Part]:
         blocks = self._blocks(start, num_bytes)
@@ -569,11 +549,7 @@ class BlockSums:
         ]
 
     def _region(self, offset: int) -> _Region:
-        return self._regions[bisect_right(self._regions, offset, key=_start_of) - 1]
+        return self._regions[bisect_right(self._regions, offset, key=lambda r: r.start) - 1]
 
 
 _ZEROS = zlib.crc32(bytes(BLOCK_BYTES))
-
-
-def _start_of(region: _Region) -> int:
-    return region.start

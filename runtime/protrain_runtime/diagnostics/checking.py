@@ -20,7 +20,9 @@ from protrain_runtime.activations.compiled import replace_code
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.devices import device as devices
 from protrain_runtime.model.optimizer import PlannedOptimizer
+from protrain_runtime.model.prepared import parameter_values
 from protrain_runtime.states.stand_ins import ConsumedGradient, OffloadedGradient
+from protrain_runtime.states.update_rules import OptimizerFactory
 
 CHECKED_STEPS = 3
 """The second step is the first that reads optimizer states, the third that reads what it wrote."""
@@ -38,22 +40,20 @@ class _MicroBatch:
 
     args: Any
     kwargs: Any
-    random_states: "_RandomStates"
+    set_random_states: Callable[[], None]  # to those that it began with
     outputs: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     gradients: list[torch.Tensor | None] = field(default_factory=list[torch.Tensor | None])
 
 
-class _RandomStates:
-    """The generators' states on the host and on an accelerator."""
+def _random_states(device: torch.device) -> Callable[[], None]:
+    """What sets the generators' states, on the host and an accelerator, to those of now."""
+    host, own = torch.get_rng_state(), devices.random_state(device)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._host = torch.get_rng_state()
-        self._own = devices.random_state(device)
+    def set_again() -> None:
+        torch.set_rng_state(host)
+        devices.set_random_state(device, own)
 
-    def set(self) -> None:
-        torch.set_rng_state(self._host)
-        devices.set_random_state(self._device, self._own)
+    return set_again
 
 
 class _Tap(torch.autograd.Function):
@@ -73,40 +73,38 @@ class _Tap(torch.autograd.Function):
         return (None, *gradients)
 
 
-def _tapped(
-    tell: Callable[[Sequence[torch.Tensor | None]], None], tensors: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor]:
-    return _Tap.apply(tell, *tensors)  # type: ignore[no-any-return, no-untyped-call]
-
-
 class Check:
     """Compares the first CHECKED_STEPS of `model`, then takes itself off.
 
-    Made before the model follows its plan, and started after. `values` reads the parameters.
+    Made before the model follows its plan, and started after. `factory` makes an optimizer of the
+    copy, in the groups of `planned`.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        make: Callable[[nn.Module], torch.optim.Optimizer],
-        values: Callable[[], Iterator[tuple[str, torch.Tensor]]],
+        self, model: nn.Module, factory: OptimizerFactory, planned: PlannedOptimizer
     ) -> None:
-        self._model, self._values = model, values
+        self._model, self._planned = model, planned
         self._plain = copy.deepcopy(model)
-        self._optimizer = make(self._plain)
+        plain = zip(model.parameters(), self._plain.parameters(), strict=True)
+        copies = dict[nn.Parameter, nn.Parameter](plain)
+        self._optimizer = factory(
+            [
+                {**group, "params": [copies[parameter] for parameter in group["params"]]}
+                for group in planned.param_groups
+            ]
+        )
         self._device = next(model.parameters()).device
         self._micro_batches: list[_MicroBatch] = []
         self._gradients: Mapping[str, torch.Tensor] = {}  # after the last backward, as it left them
         self._steps = 0
         self._undo: list[Callable[[], None]] = []
 
-    def start(self, optimizer: PlannedOptimizer) -> None:
+    def start(self) -> None:
         """Watch the model's forward, and the optimizer's steps."""
-        self._planned = optimizer
         self._forward: Callable[..., Any] = self._model.forward
         self._undo = [
-            optimizer.register_step_pre_hook(lambda *_: self._before_step()).remove,
-            optimizer.register_step_post_hook(lambda *_: self._after_step()).remove,
+            self._planned.register_step_pre_hook(lambda *_: self._before_step()).remove,
+            self._planned.register_step_post_hook(lambda *_: self._after_step()).remove,
             replace_code(self._model, self._run),
         ]
 
@@ -123,7 +121,7 @@ class Check:
         if all(parameter.grad is None for parameter in self._model.parameters()):
             self._micro_batches.clear()  # a loss scaler skipped the step
         copied_args, copied_kwargs = tree_map(_copied, (args, kwargs))
-        called = _MicroBatch(copied_args, copied_kwargs, _RandomStates(self._device))
+        called = _MicroBatch(copied_args, copied_kwargs, _random_states(self._device))
         result = self._forward(*args, **kwargs)
         outputs = tensors_in(result)
         called.outputs = [_copied(tensor) for tensor in outputs]
@@ -136,7 +134,8 @@ class Check:
             end = torch.autograd.Variable._execution_engine.queue_callback
             end(lambda: end(self._after_backward))
 
-        given = dict(zip(map(id, tapped), _tapped(tell, tapped), strict=True))
+        handed_on: Sequence[torch.Tensor] = _Tap.apply(tell, *tapped)  # type: ignore[no-untyped-call]
+        given = dict(zip(map(id, tapped), handed_on, strict=True))
         return tree_map(lambda leaf: given.get(id(leaf), leaf), result)
 
     def _after_backward(self) -> None:
@@ -145,30 +144,28 @@ class Check:
         }
 
     def _before_step(self) -> None:
-        now = _RandomStates(self._device)
+        set_present_states = _random_states(self._device)
         try:
             for called in self._micro_batches:
-                self._run_plainly(called)
+                called.set_random_states()
+                outputs = tensors_in(self._plain(*called.args, **called.kwargs))
+                names = [f"{index + 1} of the forward" for index in range(len(outputs))]
+                self._compare(
+                    "output",
+                    dict(zip(names, called.outputs, strict=True)),
+                    dict(zip(names, outputs, strict=True)),
+                )
+                roots = [tensor for tensor in outputs if tensor.requires_grad]
+                given = zip(roots, called.gradients, strict=True)
+                used = [(root, gradient) for root, gradient in given if gradient is not None]
+                torch.autograd.backward([root for root, _ in used], [g for _, g in used])
         finally:
-            now.set()
+            set_present_states()
         own = dict(self._plain.named_parameters())
         expected = {name: own[name].grad for name in self._gradients}
         self._compare("gradient of", self._gradients, expected)
         for name, gradient in _readable_gradients(self._model):
             own[name].grad = gradient.clone()  # clipped or unscaled meanwhile
-
-    def _run_plainly(self, called: _MicroBatch) -> None:
-        called.random_states.set()
-        outputs = tensors_in(self._plain(*called.args, **called.kwargs))
-        names = [f"{index + 1} of the forward" for index in range(len(outputs))]
-        self._compare(
-            "output",
-            dict(zip(names, called.outputs, strict=True)),
-            dict(zip(names, outputs, strict=True)),
-        )
-        roots = [tensor for tensor in outputs if tensor.requires_grad]
-        used = [(r, g) for r, g in zip(roots, called.gradients, strict=True) if g is not None]
-        torch.autograd.backward([root for root, _ in used], [gradient for _, gradient in used])
 
     def _after_step(self) -> None:
         planned = self._planned.param_groups  # a scheduler may have changed their options
@@ -177,7 +174,7 @@ class Check:
         self._optimizer.step()
         self._optimizer.zero_grad()
         plain = dict(self._plain.named_parameters())
-        self._compare("parameter", dict(self._values()), plain)
+        self._compare("parameter", dict(parameter_values(self._model)), plain)
         self._micro_batches.clear()
         self._steps += 1
         if self._steps == CHECKED_STEPS:

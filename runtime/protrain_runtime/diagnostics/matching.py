@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
+from operator import gt
 
 import torch
 from torch import Tensor, nn
@@ -52,17 +53,14 @@ def check_model(model: nn.Module, plan: Plan) -> list[nn.Module | None]:
         )
     modules: list[nn.Module | None] = []
     for index, unit in enumerate(plan.units):
-        module = None
-        if unit.kind == "block":
-            try:
-                module = model.get_submodule(unit.name)
-            except AttributeError as error:
-                raise ProtrainError(
-                    f"the model has no module '{unit.name}'",
-                    key=f"units[{index}]",
-                    fix="profile and plan this model; the plan was made for another one",
-                ) from error
-        modules.append(module)
+        try:
+            modules.append(model.get_submodule(unit.name) if unit.kind == "block" else None)
+        except AttributeError as error:
+            raise ProtrainError(
+                f"the model has no module '{unit.name}'",
+                key=f"units[{index}]",
+                fix="profile and plan this model; the plan was made for another one",
+            ) from error
     if found != plan.model_fingerprint:
         raise ProtrainError(
             f"the plan was made for another model: its fingerprint is"
@@ -145,13 +143,15 @@ def check_devices(
         )
 
 
-def check_pieces(plan: Plan, chunks: Sequence[Chunk], factory: OptimizerFactory) -> None:
-    """ProtrainError where an offloaded chunk cannot be updated in pieces."""
+def check_offloaded(
+    plan: Plan, chunks: Sequence[Chunk], factory: OptimizerFactory, optimizer: PlannedOptimizer
+) -> None:
+    """ProtrainError where an offloaded chunk cannot be updated in pieces, or is not all updated."""
+    units = zip(chunks, plan.units, strict=True)
+    offloaded = [each for each in units if not isinstance(each[1].states, Persistent)]
     updated: set[torch.dtype] = set()
     shared = overlapping(chunks)
-    for chunk, unit in zip(chunks, plan.units, strict=True):
-        if isinstance(unit.states, Persistent):
-            continue
+    for chunk, unit in offloaded:
         if chunk.unit in shared:
             raise ProtrainError(
                 f"{unit.name} has parameters that share memory, and states that leave the device"
@@ -169,14 +169,8 @@ def check_pieces(plan: Plan, chunks: Sequence[Chunk], factory: OptimizerFactory)
         updated |= dtypes
     for dtype in updated:
         check_elementwise(factory, dtype)
-
-
-def check_groups(plan: Plan, chunks: Sequence[Chunk], optimizer: PlannedOptimizer) -> None:
-    """ProtrainError where an offloaded parameter that is trained is in no parameter group."""
     grouped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    for chunk, unit in zip(chunks, plan.units, strict=True):
-        if isinstance(unit.states, Persistent):
-            continue
+    for chunk, unit in offloaded:
         for part in chunk.slices:
             if part.trainable and part.parameter not in grouped:
                 raise ProtrainError(
@@ -212,18 +206,24 @@ def model_fingerprint(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, module in model.named_modules():
         digest.update(f"module {name} {type(module).__qualname__}\n".encode())
+    for name, tensor, role, first in _tensors(model):
+        line = f"{name} {'x'.join(map(str, tensor.shape))} {tensor.dtype}"
+        if role == "buffer":
+            digest.update(f"buffer {line}\n".encode())
+        else:
+            tied = "" if first == name else f" tied to {first}"
+            digest.update(f"parameter {line} {role}{tied}\n".encode())
+    return f"sha256:{digest.hexdigest()[:24]}"
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, str, str]]:
+    """Parameters, then buffers: name, tensor, role, and the first name of a tied parameter."""
     first_names = {parameter: name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        shape = "x".join(map(str, parameter.shape))
-        trainable = "trainable" if parameter.requires_grad else "frozen"
-        first = first_names[parameter]
-        tied = "" if first == name else f" tied to {first}"
-        line = f"parameter {name} {shape} {parameter.dtype} {trainable}{tied}\n"
-        digest.update(line.encode())
+        role = "trainable" if parameter.requires_grad else "frozen"
+        yield name, parameter, role, first_names[parameter]
     for name, buffer in model.named_buffers():
-        shape = "x".join(map(str, buffer.shape))
-        digest.update(f"buffer {name} {shape} {buffer.dtype}\n".encode())
-    return f"sha256:{digest.hexdigest()[:24]}"
+        yield name, buffer, "buffer", name
 
 
 MOST_LINES, MOST_WORDS, MOST_NAMES = 12, 6, 3
@@ -242,11 +242,12 @@ def model_changes(planned: Iterable[str], model: nn.Module, units: Sequence[Unit
     """What is different in `model` from the `planned` lines, unit by unit; empty: no tensor is."""
     before, after = _unfolded(planned), _contents(model)
     own = {name: unit.name for unit in units for name in unit.parameters}
-    blocks = {unit.name for unit in units if unit.kind == "block"}
+    blocks = [unit.name for unit in units if unit.kind == "block"]
     held: dict[str, dict[str, list[str]]] = {}  # unit -> change -> names
     counts: dict[str, list[int]] = {}
     for name in dict.fromkeys([*before, *after]):
-        unit = own.get(name) or next((path for path in _paths(name) if path in blocks), "")
+        around = [block for block in blocks if name.startswith(f"{block}.")]
+        unit = own.get(name) or max(around, key=len, default="")  # the innermost
         count = counts.setdefault(unit, [0, 0])
         for side, tensors in enumerate((before, after)):
             count[side] += name in tensors and not tensors[name].endswith(" buffer")
@@ -267,21 +268,11 @@ def model_changes(planned: Iterable[str], model: nn.Module, units: Sequence[Unit
 
 def _contents(model: nn.Module) -> dict[str, str]:
     contents: dict[str, str] = {}
-    first_names = {parameter: name for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if (first := first_names[parameter]) != name:
-            contents[name] = f"tied to {first}"
-        else:
-            role = "trainable" if parameter.requires_grad else "frozen"
-            contents[name] = f"{_shape_and_dtype(parameter)} {role}"
-    for name, buffer in model.named_buffers():
-        contents[name] = f"{_shape_and_dtype(buffer)} buffer"
+    for name, tensor, role, first in _tensors(model):
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        alone = f"{shape} {str(tensor.dtype).removeprefix('torch.')} {role}"
+        contents[name] = alone if first == name else f"tied to {first}"
     return contents
-
-
-def _shape_and_dtype(tensor: Tensor) -> str:
-    shape = "x".join(map(str, tensor.shape)) or "scalar"
-    return f"{shape} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _folded(contents: Mapping[str, str]) -> tuple[str, ...]:
@@ -324,13 +315,6 @@ def _counted(part: str) -> Sequence[str]:
     return [str(number) for number in range(int(match[1]), int(match[2]) + 1)]
 
 
-def _paths(name: str) -> Iterator[str]:
-    """The modules that a tensor lies in, the innermost first."""
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
 def _change(before: str | None, after: str | None) -> str:
     if before == after:
         return ""
@@ -365,16 +349,29 @@ def refuse_larger_batches(model: nn.Module, workload: Workload) -> Callable[[], 
     same argument in the profiled batch; arguments that this one had not are not looked at. Where
     images come with tokens, only sequences count: tokens that stand for images are among them.
     """
-    if workload.model_config:
-        check = _tokens_within(workload)
-    elif workload.inputs:
-        check = _inputs_within(model, workload.inputs)
-    else:
+    if not (workload.model_config or workload.inputs):
         return lambda: None
+    signature = inspect.signature(model.forward)
+    planned: dict[str, tuple[int, ...]] = {}
+    for name, _, size in (line.rpartition(" ") for line in workload.inputs):
+        planned[name] = tuple(int(length) for length in size.split("x"))
 
     def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if torch.is_grad_enabled():
-            check(args, kwargs)
+        if not torch.is_grad_enabled():
+            return
+        if workload.model_config:
+            tokens = kwargs.get("input_ids", args[0] if args else None)
+            if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2:
+                return
+            most = (workload.batch_size, workload.seq_len)
+            longer = tokens.shape[1] > most[1] and "pixel_values" not in kwargs
+            if tokens.shape[0] > most[0] or longer:
+                raise _too_large(f"is {tokens.shape[0]} x {tokens.shape[1]} tokens", most)
+            return
+        for name, size in _sizes(signature, args, kwargs):
+            limits = planned.get(name, ())
+            if len(size) == len(limits) and any(map(gt, size, limits)):
+                raise _too_large(f"has {' x '.join(map(str, size))} in {name!r}", limits)
 
     return model.register_forward_pre_hook(hook, with_kwargs=True).remove
 
@@ -389,63 +386,23 @@ def with_batch_sizes(workload: Workload, model: nn.Module, batch: object) -> Wor
     """
     if workload.model_config:
         return workload
-    args: tuple[object, ...] = ()
-    kwargs: Mapping[str, object] = {}
+    signature = inspect.signature(model.forward)
     if isinstance(batch, Mapping):
-        kwargs = batch
+        sizes = _sizes(signature, (), batch)
     else:
-        args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-    sizes = _sizes(inspect.signature(model.forward), args, kwargs)
-    batch_size, seq_len = _batch_and_sequence([t for t in tensors_in(batch) if t.dim()])
-    return replace(
-        workload,
-        inputs=tuple(f"{name} {_product(size)}" for name, size in sizes),
-        batch_size=batch_size,
-        seq_len=seq_len,
-    )
-
-
-def _batch_and_sequence(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+        sizes = _sizes(signature, tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
     batch_size = tensors[0].shape[0] if tensors else 1
     rows = [tensor for tensor in tensors if tensor.shape[0] == batch_size]
     tokens = [t for t in rows if t.dim() == 2 and not (t.is_floating_point() or t.is_complex())]
     features = [t for t in rows if t.dim() == 3]
     found = [*tokens, *features]
-    return max(1, batch_size), max(1, found[0].shape[1]) if found else 1
-
-
-Check = Callable[[tuple[object, ...], Mapping[str, object]], None]
-
-
-def _tokens_within(workload: Workload) -> Check:
-    most = (workload.batch_size, workload.seq_len)
-
-    def check(args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        tokens = kwargs.get("input_ids", args[0] if args else None)
-        if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2:
-            return
-        longer = tokens.shape[1] > most[1] and "pixel_values" not in kwargs
-        if tokens.shape[0] > most[0] or longer:
-            raise _too_large(f"is {tokens.shape[0]} x {tokens.shape[1]} tokens", most)
-
-    return check
-
-
-def _inputs_within(model: nn.Module, inputs: tuple[str, ...]) -> Check:
-    signature = inspect.signature(model.forward)
-    planned: dict[str, tuple[int, ...]] = {}
-    for name, _, size in (line.rpartition(" ") for line in inputs):
-        planned[name] = tuple(int(length) for length in size.split("x"))
-
-    def check(args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        for name, size in _sizes(signature, args, kwargs):
-            most = planned.get(name)
-            if most is None or len(size) != len(most):
-                continue
-            if any(length > limit for length, limit in zip(size, most, strict=True)):
-                raise _too_large(f"has {' x '.join(map(str, size))} in {name!r}", most)
-
-    return check
+    return replace(
+        workload,
+        inputs=tuple(f"{name} {'x'.join(map(str, size))}" for name, size in sizes),
+        batch_size=max(1, batch_size),
+        seq_len=max(1, found[0].shape[1]) if found else 1,
+    )
 
 
 def _too_large(what: str, most: tuple[int, ...]) -> RuntimeError:
@@ -467,7 +424,3 @@ def _sizes(
         for path, leaf in tree_flatten_with_path(argument)[0]:
             if isinstance(leaf, torch.Tensor) and leaf.dim():
                 yield f"{name}{keystr(path)}".replace(" ", ""), tuple(leaf.shape)
-
-
-def _product(size: tuple[int, ...]) -> str:
-    return "x".join(str(length) for length in size)

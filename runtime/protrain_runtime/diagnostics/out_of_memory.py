@@ -7,7 +7,7 @@ of the plan: another batch, memory that somebody else holds, or less room than w
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -24,8 +24,8 @@ from protrain_plan.units import format_bytes, parse_bytes
 from protrain_runtime.devices.device import out_of_memory, refusal
 from protrain_runtime.devices.memory_meter import device_of
 from protrain_runtime.devices.preflight import Room, room_here
-from protrain_runtime.engine.state import MemorySnapshot, held_bytes
-from protrain_runtime.model.prepared import Prepared, prepared_of
+from protrain_runtime.engine.state import held_bytes
+from protrain_runtime.model.prepared import prepared_of
 
 Rows = Mapping[str, int]
 """Bytes by what holds them."""
@@ -63,31 +63,47 @@ def explain_memory(model: nn.Module, profile: ProfileSource | None = None) -> It
         if standing is None:
             raise
         device = device_of(model)
-        there = _there(prepared, standing, device)
+        per_parameter = prepared.optimizer.state.values()
+        states = [v for state in per_parameter for v in state.values() if torch.is_tensor(v)]
+        known = {
+            "states": standing.states + held_bytes(states, device),
+            "gradients": standing.gradients,
+            "chunks, swaps": standing.transfers,
+            "staging": standing.staging,
+        }
+        there = {**known, _ELSE: max(0, standing.in_all - sum(known.values()))}
         room = room_here(device, Path.cwd())
         traceback.clear_frames(error.__traceback__)  # what the step held makes room to explain
+        found: Profile | None = None
+        with suppress(MemoryError):  # there may be none for the profile either
+            if isinstance(profile, str | Path):
+                found = read_profile(Path(profile))
+            elif profile is not None:
+                found = profile()
         raise _explained(
-            prepared.plan, standing.slot, there, _read(profile), room, refusal(error)
+            prepared.plan, standing.slot, there, found, room, refusal(error)
         ) from error
-
-
-def _read(profile: ProfileSource | None) -> Profile | None:
-    """The profile, if there is one and memory for it."""
-    try:
-        if isinstance(profile, str | Path):
-            return read_profile(Path(profile))
-        return profile() if profile is not None else None
-    except MemoryError:
-        return None
 
 
 def _explained(
     plan: Plan, slot: int, there: Rows, profile: Profile | None, room: Room, said: str
 ) -> OutOfMemoryError:
-    planned = _planned(plan, profile, slot) if profile else None
-    peak = _whole(plan)
+    # The most that the step takes of the memory that the device has.
+    on_cpu, peaks = plan.workload.device == "cpu", plan.prediction.peak_bytes
+    peak = peaks.device + (peaks.context + peaks.host if on_cpu else 0)
+    planned: dict[str, int] = {}
+    if profile:
+        by_kind = device_bytes(program_of(plan, profile))[slot].by_kind
+        planned = {row: sum(by_kind.get(kind, 0) for kind in _KINDS[row]) for row in _KINDS}
+        planned[_ELSE] += peaks.context + peaks.host if on_cpu else 0
     most = sum(planned.values()) if planned else peak
-    likely, fix = _reason(sum(there.values()) + _asked(said), most, peak, room)
+    # What the allocator was asked for, where it says so.
+    asked = re.search(r"[Tt]ried to allocate (\d[\d.]*) ?(bytes|[KMGT]iB)", said)
+    needed = sum(there.values())
+    if asked is not None:
+        number, unit = asked.groups()
+        needed += int(number) if unit == "bytes" else parse_bytes(f"{number}{unit}")
+    likely, fix = _reason(needed, most, peak, room)
     lines = [f"out of memory in {slot_name(plan, slot)}: {said}"]
     if planned:
         lines.append(f"{'':24}{'planned':>12}{'there':>12}")
@@ -99,45 +115,6 @@ def _explained(
         held = ", ".join(f"{row} {format_bytes(size)}" for row, size in there.items())
         lines.append(f"there: {held}; planned for the whole step: {format_bytes(peak)} at most")
     return OutOfMemoryError("\n    ".join([*lines, f"likely: {likely}"]), fix=fix)
-
-
-def _whole(plan: Plan) -> int:
-    """The most that the step takes of the memory that the device has."""
-    peak = plan.prediction.peak_bytes
-    return peak.device + (peak.context + peak.host if plan.workload.device == "cpu" else 0)
-
-
-def _there(prepared: Prepared, standing: MemorySnapshot, device: torch.device) -> Rows:
-    states = [
-        value
-        for state in prepared.optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    known = {
-        "states": standing.states + held_bytes(states, device),
-        "gradients": standing.gradients,
-        "chunks, swaps": standing.transfers,
-        "staging": standing.staging,
-    }
-    return {**known, _ELSE: max(0, standing.in_all - sum(known.values()))}
-
-
-def _planned(plan: Plan, profile: Profile, slot: int) -> Rows:
-    by_kind = device_bytes(program_of(plan, profile))[slot].by_kind
-    rows = {row: sum(by_kind.get(kind, 0) for kind in kinds) for row, kinds in _KINDS.items()}
-    if plan.workload.device == "cpu":
-        rows[_ELSE] += plan.prediction.peak_bytes.context + plan.prediction.peak_bytes.host
-    return rows
-
-
-def _asked(said: str) -> int:
-    """What the allocator was asked for; 0 where it does not say."""
-    found = re.search(r"[Tt]ried to allocate (\d[\d.]*) ?(bytes|[KMGT]iB)", said)
-    if found is None:
-        return 0
-    number, unit = found.groups()
-    return int(number) if unit == "bytes" else parse_bytes(f"{number}{unit}")
 
 
 def _reason(needed: int, most: int, peak: int, room: Room) -> tuple[str, str]:

@@ -67,9 +67,7 @@ def measure_step(
     device = device_of(model)
     engine = engine_of(model)
     gc.collect()
-    standing, start = live(model, device)
-    meter = MemoryMeter(device, start_bytes=start - besides_bytes, standing=standing)
-    del standing
+    meter = _meter(model, device, besides_bytes=besides_bytes)
     held: list[int] = []  # by the whole process, at the marks
 
     def observe(what: str) -> None:
@@ -106,19 +104,20 @@ def slot_peaks(segments: Sequence[Segment]) -> tuple[int, ...]:
     return tuple(slots.values())
 
 
-def live(model: nn.Module, device: torch.device) -> tuple[list[torch.UntypedStorage], int]:
-    """The storages of all tensors on `device` that Python can reach, and their bytes.
+def _meter(model: nn.Module, device: torch.device, *, besides_bytes: int = 0) -> MemoryMeter:
+    """A meter that counts on from all tensors on `device` that Python can reach.
 
     On a CPU the buffers of a host tier are told apart from the device's tensors. An accelerator's
     allocator knows its bytes.
     """
     if not devices.on_host(device):
-        return [], devices.allocated_bytes(device)
+        start = torch.accelerator.memory_allocated(device)
+        return MemoryMeter(device, start_bytes=start - besides_bytes)
     # Those that stand for gradients have a few bytes each.
     found = [t for t in reachable(device) if not isinstance(t, ConsumedGradient)]
-    storages = storages_of(found)
-    host, _ = below_device(model)
-    return list(storages.values()), storage_bytes(found) - host
+    start = storage_bytes(found) - below_device(model)[0]
+    standing = storages_of(found).values()
+    return MemoryMeter(device, start_bytes=start - besides_bytes, standing=standing)
 
 
 class Recorder:
@@ -213,23 +212,19 @@ class Watch:
     def _observe(self, what: str) -> None:
         try:
             if what == "slot 0" and self._meter is None and self._num_steps >= _FIRST:
-                self._begin_step()
+                model = self._model()
+                if model is None or not _may_count(self._device):
+                    self.stop()
+                    return
+                meter = _meter(model, self._device)
+                meter.__enter__()
+                self._meter, self._evaluations = meter, 0
             elif what in ("begin", "slot 0"):
                 self._evaluations += 1 if what == "begin" else -1
             if self._meter is not None:
                 self._meter.mark(what)
         except Exception:  # noqa: BLE001 (training goes on)
             self.stop()
-
-    def _begin_step(self) -> None:
-        model = self._model()
-        if model is None or not _may_count(self._device):
-            self.stop()
-            return
-        standing, start = live(model, self._device)
-        meter = MemoryMeter(self._device, start_bytes=start, standing=standing)
-        meter.__enter__()
-        self._meter, self._evaluations = meter, 0
 
     def _end_step(self) -> None:
         self._num_steps += 1

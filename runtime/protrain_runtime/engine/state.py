@@ -143,7 +143,7 @@ def held_bytes(tensors: Iterable[torch.Tensor | None], device: torch.device) -> 
 def all_bytes(device: torch.device) -> int:
     """What the process holds of the memory that `device` has; 0 where the system does not say."""
     if not devices.on_host(device):
-        return devices.allocated_bytes(device)
+        return torch.accelerator.memory_allocated(device)
     try:
         return process_memory().data_bytes
     except OSError:

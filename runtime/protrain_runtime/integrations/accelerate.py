@@ -18,13 +18,7 @@ from torch import nn
 
 from protrain_plan.records.plan import Plan
 from protrain_plan.records.profile import DType
-from protrain_runtime.integrations.adopting import (
-    Framework,
-    LoopSettings,
-    check_loop,
-    follow,
-    loaded,
-)
+from protrain_runtime.integrations.adopting import Framework, check_loop, follow, loaded
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.preparation import Check
 
@@ -57,17 +51,17 @@ def use_plan(
     Raises ProtrainError where the accelerator does not train as planned, and where `prepare` does.
     """
     record, source = loaded(plan)
-    settings = LoopSettings(
+    check_loop(
+        record,
+        ACCELERATE,
+        source=source,
         micro_batches=accelerator.gradient_accumulation_steps,
         clips=False,  # whether the loop clips shows when it does
         autocast=autocast_of(accelerator),
         compiles=compiles(accelerator),
         num_ranks=accelerator.num_processes,
     )
-    check_loop(record, settings, ACCELERATE, source=source)
-    keep_no_casts(accelerator)
-    if record.num_devices > 1:
-        wrap_nothing(accelerator)
+    leave_to_the_plan(accelerator, record)
     model.to(accelerator.device)
     return follow(model, record, optimizer, spill_directory=spill_directory, check=check)
 
@@ -83,15 +77,11 @@ def compiles(accelerator: Accelerator) -> bool:
     return bool(accelerator.state.dynamo_plugin.backend != DynamoBackend.NO)
 
 
-def wrap_nothing(accelerator: Accelerator) -> None:
-    """Let `accelerator.prepare` leave models as they are on several ranks: the plan sums gradients.
-
-    What it does for evaluation is all that a planned model needs of it.
-    """
-    accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
-
-
-def keep_no_casts(accelerator: Accelerator) -> None:
-    """Switch autocast's cache of cast weights off, which would keep a copy of every parameter."""
+def leave_to_the_plan(accelerator: Accelerator, plan: Plan) -> None:
+    """Keep `accelerator` from what would break the plan: casts that stay, and wrapped models."""
     handler = accelerator.autocast_handler or AutocastKwargs()
+    # The cache of cast weights would keep a copy of every parameter.
     accelerator.autocast_handler = replace(handler, cache_enabled=False)
+    if plan.num_devices > 1:
+        # The plan sums gradients. What `prepare` does for evaluation is all that its model needs.
+        accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)

@@ -39,25 +39,6 @@ def follow(
     Raises ProtrainError, and leaves the model as it was, where `prepare` does, where the optimizer
     has states or parameters of others, and where the model is compiled.
     """
-    _check_optimizer(model, optimizer)
-    if hasattr(model, "_orig_mod"):
-        raise ProtrainError(
-            "the model is compiled, and a plan acts between the blocks of one that is not",
-            fix="compile each block by itself: for block in ...: block.compile()",
-        )
-    _, planned = prepare(
-        model,
-        plan,
-        optimizer=_Like(optimizer),
-        param_groups=optimizer.param_groups,
-        spill_directory=spill_directory,
-        check=check,
-    )
-    optimizer.param_groups = planned.param_groups
-    return planned
-
-
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     if optimizer.state:
         raise ProtrainError(
@@ -72,24 +53,31 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             f"{name} has {foreign} parameters that are not of the model that follows the plan",
             fix="profile and plan the module that holds all of them",
         )
+    if hasattr(model, "_orig_mod"):
+        raise ProtrainError(
+            "the model is compiled, and a plan acts between the blocks of one that is not",
+            fix="compile each block by itself: for block in ...: block.compile()",
+        )
+    accepted = inspect.signature(type(optimizer)).parameters
+    options = {k: v for k, v in optimizer.defaults.items() if k in accepted}
 
-
-class _Like:
-    """Makes optimizers like one that there is: that one itself, where its own groups are given.
-
-    So schedulers that were made for it see its steps.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        accepted = inspect.signature(type(optimizer)).parameters
-        self._options = {k: v for k, v in optimizer.defaults.items() if k in accepted}
-
-    def __call__(self, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
-        given, own = list(groups), self._optimizer.param_groups
+    def make_alike(groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+        # Where its own groups are given, that one itself: schedulers made for it see its steps.
+        given, own = list(groups), optimizer.param_groups
         if [id(group["params"]) for group in given] == [id(group["params"]) for group in own]:
-            return self._optimizer
-        return type(self._optimizer)(given, **self._options)
+            return optimizer
+        return type(optimizer)(given, **options)
+
+    _, planned = prepare(
+        model,
+        plan,
+        optimizer=make_alike,
+        param_groups=optimizer.param_groups,
+        spill_directory=spill_directory,
+        check=check,
+    )
+    optimizer.param_groups = planned.param_groups
+    return planned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,32 +89,33 @@ class Framework:
     casting: Mapping[DType | None, str]  # what computes under autocast in a dtype, or without it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopSettings:
-    """How the framework trains."""
-
-    micro_batches: int  # per update
-    clips: bool  # the norm of all gradients is taken before an update
-    autocast: DType | None
-    compiles: bool
-    num_ranks: int
-
-
 def check_loop(
-    plan: Plan, settings: LoopSettings, framework: Framework, *, source: str | None
+    plan: Plan,
+    framework: Framework,
+    *,
+    source: str | None,
+    micro_batches: int,
+    clips: bool,
+    autocast: DType | None,
+    compiles: bool,
+    num_ranks: int,
 ) -> None:
-    """ProtrainError where the framework would not do what the plan counts on."""
+    """ProtrainError where the framework, with these settings, would not do what the plan counts on.
+
+    `micro_batches` are those of an update. Where it `clips`, the norm of all gradients is taken
+    before an update.
+    """
     name = framework.name
-    if settings.num_ranks != plan.num_devices:
+    if num_ranks != plan.num_devices:
         planned_for = "one" if plan.num_devices == 1 else str(plan.num_devices)
-        ranks = "rank" if settings.num_ranks == 1 else "ranks"
+        ranks = "rank" if num_ranks == 1 else "ranks"
         raise ProtrainError(
-            f"{name} trains on {settings.num_ranks} {ranks}, and the plan is for {planned_for}",
+            f"{name} trains on {num_ranks} {ranks}, and the plan is for {planned_for}",
             source=source,
             key="num_devices",
-            fix=f"plan with --num-devices {settings.num_ranks}, or launch {plan.num_devices}",
+            fix=f"plan with --num-devices {num_ranks}, or launch {plan.num_devices}",
         )
-    if settings.compiles:
+    if compiles:
         raise ProtrainError(
             f"{name} compiles the model, and a plan counts what PyTorch keeps without compiling",
             source=source,
@@ -135,19 +124,22 @@ def check_loop(
         )
     workload = plan.workload
     planned = workload.dtype if workload.precision == "autocast" else None
-    if settings.autocast != planned:
-        options = f"--dtype {settings.autocast} --precision autocast"
-        profiled = f"profile with {options}" if settings.autocast else "profile without autocast"
+    if autocast != planned:
+        options = f"--dtype {autocast} --precision autocast"
+        profiled = f"profile with {options}" if autocast else "profile without autocast"
+        under, under_here = (
+            f"under autocast to {dtype}" if dtype else "without autocast"
+            for dtype in (planned, autocast)
+        )
         raise ProtrainError(
-            f"the plan is for training {_under(planned)}, and {name} trains"
-            f" {_under(settings.autocast)}",
+            f"the plan is for training {under}, and {name} trains {under_here}",
             source=source,
             key="workload.precision",
             fix=f"{framework.casting[planned]}, or {profiled} and plan anew",
         )
     after_backward = plan.updates == "after backward"
     offloads = any(not isinstance(unit.states, Persistent) for unit in plan.units)
-    if settings.clips and offloads and not after_backward:
+    if clips and offloads and not after_backward:
         raise ProtrainError(
             f"{name} takes the norm of all gradients before an update, and this plan updates"
             " during backward",
@@ -158,16 +150,12 @@ def check_loop(
     # With updates after backward a plan for several micro-batches has room for any number; several
     # ranks have to know which one is the last, whose gradients they sum.
     any_number = after_backward and plan.micro_batches > 1 and plan.num_devices == 1
-    if settings.micro_batches != plan.micro_batches and not any_number:
+    if micro_batches != plan.micro_batches and not any_number:
         raise ProtrainError(
             f"the plan is for {plan.micro_batches} micro-batches per update, and {name} runs"
-            f" {settings.micro_batches}",
+            f" {micro_batches}",
             source=source,
             key="micro_batches",
-            fix=f"plan with --accumulate {settings.micro_batches}, or set"
+            fix=f"plan with --accumulate {micro_batches}, or set"
             f" {framework.accumulating}={plan.micro_batches}",
         )
-
-
-def _under(dtype: DType | None) -> str:
-    return f"under autocast to {dtype}" if dtype else "without autocast"

@@ -17,13 +17,7 @@ from torch import nn
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.plan import Plan
 from protrain_plan.records.profile import DType
-from protrain_runtime.integrations.adopting import (
-    Framework,
-    LoopSettings,
-    check_loop,
-    follow,
-    loaded,
-)
+from protrain_runtime.integrations.adopting import Framework, check_loop, follow, loaded
 from protrain_runtime.preparation import Check
 
 LIGHTNING = Framework(
@@ -87,14 +81,16 @@ class UsePlan(Callback):
                 source=self._source,
                 fix="Trainer(strategy=protrain_runtime.integrations.lightning.PlannedRanks())",
             )
-        settings = LoopSettings(
+        check_loop(
+            self._plan,
+            LIGHTNING,
+            source=self._source,
             micro_batches=trainer.accumulate_grad_batches,
             clips=clips,
             autocast=_AUTOCAST.get(trainer.precision),
             compiles=hasattr(self._network(pl_module), "_orig_mod"),
             num_ranks=trainer.world_size,
         )
-        check_loop(self._plan, settings, LIGHTNING, source=self._source)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the plan: the network is on its device, and the optimizer has made no step."""

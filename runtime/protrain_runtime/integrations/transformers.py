@@ -19,19 +19,8 @@ from transformers import Trainer
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.plan import Plan
-from protrain_runtime.integrations.accelerate import (
-    autocast_of,
-    compiles,
-    keep_no_casts,
-    wrap_nothing,
-)
-from protrain_runtime.integrations.adopting import (
-    Framework,
-    LoopSettings,
-    check_loop,
-    follow,
-    loaded,
-)
+from protrain_runtime.integrations.accelerate import autocast_of, compiles, leave_to_the_plan
+from protrain_runtime.integrations.adopting import Framework, check_loop, follow, loaded
 from protrain_runtime.preparation import Check
 
 TRAINER = Framework(
@@ -68,24 +57,34 @@ def use_plan(
                 source=source,
                 fix=f"{name}=False",
             )
-    settings = LoopSettings(
+    check_loop(
+        record,
+        TRAINER,
+        source=source,
         micro_batches=args.gradient_accumulation_steps,
         clips=True,  # it logs the norm of the gradients, even where it does not clip
         autocast=autocast_of(accelerator),
         compiles=compiles(accelerator),
         num_ranks=accelerator.num_processes * max(1, args.n_gpu),
     )
-    check_loop(record, settings, TRAINER, source=source)
-    _switch_off_checkpointing(args)
+    # The second is the name before transformers 5.2x; both are there for a while.
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    if any(getattr(args, name, False) for name in names):
+        for name in names:
+            setattr(args, name, False)
+        warnings.warn(
+            "activation_checkpointing=True was switched off: the plan says what every block"
+            " recomputes",
+            stacklevel=2,
+        )
     create, following = trainer.create_optimizer, None
 
     def create_optimizer(model: nn.Module | None = None) -> torch.optim.Optimizer:
         nonlocal following
         create(model)
         if trainer.model is not following:  # a later train() has another one from model_init
-            keep_no_casts(trainer.accelerator)
+            leave_to_the_plan(trainer.accelerator, record)
             if record.num_devices > 1:
-                wrap_nothing(trainer.accelerator)
                 _save_together(trainer)
             trainer.optimizer = follow(
                 trainer.model,
@@ -114,16 +113,3 @@ def _save_together(trainer: Trainer) -> None:
         save_optimizer(output_dir)
 
     trainer._save, trainer._save_optimizer_and_scheduler = save_model, save_states
-
-
-def _switch_off_checkpointing(args: Any) -> None:
-    # The second is the name before transformers 5.2x; both are there for a while.
-    names = ("activation_checkpointing", "gradient_checkpointing")
-    if not any(getattr(args, name, False) for name in names):
-        return
-    for name in names:
-        setattr(args, name, False)
-    warnings.warn(
-        "activation_checkpointing=True was switched off: the plan says what every block recomputes",
-        stacklevel=3,
-    )

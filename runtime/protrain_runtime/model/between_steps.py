@@ -7,7 +7,6 @@ keeps averaged parameters where the parameters are.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -19,9 +18,7 @@ from protrain_plan.program.program import SAVING_BYTES
 from protrain_runtime.devices.memory_meter import device_of
 from protrain_runtime.devices.preflight import check_free
 from protrain_runtime.devices.turns import in_turn
-from protrain_runtime.engine.engine import Engine
-from protrain_runtime.model.copies import offloaded_parameters
-from protrain_runtime.model.prepared import prepared_of, turns_of
+from protrain_runtime.model.prepared import engine_of, offloaded_parameters, prepared_of, turns_of
 from protrain_runtime.states.chunks import Chunk, Slice, flat_storage_order, write_values
 
 
@@ -30,8 +27,7 @@ class FullParameters:
 
     def __init__(self, model: nn.Module, *, modify: bool, units: Collection[str] | None) -> None:
         self._model, self._modify = model, modify
-        prepared = prepared_of(model)
-        self._engine: Engine | None = prepared.engine if prepared else None
+        prepared, self._engine = prepared_of(model), engine_of(model)
         self._chunks: Sequence[Chunk] = ()
         if prepared is not None:
             names = [unit.name for unit in prepared.plan.units]
@@ -58,19 +54,20 @@ class FullParameters:
         self._engine.gather(self._chunks, f"full_parameters(model{what})", modify=self._modify)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if self._engine is None or not self._chunks:
             return
         changed: list[str] = []
         try:
             for chunk in self._chunks:
                 for part in chunk.slices:
-                    _check_kind(part)
+                    now = part.parameter
+                    if now.shape != part.shape or now.dtype != part.dtype:
+                        raise RuntimeError(
+                            f"{part.name!r} has another shape or dtype than the plan placed"
+                            f" ({tuple(now.shape)}, {now.dtype}): restore(model) before such"
+                            " changes"
+                        )
                     if self._modify:
                         write_values(chunk, part, part.parameter)
                     elif kind is None and _differs(chunk, part):
@@ -103,43 +100,25 @@ def full_parameters(
     return FullParameters(model, modify=modify, units=units)
 
 
-def _check_kind(part: Slice) -> None:
-    found = part.parameter
-    if found.shape != part.shape or found.dtype != part.dtype:
-        raise RuntimeError(
-            f"{part.name!r} has another shape or dtype than the plan placed"
-            f" ({tuple(found.shape)}, {found.dtype}): restore(model) before such changes"
-        )
-
-
 def _differs(chunk: Chunk, part: Slice) -> bool:
     """Whether a parameter's bytes are others than those in the store, looked at in pieces."""
     here = part.parameter.detach()
     if here.stride() != part.stride:
         return True  # another tensor was put there
     flat = flat_storage_order(here).view(torch.uint8)
-    return any(
-        not torch.equal(flat[start : start + stored.numel()].cpu(), stored)
-        for start, stored in _stored(chunk, part)
-    )
-
-
-def _stored(chunk: Chunk, part: Slice) -> Iterator[tuple[int, torch.Tensor]]:
-    """What the store has of a parameter, in pieces; of ranks, this one's range.
-
-    With the byte of the parameter at which each begins.
-    """
     assert chunk.store is not None
     own, begin = part, 0
-    if chunk.sharding is not None:
+    if chunk.sharding is not None:  # the store has this rank's range alone
         mine = chunk.sharding.part_of(part.name)
         if mine is None:
-            return
+            return False
         own, begin = mine, mine.first * part.dtype.itemsize
     for start in range(0, own.num_bytes, SAVING_BYTES):
-        piece = torch.empty(min(SAVING_BYTES, own.num_bytes - start), dtype=torch.uint8)
-        chunk.store.read(chunk.own.offset + own.offset + start, piece)
-        yield begin + start, piece
+        stored = torch.empty(min(SAVING_BYTES, own.num_bytes - start), dtype=torch.uint8)
+        chunk.store.read(chunk.own.offset + own.offset + start, stored)
+        if not torch.equal(flat[begin + start :][: stored.numel()].cpu(), stored):
+            return True
+    return False
 
 
 Average = Callable[[list[torch.Tensor], list[torch.Tensor], int], None]
@@ -176,7 +155,7 @@ class MovingAverage:
     def __init__(self, model: nn.Module, multi_avg_fn: Average | None = None) -> None:
         self._model = model
         self._average: Average = multi_avg_fn or get_ema_multi_avg_fn(0.999)
-        self._engine = _engine(model)
+        self._engine = engine_of(model)
         self.n_averaged = 0
         prepared = prepared_of(model)
         chunks = prepared.chunks if prepared else ()
@@ -282,7 +261,7 @@ class MovingAverage:
                 write_values(chunk, part, averages[name].to(part.dtype))
 
     def _check(self, what: str) -> None:
-        if _engine(self._model) is not self._engine:
+        if engine_of(self._model) is not self._engine:
             raise RuntimeError(
                 f"{what} after restore(), or a new prepare(): averages are kept with the states of"
                 " a plan. Take state_dict() before, and load it into a new MovingAverage"
@@ -290,8 +269,3 @@ class MovingAverage:
         if self._engine is not None:
             self._engine.settle(what)
             self._engine.outside(what)
-
-
-def _engine(model: nn.Module) -> Engine | None:
-    prepared = prepared_of(model)
-    return prepared.engine if prepared else None

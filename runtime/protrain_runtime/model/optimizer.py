@@ -84,30 +84,33 @@ class PlannedOptimizer(torch.optim.Optimizer):
         if self._engine is None:
             self._inner.step()
             return loss
-        what = "optimizer.step()"
-        with self._engine.turns.taken(f"{what} was called", what):
-            self._step(self._engine)
+        what, engine = "optimizer.step()", self._engine
+        with engine.turns.taken(f"{what} was called", what):
+            engine.check_step()
+            if self._used and self._used != self._group_options():
+                raise RuntimeError(
+                    "a parameter group's options changed between backward() and step(): this plan"
+                    " has updated offloaded parameters with the old ones; change them before"
+                    " backward()"
+                )
+            with engine.stepping():
+                engine.begin_update()
+                used = [parameter for chunk in self._chunks for parameter in chunk.drop_consumed()]
+                engine.update_shards()
+                if isinstance(self._inner, MasterOptimizer):
+                    # What the plan counts: the workspace of a step on the largest chunk, of which
+                    # those parameters are stepped that have gradients.
+                    due = (
+                        sum(each.numel() for each in chunk.parameters if each.grad is not None)
+                        for chunk in self._persistent
+                    )
+                    self._inner.room_elements = max(due, default=0)
+                self._inner.step()
+                engine.finish_step()
+            for parameter in used:
+                parameter.grad = UsedGradient.standing_for(parameter)
+            self._used = []
         return loss
-
-    def _step(self, engine: Engine) -> None:
-        engine.check_step()
-        if self._used and self._used != self._group_options():
-            raise RuntimeError(
-                "a parameter group's options changed between backward() and step(): this plan has"
-                " updated offloaded parameters with the old ones; change them before backward()"
-            )
-        with engine.stepping():
-            engine.begin_update()
-            used = [parameter for chunk in self._chunks for parameter in chunk.drop_consumed()]
-            engine.update_shards()
-            if isinstance(self._inner, MasterOptimizer):
-                # What the plan counts: the workspace of a step on the largest chunk.
-                self._inner.room_elements = max(map(_due_elements, self._persistent), default=0)
-            self._inner.step()
-            engine.finish_step()
-        for parameter in used:
-            parameter.grad = UsedGradient.standing_for(parameter)
-        self._used = []
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or zero them. TurnError during another thread's step."""
@@ -136,9 +139,22 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     @in_turn("optimizer.load_state_dict()", lambda optimizer: optimizer._turns)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, here or in plain PyTorch, under any plan."""
+        """Load what `state_dict` gave, here or in plain PyTorch, under any plan.
+
+        ValueError where the groups are other ones.
+        """
         self._settle("optimizer.load_state_dict() was called")
-        below = self._states_below(state_dict)
+        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        if sizes != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError(
+                "the state dict has parameter groups of other sizes than the optimizer"
+            )
+        # The numbers under which it has offloaded parameters' states, with their names.
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        offloaded = {part.name for chunk in self._chunks for part in chunk.slices}
+        names = ((n, self._names.get(p, "")) for n, p in zip(saved, own, strict=True))
+        below = {number: name for number, name in names if name in offloaded}
         # The inner optimizer brings what it loads to the parameters' device: not these.
         others = {k: v for k, v in state_dict["state"].items() if k not in below}
         self._inner.load_state_dict({**state_dict, "state": others})
@@ -162,25 +178,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 # A fused optimizer has its counters on the device, that of a chunk steps here.
                 chunk.scalars[part.name] = _moved(state, torch.device("cpu"))
                 chunk.updated.add(part.name)
-
-    def _states_below(self, state_dict: Mapping[str, Any]) -> dict[int, str]:
-        """The numbers under which a state dict has offloaded parameters' states, with their names.
-
-        ValueError where the groups are other ones.
-        """
-        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-        if sizes != [len(group["params"]) for group in self.param_groups]:
-            raise ValueError(
-                "the state dict has parameter groups of other sizes than the optimizer"
-            )
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = chain.from_iterable(group["params"] for group in self.param_groups)
-        offloaded = {part.name for chunk in self._chunks for part in chunk.slices}
-        names = (
-            (number, self._names.get(parameter, ""))
-            for number, parameter in zip(saved, own, strict=True)
-        )
-        return {number: name for number, name in names if name in offloaded}
 
     def give_back(self) -> None:
         """Bring every state home to the inner optimizer, and act as it from now on."""
@@ -221,11 +218,6 @@ def _moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     return {k: v.to(device) if torch.is_tensor(v) else v for k, v in state.items()}
 
 
-def _due_elements(chunk: Chunk) -> int:
-    """Elements of the chunk's parameters that have gradients."""
-    return sum(each.numel() for each in chunk.parameters if each.grad is not None)
-
-
 def _scalars(chunk: Chunk) -> dict[str, dict[str, Any]]:
     """What the optimizer keeps besides elementwise states of each parameter that it updated.
 
@@ -241,9 +233,7 @@ def _scalars(chunk: Chunk) -> dict[str, dict[str, Any]]:
 
 
 def make_inner(
-    factory: OptimizerFactory,
-    model: nn.Module,
-    groups: ParameterGroups | None,
+    factory: OptimizerFactory, model: nn.Module, groups: ParameterGroups | None
 ) -> torch.optim.Optimizer:
     """The user's optimizer over the model's trainable parameters, in its groups."""
     if groups is None:

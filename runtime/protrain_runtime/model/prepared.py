@@ -1,8 +1,19 @@
-"""What a prepared model carries with it, and how it is given back."""
+"""What a prepared model carries with it, what others see of it, and how it is given back.
 
-from collections.abc import Callable, Iterator, Sequence
+A copy or a pickle is a plain model with the values that it has now. What a plan puts on modules
+(hooks, code, threads behind them) is the plan's: it is told by looking at the modules before and
+after, and a copy is made of what is left without it. State dicts show and accept the real values of
+offloaded parameters.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from threading import local
+from typing import Any
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import nn
@@ -10,18 +21,17 @@ from torch import nn
 from protrain_plan.records.plan import Plan
 from protrain_runtime.devices.turns import Turns
 from protrain_runtime.engine.engine import Engine
-from protrain_runtime.model.copies import (
-    Undo,
-    bring_back_gradients,
-    offloaded_parameters,
-)
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.ranks.group import CHECKPOINT_LIMIT_S, Ranks
-from protrain_runtime.states.chunks import Chunk, read_values
+from protrain_runtime.states.chunks import Chunk, Slice, read_values, write_values
+from protrain_runtime.states.stand_ins import come_back, let_list
 from protrain_runtime.states.unchanged_model import UnchangedModel
 
 ATTRIBUTE = "_protrain_prepared"
 """Where a prepared model keeps its `Prepared`: on itself, so that both are freed together."""
+
+Undo = list[Callable[[], object]]
+"""What takes a plan off a model again, run last to first."""
 
 
 @dataclass(slots=True)
@@ -118,7 +128,11 @@ def restore_as_is(model: nn.Module) -> nn.Module:
     """`restore`, also where an update was cut short: for steps that change no parameter."""
     prepared: Prepared = model.__dict__[ATTRIBUTE]
     for chunk in prepared.chunks if prepared.engine is not None else ():
-        bring_back_gradients(chunk)
+        chunk.forget_dropped()
+        for part in chunk.slices:
+            if part.name in chunk.offloaded_gradients:  # they wait below the device
+                part.parameter.grad = chunk.offloaded_gradients[part.name].whole()
+        chunk.clear_gradients()
     del model.__dict__[ATTRIBUTE]
     try:
         prepared.optimizer.give_back()
@@ -133,3 +147,193 @@ def undo_all(undo: Undo) -> None:
         for each in undo:
             stack.callback(each)
         undo.clear()
+
+
+_REDUCE = "__reduce_ex__"
+_OWN = ("_parameters", "_buffers", "_modules")
+_ABSENT = object()
+
+Look = Mapping[nn.Module, Mapping[str, object]]
+"""By module: its attributes, and of its tables of hooks the keys."""
+
+
+def look_at(model: nn.Module) -> Look:
+    """What the modules have now, to tell later what has been added."""
+    return {
+        module: {
+            name: frozenset(value) if _is_table(name, value) else value
+            for name, value in module.__dict__.items()
+        }
+        for module in model.modules()
+    }
+
+
+def _is_table(name: str, value: object) -> bool:
+    return name.startswith("_") and name not in _OWN and isinstance(value, dict)
+
+
+def let_copy(before: Look) -> Callable[[], None]:
+    """Let copies of the modules be plain; returns what undoes it."""
+    touched: list[nn.Module] = []
+    for module, state in before.items():
+        hooks: dict[str, frozenset[object]] = {}  # added by the plan, by table
+        attributes: dict[str, object] = {}  # what was there in place of those of the plan
+        for name, value in module.__dict__.items():
+            known = state.get(name, _ABSENT)
+            if _is_table(name, value) and isinstance(known, frozenset):
+                if new := frozenset(value) - known:
+                    hooks[name] = new
+            elif value is not known and name not in _OWN:
+                attributes[name] = known
+        if hooks or attributes:
+            module.__dict__[_REDUCE] = partial(_reduce_plainly, module, hooks, attributes)
+            touched.append(module)
+
+    def undo() -> None:
+        for module in touched:
+            module.__dict__.pop(_REDUCE, None)
+
+    return undo
+
+
+def _reduce_plainly(
+    module: nn.Module,
+    hooks: Mapping[str, frozenset[object]],
+    attributes: dict[str, object],
+    protocol: Any,
+) -> Any:
+    """What `copy` and `pickle` call: the class's own answer, for the module without the plan."""
+    state = module.__dict__
+    whole = dict(state)
+    plain = {name: value for name, value in whole.items() if name != _REDUCE} | attributes
+    plain = {name: value for name, value in plain.items() if value is not _ABSENT}
+    for name, keys in hooks.items():
+        table = plain[name]
+        plain[name] = type(table)((k, v) for k, v in table.items() if k not in keys)
+    state.clear()
+    state.update(plain)
+    try:
+        reduced = type(module).__reduce_ex__(module, protocol)
+    finally:
+        state.clear()
+        state.update(whole)
+    if isinstance(reduced, tuple) and len(reduced) > 2 and reduced[2] is state:
+        reduced = (*reduced[:2], plain, *reduced[3:])
+    return reduced
+
+
+def offloaded_parameters(chunks: Sequence[Chunk]) -> dict[str, tuple[Chunk, Slice]]:
+    """By name, where the parameters lie that are not on the device between steps."""
+    return {
+        part.name: (chunk, part)
+        for chunk in chunks
+        if chunk.store is not None
+        for part in chunk.slices
+    }
+
+
+def bring_back(chunk: Chunk) -> None:
+    """Give an offloaded chunk's parameters memory of their own again."""
+    if not chunk.hollow:
+        return
+    assert chunk.store is not None
+    for part in chunk.slices:
+        if part.group not in chunk.hollow:
+            continue
+        come_back(part.parameter)
+        if chunk.sharding is not None:
+            part.parameter.data = read_values(chunk, part).to(part.parameter.device)
+            continue
+        whole = torch.empty(part.num_bytes, dtype=torch.uint8, device=part.parameter.device)
+        chunk.store.read(chunk.offset + part.offset, whole)
+        part.parameter.data = whole.view(part.dtype).as_strided(part.shape, part.stride)
+    chunk.hollow.clear()
+
+
+class _Listing(local):
+    """Real values of offloaded parameters in state dicts, of the model or of a module in it.
+
+    They are copies in host memory, and parameters that are tied share one, in one state dict. Of
+    each thread it has its own: where another one trains meanwhile, the state dict is refused.
+    """
+
+    _top: ref[nn.Module] | None = None  # whose state dict is being made
+    _num_steps = 0  # that had begun then
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        offloaded: Mapping[nn.Parameter, tuple[Chunk, Slice]],
+    ) -> None:
+        self._model, self._engine, self._offloaded = ref(model), engine, offloaded
+        self._target: ref[Any] | None = None  # the state dict that is being made
+        self._read: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()
+
+    def before(self, module: nn.Module, *_: object) -> None:
+        if self._top is None or module is self._model():
+            self._top, self._num_steps = ref(module), self._engine.turns.num_steps
+        self._engine.settle("state_dict() was called")
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                let_list(parameter)
+
+    def after(self, module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        if self._target is None or self._target() is not state:
+            self._target = ref(state) if isinstance(state, OrderedDict) else None
+            self._read.clear()
+        for own, parameter in module._parameters.items():
+            found = self._offloaded.get(parameter) if parameter is not None else None
+            if found is None or prefix + own not in state:
+                continue
+            name = found[1].name
+            value = self._read.get(name)
+            if value is None:
+                value = self._read[name] = read_values(*found)
+            state[prefix + own] = value
+        if self._engine.turns.num_steps != self._num_steps:
+            self._engine.turns.torn("state_dict()")
+        if self._top is not None and module is self._top():
+            self._top = None
+
+
+def add_state_dict_hooks(
+    model: nn.Module, chunks: Sequence[Chunk], engine: Engine, undo: Undo
+) -> None:
+    """Let state dicts of the model show and accept real values of offloaded parameters.
+
+    Those of a state dict are copies in host memory, all at once, and `load_state_dict` brings them
+    all to the device; `protrain_runtime.save` and `load` take one buffer.
+    """
+    offloaded = offloaded_parameters(chunks)
+    below = [chunk for chunk in chunks if chunk.store is not None]
+    listing = _Listing(model, engine, {part.parameter: (c, part) for c, part in offloaded.values()})
+
+    def before_load(_: nn.Module, __: object, ___: str, metadata: Mapping[str, Any], *____: object):  # type: ignore[no-untyped-def]
+        engine.settle("load_state_dict() was called")
+        engine.outside("load_state_dict() was called")
+        if metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                "load_state_dict(assign=True) replaces the parameters that the plan has placed:"
+                " load without it, or before prepare()"
+            )
+        for chunk in below:
+            bring_back(chunk)
+
+    def after_load(*_: object) -> None:
+        for chunk, part in offloaded.values():
+            write_values(chunk, part, part.parameter)
+        for chunk in below:
+            chunk.unbind(chunk.every_group)
+
+    own = {part.parameter for _, part in offloaded.values()}
+    handles = [
+        model.register_load_state_dict_pre_hook(before_load),
+        model.register_load_state_dict_post_hook(after_load),
+    ]
+    for module in model.modules():
+        if module is model or not own.isdisjoint(module._parameters.values()):
+            handles.append(module.register_state_dict_pre_hook(listing.before))
+            # PyTorch marks the hook, which a bound method does not take.
+            handles.append(module.register_state_dict_post_hook(partial(listing.after)))
+    undo.extend(handle.remove for handle in handles)
