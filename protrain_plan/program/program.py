@@ -36,7 +36,6 @@ from itertools import accumulate
 from math import floor
 from typing import Literal, NamedTuple
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.records.hardware import DeviceKind, TierName, is_accelerator
 from protrain_plan.records.plan import (
     Offload,
@@ -365,7 +364,7 @@ PAGE_BYTES = 4096
 
 def pinned_bytes(num_bytes: int) -> int:
     """What a pinned host buffer takes: whole pages of the operating system."""
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+    return in_blocks(num_bytes, PAGE_BYTES)
 
 
 class Residency(NamedTuple):
@@ -398,9 +397,9 @@ def block_bytes(device: DeviceKind) -> int:
     return BLOCK_BYTES if is_accelerator(device) else 1
 
 
-def in_blocks(num_bytes: int, block: int) -> int:
-    """What a tensor of `num_bytes` takes in blocks of `block` bytes."""
-    return -(-num_bytes // block) * block
+def in_blocks(size: int, block: int) -> int:
+    """What a tensor of `size` bytes takes in blocks of `block`; so for elements."""
+    return -(-size // block) * block
 
 
 GradientHome = Literal["in place", "device", "host", "disk"]
@@ -443,19 +442,3 @@ def written_share(chunk: ChunkSize, start: int, stop: int) -> tuple[float, float
 MAX_PIECES_OF_STATES = 60_000
 """Pieces of optimizer states in a step, each read, updated and written: more take minutes to look
 at, and gain nothing. Pieces of 8 MiB are those of 500 GB."""
-
-
-def num_pieces(chunk: ChunkSize, piece_bytes: int) -> int:
-    """In how many pieces a chunk's states are read, updated and written."""
-    return max(1, -(-max(chunk.state_bytes, chunk.parameter_bytes) // piece_bytes))
-
-
-def refuse_many_pieces(pieces: int) -> None:
-    """ProtrainError where the states on disk are in more pieces than a step may have."""
-    if pieces > MAX_PIECES_OF_STATES:
-        raise ProtrainError(
-            f"the states on disk would move in {pieces} pieces, and {MAX_PIECES_OF_STATES} are the"
-            " most",
-            key="piece_bytes",
-            fix="larger pieces, such as of 8MiB",
-        )
