@@ -4,6 +4,7 @@ FLOPs are those of matrix products, convolutions and attention; everything else 
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -77,12 +78,11 @@ def operator_work(
     FLOPs are two per multiplication and addition, 0 for what is no matrix product. Each operand
     is read or written once; of a table, the rows that are looked up.
     """
-    own, counted = _FLOPS.get(func), flop_registry.get(func._overloadpacket)
-    if own is not None:
+    flops, given = 0.0, tensors_in((args, kwargs))
+    if own := _FLOPS.get(func):
         flops = own(args, kwargs)
-    else:
-        flops = 0.0 if counted is None else float(counted(*args, **kwargs, out_val=result))
-    given = tensors_in((args, kwargs))
+    elif counted := flop_registry.get(func._overloadpacket):
+        flops = float(counted(*args, **kwargs, out_val=result))
     moved = sum(_bytes(tensor) for tensor in tensors_in(result))
     if func in _LOOKUPS:
         moved = 2 * moved + sum(_bytes(tensor) for tensor in tensors_in(args[1:]))
@@ -101,27 +101,27 @@ def _bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.itemsize, int(tensor.untyped_storage().nbytes()))
 
 
-def _attention_flops(query: Tensor, key: Tensor, *, products: int, causal: bool) -> float:
-    """Per product 2 B H Sq Sk D; half of the scores where the kernel skips the future."""
-    batch, heads, length, width = query.shape
-    flops = 2.0 * products * batch * heads * length * key.shape[2] * width
-    return flops / 2 if causal else flops
+def _attention(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], *, query: int, causal: int, products: int
+) -> float:
+    """Per product 2 B H Sq Sk D; half of the scores where the kernel skips the future.
 
-
-def _attention(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
-    causal = args[4] if len(args) > 4 else kwargs.get("is_causal", False)
-    return _attention_flops(args[0], args[1], products=2, causal=causal)
-
-
-def _attention_backward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
-    """Scores are computed again, then four gradients."""
-    causal = args[7] if len(args) > 7 else kwargs.get("is_causal", False)
-    return _attention_flops(args[1], args[2], products=5, causal=causal)
+    `query` and `causal` are places among the arguments.
+    """
+    batch, heads, length, width = args[query].shape
+    flops: float = 2.0 * products * batch * heads * length * args[query + 1].shape[2] * width
+    skips = args[causal] if len(args) > causal else kwargs.get("is_causal", False)
+    return flops / 2 if skips else flops
 
 
 _FLOPS: dict[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], float]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: partial(
+        _attention, query=0, causal=4, products=2
+    ),
+    # Scores are computed again, then four gradients.
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: partial(
+        _attention, query=1, causal=7, products=5
+    ),
     # Every row meets the weights of one group.
     aten._grouped_mm.default: lambda args, _: 2.0 * args[0].numel() * args[1].shape[-1],
 }

@@ -96,7 +96,7 @@ the left operand is transposed and there are more threads than blocks of columns
 
 def packed_bytes(rows: int, inner: int, columns: int) -> int:
     """What one thread takes for a product of 16 bits: operands and float32 result, or blocks."""
-    rows, inner, columns = _padded(rows), _padded(inner), _padded(columns)
+    rows, inner, columns = (in_blocks(size, _UNIT) for size in (rows, inner, columns))
     whole = 2 * (rows * inner + inner * columns) + 4 * rows * columns
     return min(whole, _BLOCK_BYTES) + _KERNEL_BYTES
 
@@ -114,15 +114,11 @@ def half_product(call: OperatorCall) -> int:
     each = packed_bytes(rows, inner, columns)
     transposed = left.dim() == 2 and left.stride(-1) != 1
     if transposed and inner >= _SPLIT_INNER and call.num_threads * _UNIT > columns:
-        each += 4 * _padded(rows) * _padded(columns)
+        each += 4 * in_blocks(rows, _UNIT) * in_blocks(columns, _UNIT)
     return max(
         call.num_threads * each,
         4 * call.outputs[0].numel() + call.num_threads * _KERNEL_BYTES,
     )
-
-
-def _padded(size: int) -> int:
-    return -(-size // _UNIT) * _UNIT
 
 
 # --- convolutions ---------------------------------------------------------------------------------
@@ -131,47 +127,6 @@ _CHANNELS = 16
 """oneDNN lays channels out in blocks of so many with AVX-512; of 8 with AVX2."""
 _PACKED = 64
 """Kernels may read weights with one side in four such blocks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Elements:
-    """How many elements a convolution's operands have, in whole blocks of channels in every group.
-
-    `packed_weight` has larger blocks, as products read it; its gradient has none. `patches` are
-    those of one image and one group, as a matrix that is multiplied by the weights.
-    """
-
-    given: int
-    weight: int
-    packed_weight: int
-    result: int
-    patches: int
-    num_matrices: int  # of patches: one for each image and group
-
-    @staticmethod
-    def of(
-        given: Tensor, weight: Tensor, result: Tensor, groups: int, *, transposed: bool
-    ) -> "_Elements":
-        inside, outside = given.shape[1] // groups, result.shape[1] // groups
-        kernel = math.prod(weight.shape[2:])
-        channels, places = (outside, given) if transposed else (inside, result)
-        return _Elements(
-            given=given.numel() // inside * _blocked(inside),
-            weight=groups * kernel * _blocked(inside) * _blocked(outside),
-            packed_weight=groups
-            * kernel
-            * max(
-                _blocked(inside) * _blocked(outside, _PACKED),
-                _blocked(inside, _PACKED) * _blocked(outside),
-            ),
-            result=result.numel() // outside * _blocked(outside),
-            patches=kernel * channels * math.prod(places.shape[2:]),
-            num_matrices=given.shape[0] * groups,
-        )
-
-
-def _blocked(channels: int, block: int = _CHANNELS) -> int:
-    return -(-channels // block) * block
 
 
 def convolution(call: OperatorCall) -> int:
@@ -190,20 +145,32 @@ def convolution(call: OperatorCall) -> int:
     given, weight = call.args[1:3] if backward else call.args[:2]
     transposed, groups = (call.args[place + backward] for place in (6, 8))
     result = call.args[0] if backward else call.outputs[0]
-    own = _Elements.of(given, weight, result, groups, transposed=transposed)
     item, half = int(given.itemsize), int(given.dtype in HALF)
-    plain = own.num_matrices * own.patches + own.given + own.weight + own.result
-    library = call.num_threads * (4 * own.patches + _KERNEL_BYTES)
+    # How many elements there are, in whole blocks of channels in every group. Patches are those of
+    # one image and one group, as a matrix that is multiplied by the weights; weights that are
+    # packed have larger blocks on one side, as products read them.
+    inside, outside = given.shape[1] // groups, result.shape[1] // groups
+    kernel = math.prod(weight.shape[2:])
+    blocks_in, blocks_out = in_blocks(inside, _CHANNELS), in_blocks(outside, _CHANNELS)
+    num_given = given.numel() // inside * blocks_in
+    num_result = result.numel() // outside * blocks_out
+    num_weight = groups * kernel * blocks_in * blocks_out
+    larger = max(blocks_in * in_blocks(outside, _PACKED), in_blocks(inside, _PACKED) * blocks_out)
+    packed_weight = groups * kernel * larger
+    channels, places = (outside, given) if transposed else (inside, result)
+    patches = kernel * channels * math.prod(places.shape[2:])
+    plain: int = given.shape[0] * groups * patches + num_given + num_weight + num_result
+    library: int = call.num_threads * (4 * patches + _KERNEL_BYTES)
     if backward:
         plain *= 2
-        library += item * ((1 + half) * 2 * (own.given + own.result) + own.packed_weight)
+        library += item * ((1 + half) * 2 * (num_given + num_result) + packed_weight)
         blocks = 4 * (1 + half + call.num_threads) + half * item
         matrices = 4 * item * (half + call.num_threads)  # booked as so many floats as it has bytes
-        library += max(blocks, matrices) * own.weight
+        library += max(blocks, matrices) * num_weight
     else:
-        plain += own.result
-        library += item * (own.given + own.packed_weight + own.result)
-        library += 4 * half * (own.result + own.weight)
+        plain += num_result
+        library += item * (num_given + packed_weight + num_result)
+        library += 4 * half * (num_result + num_weight)
     # Whether any x86 processor leaves it to oneDNN (Convolution.cpp, use_mkldnn).
     images = given.dim() == 4 and given.shape[0] > 1
     if images and given.dtype == torch.float32 and not transposed:
@@ -260,9 +227,8 @@ _TRANSPOSED_BLOCK = 60  # ATen/native/Copy.cpp: matrices are transposed in squar
 
 def _transposed_copy(call: OperatorCall) -> int:
     """A transposed matrix is copied through a block."""
-    target, source = call.outputs[0], call.args[1] if len(call.args) > 1 else call.args[0]
-    if call.func is not aten.copy_.default:
-        source = call.args[0]
+    target, copies = call.outputs[0], call.func is aten.copy_.default
+    source = call.argument(1, "src", None) if copies else call.args[0]
     if not isinstance(source, Tensor) or source.dtype != target.dtype or source.dim() != 2:
         return 0
     rows = source.shape[0]
@@ -371,15 +337,7 @@ _ELEMENTWISE = [
     for overload in packet.overloads()
     if overload in ("Tensor", "Scalar", "default")
 ]
-_PRODUCTS = (
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
-    aten._grouped_mm.default,
-)
-
-_FOURIER = (aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default)
+_PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm)
 
 CPU_WORKSPACES: dict[Any, Workspace] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
@@ -416,7 +374,6 @@ CPU_WORKSPACES: dict[Any, Workspace] = {
     aten.sort.default: lambda call: (
         8 * call.given.shape[call.argument(1, "dim", -1)] if call.given.dim() else 0
     ),
-    # Edges, and counts per thread.
     # The edges of the bins, and counts of each thread.
     aten.histc.default: lambda call: (
         ((1 + call.num_threads) * call.argument(1, "bins", 100) + 1) * call.given.itemsize
@@ -424,16 +381,16 @@ CPU_WORKSPACES: dict[Any, Workspace] = {
     # The mask is drawn in the values' dtype; it is cast to the gradient's, times a number.
     aten.native_dropout.default: lambda call: call.given_bytes,
     aten.native_dropout_backward.default: lambda call: call.given_bytes + 8 + call.given.itemsize,
-    **dict.fromkeys(_PRODUCTS, half_product),
-    **dict.fromkeys(_FOURIER, _fourier),
+    **{product.default: half_product for product in _PRODUCTS},
+    aten._fft_r2c.default: _fourier,
+    aten._fft_c2r.default: _fourier,
+    aten._fft_c2c.default: _fourier,
     aten.convolution.default: convolution,
     aten.convolution_backward.default: convolution,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
 }
 
-
-aten = torch.ops.aten
 
 _SCRATCH_BYTES = 2**20
 """A bound on what CUDA's reductions and scans take for partial results."""
@@ -446,9 +403,7 @@ def _cuda_attention_backward(call: OperatorCall) -> int:
     """
     _, query, key = call.args[:3]
     batch, heads, length, width = query.shape
-    rounded = -(-length // 128) * 128
-    wide = -(-width // 32) * 32
-    size = 4 * batch * heads * rounded * (wide + 1)
+    size = 4 * batch * heads * in_blocks(length, 128) * (in_blocks(width, 32) + 1)
     if key.shape[1] != heads:
         size += 2 * batch * heads * key.shape[2] * width * key.itemsize
     return int(size)
@@ -525,10 +480,6 @@ _AMD_LIBRARY_BYTES = (128 + 76) * 2**20
 """hipBLAS's and hipBLASLt's on MI300 (the same file)."""
 
 
-def _cuda_library_bytes(name: str) -> int:
-    return _HANDLES * (_AMD_LIBRARY_BYTES if name.startswith("AMD") else _LIBRARY_BYTES)
-
-
 # --- the table ------------------------------------------------------------------------------------
 
 
@@ -537,26 +488,25 @@ class DeviceType:
     """What an estimate has to know of a type of devices.
 
     workspaces      what operators take besides operands and results while they run, at most
-    python_scalars  a Python number that meets a tensor becomes a tensor in the device's memory,
-                    which autograd keeps if a gradient needs it (a CPU's memory is the host's)
-    cares_for_threads  kernels take scratch memory for each of the host's threads
     attention       replaces `scaled_dot_product_attention`, where the kernels there keep other
                     tensors than a CPU's
     library_bytes   what matrix libraries keep in the allocator at most, by the device's name
     """
 
     workspaces: Mapping[Any, Workspace]
-    python_scalars: bool = False
-    cares_for_threads: bool = False
     attention: Callable[..., Tensor] | None = None
     library_bytes: Callable[[str], int] = lambda _: 0
 
 
 _CUDA = DeviceType(
-    workspaces=CUDA_WORKSPACES, attention=_cuda_attention, library_bytes=_cuda_library_bytes
+    workspaces=CUDA_WORKSPACES,
+    attention=_cuda_attention,
+    library_bytes=lambda name: (
+        _HANDLES * (_AMD_LIBRARY_BYTES if name.startswith("AMD") else _LIBRARY_BYTES)
+    ),
 )
 DEVICE_TYPES: dict[DeviceKind, DeviceType] = {
-    "cpu": DeviceType(workspaces=CPU_WORKSPACES, python_scalars=True, cares_for_threads=True),
+    "cpu": DeviceType(workspaces=CPU_WORKSPACES),
     "cuda": _CUDA,
 }
 """By the name of the type; models can be estimated for these. ROCm's devices are called cuda."""
@@ -574,8 +524,10 @@ def device_type(kind: DeviceKind) -> DeviceType:
 class Allocator:
     """How a device's allocator counts: blocks of `block_bytes`, workspaces by operator.
 
-    `is_here`: operators can be called on the device itself, so that workspaces can be measured.
-    For `python_scalars` see `DeviceType`.
+    python_scalars  a Python number that meets a tensor becomes a tensor in the device's memory,
+                    which autograd keeps if a gradient needs it (a CPU's memory is the host's)
+    num_threads     of the host, for each of which kernels take scratch memory
+    is_here         operators can be called on the device itself: workspaces can be measured
     """
 
     workspaces: Mapping[Any, Workspace]
@@ -614,11 +566,11 @@ def is_this_machine(device: Device) -> bool:
 
 def allocator_of(device: Device) -> Allocator:
     """How the allocator of `device` counts."""
-    kind = device_type(device.kind)
+    on_host = not is_accelerator(device.kind)
     return Allocator(
-        workspaces=kind.workspaces,
+        workspaces=device_type(device.kind).workspaces,
         block_bytes=block_bytes(device.kind),
-        python_scalars=kind.python_scalars,
-        num_threads=device.num_threads if kind.cares_for_threads else 1,
+        python_scalars=on_host,
+        num_threads=device.num_threads if on_host else 1,
         is_here=is_this_machine(device),
     )

@@ -60,7 +60,6 @@ NEVER = {
 NAMED = {"presentation": {"models", "commands", "planning/questions"}}
 TORCH = {"torch", "transformers", "peft", "accelerate"}  # all of them import torch
 WITH_TORCH = (
-    "protrain_plan.hardware.interconnect",
     "protrain_plan.hardware.probe",
     "protrain_plan.hardware.roofline",
     "protrain_plan.hardware.speeds",
