@@ -90,10 +90,16 @@ def probe(
     progress("measuring compute and memory", 0.8)
     rates = replace(measure_rates(where, dtype=dtype), host_piece_s=four_digits(overheads.piece_s))
     progress("done", 1.0)
-    described = _device(where, held_bytes(where) if context_bytes is None else context_bytes)
+    on_host, num_threads = devices.on_host(where), torch.get_num_threads()
     return Hardware(
-        name=name or f"{where.type}-{described.num_threads}",
-        device=described,
+        name=name or f"{where.type}-{num_threads}",
+        device=Device(
+            kind=where.type,
+            name=processor_name() if on_host else devices.name(where),
+            memory_bytes=host_memory_bytes() if on_host else devices.free_and_total_bytes(where)[1],
+            context_bytes=held_bytes(where) if context_bytes is None else context_bytes,
+            num_threads=num_threads,
+        ),
         tiers=tiers,
         read_contention=read,
         write_contention=write,
@@ -160,20 +166,6 @@ def host_memory_bytes() -> int:
         if limit.isdigit():
             total = min(total, int(limit))
     return total
-
-
-def _device(device: torch.device, context_bytes: int) -> Device:
-    if devices.on_host(device):
-        name, memory_bytes = processor_name(), host_memory_bytes()
-    else:
-        name, memory_bytes = devices.name(device), devices.free_and_total_bytes(device)[1]
-    return Device(
-        kind=device.type,
-        name=name,
-        memory_bytes=memory_bytes,
-        context_bytes=context_bytes,
-        num_threads=torch.get_num_threads(),
-    )
 
 
 @cache

@@ -117,10 +117,8 @@ class ConfigSource:
                     model: nn.Module = model_class._from_config(
                         config, attn_implementation=attention, dtype=stored
                     )
-            except (DataDependentOutputException, DynamicOutputShapeException):
-                raise  # of fake tensors: the configuration is not at fault
-            except ProtrainError:
-                raise
+            except (ProtrainError, DataDependentOutputException, DynamicOutputShapeException):
+                raise  # the latter are of fake tensors: the configuration is not at fault
             except Exception as error:  # a modelling file may fail in any way
                 raise self._refused(error) from error
             model = adapted(model, adapter, source=self.name)

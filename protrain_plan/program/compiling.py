@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.program.implications import (
-    TIERS,
+    STAGED,
     BoundProgram,
     Implications,
     StateOption,
@@ -308,7 +308,7 @@ class _Compiler:
         ]
         for start, stop in pairwise(bounds):
             after = gradients
-            if TIERS[tier].staged:
+            if tier == STAGED:
                 # Trainable parameters are as many bytes as their gradients.
                 states = _part(own.state_bytes, start, stop, own)
                 parameters = _part(own.gradient_bytes, start, stop, own)
@@ -318,7 +318,7 @@ class _Compiler:
                 read = states + placement.parameters_read * parameters
                 after = (*gradients, add("read states", Lane("read", tier), read, free))
             ends.append(add("update", Lane("update", tier), 0, after))
-            if TIERS[tier].staged:
+            if tier == STAGED:
                 written = states + parameters
                 ends[-1] = add("write states", Lane("write", tier), written, (ends[-1],))
                 self.written.append(ends[-1])

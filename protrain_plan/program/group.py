@@ -57,10 +57,9 @@ class DeviceGroup:
         As many as devices is among them: each has all of the states then, below it if they are
         offloaded, and gathers nothing.
         """
-        counts = range(1, self.num_devices + 1)
-        sizes = {n: self.num_devices // n for n in counts if self.num_devices % n == 0}
-        node = self.in_node
-        return tuple(n for n, size in sizes.items() if size % node == 0 or node % size == 0)
+        count, node = self.num_devices, self.in_node
+        sizes = ((n, count // n) for n in range(1, count + 1) if count % n == 0)
+        return tuple(n for n, size in sizes if size % node == 0 or node % size == 0)
 
 
 ALONE = DeviceGroup()

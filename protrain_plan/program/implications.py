@@ -38,23 +38,10 @@ from protrain_plan.records.plan import (
 )
 from protrain_plan.records.profile import FormCost, OptimizerCost, Profile
 
-
-class TierFacts(NamedTuple):
-    """What is special about a place where states can be.
-
-    staged  the optimizer works on them piece by piece, through buffers in the memory it runs in
-    pinned  an accelerator copies from its memory, in regions of whole pages
-    """
-
-    staged: bool = False
-    pinned: bool = False
-
-
-TIERS: dict[StateTier, TierFacts] = {
-    "device": TierFacts(),
-    "host": TierFacts(pinned=True),
-    "disk": TierFacts(staged=True),
-}
+STAGED: TierName = "disk"
+"""The optimizer works on states there piece by piece, through buffers in the memory it runs in."""
+_PINNED: TierName = "host"
+"""An accelerator copies from its memory, in regions of whole pages."""
 
 STATE_REGIONS = 3
 """Optimizer states that a chunk keeps apart, at most: float32 parameters and AdamW's two."""
@@ -351,7 +338,7 @@ def placed(
     slot = 2 * count - 1 - index
     in_backward = settings.updates == "in backward"
     read = write = 0
-    if tier != "device" and TIERS[tier].staged:
+    if tier == STAGED:
         write = own.state_bytes + own.gradient_bytes
         read = own.state_bytes + option.parameters_read * own.gradient_bytes
     scattered = gradients = in_place = None
@@ -378,7 +365,7 @@ def placed(
     num_updates = 0
     if tier != "device":
         largest = max(own.state_bytes, own.parameter_bytes)
-        num_updates = max(1, -(-largest // settings.piece_bytes)) if TIERS[tier].staged else 1
+        num_updates = max(1, -(-largest // settings.piece_bytes)) if tier == STAGED else 1
     return replace(
         option,
         scattered=scattered,
@@ -401,7 +388,7 @@ def _tier_bytes(
         regions = [own.parameter_bytes, own.state_bytes] if tier == name else []
         regions += [own.gradient_bytes] if home == name else []
         size = sum(regions)
-        if TIERS[name].pinned and is_accelerator(settings.device):
+        if name == _PINNED and is_accelerator(settings.device):
             # Each region is pinned by itself, each of up to STATE_REGIONS optimizer states too.
             parts = STATE_REGIONS if tier == name else 0
             size = sum(pinned_bytes(region) for region in regions) + parts * PAGE_BYTES
@@ -422,7 +409,7 @@ def _staging(option: StateOption, num_updates: int, settings: Settings) -> Stagi
         workspace=largest * gradient_width * 1.0,
         arriving=own.gradient_bytes if option.home == "host" and adds else 0,
     )
-    if not TIERS[states.tier].staged:
+    if states.tier != STAGED:
         return staging
     width = -(-own.state_bytes // own.num_parameters) + option.parameters_read * gradient_width
     return staging._replace(read_piece=largest * width, width=width)
@@ -534,7 +521,7 @@ def tier_bytes(
     """The most that a tier below the device holds: states, swapped activations, and staging."""
     total = sum(option.tier_bytes.get(tier, 0) for option in activations)
     total += sum(option.tier_bytes.get(tier, 0) for option in states)
-    if TIERS[tier].pinned and is_accelerator(implications.settings.device):
+    if tier == _PINNED and is_accelerator(implications.settings.device):
         total += host_staging_bytes(activations, states, implications.profile)
     return total
 

@@ -1,6 +1,7 @@
-"""What operators hold in memory only while they run, by type of device: one table, `DEVICE_TYPES`.
+"""What operators take while they run: memory, and seconds of a machine's rates (`OperatorLog`).
 
-Fake tensors cannot show it. For CPUs the entries are of three kinds:
+Bytes are by type of device, in one table, `DEVICE_TYPES`: fake tensors cannot show them. For CPUs
+the entries are of three kinds:
 
 - PyTorch's own kernels allocate alike on all processors (2.13; each entry is compared to the byte
   in tests/profiling/test_tracking.py).
@@ -13,23 +14,28 @@ Fake tensors cannot show it. For CPUs the entries are of three kinds:
 CUDA's entries were read in PyTorch's sources, and not compared with a device. They are upper bounds
 where a size depends on the launch. Convolutions are not bounded: cuDNN chooses its workspace by
 trying.
+
+Seconds are of what operators compute and move. FLOPs are those of matrix products, convolutions and
+attention; everything else is its bytes.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import flop_registry
 
 from protrain_plan.hardware.probe import processor_name
 from protrain_plan.program.program import BLOCK_BYTES, block_bytes, in_blocks
-from protrain_plan.records.hardware import Device, DeviceKind, is_accelerator
+from protrain_plan.records.hardware import Device, DeviceKind, Rates, is_accelerator
 from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.devices.memory_meter import storage_bytes
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
@@ -277,33 +283,25 @@ def _attention_blocks(query: Tensor, key: Tensor) -> tuple[int, int, int]:
     return min(rows, length), min(512, int(key.shape[2])), int(query.shape[3])
 
 
-def _packed_attention(call: OperatorCall) -> int:
-    """Keys and values as AMX's tiles want them, in pairs of rows; a block of keys per thread.
-
-    As FlashAttentionKernel.cpp has them where it packs (`need_pack`): an Intel Xeon with AMX took
-    so much to the byte. It leaves short sequences as they are, and those of few rows per thread.
-    """
-    query, key = call.args[:2]
-    rows, columns, width = _attention_blocks(query, key)
-    length = int(key.shape[2])
-    keys = key.numel() // width * (width + width % 2)
-    values = key.numel() // length * (length + length % 2)
-    block = columns * width + rows * (columns % 2)
-    padded_query = rows * (width + 1) if width % 2 else 0
-    return int(2 * (keys + values + call.num_threads * (block + padded_query)))
-
-
 def _attention(call: OperatorCall) -> int:
     """Per thread a block of scores, its maxima and sums, a block of output; scores in 16 bits.
 
-    A bound in 16 bits, which a processor may pack or not; exact in float32.
+    A bound in 16 bits, which a processor may pack or not; exact in float32. Packed are keys and
+    values as AMX's tiles want them, in pairs of rows, and a block of keys per thread, as
+    FlashAttentionKernel.cpp has them (`need_pack`): an Intel Xeon with AMX took so much to the
+    byte. It leaves short sequences as they are, and those of few rows per thread.
     """
     query, key = call.args[:2]
     rows, columns, width = _attention_blocks(query, key)
-    size = call.num_threads * 4 * (rows * columns + 2 * rows + rows * width)
-    if query.dtype in HALF:
-        size += call.num_threads * 2 * rows * columns + _packed_attention(call)
-    return size
+    each = 4 * (rows * columns + 2 * rows + rows * width)
+    if query.dtype not in HALF:
+        return call.num_threads * each
+    num_keys, length = key.numel(), int(key.shape[2])
+    packed = num_keys // width * in_blocks(width, 2) + num_keys // length * in_blocks(length, 2)
+    block = columns * width + rows * (columns % 2)
+    padded_query = rows * (width + 1) if width % 2 else 0
+    each += 2 * (rows * columns + block + padded_query)
+    return int(2 * packed + call.num_threads * each)
 
 
 def _attention_backward(call: OperatorCall) -> int:
@@ -574,3 +572,109 @@ def allocator_of(device: Device) -> Allocator:
         num_threads=device.num_threads if on_host else 1,
         is_here=is_this_machine(device),
     )
+
+
+# --- seconds --------------------------------------------------------------------------------------
+
+_FREE = frozenset(
+    (
+        "aten::detach",
+        "aten::lift_fresh",
+        "aten::_local_scalar_dense",
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+    )
+)
+"""They launch nothing; nor do views."""
+
+
+class Work(NamedTuple):
+    """What one operator computes and moves."""
+
+    flops: float
+    bytes: int
+    half: bool  # computes in 16 bits
+
+    def seconds(self, rates: Rates) -> float:
+        """The formula of `Rates`."""
+        peak = rates.bfloat16_flops_per_s if self.half else rates.float32_flops_per_s
+        computing = self.flops / (peak * rates.compute_efficiency)
+        moving = self.bytes / (rates.memory_bytes_per_s * rates.memory_efficiency)
+        return max(computing, moving) + rates.operator_s
+
+
+class OperatorLog:
+    """The work of operators between marks, one list per mark. The tensors may be fake."""
+
+    def __init__(self) -> None:
+        self.slots: list[list[Work]] = []
+
+    def mark(self) -> None:
+        """What runs from here on belongs to the next list."""
+        self.slots.append([])
+
+    def seconds(self, rates: Rates) -> list[float]:
+        """The estimate for every mark."""
+        return [sum(work.seconds(rates) for work in slot) for slot in self.slots]
+
+    def note(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object
+    ) -> None:
+        """Write down a call of an operator; views and bookkeeping are none."""
+        free = func.is_view or func.namespace == "prim" or func._schema.name in _FREE
+        if not self.slots or free:
+            return
+        # FLOPs are two per multiplication and addition, 0 for what is no matrix product.
+        flops, given = 0.0, tensors_in((args, kwargs))
+        if own := _FLOPS.get(func):
+            flops = own(args, kwargs)
+        elif counted := flop_registry.get(func._overloadpacket):
+            flops = float(counted(*args, **kwargs, out_val=result))
+        # Each operand is read or written once; of a table, the rows that are looked up.
+        moved = sum(_bytes(tensor) for tensor in tensors_in(result))
+        if func in _LOOKUPS:
+            moved = 2 * moved + sum(_bytes(tensor) for tensor in tensors_in(args[1:]))
+        else:
+            moved += sum(_bytes(tensor) for tensor in given)
+        half = any(tensor.dtype in HALF for tensor in given)
+        self.slots[-1].append(Work(flops, moved, half))
+
+
+_LOOKUPS = (aten.embedding.default, aten.index.Tensor, aten.index_select.default)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """An expanded tensor has more elements than bytes."""
+    if tensor.layout != torch.strided:
+        return storage_bytes([tensor])
+    return min(tensor.numel() * tensor.itemsize, int(tensor.untyped_storage().nbytes()))
+
+
+def _attention_flops(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], *, query: int, causal: int, products: int
+) -> float:
+    """Per product 2 B H Sq Sk D; half of the scores where the kernel skips the future.
+
+    `query` and `causal` are places among the arguments.
+    """
+    batch, heads, length, width = args[query].shape
+    flops: float = 2.0 * products * batch * heads * length * args[query + 1].shape[2] * width
+    skips = args[causal] if len(args) > causal else kwargs.get("is_causal", False)
+    return flops / 2 if skips else flops
+
+
+_FLOPS: dict[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], float]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: partial(
+        _attention_flops, query=0, causal=4, products=2
+    ),
+    # Scores are computed again, then four gradients.
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: partial(
+        _attention_flops, query=1, causal=7, products=5
+    ),
+    # Every row meets the weights of one group.
+    aten._grouped_mm.default: lambda args, _: 2.0 * args[0].numel() * args[1].shape[-1],
+}
+"""Those that `torch.utils.flop_counter` lacks."""
