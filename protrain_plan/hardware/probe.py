@@ -406,23 +406,6 @@ def _seconds(collective: Call, calls: int) -> float:
 
 def _contention(collective: Call, other: Call) -> Contention:
     """What `other`, in the calling thread, and a collective in a lane's leave each other."""
-    kept_other, kept_collective = [], []
-    for _ in range(_ROUNDS):
-        distributed.barrier()
-        alone = runs_per_second(other)
-        distributed.barrier()
-        collective_alone = _CALLS / in_worker(lambda: _seconds(collective, _CALLS))
-        beside, collective_beside = _together(collective, other)
-        kept_other.append(beside / alone)
-        kept_collective.append(collective_beside / collective_alone)
-    return Contention(
-        compute=four_digits(kept_fraction(kept_other)),
-        lane=four_digits(kept_fraction(kept_collective)),
-    )
-
-
-def _together(collective: Call, other: Call) -> tuple[float, float]:
-    """Runs per second of `other` and of so many collectives in a worker, at once."""
     ended, num_threads = threading.Event(), torch.get_num_threads()
 
     def lane() -> float:
@@ -432,7 +415,19 @@ def _together(collective: Call, other: Call) -> tuple[float, float]:
         finally:
             ended.set()
 
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        rate = pool.submit(lane)
-        torch.set_num_threads(num_threads)
-        return runs_per_second(other, until=ended), rate.result()
+    kept_other, kept_collective = [], []
+    for _ in range(_ROUNDS):
+        distributed.barrier()
+        alone = runs_per_second(other)
+        distributed.barrier()
+        collective_alone = _CALLS / in_worker(lambda: _seconds(collective, _CALLS))
+        ended.clear()
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            rate = pool.submit(lane)
+            torch.set_num_threads(num_threads)
+            kept_other.append(runs_per_second(other, until=ended) / alone)
+            kept_collective.append(rate.result() / collective_alone)
+    return Contention(
+        compute=four_digits(kept_fraction(kept_other)),
+        lane=four_digits(kept_fraction(kept_collective)),
+    )

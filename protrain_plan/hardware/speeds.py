@@ -383,13 +383,22 @@ def measure_rates(device: torch.device | str, *, dtype: DType) -> Rates:
     the host's updates, which are measured as in the update lane. About 2 s.
     """
     here = found(str(device))
+    small = torch.ones(64, device=here)
+
+    def small_products() -> None:
+        # Too small to take time: half are written down for backward, half run there.
+        value = small.clone().requires_grad_()
+        for _ in range(_CALLS // 2):
+            value = torch.mul(value, small)
+        value.sum().backward()
+
     return Rates(
         float32_flops_per_s=four_digits(_flops_per_s(torch.float32, here)),
         bfloat16_flops_per_s=four_digits(_flops_per_s(torch.bfloat16, here)),
         compute_efficiency=1.0,
         memory_bytes_per_s=four_digits(_memory_bytes_per_s(here)),
         memory_efficiency=1.0,
-        operator_s=four_digits(_operator_s(here)),
+        operator_s=four_digits(1 / (_CALLS * _per_second(small_products, here))),
         host_parameters_per_s=four_digits(host_update_speed(dtype, device=here)),
     )
 
@@ -422,19 +431,6 @@ def _memory_bytes_per_s(device: torch.device) -> float:
 
     scale, work = grown(addition, device)
     return 3 * scale * _SUM_BYTES * _per_second(work, device)
-
-
-def _operator_s(device: torch.device) -> float:
-    """Of products too small to take time: half are written down for backward, half run there."""
-    small = torch.ones(64, device=device)
-
-    def calls() -> None:
-        value = small.clone().requires_grad_()
-        for _ in range(_CALLS // 2):
-            value = torch.mul(value, small)
-        value.sum().backward()
-
-    return 1 / (_CALLS * _per_second(calls, device))
 
 
 def _per_second(work: Callable[[], object], device: torch.device) -> float:

@@ -79,17 +79,15 @@ def without_parameters() -> Iterator[None]:
     """
     known = WeakTensorKeyDictionary()
 
-    def moved(_: nn.Module, __: str, parameter: Any) -> nn.Parameter | None:
+    def moved(_: nn.Module, __: str, parameter: Any) -> Any:
         if parameter is None or is_lazy(parameter) or parameter.is_meta:
             return None
         if parameter not in known:
             known[parameter] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        made: nn.Parameter = known[parameter]
-        return made
+        return known[parameter]
 
-    hook: Any = moved
     with (
-        register_module_parameter_registration_hook(hook),
+        register_module_parameter_registration_hook(moved),
         replaced(nn.Module, "_apply", converted),
     ):
         yield
@@ -360,34 +358,16 @@ def adapted(model: nn.Module, adapter: str, *, source: str) -> nn.Module:
         raise ProtrainError(
             "adapters need the package peft", source=source, fix="pip install peft"
         ) from error
-    config = peft.LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=_targets(model, lora, source)
-    )
-    dtype = next(model.parameters()).dtype
-    with warnings.catch_warnings():
-        # Of what it settles by itself: an older name in transformers, GPT-2's transposed weights.
-        warnings.simplefilter("ignore")
-        wrapped: nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
-    for parameter in wrapped.parameters():
-        if parameter.requires_grad and parameter.is_meta:  # peft leaves those as they were made
-            parameter.data = parameter.data.to(dtype)
-    return wrapped
-
-
-def _targets(model: nn.Module, lora: Lora, source: str) -> list[str]:
-    """The names of the modules that get an adapter, in the model's order."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
-    linear = [  # GPT-2 has a class of its own for them
+    chosen = [  # GPT-2 has a class of its own for them
         name
         for name, module in model.named_modules()
         if module is not head
         and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
     ]
-    if lora.targets == (ALL_LINEAR,):
-        chosen = linear
-    else:
-        known = dict.fromkeys(name.rpartition(".")[2] for name in linear)
+    if lora.targets != (ALL_LINEAR,):
+        known = dict.fromkeys(name.rpartition(".")[2] for name in chosen)
         for target in lora.targets:
             if target not in known:
                 near = difflib.get_close_matches(target, known, n=1)
@@ -397,7 +377,16 @@ def _targets(model: nn.Module, lora: Lora, source: str) -> list[str]:
                     key="targets",
                     fix=f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}",
                 )
-        chosen = [name for name in linear if name.rpartition(".")[2] in lora.targets]
+        chosen = [name for name in chosen if name.rpartition(".")[2] in lora.targets]
     if not chosen:
         raise ProtrainError("the model has no linear layers to adapt", source=source)
-    return chosen
+    config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=chosen)
+    dtype = next(model.parameters()).dtype
+    with warnings.catch_warnings():
+        # Of what it settles by itself: an older name in transformers, GPT-2's transposed weights.
+        warnings.simplefilter("ignore")
+        wrapped: nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad and parameter.is_meta:  # peft leaves those as they were made
+            parameter.data = parameter.data.to(dtype)
+    return wrapped

@@ -263,8 +263,7 @@ class FactorySource:
     """`package.module:factory`: the user's function returns (module, iterable of batches).
 
     The working directory is searched for the package first. `path/to/file.py:factory` runs a file,
-    such as a training script. The batches are the user's: batch
-    size, sequence length and text of `batches` do not change them.
+    such as a training script. What `batches` is asked for does not change the user's batches.
     """
 
     model_config = ""

@@ -128,10 +128,18 @@ class _Compiler:
                     fetched[key] = number
                 self.slots[move.slot].ready.append(number)
                 slot.submit.append(number)
-            if slot.forward:
-                self._add_swap_out(index, slot.unit)
-            else:
+            unit, plan = slot.unit, self.units[slot.unit]
+            if not slot.forward:
                 self._add_leaving(index, slot)
+            elif isinstance(plan.activations, Swap | SwapInput):
+                # What comes back needs its room again: the way out ends before that, and no way
+                # back has to wait for it once more.
+                back = _fetch_slots(self.end - 1 - unit, unit + 1, plan.schedule.swap_lead)
+                latest, drain = back[0][0] - index - 1, plan.schedule.swap_drain
+                lane = Lane("spill", plan.activations.tier)
+                for slots, share in _drain_shares(latest if drain is None else min(drain, latest)):
+                    size = _share_bytes(self.swaps[unit], share)
+                    self._leave(Move("swap out", unit, index, lane, size, share=share), slots)
         if self.updating and not self.in_backward:
             for unit in reversed(range(len(self.units))):
                 if self.states[unit].num_updates:
@@ -187,20 +195,6 @@ class _Compiler:
         return len(self.moves) - 1
 
     # What leaves after a slot
-
-    def _add_swap_out(self, index: int, unit: int) -> None:
-        schedule, activations = self.units[unit].schedule, self.units[unit].activations
-        if not isinstance(activations, Swap | SwapInput):
-            return
-        # What comes back needs its room again: the way out ends before that, and no way back has to
-        # wait for it once more.
-        served = self.end - 1 - unit
-        latest = _fetch_slots(served, unit + 1, schedule.swap_lead)[0][0] - index - 1
-        drain = latest if schedule.swap_drain is None else min(schedule.swap_drain, latest)
-        for slots, share in _drain_shares(drain):
-            size = _share_bytes(self.swaps[unit], share)
-            lane = Lane("spill", activations.tier)
-            self._leave(Move("swap out", unit, index, lane, size, share=share), slots)
 
     def _leave(self, move: Move, drain: int | None) -> int:
         """Submit a move when its slot has ended; `drain` slots later its bytes have left."""

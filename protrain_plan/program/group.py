@@ -165,10 +165,8 @@ def collective_seconds(
 
     latency + bytes of others / bus bandwidth, of each ring that it takes (see `_rings`).
     """
-    return sum(
-        hops_s + num_bytes * seconds_per_byte
-        for hops_s, seconds_per_byte in _rings(kind, hardware, settings)
-    )
+    rings = _rings(kind, hardware, settings)
+    return sum(hops_s + num_bytes * per_byte for hops_s, per_byte in rings)
 
 
 def collective_seconds_per_byte(kind: Collective, hardware: Hardware, settings: Settings) -> float:

@@ -405,20 +405,20 @@ def _staging(option: StateOption, num_updates: int, settings: Settings) -> Stagi
     largest = -(-own.num_parameters // num_updates)
     gradient_width = -(-own.gradient_bytes // own.num_parameters)
     adds = settings.micro_batches > 1 and settings.num_devices == 1
-    staging = Staging(
+    width = 0
+    if states.tier == STAGED:
+        width = -(-own.state_bytes // own.num_parameters) + option.parameters_read * gradient_width
+    return Staging(
+        read_piece=largest * width,
+        width=width,
         workspace=largest * gradient_width * 1.0,
         arriving=own.gradient_bytes if option.home == "host" and adds else 0,
     )
-    if states.tier != STAGED:
-        return staging
-    width = -(-own.state_bytes // own.num_parameters) + option.parameters_read * gradient_width
-    return staging._replace(read_piece=largest * width, width=width)
 
 
 def update_seconds(optimizer: OptimizerCost, num_parameters: int, *, num_pieces: int = 1) -> float:
     """Seconds of the optimizer's steps on the host, when nothing interferes."""
-    alone = num_parameters / optimizer.host_parameters_per_s
-    return num_pieces * optimizer.host_piece_s + alone
+    return num_pieces * optimizer.host_piece_s + num_parameters / optimizer.host_parameters_per_s
 
 
 def _chunk_holdings(

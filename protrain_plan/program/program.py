@@ -30,6 +30,7 @@ others', and a unit's gradients are summed when its own backward slot has ended:
 persistent chunk for every rank, those of others for the rank that has them.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -58,7 +59,6 @@ MoveKind = Literal[
     "update",  # the optimizer's step on a piece
     "write states",  # the piece's new parameters and states to disk
 ]
-Direction = Literal["fetch", "read", "spill", "write", "update", "collect"]
 
 SAVING_BYTES = 2**20
 """What bytes pass through on their way to a checkpoint and back, in host memory."""
@@ -89,7 +89,7 @@ class Lane(NamedTuple):
     have a lane each, too. `COLLECT` is the network between devices: no tier.
     """
 
-    direction: Direction
+    direction: Literal["fetch", "read", "spill", "write", "update", "collect"]
     tier: TierName | None
 
     def __str__(self) -> str:
@@ -329,20 +329,13 @@ def pieces_in(sizes: Sequence[int], share: tuple[float, float]) -> range:
 
     So the shares (0, f) and (f, 1) hold every piece once.
     """
-    return range(_pieces_before(sizes, share[0]), _pieces_before(sizes, share[1]))
 
+    def before(fraction: float) -> int:
+        if fraction <= 0 or fraction >= 1:
+            return 0 if fraction <= 0 else len(sizes)
+        return bisect_right([*accumulate(sizes)], fraction * sum(sizes) * (1 + 1e-9))
 
-def _pieces_before(sizes: Sequence[int], fraction: float) -> int:
-    if fraction <= 0:
-        return 0
-    if fraction >= 1:
-        return len(sizes)
-    limit, done = fraction * sum(sizes) * (1 + 1e-9), 0
-    for index, size in enumerate(sizes):
-        done += size
-        if done > limit:
-            return index
-    return len(sizes)
+    return range(before(share[0]), before(share[1]))
 
 
 def shares(slots: float) -> tuple[int, float]:
@@ -403,7 +396,6 @@ def in_blocks(size: int, block: int) -> int:
 
 
 GradientHome = Literal["in place", "device", "host", "disk"]
-"""See `gradient_home`."""
 
 
 def gradient_home(states: Offload, settings: Settings) -> GradientHome:
