@@ -304,7 +304,22 @@ def probe_with_ranks(
         _Group(where, everyone, rank.of, num_bytes=4 * rank.of)
         library_bytes = max(0, held_bytes(where) - before)
         progress("measuring what joins the ranks", 0.9)
-        joined = _interconnect(where, rank, everyone, spill_directory)
+        # What all ranks hold together: a decoder block of a small model, and of a large one.
+        num_bytes = 2**25 if devices.on_host(where) else 2**28
+        group = _Group(where, everyone, rank.of, num_bytes=num_bytes)
+        within, across = group.speeds(), None
+        if rank.of > rank.in_node:  # of one rank in a node, both are the same
+            across = within
+            if rank.in_node > 1:
+                node, _ = distributed.new_subgroups(rank.in_node)
+                within = _Group(where, node, rank.in_node, num_bytes=num_bytes).speeds()
+        beside = _contention(group.gather, small_compute(where))
+        # What a rank reads of the tier below: a file's bytes on a CPU, else pinned host memory.
+        if devices.on_host(where):
+            with contextlib.closing(SpillFile(spill_directory, where)) as file:
+                shared = _contention(group.gather, file.read)
+        else:
+            shared = _contention(group.gather, PinnedLink(where, num_bytes).read)
         progress("done", 1.0)
     finally:
         distributed.destroy_process_group()
@@ -313,40 +328,15 @@ def probe_with_ranks(
     how = f"interconnect: measured by {rank.of} ranks, {rank.in_node} in a node"
     return replace(
         found,
-        interconnect=replace(joined, library_bytes=library_bytes),
+        interconnect=Interconnect(
+            devices_per_node=rank.in_node,
+            intra_node=within,
+            inter_node=across,
+            contention=beside,
+            link_share=max(0.5, (shared.compute + shared.lane) / 2),
+            library_bytes=library_bytes,
+        ),
         sources=(*found.sources, how),
-    )
-
-
-def _interconnect(
-    device: torch.device, rank: Rank, everyone: distributed.ProcessGroup, spill_directory: Path
-) -> Interconnect:
-    """What joins the ranks, without what the library holds.
-
-    Of one rank in a node, `intra_node` is as `inter_node`.
-    """
-    # What all ranks hold together: a decoder block of a small model, and of a large one.
-    num_bytes = 2**25 if devices.on_host(device) else 2**28
-    group = _Group(device, everyone, rank.of, num_bytes=num_bytes)
-    speeds, across = group.speeds(), None
-    if rank.of > rank.in_node:
-        across = speeds
-        if rank.in_node > 1:
-            node, _ = distributed.new_subgroups(rank.in_node)
-            speeds = _Group(device, node, rank.in_node, num_bytes=num_bytes).speeds()
-    beside = _contention(group.gather, small_compute(device))
-    # What a rank reads of the tier below: a file's bytes on a CPU, else pinned host memory.
-    if devices.on_host(device):
-        with contextlib.closing(SpillFile(spill_directory, device)) as file:
-            shared = _contention(group.gather, file.read)
-    else:
-        shared = _contention(group.gather, PinnedLink(device, num_bytes).read)
-    return Interconnect(
-        devices_per_node=rank.in_node,
-        intra_node=speeds,
-        inter_node=across,
-        contention=beside,
-        link_share=max(0.5, (shared.compute + shared.lane) / 2),
     )
 
 
