@@ -302,7 +302,7 @@ class _Compiler:
         ]
         for start, stop in pairwise(bounds):
             after = gradients
-            if tier == STAGED:
+            if tier in STAGED:
                 # Trainable parameters are as many bytes as their gradients.
                 states = _part(own.state_bytes, start, stop, own)
                 parameters = _part(own.gradient_bytes, start, stop, own)
@@ -312,7 +312,7 @@ class _Compiler:
                 read = states + placement.parameters_read * parameters
                 after = (*gradients, add("read states", Lane("read", tier), read, free))
             ends.append(add("update", Lane("update", tier), 0, after))
-            if tier == STAGED:
+            if tier in STAGED:
                 written = states + parameters
                 ends[-1] = add("write states", Lane("write", tier), written, (ends[-1],))
                 self.written.append(ends[-1])

@@ -38,10 +38,10 @@ from protrain_plan.records.plan import (
 )
 from protrain_plan.records.profile import FormCost, OptimizerCost, Profile
 
-STAGED: TierName = "disk"
-"""The optimizer works on states there piece by piece, through buffers in the memory it runs in."""
-_PINNED: TierName = "host"
-"""An accelerator copies from its memory, in regions of whole pages."""
+STAGED: frozenset[StateTier] = frozenset({"disk"})
+"""Where the optimizer works on states piece by piece, through buffers in the memory it runs in."""
+PINNED: frozenset[StateTier] = frozenset({"host"})
+"""Where an accelerator copies from the memory, in regions of whole pages."""
 
 STATE_REGIONS = 3
 """Optimizer states that a chunk keeps apart, at most: float32 parameters and AdamW's two."""
@@ -338,7 +338,7 @@ def placed(
     slot = 2 * count - 1 - index
     in_backward = settings.updates == "in backward"
     read = write = 0
-    if tier == STAGED:
+    if tier in STAGED:
         write = own.state_bytes + own.gradient_bytes
         read = own.state_bytes + option.parameters_read * own.gradient_bytes
     scattered = gradients = in_place = None
@@ -365,7 +365,7 @@ def placed(
     num_updates = 0
     if tier != "device":
         largest = max(own.state_bytes, own.parameter_bytes)
-        num_updates = max(1, -(-largest // settings.piece_bytes)) if tier == STAGED else 1
+        num_updates = max(1, -(-largest // settings.piece_bytes)) if tier in STAGED else 1
     return replace(
         option,
         scattered=scattered,
@@ -388,7 +388,7 @@ def _tier_bytes(
         regions = [own.parameter_bytes, own.state_bytes] if tier == name else []
         regions += [own.gradient_bytes] if home == name else []
         size = sum(regions)
-        if name == _PINNED and is_accelerator(settings.device):
+        if name in PINNED and is_accelerator(settings.device):
             # Each region is pinned by itself, each of up to STATE_REGIONS optimizer states too.
             parts = STATE_REGIONS if tier == name else 0
             size = sum(pinned_bytes(region) for region in regions) + parts * PAGE_BYTES
@@ -406,7 +406,7 @@ def _staging(option: StateOption, num_updates: int, settings: Settings) -> Stagi
     gradient_width = -(-own.gradient_bytes // own.num_parameters)
     adds = settings.micro_batches > 1 and settings.num_devices == 1
     width = 0
-    if states.tier == STAGED:
+    if states.tier in STAGED:
         width = -(-own.state_bytes // own.num_parameters) + option.parameters_read * gradient_width
     return Staging(
         read_piece=largest * width,
@@ -521,7 +521,7 @@ def tier_bytes(
     """The most that a tier below the device holds: states, swapped activations, and staging."""
     total = sum(option.tier_bytes.get(tier, 0) for option in activations)
     total += sum(option.tier_bytes.get(tier, 0) for option in states)
-    if tier == _PINNED and is_accelerator(implications.settings.device):
+    if tier in PINNED and is_accelerator(implications.settings.device):
         total += host_staging_bytes(activations, states, implications.profile)
     return total
 
