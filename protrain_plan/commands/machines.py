@@ -91,7 +91,7 @@ def probe(
     from protrain_plan.records.hardware import is_accelerator
 
     target = destination(output)  # before torch loads
-    from protrain_plan.hardware.interconnect import Rank, probe_with_ranks
+    from protrain_plan.hardware.probe import Rank, probe_with_ranks
     from protrain_plan.hardware.probe import probe as measured
     from protrain_runtime.devices.memory_meter import return_freed_memory
 

@@ -108,7 +108,7 @@ class ProfileRequest:
     def _adapter(self) -> str:
         if self.lora is None:
             return ""
-        from protrain_plan.models.adapters import parse_lora
+        from protrain_plan.models.building import parse_lora
 
         return str(parse_lora(self.lora))
 

@@ -31,24 +31,17 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     path = Path(name_or_path)
     is_file = os.path.isfile(path)  # noqa: PTH113  (a name that no file can have is none)
     if is_file or path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        return _hardware_in(read_text(path), text)
-    near, names = _near(text.lower()), ", ".join(hardware_names())
+        content = read_text(path)
+        if kind_of(content, text) == "profile":
+            return loads_profile(content, text).hardware
+        return loads_hardware(content, text)
+    known, word = hardware_names(), text.lower()
+    longer = [name for name in known if name.startswith(f"{word}-")]
+    near = longer or difflib.get_close_matches(word, known, n=3, cutoff=0.5)
     raise ProtrainError(
         f"no such machine: {text!r} is neither in the catalogue nor a file",
-        fix=f"did you mean {' or '.join(near)}?" if near else f"one of {names}",
+        fix=f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(known)}",
     )
-
-
-def _near(word: str) -> list[str]:
-    """The names that begin with the word, or else those closest to it."""
-    longer = [name for name in hardware_names() if name.startswith(f"{word}-")]
-    return longer or difflib.get_close_matches(word, hardware_names(), n=3, cutoff=0.5)
-
-
-def _hardware_in(text: str, source: str) -> Hardware:
-    if kind_of(text, source) == "profile":
-        return loads_profile(text, source).hardware
-    return loads_hardware(text, source)
 
 
 def _folder() -> Traversable:

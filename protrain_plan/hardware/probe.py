@@ -1,4 +1,9 @@
-"""`probe`: this machine as a `Hardware` record, measured in a few seconds."""
+"""`probe`: this machine as a `Hardware` record, measured in a few seconds.
+
+Under a launcher such as torchrun, `probe_with_ranks` measures what joins the devices too. Every
+rank runs the same collectives in the same order, by counts and never until a time is over: no rank
+may call one that another does not. The figures are rank 0's.
+"""
 
 import contextlib
 import mmap
@@ -6,16 +11,23 @@ import os
 import platform
 import shutil
 import statistics
+import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import distributed
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.speeds import (
     Overheads,
+    PinnedLink,
     contention,
     in_worker,
     kept_fraction,
@@ -28,11 +40,18 @@ from protrain_plan.hardware.speeds import (
     small_compute,
     update_step,
 )
-from protrain_plan.records.hardware import Contention, Device, Hardware, Link, Tier
+from protrain_plan.records.hardware import (
+    Collectives,
+    Contention,
+    Device,
+    Hardware,
+    Interconnect,
+    Link,
+    Tier,
+)
 from protrain_plan.records.profile import DType
 from protrain_plan.units import four_digits
 from protrain_runtime.devices import device as devices
-from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.memory_meter import process_memory
 from protrain_runtime.devices.stores import DiskStore
 from protrain_runtime.states.updates import UpdateTeam, spare_threads
@@ -66,41 +85,38 @@ def probe(
     cannot be written.
     """
     where = devices.found(str(device))
-    below = _below(where, spill_directory, dtype, progress)
+    # In a function of its own: what this process holds in the end is without its buffers.
+    tiers, (read, write, update), overheads = _below(where, spill_directory, dtype, progress)
     progress("measuring compute and memory", 0.8)
-    rates = measure_rates(where, dtype=dtype)
-    if below.overheads is not None:
-        rates = replace(rates, host_piece_s=four_digits(below.overheads.piece_s))
+    rates = replace(measure_rates(where, dtype=dtype), host_piece_s=four_digits(overheads.piece_s))
     progress("done", 1.0)
-    described = _device(where, held_bytes(where) if context_bytes is None else context_bytes)
+    on_host, num_threads = devices.on_host(where), torch.get_num_threads()
     return Hardware(
-        name=name or f"{where.type}-{described.num_threads}",
-        device=described,
-        tiers=below.tiers,
-        read_contention=below.read,
-        write_contention=below.write,
-        update_contention=below.update,
+        name=name or f"{where.type}-{num_threads}",
+        device=Device(
+            kind=where.type,
+            name=processor_name() if on_host else devices.name(where),
+            memory_bytes=host_memory_bytes() if on_host else devices.free_and_total_bytes(where)[1],
+            context_bytes=held_bytes(where) if context_bytes is None else context_bytes,
+            num_threads=num_threads,
+        ),
+        tiers=tiers,
+        read_contention=read,
+        write_contention=write,
+        update_contention=update,
         rates=rates,
         sources=(f"measured on the machine itself, with torch {torch.__version__}",),
-        move_s=four_digits(below.overheads.move_s) if below.overheads else 0.0,
+        move_s=four_digits(overheads.move_s),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Below:
-    """The tiers below a device, and how their lanes and updates interfere with compute.
+def _below(
+    device: torch.device, directory: Path, dtype: DType, progress: Progress
+) -> tuple[tuple[Tier, ...], list[Contention], Overheads]:
+    """The tiers below a device; what reads, writes and updates share with compute; overheads.
 
-    Without overheads, the hardware moves by itself while the host prepares what is next.
+    Overheads are 0 where the hardware moves by itself while the host prepares what is next.
     """
-
-    tiers: tuple[Tier, ...]
-    read: Contention
-    write: Contention
-    update: Contention
-    overheads: Overheads | None = None
-
-
-def _below(device: torch.device, directory: Path, dtype: DType, progress: Progress) -> _Below:
     with (
         contextlib.closing(SpillFile(directory, device)) as reads,
         contextlib.closing(SpillFile(directory, device)) as writes,
@@ -115,24 +131,16 @@ def _below(device: torch.device, directory: Path, dtype: DType, progress: Progre
             progress("measuring what lanes and compute leave each other", 0.6)
             compute = small_compute(device)
             with contextlib.closing(UpdateTeam(spare_threads(device))) as team:
-                return _Below(
-                    tiers=(host, disk),
-                    read=contention(compute, pinned.read, num_rounds=1),
-                    write=contention(compute, pinned.write, num_rounds=1),
-                    update=contention(compute, lane_update(dtype, team), num_rounds=1),
-                )
+                beside = (pinned.read, pinned.write, lane_update(dtype, team))
+                kept = [contention(compute, lane, num_rounds=1) for lane in beside]
+            return (host, disk), kept, Overheads(move_s=0.0, transfer_s=0.0, piece_s=0.0)
         progress("measuring the runtime itself", 0.25)
         overheads = measure_overheads(directory)
         progress("measuring what lanes and compute leave each other", 0.3)
-        link = replace(link, latency_s=overheads.transfer_s)
+        disk = replace(disk, link=replace(link, latency_s=overheads.transfer_s))
         compute = small_compute(device)
-        return _Below(
-            tiers=(replace(disk, link=link),),
-            overheads=overheads,
-            read=contention(compute, reads.read),
-            write=contention(compute, writes.write),
-            update=contention(compute, update_step(dtype, device=device)),
-        )
+        lanes = (reads.read, writes.write, update_step(dtype, device=device))
+        return (disk,), [contention(compute, lane) for lane in lanes], overheads
 
 
 def held_bytes(device: torch.device) -> int:
@@ -158,20 +166,6 @@ def host_memory_bytes() -> int:
         if limit.isdigit():
             total = min(total, int(limit))
     return total
-
-
-def _device(device: torch.device, context_bytes: int) -> Device:
-    if devices.on_host(device):
-        name, memory_bytes = processor_name(), host_memory_bytes()
-    else:
-        name, memory_bytes = devices.name(device), devices.free_and_total_bytes(device)[1]
-    return Device(
-        kind=device.type,
-        name=name,
-        memory_bytes=memory_bytes,
-        context_bytes=context_bytes,
-        num_threads=torch.get_num_threads(),
-    )
 
 
 @cache
@@ -215,14 +209,11 @@ class SpillFile:
     def read(self) -> None:
         """Read the whole file, buffer by buffer."""
         for at in range(0, self.num_bytes, _BUFFER_BYTES):
-            self._store.read(at, self._target(at))
-
-    def _target(self, at: int) -> torch.Tensor:
-        """Where the buffer at `at` is read to."""
-        if devices.on_host(self._device):
-            # The system's own pages: the C library may have some that were touched before.
-            return torch.frombuffer(mmap.mmap(-1, _BUFFER_BYTES), dtype=torch.uint8)
-        return self._source[at : at + _BUFFER_BYTES]
+            target = self._source[at : at + _BUFFER_BYTES]
+            if devices.on_host(self._device):
+                # The system's own pages: the C library may have some that were touched before.
+                target = torch.frombuffer(mmap.mmap(-1, _BUFFER_BYTES), dtype=torch.uint8)
+            self._store.read(at, target)
 
     def write(self) -> None:
         """Write the whole file over, buffer by buffer."""
@@ -260,63 +251,173 @@ def _disk_link(reads: SpillFile, writes: SpillFile) -> Link:
     )
 
 
-# --- pinned host memory of a machine with an accelerator ------------------------------------------
+# --- several devices ------------------------------------------------------------------------------
+
+_CALLS = 4  # of a collective in one window
+_SMALL_CALLS = 20
+_WAIT = timedelta(minutes=10)  # for a rank, while others wait in a collective
+
+Call = Callable[[], None]
 
 
-class PinnedLink:
-    """Copies between host memory, pinned as the runtime pins it, and a device, on streams.
+class Rank(NamedTuple):
+    """This process among those that a launcher started."""
 
-    The buffers are this object's; every copy has ended when a method returns.
+    number: int
+    of: int
+    in_node: int
+
+    @staticmethod
+    def launched() -> "Rank | None":
+        """Who this process is; None where it was started by itself."""
+        of = int(os.environ.get("WORLD_SIZE", "1"))
+        if of == 1:
+            return None
+        return Rank(int(os.environ["RANK"]), of, int(os.environ.get("LOCAL_WORLD_SIZE", of)))
+
+
+def probe_with_ranks(
+    device: torch.device | str,
+    rank: Rank,
+    *,
+    spill_directory: Path,
+    name: str | None = None,
+    progress: Progress = lambda *_: None,
+) -> Hardware | None:
+    """`probe` on rank 0 while the others wait for it, then what joins them; None on the others.
+
+    Takes about 20 s on two cores. A rank takes the accelerator of its number in its node.
     """
+    where = devices.found(str(device))
+    if not devices.on_host(where):
+        where = torch.device(where.type, rank.number % rank.in_node)
+        torch.accelerator.set_device_index(where.index)  # collectives ask which is the thread's
+    found = None
+    if rank.number == 0:
+        # Before the ranks meet: the probe's steps are planned for one device, and are asked for it.
+        found = probe(where, spill_directory=spill_directory, name=name, progress=progress)
+    before = held_bytes(where)
+    distributed.init_process_group(devices.collectives(where), timeout=_WAIT)
+    try:
+        everyone = distributed.group.WORLD
+        assert everyone is not None
+        _Group(where, everyone, rank.of, num_bytes=4 * rank.of)
+        library_bytes = max(0, held_bytes(where) - before)
+        progress("measuring what joins the ranks", 0.9)
+        # What all ranks hold together: a decoder block of a small model, and of a large one.
+        num_bytes = 2**25 if devices.on_host(where) else 2**28
+        group = _Group(where, everyone, rank.of, num_bytes=num_bytes)
+        within, across = group.speeds(), None
+        if rank.of > rank.in_node:  # of one rank in a node, both are the same
+            across = within
+            if rank.in_node > 1:
+                node, _ = distributed.new_subgroups(rank.in_node)
+                within = _Group(where, node, rank.in_node, num_bytes=num_bytes).speeds()
+        beside = _contention(group.gather, small_compute(where))
+        # What a rank reads of the tier below: a file's bytes on a CPU, else pinned host memory.
+        if devices.on_host(where):
+            with contextlib.closing(SpillFile(spill_directory, where)) as file:
+                shared = _contention(group.gather, file.read)
+        else:
+            shared = _contention(group.gather, PinnedLink(where, num_bytes).read)
+        progress("done", 1.0)
+    finally:
+        distributed.destroy_process_group()
+    if found is None:
+        return None
+    how = f"interconnect: measured by {rank.of} ranks, {rank.in_node} in a node"
+    return replace(
+        found,
+        interconnect=Interconnect(
+            devices_per_node=rank.in_node,
+            intra_node=within,
+            inter_node=across,
+            contention=beside,
+            link_share=max(0.5, (shared.compute + shared.lane) / 2),
+            library_bytes=library_bytes,
+        ),
+        sources=(*found.sources, how),
+    )
 
-    def __init__(self, device: torch.device, num_bytes: int = 2**27) -> None:
-        backend = Backend(device)
-        self._num_bytes = num_bytes
-        self._up_host, self._down_host = (backend.empty_host(num_bytes).fill_(1) for _ in range(2))
-        self._up_device, self._down_device = (backend.empty(num_bytes).fill_(1) for _ in range(2))
-        self._up, self._down = (torch.Stream(device=device) for _ in range(2))
-        devices.synchronize(device)  # the device's buffers were filled on the current stream
 
-    def read(self) -> None:
-        """From the host to the device."""
-        self._start_read(self._num_bytes)
-        self._up.synchronize()
+class _Group:
+    """Ranks that gather and reduce together, with their buffers."""
 
-    def write(self) -> None:
-        """From the device to the host."""
-        self._start_write()
-        self._down.synchronize()
+    def __init__(
+        self, device: torch.device, group: distributed.ProcessGroup, size: int, *, num_bytes: int
+    ) -> None:
+        self.device, self.group, self.size = device, group, size
+        self.whole = torch.ones(num_bytes // 4 // size * size, device=device)
+        self.shard = torch.ones(self.whole.numel() // size, device=device)
+        self.gather()  # connects the ranks
+        self.reduce()
 
-    def both(self) -> None:
-        """Both ways at once."""
-        self._start_read(self._num_bytes)
-        self._start_write()
-        self._up.synchronize()
-        self._down.synchronize()
+    def gather(self, each: int | None = None) -> None:
+        """One all-gather, of so many elements of each shard; returns when this rank has them."""
+        shard = self.shard[:each]
+        whole = self.whole[: self.size * shard.numel()]
+        distributed.all_gather(list(whole.chunk(self.size)), shard, group=self.group)
+        self._wait()
 
-    def read_little(self) -> None:
-        """What a copy costs apart from its bytes."""
-        self._start_read(4096)
-        self._up.synchronize()
+    def reduce(self) -> None:
+        """One reduce-scatter; returns when this rank has its sum."""
+        parts = list(self.whole.chunk(self.size))
+        distributed.reduce_scatter(self.shard, parts, group=self.group)
+        self._wait()
 
-    def measured(self) -> Link:
-        """The link that the copies make, from medians of a few each."""
-        read_s, write_s, both_s, little_s = (
-            median_seconds(copy, num_runs=5)
-            for copy in (self.read, self.write, self.both, self.read_little)
+    def _wait(self) -> None:
+        if not devices.on_host(self.device):
+            devices.current_stream(self.device).synchronize()
+
+    def speeds(self) -> Collectives:
+        """Bytes per second that this rank gets from the others, and the seconds of a hop."""
+
+        def median(collective: Call, calls: int) -> float:
+            return statistics.median(_seconds(collective, calls) for _ in range(_ROUNDS)) / calls
+
+        others = self.whole.nbytes * (self.size - 1) / self.size
+        # Of next to nothing: what it takes apart from its bytes.
+        little = in_worker(lambda: median(lambda: self.gather(1), _SMALL_CALLS))
+        gathered = in_worker(lambda: median(self.gather, _CALLS))
+        reduced = in_worker(lambda: median(self.reduce, _CALLS))
+        return Collectives(
+            gather_bytes_per_s=four_digits(others / gathered),
+            reduce_bytes_per_s=four_digits(others / reduced),
+            latency_s=four_digits(little / (self.size - 1)),
         )
-        return Link(
-            read_bytes_per_s=self._num_bytes / read_s,
-            write_bytes_per_s=self._num_bytes / write_s,
-            latency_s=little_s,
-            # Both ways in the time of the slower one alone: 1. One after the other: about 0.5.
-            duplex=kept_fraction([max(read_s, write_s) / both_s], at_least=0.5),
-        )
 
-    def _start_read(self, num_bytes: int) -> None:
-        with self._up:
-            self._up_device[:num_bytes].copy_(self._up_host[:num_bytes], non_blocking=True)
 
-    def _start_write(self) -> None:
-        with self._down:
-            self._down_host.copy_(self._down_device, non_blocking=True)
+def _seconds(collective: Call, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        collective()
+    return time.perf_counter() - start
+
+
+def _contention(collective: Call, other: Call) -> Contention:
+    """What `other`, in the calling thread, and a collective in a lane's leave each other."""
+    ended, num_threads = threading.Event(), torch.get_num_threads()
+
+    def lane() -> float:
+        torch.set_num_threads(1)
+        try:
+            return _CALLS / _seconds(collective, _CALLS)
+        finally:
+            ended.set()
+
+    kept_other, kept_collective = [], []
+    for _ in range(_ROUNDS):
+        distributed.barrier()
+        alone = runs_per_second(other)
+        distributed.barrier()
+        collective_alone = _CALLS / in_worker(lambda: _seconds(collective, _CALLS))
+        ended.clear()
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            rate = pool.submit(lane)
+            torch.set_num_threads(num_threads)
+            kept_other.append(runs_per_second(other, until=ended) / alone)
+            kept_collective.append(rate.result() / collective_alone)
+    return Contention(
+        compute=four_digits(kept_fraction(kept_other)),
+        lane=four_digits(kept_fraction(kept_collective)),
+    )

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 
 from protrain_plan.models.building import parameter_dtype
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
-from protrain_plan.records.hardware import Contention, Rates
+from protrain_plan.records.hardware import Contention, Link, Rates
 from protrain_plan.records.plan import (
     Budgets,
     Keep,
@@ -143,20 +143,65 @@ def lane_update(
 
 def while_copying(device: torch.device, work: Callable[[], Result]) -> Result:
     """`work()` in a thread, while copies between pinned memory and the device go both ways."""
-    backend = Backend(device)
-    ends = [(backend.empty_host(_COPY_BYTES), backend.empty(_COPY_BYTES)) for _ in range(2)]
-    (up_host, up_device), (down_host, down_device) = ends
-    up, down = torch.Stream(device=device), torch.Stream(device=device)
+    link = PinnedLink(device, _COPY_BYTES)
     with ThreadPoolExecutor(max_workers=1) as pool:
         result = pool.submit(work)
         while not result.done():
-            with up:
-                up_device.copy_(up_host, non_blocking=True)
-            with down:
-                down_host.copy_(down_device, non_blocking=True)
-            up.synchronize()
-            down.synchronize()
+            link.both()
         return result.result()
+
+
+class PinnedLink:
+    """Copies between host memory, pinned as the runtime pins it, and a device, on streams.
+
+    The buffers are this object's; every copy has ended when a method returns.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int = 2**27) -> None:
+        backend = Backend(device)
+        self._num_bytes = num_bytes
+        self._up_host, self._down_host = (backend.empty_host(num_bytes).fill_(1) for _ in range(2))
+        self._up_device, self._down_device = (backend.empty(num_bytes).fill_(1) for _ in range(2))
+        self._up, self._down = (torch.Stream(device=device) for _ in range(2))
+        synchronize(device)  # the device's buffers were filled on the current stream
+
+    def read(self, num_bytes: int | None = None) -> None:
+        """From the host to the device: all, or so many bytes."""
+        self._start_read(num_bytes)
+        self._up.synchronize()
+
+    def write(self) -> None:
+        """From the device to the host."""
+        self._start_write()
+        self._down.synchronize()
+
+    def both(self) -> None:
+        """Both ways at once."""
+        self._start_read()
+        self._start_write()
+        self._up.synchronize()
+        self._down.synchronize()
+
+    def measured(self) -> Link:
+        """The link that the copies make, from medians of a few each."""
+        # What a copy of a few bytes takes is what it costs apart from its bytes.
+        copies = (self.read, self.write, self.both, lambda: self.read(4096))
+        read_s, write_s, both_s, little_s = (median_seconds(copy, num_runs=5) for copy in copies)
+        return Link(
+            read_bytes_per_s=self._num_bytes / read_s,
+            write_bytes_per_s=self._num_bytes / write_s,
+            latency_s=little_s,
+            # Both ways in the time of the slower one alone: 1. One after the other: about 0.5.
+            duplex=kept_fraction([max(read_s, write_s) / both_s], at_least=0.5),
+        )
+
+    def _start_read(self, num_bytes: int | None = None) -> None:
+        with self._up:
+            self._up_device[:num_bytes].copy_(self._up_host[:num_bytes], non_blocking=True)
+
+    def _start_write(self) -> None:
+        with self._down:
+            self._down_host.copy_(self._down_device, non_blocking=True)
 
 
 def update_step(
@@ -338,13 +383,22 @@ def measure_rates(device: torch.device | str, *, dtype: DType) -> Rates:
     the host's updates, which are measured as in the update lane. About 2 s.
     """
     here = found(str(device))
+    small = torch.ones(64, device=here)
+
+    def small_products() -> None:
+        # Too small to take time: half are written down for backward, half run there.
+        value = small.clone().requires_grad_()
+        for _ in range(_CALLS // 2):
+            value = torch.mul(value, small)
+        value.sum().backward()
+
     return Rates(
         float32_flops_per_s=four_digits(_flops_per_s(torch.float32, here)),
         bfloat16_flops_per_s=four_digits(_flops_per_s(torch.bfloat16, here)),
         compute_efficiency=1.0,
         memory_bytes_per_s=four_digits(_memory_bytes_per_s(here)),
         memory_efficiency=1.0,
-        operator_s=four_digits(_operator_s(here)),
+        operator_s=four_digits(1 / (_CALLS * _per_second(small_products, here))),
         host_parameters_per_s=four_digits(host_update_speed(dtype, device=here)),
     )
 
@@ -377,19 +431,6 @@ def _memory_bytes_per_s(device: torch.device) -> float:
 
     scale, work = grown(addition, device)
     return 3 * scale * _SUM_BYTES * _per_second(work, device)
-
-
-def _operator_s(device: torch.device) -> float:
-    """Of products too small to take time: half are written down for backward, half run there."""
-    small = torch.ones(64, device=device)
-
-    def calls() -> None:
-        value = small.clone().requires_grad_()
-        for _ in range(_CALLS // 2):
-            value = torch.mul(value, small)
-        value.sum().backward()
-
-    return 1 / (_CALLS * _per_second(calls, device))
 
 
 def _per_second(work: Callable[[], object], device: torch.device) -> float:

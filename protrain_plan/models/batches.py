@@ -219,23 +219,13 @@ def inputs_of(model_class: str, request: BatchRequest) -> Iterator[Inputs]:
 
     ProtrainError where none are known for it, or the request does not fit the model.
     """
-    make = _maker(model_class, request.config.model_type)
-    if make is None:
-        raise ProtrainError(
-            f"no batches are known for the architecture {request.config.model_type!r}",
-            source=request.source,
-            fix="use package.module:factory, which brings its own batches",
-        )
-    return make(request)
-
-
-def _maker(model_class: str, model_type: str) -> Callable[[BatchRequest], Iterator[Inputs]] | None:
     from transformers.models.auto import modeling_auto as known
 
+    model_type = request.config.model_type
     if model_type in _WITH_IMAGE_TOKENS:
-        return _images_and_text
+        return _images_and_text(request)
     if model_type == "whisper":
-        return _sound_and_text
+        return _sound_and_text(request)
     by_task: tuple[
         tuple[dict[str, Any], Callable[[BatchRequest], Iterator[Inputs]] | None], ...
     ] = (
@@ -246,10 +236,14 @@ def _maker(model_class: str, model_type: str) -> Callable[[BatchRequest], Iterat
         (known.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES, _pairs),
         (known.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, _labelled_images),
     )
-    for names, make in by_task:
-        if model_class in names.values():
-            return make
-    return None
+    make = next((make for names, make in by_task if model_class in names.values()), None)
+    if make is None:
+        raise ProtrainError(
+            f"no batches are known for the architecture {model_type!r}",
+            source=request.source,
+            fix="use package.module:factory, which brings its own batches",
+        )
+    return make(request)
 
 
 def _text(request: BatchRequest) -> Iterator[Inputs]:

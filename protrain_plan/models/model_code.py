@@ -34,23 +34,21 @@ def explained(place: Callable[[], object]) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         lines = _lines_of(error)
-        if _is_ours(lines[0][0]) and not isinstance(error, RuntimeError):
+        ours = os.path.realpath(lines[0][0]).startswith(_OURS)
+        if ours and not isinstance(error, RuntimeError):
             raise
         source, number = culprit(lines)
-        message = f"{_what(error)},{place()}".rstrip(",")
+        said = str(error).strip()
+        what = f"raised {type(error).__name__}" + (f": {said}" if said else "")
+        if isinstance(error, SystemExit):
+            what = f"ended the program: sys.exit({said})"
+        message = f"the model's code {what},{place()}".rstrip(",")
         raise ProtrainError(
             indent(message, "    ").strip(),
             source=source,
             line=number,
             fix="mend what raised it; --in-process measures where a debugger can stop",
         ) from error
-
-
-def _what(error: BaseException) -> str:
-    said = str(error).strip()
-    if isinstance(error, SystemExit):
-        return f"the model's code ended the program: sys.exit({said})"
-    return f"the model's code raised {type(error).__name__}" + (f": {said}" if said else "")
 
 
 def culprit_of(error: BaseException) -> tuple[str | None, int | None]:
@@ -96,10 +94,6 @@ _TORCH = _folders(_package("torch"))
 _INSTALLED = _folders(sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 _PYTHON = _folders(sysconfig.get_path("stdlib"))
 _ENGINE = 2
-
-
-def _is_ours(file: str) -> bool:
-    return os.path.realpath(file).startswith(_OURS)
 
 
 def _distance(line: Line) -> int:

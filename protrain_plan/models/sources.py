@@ -27,9 +27,9 @@ from torch._subclasses.fake_tensor import (
 )
 
 from protrain_plan.errors import ProtrainError, cut
-from protrain_plan.models.adapters import adapted
 from protrain_plan.models.batches import Batch, BatchRequest, batch_to, byte_tokens, inputs_of
 from protrain_plan.models.building import (
+    adapted,
     computing_in,
     moved,
     no_larger_than,
@@ -117,10 +117,8 @@ class ConfigSource:
                     model: nn.Module = model_class._from_config(
                         config, attn_implementation=attention, dtype=stored
                     )
-            except (DataDependentOutputException, DynamicOutputShapeException):
-                raise  # of fake tensors: the configuration is not at fault
-            except ProtrainError:
-                raise
+            except (ProtrainError, DataDependentOutputException, DynamicOutputShapeException):
+                raise  # the latter are of fake tensors: the configuration is not at fault
             except Exception as error:  # a modelling file may fail in any way
                 raise self._refused(error) from error
             model = adapted(model, adapter, source=self.name)
@@ -185,10 +183,6 @@ class ConfigSource:
                 source=self.name,
                 fix="pip install transformers, or use package.module:factory",
             ) from error
-        config = self._transformers_config(transformers)
-        return config, self._model_class(transformers, config)
-
-    def _transformers_config(self, transformers: ModuleType) -> Any:
         refuse_numbers(self.config, source=self.name)
         # A copy: transformers writes into nested mappings, such as those of rotary embeddings.
         values = copy.deepcopy(self.config)
@@ -215,7 +209,7 @@ class ConfigSource:
                     fix=f"did you mean {near[0]!r}?" if near else None,
                 ) from error
             raise self._refused(error) from error
-        return config
+        return config, self._model_class(transformers, config)
 
     def _model_class(self, transformers: ModuleType, config: Any) -> Any:
         from transformers.models.auto import modeling_auto as known
@@ -269,8 +263,7 @@ class FactorySource:
     """`package.module:factory`: the user's function returns (module, iterable of batches).
 
     The working directory is searched for the package first. `path/to/file.py:factory` runs a file,
-    such as a training script. The batches are the user's: batch
-    size, sequence length and text of `batches` do not change them.
+    such as a training script. What `batches` is asked for does not change the user's batches.
     """
 
     model_config = ""
@@ -320,19 +313,18 @@ class FactorySource:
         """
         stored = parameter_dtype(dtype, precision)
         if self._data is None or self._data[0] != seed:
-            self._data = (seed, self._batches_alone(seed))
+            return_freed_memory()  # else the allocator keeps the room of parameters that are gone
+            try:
+                with without_parameters():
+                    data = self._made(seed)[1]
+            except ProtrainError:
+                raise
+            except Exception:  # noqa: BLE001 (the user's code, which may look at what is not there)
+                most = int(_SHARE_OF_FREE_MEMORY * free_host_bytes())
+                with no_larger_than(most, source=self.name):
+                    data = self._made(seed)[1]
+            self._data = (seed, data)
         return (batch_to(batch, device, stored) for batch in _again_and_again(self._data[1]))
-
-    def _batches_alone(self, seed: int) -> Iterable[object]:
-        return_freed_memory()  # else the allocator keeps the room of parameters that are gone
-        try:
-            with without_parameters():
-                return self._made(seed)[1]
-        except ProtrainError:
-            raise
-        except Exception:  # noqa: BLE001 (the user's code, which may look at what is not there)
-            with no_larger_than(int(_SHARE_OF_FREE_MEMORY * free_host_bytes()), source=self.name):
-                return self._made(seed)[1]
 
     def _made(self, seed: int) -> tuple[nn.Module, Iterable[object]]:
         with seeded(seed):
@@ -356,7 +348,17 @@ def _imported(name: str) -> Callable[[], object]:
     is_file = module_name.endswith(".py")
     try:
         if is_file:
-            module = _run_file(Path(module_name))
+            path = Path(module_name)
+            if not path.is_file():
+                raise ImportError("there is no such file")
+            _search_first(path.resolve().parent)  # it finds its neighbours as a script does
+            # A name of its own: a script may be called like an installed package.
+            spec = importlib.util.spec_from_file_location(f"factory in {path.stem}", path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # where its classes are looked up
+            spec.loader.exec_module(module)
         else:
             _search_first(Path.cwd())
             module = importlib.import_module(module_name)
@@ -378,21 +380,6 @@ def _imported(name: str) -> Callable[[], object]:
             fix=f"did you mean {near[0]}?" if near else None,
         )
     return factory  # type: ignore[no-any-return]
-
-
-def _run_file(path: Path) -> ModuleType:
-    """The module that a file makes, which finds its neighbours as a script does."""
-    if not path.is_file():
-        raise ImportError("there is no such file")
-    _search_first(path.resolve().parent)
-    # A name of its own: a script may be called like an installed package.
-    spec = importlib.util.spec_from_file_location(f"factory in {path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its classes are looked up
-    spec.loader.exec_module(module)
-    return module
 
 
 def _search_first(folder: Path) -> None:

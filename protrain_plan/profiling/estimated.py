@@ -21,14 +21,14 @@ from typing import Unpack
 import torch
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.hardware.probe import Progress
-from protrain_plan.hardware.roofline import OperatorLog
-from protrain_plan.hardware.workspaces import (
+from protrain_plan.hardware.operators import (
     DEVICE_TYPES,
+    OperatorLog,
     allocator_of,
     device_type,
     is_this_machine,
 )
+from protrain_plan.hardware.probe import Progress
 from protrain_plan.models.building import TORCH_DTYPES, parameter_dtype, stepped_dtype
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.models.sources import ModelSource

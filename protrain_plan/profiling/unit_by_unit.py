@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.hardware.operators import allocator_of
 from protrain_plan.hardware.probe import Progress, host_memory_bytes, processor_name
-from protrain_plan.hardware.workspaces import allocator_of
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import remake_tensors, seeded, without_parameters
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER

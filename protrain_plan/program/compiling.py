@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 from itertools import pairwise
 
+from protrain_plan.errors import ProtrainError
 from protrain_plan.program.implications import (
-    TIERS,
+    STAGED,
     BoundProgram,
     Implications,
     StateOption,
@@ -14,6 +15,7 @@ from protrain_plan.program.implications import (
 from protrain_plan.program.program import (
     ARRIVING_GRADIENTS,
     COLLECT,
+    MAX_PIECES_OF_STATES,
     STAGING_PIECES,
     ChunkSize,
     Lane,
@@ -23,7 +25,6 @@ from protrain_plan.program.program import (
     Settings,
     Slot,
     pieces_in,
-    refuse_many_pieces,
     residencies,
     shares,
     written_share,
@@ -89,8 +90,14 @@ class _Compiler:
         *,
         updating: bool,
     ) -> None:
-        on_disk = (one for one in states if one.write_bytes)
-        refuse_many_pieces(sum(one.num_updates for one in on_disk))
+        pieces = sum(one.num_updates for one in states if one.write_bytes)
+        if pieces > MAX_PIECES_OF_STATES:
+            raise ProtrainError(
+                f"the states on disk would move in {pieces} pieces, and {MAX_PIECES_OF_STATES} are"
+                " the most",
+                key="piece_bytes",
+                fix="larger pieces, such as of 8MiB",
+            )
         self.units, self.chunks, self.states, self.swaps = units, chunks, states, swaps
         self.settings, self.updating = settings, updating
         self.in_backward = updating and settings.updates == "in backward"
@@ -102,26 +109,37 @@ class _Compiler:
         self.moves: list[Move] = []
         self.last: list[int] = []
         self.reduced: list[int] = []
-        self.fetched: dict[tuple[int, int, float], int] = {}  # unit, slot served, share's start
-        self.fetches: list[tuple[int, int, Move]] = []  # (slot to submit in, slot served, move)
+        self.fetches: list[list[Move]] = [[] for _ in self.slots]  # that each slot submits
         self.written: list[int] = []  # the "write states" moves so far, for the staging pool
         self.added: list[int] = []  # the "add gradients" moves so far, for the arriving buffers
 
     def compile(self) -> Program:
         for unit in range(len(self.units)):
             self._plan_fetches(unit)
-        # Among the fetches that one slot submits, the one needed first goes first.
-        self.fetches.sort(key=lambda fetch: fetch[:2])
-        pending = iter([*self.fetches, None])
-        fetch = next(pending)
+        fetched: dict[tuple[int, int, float], int] = {}  # unit, slot served, share's start
         for index, slot in enumerate(self.slots):
-            while fetch is not None and fetch[0] == index:
-                slot.submit.append(self._add_fetch(fetch[2]))
-                fetch = next(pending)
-            if slot.forward:
-                self._add_swap_out(index, slot)
-            else:
+            # The one needed first goes first.
+            for move in sorted(self.fetches[index], key=lambda fetch: fetch.slot):
+                key = move.unit, move.slot, move.share[0]
+                if move.kind == "all-gather" and key in fetched:
+                    move = move._replace(after=(fetched[key],))
+                number = self._add(move)
+                if move.kind == "fetch":
+                    fetched[key] = number
+                self.slots[move.slot].ready.append(number)
+                slot.submit.append(number)
+            unit, plan = slot.unit, self.units[slot.unit]
+            if not slot.forward:
                 self._add_leaving(index, slot)
+            elif isinstance(plan.activations, Swap | SwapInput):
+                # What comes back needs its room again: the way out ends before that, and no way
+                # back has to wait for it once more.
+                back = _fetch_slots(self.end - 1 - unit, unit + 1, plan.schedule.swap_lead)
+                latest, drain = back[0][0] - index - 1, plan.schedule.swap_drain
+                lane = Lane("spill", plan.activations.tier)
+                for slots, share in _drain_shares(latest if drain is None else min(drain, latest)):
+                    size = _share_bytes(self.swaps[unit], share)
+                    self._leave(Move("swap out", unit, index, lane, size, share=share), slots)
         if self.updating and not self.in_backward:
             for unit in reversed(range(len(self.units))):
                 if self.states[unit].num_updates:
@@ -142,55 +160,35 @@ class _Compiler:
         if not isinstance(plan.states, Persistent) and chunk.used_by:
             stays = residencies(plan.states, chunk.used_by, len(self.units))
             for number, stay in enumerate(stays):
-                self._plan_stay(unit, number)
+                # The moves that bring the parameters: the rank's shard, then the rest.
+                arriving = placement.arriving[number]
+                served, schedule = arriving.slot, plan.schedule
+                forward = served < len(self.units)
+                lead = schedule.forward_lead if forward else schedule.backward_lead
+                for slot, share in _fetch_slots(served, arriving.earliest, lead):
+                    # Where the shards end is said by the whole pieces.
+                    held = pieces_in(arriving.pieces, share)
+                    if held and placement.fetches:
+                        fetch = placement.fetches[number]
+                        size = sum(fetch.pieces[held.start : held.stop])
+                        lane = Lane("fetch", fetch.tier)
+                        move = Move("fetch", unit, served, lane, size, share=share)
+                        self.fetches[slot].append(move)
+                    if held and placement.gathers:
+                        size = sum(arriving.pieces[held.start : held.stop])
+                        move = Move("all-gather", unit, served, COLLECT, size, share=share)
+                        self.fetches[slot].append(move)
                 # What is updated in place stays until it is written.
                 final = stay.last == self.end - 1 - chunk.used_by[0]
                 trained = self.updating and chunk.num_parameters > 0
                 if not (final and trained and placement.home == "in place"):
                     self.slots[stay.last].release.append(unit)
-        match plan.activations:
-            case Swap(tier=tier) | SwapInput(tier=tier):
-                served = self.end - 1 - unit
-                for slot, share in _fetch_slots(served, unit + 1, plan.schedule.swap_lead):
-                    size = _share_bytes(self.swaps[unit], share)
-                    move = Move("swap in", unit, served, Lane("fetch", tier), size, share=share)
-                    self.fetches.append((slot, served, move))
-            case _:
-                pass
-
-    def _plan_stay(self, unit: int, number: int) -> None:
-        """The moves that bring a chunk's parameters for a stay: the rank's shard, then the rest."""
-        placement, schedule = self.states[unit], self.units[unit].schedule
-        arriving = placement.arriving[number]
-        served = arriving.slot
-        forward = served < len(self.units)
-        lead = schedule.forward_lead if forward else schedule.backward_lead
-        for slot, share in _fetch_slots(served, arriving.earliest, lead):
-            # Where the shards end is said by the whole pieces.
-            held = pieces_in(arriving.pieces, share)
-            if not held:
-                continue
-            if placement.fetches:
-                fetch = placement.fetches[number]
-                size, lane = sum(fetch.pieces[held.start : held.stop]), Lane("fetch", fetch.tier)
-                self.fetches.append(
-                    (slot, served, Move("fetch", unit, served, lane, size, share=share))
-                )
-            if placement.gathers:
-                size = sum(arriving.pieces[held.start : held.stop])
-                self.fetches.append(
-                    (slot, served, Move("all-gather", unit, served, COLLECT, size, share=share))
-                )
-
-    def _add_fetch(self, move: Move) -> int:
-        key = move.unit, move.slot, move.share[0]
-        if move.kind == "all-gather" and key in self.fetched:
-            move = move._replace(after=(self.fetched[key],))
-        index = self._add(move)
-        if move.kind == "fetch":
-            self.fetched[key] = index
-        self.slots[move.slot].ready.append(index)
-        return index
+        if isinstance(plan.activations, Swap | SwapInput):
+            served, lane = self.end - 1 - unit, Lane("fetch", plan.activations.tier)
+            for slot, share in _fetch_slots(served, unit + 1, plan.schedule.swap_lead):
+                size = _share_bytes(self.swaps[unit], share)
+                move = Move("swap in", unit, served, lane, size, share=share)
+                self.fetches[slot].append(move)
 
     def _add(self, move: Move) -> int:
         self.moves.append(move)
@@ -198,27 +196,10 @@ class _Compiler:
 
     # What leaves after a slot
 
-    def _add_swap_out(self, index: int, slot: Slot) -> None:
-        unit, schedule = slot.unit, self.units[slot.unit].schedule
-        match self.units[unit].activations:
-            case Swap(tier=tier) | SwapInput(tier=tier):
-                pass
-            case _:
-                return
-        # What comes back needs its room again: the way out ends before that, and no way back has to
-        # wait for it once more.
-        served = self.end - 1 - unit
-        latest = _fetch_slots(served, unit + 1, schedule.swap_lead)[0][0] - index - 1
-        drain = latest if schedule.swap_drain is None else min(schedule.swap_drain, latest)
-        for slots, share in _drain_shares(drain):
-            size = _share_bytes(self.swaps[unit], share)
-            move = Move("swap out", unit, index, Lane("spill", tier), size, share=share)
-            self._leave(move, slot, slots)
-
-    def _leave(self, move: Move, slot: Slot, drain: int | None) -> int:
+    def _leave(self, move: Move, drain: int | None) -> int:
         """Submit a move when its slot has ended; `drain` slots later its bytes have left."""
         number = self._add(move)
-        slot.finish.append(number)
+        self.slots[move.slot].finish.append(number)
         self._drain(number, move.slot, drain)
         return number
 
@@ -236,22 +217,30 @@ class _Compiler:
             return
         if placement.summed_bytes:
             move = Move("all-reduce", unit, index, COLLECT, placement.summed_bytes)
-            self.reduced.append(self._leave(move, slot, None))
+            self.reduced.append(self._leave(move, None))
         drain = self.units[unit].schedule.update_drain
-        arrived, longest = self._add_gradients(index, slot, drain)
+        arrived, longest = self._add_gradients(index, unit, drain)
         if not (self.in_backward and placement.num_updates):
             return
         ends = self._add_updates(index, unit, slot.finish, arrived)
         if placement.home == "in place":
-            self._drain_in_place(unit, index, ends, drain)
+            # Parameters and gradients leave with the writes that cover them.
+            sizes = chunk.each_parameters
+            for slots, (_, past) in _drain_shares(drain):
+                gone = len(pieces_in(sizes, (0.0, past)))
+                covering = (
+                    n for n in ends if len(pieces_in(sizes, (0.0, self.moves[n].share[1]))) >= gone
+                )
+                if gone:
+                    self._drain(next(covering), index, slots)
         elif placement.home == "device":  # the shard of the gradients leaves with the last piece
             self._drain(ends[-1], index, longest)
 
     def _add_gradients(
-        self, index: int, slot: Slot, drain: float | None
+        self, index: int, unit: int, drain: float | None
     ) -> tuple[tuple[int, ...], int | None]:
         """The way of a chunk's gradients to where they wait: its last moves, the longest drain."""
-        unit, placement = slot.unit, self.states[slot.unit]
+        placement = self.states[unit]
         leaving = placement.scattered or placement.gradients
         if not leaving:
             return (), 0
@@ -268,22 +257,20 @@ class _Compiler:
             if scattered := placement.scattered:
                 size = sum(scattered.pieces[held.start : held.stop])
                 move = Move("reduce-scatter", unit, index, COLLECT, size, share=share)
-                number = self._leave(move, slot, slots)
+                number = self._leave(move, slots)
                 self.reduced.append(number)
                 after = (number,)
             if spilled := placement.gradients:
                 # On a machine with a disk tier, the way down to the host is the host tier's link.
-                size, lane = (
-                    sum(spilled.pieces[held.start : held.stop]),
-                    Lane("spill", spilled.tier),
-                )
+                size = sum(spilled.pieces[held.start : held.stop])
+                lane = Lane("spill", spilled.tier)
                 move = Move("spill gradients", unit, index, lane, size, after=after, share=share)
-                number = self._leave(move, slot, slots)
+                number = self._leave(move, slots)
             arrived.append(number)
         if placement.gradients and self.settings.micro_batches > 1 and not self.sharded:
             stop, lane = self.chunks[unit].num_parameters, Lane("update", "host")
             add = Move("add gradients", unit, index, lane, stop=stop, after=tuple(arrived))
-            arrived = [self._leave(add, slot, None)]
+            arrived = [self._leave(add, None)]
             self.added += arrived
         return tuple(arrived), longest
 
@@ -315,7 +302,7 @@ class _Compiler:
         ]
         for start, stop in pairwise(bounds):
             after = gradients
-            if TIERS[tier].staged:
+            if tier in STAGED:
                 # Trainable parameters are as many bytes as their gradients.
                 states = _part(own.state_bytes, start, stop, own)
                 parameters = _part(own.gradient_bytes, start, stop, own)
@@ -325,24 +312,11 @@ class _Compiler:
                 read = states + placement.parameters_read * parameters
                 after = (*gradients, add("read states", Lane("read", tier), read, free))
             ends.append(add("update", Lane("update", tier), 0, after))
-            if TIERS[tier].staged:
+            if tier in STAGED:
                 written = states + parameters
                 ends[-1] = add("write states", Lane("write", tier), written, (ends[-1],))
                 self.written.append(ends[-1])
         return ends
-
-    def _drain_in_place(
-        self, unit: int, index: int, writes: Sequence[int], drain: float | None
-    ) -> None:
-        """Parameters and gradients leave with the writes that cover them."""
-        sizes = self.chunks[unit].each_parameters
-        for slots, (_, past) in _drain_shares(drain):
-            gone = len(pieces_in(sizes, (0.0, past)))
-            covering = (
-                n for n in writes if len(pieces_in(sizes, (0.0, self.moves[n].share[1]))) >= gone
-            )
-            if gone:
-                self._drain(next(covering), index, slots)
 
 
 def _part(size: int, start: int, stop: int, chunk: ChunkSize) -> int:

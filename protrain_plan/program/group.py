@@ -1,11 +1,11 @@
 """Several devices: what one rank has of its machine, and how long collectives take."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.program.program import Settings
-from protrain_plan.records.hardware import Collectives, Hardware, Interconnect, Tier
+from protrain_plan.records.hardware import Hardware, Interconnect, Tier
 from protrain_plan.records.plan import Plan
 from protrain_plan.records.profile import Profile
 
@@ -57,10 +57,9 @@ class DeviceGroup:
         As many as devices is among them: each has all of the states then, below it if they are
         offloaded, and gathers nothing.
         """
-        counts = range(1, self.num_devices + 1)
-        sizes = {n: self.num_devices // n for n in counts if self.num_devices % n == 0}
-        node = self.in_node
-        return tuple(n for n, size in sizes.items() if size % node == 0 or node % size == 0)
+        count, node = self.num_devices, self.in_node
+        sizes = ((n, count // n) for n in range(1, count + 1) if count % n == 0)
+        return tuple(n for n, size in sizes if size % node == 0 or node % size == 0)
 
 
 ALONE = DeviceGroup()
@@ -104,14 +103,8 @@ def group_on(
 
 def not_joined(plan: Plan, hardware: Hardware) -> str | None:
     """Why a machine's devices cannot be the plan's group; None where they can."""
-    group = DeviceGroup.of(plan)
     try:
-        group_on(
-            hardware,
-            group.num_devices,
-            num_nodes=group.num_nodes,
-            num_replicas=group.num_replicas,
-        )
+        group_on(hardware, **asdict(DeviceGroup.of(plan)))
     except ProtrainError as error:
         return error.message
     return None
@@ -143,12 +136,19 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
     joined, device = _joined(hardware), hardware.device
     shared = group.in_node if joined.below == "of the node" else 1
     context_bytes = device.context_bytes + joined.library_bytes
+    tiers: list[Tier] = []
+    for tier in hardware.tiers:
+        link = tier.link
+        if tier.name == "disk":  # each device has a link of its own to host memory
+            read, write = link.read_bytes_per_s / shared, link.write_bytes_per_s / shared
+            link = replace(link, read_bytes_per_s=read, write_bytes_per_s=write)
+        tiers.append(replace(tier, capacity_bytes=tier.capacity_bytes // shared, link=link))
     return replace(
         profile,
         hardware=replace(
             hardware,
             device=replace(device, context_bytes=context_bytes),
-            tiers=tuple(_shared(tier, shared) for tier in hardware.tiers),
+            tiers=tuple(tiers),
             interconnect=replace(joined, below="of each device", library_bytes=0),
         ),
         optimizer=replace(
@@ -158,18 +158,6 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
     )
 
 
-def _shared(tier: Tier, ranks: int) -> Tier:
-    """A rank's part of a node's tier; each device has a link of its own to host memory."""
-    link = tier.link
-    if tier.name == "disk":
-        link = replace(
-            link,
-            read_bytes_per_s=link.read_bytes_per_s / ranks,
-            write_bytes_per_s=link.write_bytes_per_s / ranks,
-        )
-    return replace(tier, capacity_bytes=tier.capacity_bytes // ranks, link=link)
-
-
 def collective_seconds(
     kind: Collective, num_bytes: int, hardware: Hardware, settings: Settings
 ) -> float:
@@ -177,10 +165,8 @@ def collective_seconds(
 
     latency + bytes of others / bus bandwidth, of each ring that it takes (see `_rings`).
     """
-    return sum(
-        hops_s + num_bytes * seconds_per_byte
-        for hops_s, seconds_per_byte in _rings(kind, hardware, settings)
-    )
+    rings = _rings(kind, hardware, settings)
+    return sum(hops_s + num_bytes * per_byte for hops_s, per_byte in rings)
 
 
 def collective_seconds_per_byte(kind: Collective, hardware: Hardware, settings: Settings) -> float:
@@ -197,10 +183,13 @@ def _rings(kind: Collective, hardware: Hardware, settings: Settings) -> list[tup
     gathered.
     """
     joined = _joined(hardware)
-    everyone, replicas = settings.num_devices, settings.num_replicas
-    shards, in_node = settings.num_shards, settings.num_devices // settings.num_nodes
+    shards, replicas = settings.num_shards, settings.num_replicas
+    in_node = settings.num_devices // settings.num_nodes
 
-    def ring(ranks: int, nodes: int, *, part: float = 1.0, at_once: int = 1) -> _Ring:
+    def ring(
+        ranks: int, nodes: int, *, part: float = 1.0, at_once: int = 1
+    ) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Of gathering, and of reducing."""
         speeds = joined.intra_node
         if nodes > 1:
             assert joined.inter_node, "asked when the group was made"
@@ -209,35 +198,22 @@ def _rings(kind: Collective, hardware: Hardware, settings: Settings) -> list[tup
         hops_s = hops * joined.intra_node.latency_s + (
             nodes * speeds.latency_s if nodes > 1 else 0.0
         )
-        return _Ring(speeds, hops_s, part * (ranks - 1) / ranks * at_once)
+        others = part * (ranks - 1) / ranks * at_once  # of the buffer's bytes
+        return (
+            (hops_s, others / speeds.gather_bytes_per_s),
+            (hops_s, others / speeds.reduce_bytes_per_s),
+        )
 
-    nodes_of_shards = -(-shards // in_node)
-    match kind:
-        case "all-gather":
-            return [ring(shards, nodes_of_shards).gathered]
-        case "reduce-scatter":
-            rings = [ring(shards, nodes_of_shards).reduced]
-            if replicas > 1:
-                far = min(replicas, settings.num_nodes)
-                at_once = min(shards, in_node) if far > 1 else 1
-                between = ring(replicas, far, part=1 / shards, at_once=at_once)
-                rings += [between.reduced, between.gathered]
-            return rings
-        case "all-reduce":
-            whole = ring(everyone, settings.num_nodes)
-            return [whole.reduced, whole.gathered]
-
-
-@dataclass(frozen=True, slots=True)
-class _Ring:
-    speeds: Collectives
-    hops_s: float
-    part: float  # of the buffer's bytes that a rank gets from others
-
-    @property
-    def gathered(self) -> tuple[float, float]:
-        return self.hops_s, self.part / self.speeds.gather_bytes_per_s
-
-    @property
-    def reduced(self) -> tuple[float, float]:
-        return self.hops_s, self.part / self.speeds.reduce_bytes_per_s
+    if kind == "all-reduce":
+        gathered, reduced = ring(settings.num_devices, settings.num_nodes)
+        return [reduced, gathered]
+    gathered, reduced = ring(shards, -(-shards // in_node))
+    if kind == "all-gather":
+        return [gathered]
+    rings = [reduced]
+    if replicas > 1:
+        far = min(replicas, settings.num_nodes)
+        at_once = min(shards, in_node) if far > 1 else 1
+        gathered, reduced = ring(replicas, far, part=1 / shards, at_once=at_once)
+        rings += [reduced, gathered]
+    return rings

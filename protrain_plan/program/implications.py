@@ -6,8 +6,8 @@ chunk's sizes alone (`placed`), as the runtime has them; seconds and what stands
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, assert_never, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, NamedTuple, get_args
 
 from protrain_plan.program.program import (
     ARRIVING_GRADIENTS,
@@ -21,7 +21,6 @@ from protrain_plan.program.program import (
     Program,
     Settings,
     gradient_home,
-    num_pieces,
     padded,
     pinned_bytes,
     residencies,
@@ -30,34 +29,19 @@ from protrain_plan.program.program import (
 from protrain_plan.records.hardware import TierName, is_accelerator
 from protrain_plan.records.plan import (
     Activations,
-    Keep,
     Persistent,
     Placement,
-    Recompute,
     StateTier,
     Swap,
     SwapInput,
     UnitPlan,
 )
-from protrain_plan.records.profile import FormCost, OptimizerCost, Profile, Unit
+from protrain_plan.records.profile import FormCost, OptimizerCost, Profile
 
-
-class TierFacts(NamedTuple):
-    """What is special about a place where states can be.
-
-    staged  the optimizer works on them piece by piece, through buffers in the memory it runs in
-    pinned  an accelerator copies from its memory, in regions of whole pages
-    """
-
-    staged: bool = False
-    pinned: bool = False
-
-
-TIERS: dict[StateTier, TierFacts] = {
-    "device": TierFacts(),
-    "host": TierFacts(pinned=True),
-    "disk": TierFacts(staged=True),
-}
+STAGED: frozenset[StateTier] = frozenset({"disk"})
+"""Where the optimizer works on states piece by piece, through buffers in the memory it runs in."""
+PINNED: frozenset[StateTier] = frozenset({"host"})
+"""Where an accelerator copies from the memory, in regions of whole pages."""
 
 STATE_REGIONS = 3
 """Optimizer states that a chunk keeps apart, at most: float32 parameters and AdamW's two."""
@@ -100,13 +84,14 @@ class Gathered(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """Bytes that a slot leaves to be moved to a tier.
+    """Bytes that a slot leaves to be moved to a tier; None: gradients that the ranks sum.
 
     Its parts may leave one slot apart: `pieces` are the sizes by which a plan's fractions name
-    them, and `held_pieces` the bytes of each that stand on the device until then.
+    them, and `held_pieces` the bytes of each that stand on the device until then. Of a sum each
+    rank keeps its shard, which stands there too where it waits for its own way.
     """
 
-    tier: TierName
+    tier: TierName | None
     slot: int
     bytes: int
     pieces: tuple[int, ...]
@@ -118,27 +103,11 @@ class Leaving(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """What stands in the device's update where the last slot leaves it: no slot waits."""
-        return self.held
+        """What stands in the device's update where the last slot leaves it.
 
-
-class Scattered(NamedTuple):
-    """Gradients that are summed over the ranks after a slot; each rank keeps its shard.
-
-    `held_pieces` are what stands on the device for each piece until it has left: all of it, and
-    the shard of it where that waits for its own way. The device's update waits for sums: of what
-    the last slot leaves, `kept` stands beside it, which are such shards.
-    """
-
-    slot: int
-    bytes: int
-    pieces: tuple[int, ...]
-    held_pieces: tuple[int, ...]
-    kept: int
-
-    @property
-    def held(self) -> int:
-        return sum(self.held_pieces)
+        No slot waits for what goes to a tier. The update waits for sums: their shards are left.
+        """
+        return self.held - (0 if self.tier else sum(self.pieces))
 
 
 class Staging(NamedTuple):
@@ -217,7 +186,7 @@ class StateOption:
     fetches: tuple[Fetch, ...] = ()
     gathers: tuple[Gathered, ...] = ()
     summed_bytes: int = 0
-    scattered: Scattered | None = None
+    scattered: Leaving | None = None
     gradients: Leaving | None = None
     in_place: Leaving | None = None
     update_slot: int = 0
@@ -246,7 +215,7 @@ class StateOption:
         return self.gathers or self.fetches
 
     @property
-    def leaving(self) -> Scattered | Leaving | None:
+    def leaving(self) -> Leaving | None:
         """What stands on the device after its slot until it has left."""
         return self.scattered or self.gradients or self.in_place
 
@@ -256,87 +225,79 @@ class Implications:
 
     def __init__(self, profile: Profile, settings: Settings) -> None:
         self.profile, self.settings = profile, settings
-        self.chunks = [chunk_size(unit) for unit in profile.units]
+        names = [part.name for part in fields(ChunkSize)]  # a unit has them all
+        self.chunks = [
+            ChunkSize(**{name: getattr(unit, name) for name in names}) for unit in profile.units
+        ]
         self._activations: dict[tuple[int, Activations], ActivationOption] = {}
         self._states: dict[tuple[int, Placement], StateOption] = {}
 
     def activations(self, index: int, decision: Activations) -> ActivationOption:
         """Of a decision about the activations of unit `index`; KeyError where it has no costs."""
-        known = self._activations.get((index, decision))
-        if known is None:
-            unit = self.profile.units[index]
-            known = _activation_option(index, decision, unit, len(self.chunks))
-            self._activations[index, decision] = known
-        return known
+        if known := self._activations.get((index, decision)):
+            return known
+        cost = self.profile.units[index].cost(decision.form)
+        tier = decision.tier if isinstance(decision, Swap | SwapInput) else None
+        swapped = cost.swappable_bytes if tier else 0
+        served = 2 * len(self.chunks) - 1 - index
+        # What the unit's own slots need above the levels around them, and its level in between; all
+        # its kept bytes stand in its backward.
+        level, backward = cost.kept_bytes - swapped, cost.backward_peak_bytes + swapped
+        option = ActivationOption(
+            decision,
+            cost,
+            swapped,
+            holdings=(
+                Holding("activations", index, index, index, cost.forward_peak_bytes),
+                Holding("activations", index, index + 1, served, level),
+                Holding("activations", index, served, served, backward),
+            ),
+        )
+        if tier:
+            pieces = cost.swap_pieces or (swapped,)
+            option = replace(
+                option,
+                swap_in=Fetch(tier, served, index + 1, swapped, pieces),
+                swap_out=Leaving(tier, index, swapped, pieces, pieces),
+                tier_bytes={tier: swapped},
+            )
+        self._activations[index, decision] = option
+        return option
 
     def states(self, index: int, decision: Placement) -> StateOption:
         """Of a placement of the states first used in unit `index`."""
-        known = self._states.get((index, decision))
-        if known is None:
-            bare = placed(index, decision, self.chunks[index], len(self.chunks), self.settings)
-            known = _with_costs(bare, index, self.profile, self.settings)
-            self._states[index, decision] = known
+        if known := self._states.get((index, decision)):
+            return known
+        option = placed(index, decision, self.chunks[index], len(self.chunks), self.settings)
+        own, optimizer = option.own, self.profile.optimizer
+        on_device = isinstance(decision, Persistent) or decision.tier == "device"
+        stepped = own.num_parameters if on_device else 0
+        update_s = workspace = 0.0
+        if option.num_updates:
+            update_s = update_seconds(optimizer, own.num_parameters, num_pieces=option.num_updates)
+        if isinstance(decision, Persistent):
+            unit = self.profile.units[index]
+            workspace = unit.gradient_bytes * optimizer.workspace_fraction * unit.reached
+        elif self.settings.num_devices > 1:
+            if on_device:
+                workspace = own.gradient_bytes * optimizer.workspace_fraction
+        elif self.settings.updates == "after backward" and option.gradients:
+            # Of a gradient that waits below the device, the norm may be asked for after it has
+            # left: one at a time comes back.
+            workspace = max(option.gradients.pieces)
+        holdings = _chunk_holdings(option, index, self.profile, self.settings)
+        known = self._states[index, decision] = replace(
+            option,
+            holdings=tuple(held for held in holdings if held.first <= held.last),
+            num_stepped=stepped,
+            device_s=stepped / optimizer.device_parameters_per_s,
+            update_s=update_s,
+            device_workspace=workspace,
+        )
         return known
 
 
-# Activations
-
-
-def costs_of(activations: Activations, unit: Unit) -> tuple[FormCost, TierName | None]:
-    """The form that a decision implies, and the tier to which what can be swapped of it goes."""
-    match activations:
-        case Keep(form=form) | Recompute(form=form):
-            return unit.cost(form), None
-        case Swap(tier=tier, form=form) | SwapInput(tier=tier, form=form):
-            return unit.cost(form), tier
-        case _:
-            assert_never(activations)
-
-
-def _activation_option(
-    index: int, decision: Activations, unit: Unit, count: int
-) -> ActivationOption:
-    cost, tier = costs_of(decision, unit)
-    swapped = cost.swappable_bytes if tier else 0
-    served = 2 * count - 1 - index
-    # What the unit's own slots need above the levels around them, and its level in between; all
-    # its kept bytes stand in its backward.
-    level, backward = cost.kept_bytes - swapped, cost.backward_peak_bytes + swapped
-    option = ActivationOption(
-        decision,
-        cost,
-        swapped,
-        holdings=(
-            Holding("activations", index, index, index, cost.forward_peak_bytes),
-            Holding("activations", index, index + 1, served, level),
-            Holding("activations", index, served, served, backward),
-        ),
-    )
-    if tier is None:
-        return option
-    pieces = cost.swap_pieces or (swapped,)
-    return replace(
-        option,
-        swap_in=Fetch(tier, served, index + 1, swapped, pieces),
-        swap_out=Leaving(tier, index, swapped, pieces, pieces),
-        tier_bytes={tier: swapped},
-    )
-
-
 # States
-
-
-def chunk_size(unit: Unit) -> ChunkSize:
-    """The chunk of a profile's unit, as programmes are compiled from."""
-    return ChunkSize(
-        parameter_bytes=unit.parameter_bytes,
-        gradient_bytes=unit.gradient_bytes,
-        state_bytes=unit.state_bytes,
-        num_parameters=unit.num_parameters,
-        used_by=unit.used_by,
-        parameter_pieces=unit.parameter_pieces,
-        gradient_pieces=unit.gradient_pieces,
-    )
 
 
 def placed(
@@ -377,7 +338,7 @@ def placed(
     slot = 2 * count - 1 - index
     in_backward = settings.updates == "in backward"
     read = write = 0
-    if tier != "device" and TIERS[tier].staged:
+    if tier in STAGED:
         write = own.state_bytes + own.gradient_bytes
         read = own.state_bytes + option.parameters_read * own.gradient_bytes
     scattered = gradients = in_place = None
@@ -400,10 +361,11 @@ def placed(
             held = tuple(map(sum, zip(parts, own.each_gradients, strict=True)))
         elif in_place:
             held = (*parts[:-1], parts[-1] + own.gradient_bytes)
-        scattered = Scattered(slot, whole.gradient_bytes, parts, held, sum(held) - sum(parts))
+        scattered = Leaving(None, slot, whole.gradient_bytes, parts, held)
     num_updates = 0
     if tier != "device":
-        num_updates = num_pieces(own, settings.piece_bytes) if TIERS[tier].staged else 1
+        largest = max(own.state_bytes, own.parameter_bytes)
+        num_updates = max(1, -(-largest // settings.piece_bytes)) if tier in STAGED else 1
     return replace(
         option,
         scattered=scattered,
@@ -426,7 +388,7 @@ def _tier_bytes(
         regions = [own.parameter_bytes, own.state_bytes] if tier == name else []
         regions += [own.gradient_bytes] if home == name else []
         size = sum(regions)
-        if TIERS[name].pinned and is_accelerator(settings.device):
+        if name in PINNED and is_accelerator(settings.device):
             # Each region is pinned by itself, each of up to STATE_REGIONS optimizer states too.
             parts = STATE_REGIONS if tier == name else 0
             size = sum(pinned_bytes(region) for region in regions) + parts * PAGE_BYTES
@@ -443,61 +405,20 @@ def _staging(option: StateOption, num_updates: int, settings: Settings) -> Stagi
     largest = -(-own.num_parameters // num_updates)
     gradient_width = -(-own.gradient_bytes // own.num_parameters)
     adds = settings.micro_batches > 1 and settings.num_devices == 1
-    staging = Staging(
+    width = 0
+    if states.tier in STAGED:
+        width = -(-own.state_bytes // own.num_parameters) + option.parameters_read * gradient_width
+    return Staging(
+        read_piece=largest * width,
+        width=width,
         workspace=largest * gradient_width * 1.0,
         arriving=own.gradient_bytes if option.home == "host" and adds else 0,
-    )
-    if not TIERS[states.tier].staged:
-        return staging
-    width = -(-own.state_bytes // own.num_parameters) + option.parameters_read * gradient_width
-    return staging._replace(read_piece=largest * width, width=width)
-
-
-def _with_costs(
-    option: StateOption, index: int, profile: Profile, settings: Settings
-) -> StateOption:
-    """A placement with what stands on the device, and the optimizers' seconds and workspace."""
-    decision, own, optimizer = option.decision, option.own, profile.optimizer
-    on_device = isinstance(decision, Persistent) or decision.tier == "device"
-    stepped = own.num_parameters if on_device else 0
-    return replace(
-        option,
-        holdings=tuple(
-            held
-            for held in _chunk_holdings(option, index, profile, settings)
-            if held.first <= held.last
-        ),
-        num_stepped=stepped,
-        device_s=stepped / optimizer.device_parameters_per_s,
-        update_s=update_seconds(optimizer, own.num_parameters, num_pieces=option.num_updates)
-        if option.num_updates
-        else 0.0,
-        device_workspace=_device_workspace(option, profile.units[index], profile, settings),
     )
 
 
 def update_seconds(optimizer: OptimizerCost, num_parameters: int, *, num_pieces: int = 1) -> float:
     """Seconds of the optimizer's steps on the host, when nothing interferes."""
-    alone = num_parameters / optimizer.host_parameters_per_s
-    return num_pieces * optimizer.host_piece_s + alone
-
-
-def _device_workspace(
-    option: StateOption, unit: Unit, profile: Profile, settings: Settings
-) -> float:
-    """What the device's update asks for besides: the workspace of its step on what it has.
-
-    Of a gradient that waits below the device, the norm may be asked for after it has left: one at a
-    time comes back.
-    """
-    fraction = profile.optimizer.workspace_fraction
-    if isinstance(option.decision, Persistent):
-        return unit.gradient_bytes * fraction * unit.reached
-    if settings.num_devices > 1:
-        return option.own.gradient_bytes * fraction if option.decision.tier == "device" else 0.0
-    if settings.updates == "after backward" and option.gradients:
-        return max(option.gradients.pieces)
-    return 0.0
+    return num_pieces * optimizer.host_piece_s + num_parameters / optimizer.host_parameters_per_s
 
 
 def _chunk_holdings(
@@ -600,7 +521,7 @@ def tier_bytes(
     """The most that a tier below the device holds: states, swapped activations, and staging."""
     total = sum(option.tier_bytes.get(tier, 0) for option in activations)
     total += sum(option.tier_bytes.get(tier, 0) for option in states)
-    if TIERS[tier].pinned and is_accelerator(implications.settings.device):
+    if tier in PINNED and is_accelerator(implications.settings.device):
         total += host_staging_bytes(activations, states, implications.profile)
     return total
 

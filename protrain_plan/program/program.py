@@ -30,13 +30,13 @@ others', and a unit's gradients are summed when its own backward slot has ended:
 persistent chunk for every rank, those of others for the rank that has them.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import floor
 from typing import Literal, NamedTuple
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.records.hardware import DeviceKind, TierName, is_accelerator
 from protrain_plan.records.plan import (
     Offload,
@@ -59,7 +59,6 @@ MoveKind = Literal[
     "update",  # the optimizer's step on a piece
     "write states",  # the piece's new parameters and states to disk
 ]
-Direction = Literal["fetch", "read", "spill", "write", "update", "collect"]
 
 SAVING_BYTES = 2**20
 """What bytes pass through on their way to a checkpoint and back, in host memory."""
@@ -90,7 +89,7 @@ class Lane(NamedTuple):
     have a lane each, too. `COLLECT` is the network between devices: no tier.
     """
 
-    direction: Direction
+    direction: Literal["fetch", "read", "spill", "write", "update", "collect"]
     tier: TierName | None
 
     def __str__(self) -> str:
@@ -330,20 +329,13 @@ def pieces_in(sizes: Sequence[int], share: tuple[float, float]) -> range:
 
     So the shares (0, f) and (f, 1) hold every piece once.
     """
-    return range(_pieces_before(sizes, share[0]), _pieces_before(sizes, share[1]))
 
+    def before(fraction: float) -> int:
+        if fraction <= 0 or fraction >= 1:
+            return 0 if fraction <= 0 else len(sizes)
+        return bisect_right([*accumulate(sizes)], fraction * sum(sizes) * (1 + 1e-9))
 
-def _pieces_before(sizes: Sequence[int], fraction: float) -> int:
-    if fraction <= 0:
-        return 0
-    if fraction >= 1:
-        return len(sizes)
-    limit, done = fraction * sum(sizes) * (1 + 1e-9), 0
-    for index, size in enumerate(sizes):
-        done += size
-        if done > limit:
-            return index
-    return len(sizes)
+    return range(before(share[0]), before(share[1]))
 
 
 def shares(slots: float) -> tuple[int, float]:
@@ -365,7 +357,7 @@ PAGE_BYTES = 4096
 
 def pinned_bytes(num_bytes: int) -> int:
     """What a pinned host buffer takes: whole pages of the operating system."""
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+    return in_blocks(num_bytes, PAGE_BYTES)
 
 
 class Residency(NamedTuple):
@@ -398,13 +390,12 @@ def block_bytes(device: DeviceKind) -> int:
     return BLOCK_BYTES if is_accelerator(device) else 1
 
 
-def in_blocks(num_bytes: int, block: int) -> int:
-    """What a tensor of `num_bytes` takes in blocks of `block` bytes."""
-    return -(-num_bytes // block) * block
+def in_blocks(size: int, block: int) -> int:
+    """What a tensor of `size` bytes takes in blocks of `block`; so for elements."""
+    return -(-size // block) * block
 
 
 GradientHome = Literal["in place", "device", "host", "disk"]
-"""See `gradient_home`."""
 
 
 def gradient_home(states: Offload, settings: Settings) -> GradientHome:
@@ -443,19 +434,3 @@ def written_share(chunk: ChunkSize, start: int, stop: int) -> tuple[float, float
 MAX_PIECES_OF_STATES = 60_000
 """Pieces of optimizer states in a step, each read, updated and written: more take minutes to look
 at, and gain nothing. Pieces of 8 MiB are those of 500 GB."""
-
-
-def num_pieces(chunk: ChunkSize, piece_bytes: int) -> int:
-    """In how many pieces a chunk's states are read, updated and written."""
-    return max(1, -(-max(chunk.state_bytes, chunk.parameter_bytes) // piece_bytes))
-
-
-def refuse_many_pieces(pieces: int) -> None:
-    """ProtrainError where the states on disk are in more pieces than a step may have."""
-    if pieces > MAX_PIECES_OF_STATES:
-        raise ProtrainError(
-            f"the states on disk would move in {pieces} pieces, and {MAX_PIECES_OF_STATES} are the"
-            " most",
-            key="piece_bytes",
-            fix="larger pieces, such as of 8MiB",
-        )

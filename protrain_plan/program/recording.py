@@ -94,16 +94,17 @@ def loads_recording(text: str, source: str | None = None) -> Recording:
         reader.fail(
             f"expected version {VERSION}, got {data['version']!r}", "version", "record again"
         )
+    sizes = data["slot_bytes"]
     return Recording(
         plan_fingerprint=reader.text(data["plan_fingerprint"], "plan_fingerprint"),
         step_seconds=reader.seconds(data["step_seconds"], "step_seconds"),
         events=tuple(
             reader.event(event, f"events[{index}]")
-            for index, event in enumerate(reader.sequence(data["events"], "events"))
+            for index, event in enumerate(reader.of(list, data["events"], "a list", "events"))
         ),
         slot_bytes=tuple(
-            reader.integer(size, f"slot_bytes[{index}]")
-            for index, size in enumerate(reader.sequence(data["slot_bytes"], "slot_bytes"))
+            reader.of(int, size, "a number of bytes", f"slot_bytes[{index}]", below=2**63)
+            for index, size in enumerate(reader.of(list, sizes, "a list", "slot_bytes"))
         ),
     )
 
@@ -159,21 +160,23 @@ class _Reader:
             self.fail("not readable as JSON: a number is too long")
         return parsed
 
+    def of(self, kind: Any, value: Any, expected: str, key: str | None, below: float = 0) -> Any:
+        """The value, which is of that type; with `below`, a number from 0 to less than that."""
+        right = isinstance(value, kind) and not isinstance(value, bool)
+        if not right or (below and not 0 <= value < below):
+            shown = text if len(text := json.dumps(value)) <= 60 else f"{text[:57]}..."
+            self.fail(f"expected {expected}, got {shown}", key)
+        return value
+
     def mapping(self, value: object, key: str | None, keys: Collection[str]) -> Mapping[str, Any]:
-        if not isinstance(value, dict):
-            self.fail(f"expected a mapping, got {_shown(value)}", key)
-        for name in value:
+        found: Mapping[str, Any] = self.of(dict, value, "a mapping", key)
+        for name in found:
             if name not in keys:
                 self.fail(f"unknown key {name!r}", key, f"the keys are {', '.join(keys)}")
         for name in keys:
-            if name not in value:
+            if name not in found:
                 self.fail(f"missing key {name!r}", key)
-        return value
-
-    def sequence(self, value: object, key: str) -> list[object]:
-        if not isinstance(value, list):
-            self.fail(f"expected a list, got {_shown(value)}", key)
-        return value
+        return found
 
     def event(self, value: object, key: str) -> Event:
         data = self.mapping(value, key, ("lane", "name", "start_s", "end_s"))
@@ -188,20 +191,11 @@ class _Reader:
         return event
 
     def text(self, value: object, key: str) -> str:
-        if not isinstance(value, str):
-            self.fail(f"expected a text, got {_shown(value)}", key)
-        return value
-
-    def integer(self, value: object, key: str) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
-            self.fail(f"expected a number of bytes, got {_shown(value)}", key)
-        return value
+        return str(self.of(str, value, "a text", key))
 
     def seconds(self, value: object, key: str) -> float:
         # Centuries are not seconds of a step; what is too large for a float (1e999) is infinite.
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e12:
-            self.fail(f"expected seconds, got {_shown(value)}", key)
-        return float(value)
+        return float(self.of(int | float, value, "seconds", key, below=1e12))
 
     def _once(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
         found: dict[str, object] = {}
@@ -213,8 +207,3 @@ class _Reader:
 
     def _no_number(self, text: str) -> NoReturn:
         self.fail(f"{text} is no number of JSON")
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

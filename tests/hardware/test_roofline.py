@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from protrain_plan.hardware.roofline import OperatorLog
+from protrain_plan.hardware.operators import OperatorLog
 from protrain_plan.records.hardware import Rates
 
 RATES = Rates(

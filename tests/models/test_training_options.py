@@ -5,9 +5,14 @@ import torch
 
 from benchmarks.zoo import ZOO
 from protrain_plan.errors import ProtrainError
-from protrain_plan.models.adapters import Lora, parse_lora, read_adapter
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.models.building import parameter_dtype, stepped_dtype
+from protrain_plan.models.building import (
+    Lora,
+    parameter_dtype,
+    parse_lora,
+    read_adapter,
+    stepped_dtype,
+)
 from protrain_plan.models.optimizers import OPTIMIZERS, optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes

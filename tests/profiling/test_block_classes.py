@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain_plan.hardware.workspaces import allocator_of
+from protrain_plan.hardware.operators import allocator_of
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.memory.block_classes import equal_blocks, filled, stubs_in_place

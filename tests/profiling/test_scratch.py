@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from protrain_plan.hardware.workspaces import Allocator
+from protrain_plan.hardware.operators import Allocator
 from protrain_plan.profiling.memory.fake_meter import (
     MOST_BYTES,
     FakeMeter,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.hardware.operators import allocator_of
 from protrain_plan.hardware.probe import processor_name
-from protrain_plan.hardware.workspaces import allocator_of
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.profiling.memory import passes

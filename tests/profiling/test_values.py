@@ -6,8 +6,8 @@ from torch import Tensor
 
 from benchmarks.zoo import ZOO
 from protrain_plan.errors import ProtrainError
+from protrain_plan.hardware.operators import allocator_of
 from protrain_plan.hardware.probe import processor_name
-from protrain_plan.hardware.workspaces import allocator_of
 from protrain_plan.profiling.memory.fake_meter import NUMBER_BYTES, FakeMeter
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover, undisturbed

@@ -60,11 +60,9 @@ NEVER = {
 NAMED = {"presentation": {"models", "commands", "planning/questions"}}
 TORCH = {"torch", "transformers", "peft", "accelerate"}  # all of them import torch
 WITH_TORCH = (
-    "protrain_plan.hardware.interconnect",
+    "protrain_plan.hardware.operators",
     "protrain_plan.hardware.probe",
-    "protrain_plan.hardware.roofline",
     "protrain_plan.hardware.speeds",
-    "protrain_plan.hardware.workspaces",
     "protrain_plan.models",
     "protrain_plan.profiling",
     "protrain_plan.commands.training",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from protrain_plan.hardware.workspaces import CPU_WORKSPACES, OperatorCall
+from protrain_plan.hardware.operators import CPU_WORKSPACES, OperatorCall
 from protrain_plan.profiling.memory.fake_meter import MeasuredCall, measured_bytes
 from protrain_runtime.activations.trees import tensors_in
 

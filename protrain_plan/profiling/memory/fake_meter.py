@@ -3,7 +3,7 @@
 What operators hold only while they run is measured, where the processor is at hand: each is called
 once, for real (`measured_bytes`). Kernels choose their scratch memory by the processor, its
 instructions and the number of threads; where these are the machine's own, nothing need be known of
-them. Elsewhere the table of `hardware.workspaces` bounds it.
+them. Elsewhere the table of `hardware.operators` bounds it.
 """
 
 import weakref
@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from protrain_plan.hardware.roofline import OperatorLog
-from protrain_plan.hardware.workspaces import Allocator
+from protrain_plan.hardware.operators import Allocator, OperatorLog
+from protrain_plan.hardware.operators import Allocator
 from protrain_plan.profiling.memory.passes import identities
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.devices.memory_meter import MemoryMeter, Segment, strided_parts

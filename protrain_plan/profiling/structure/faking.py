@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.hardware.workspaces import device_type
+from protrain_plan.hardware.operators import device_type
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import converted, remake_tensors, replaced
 from protrain_plan.models.sources import ModelSource

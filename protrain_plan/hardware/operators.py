@@ -1,6 +1,7 @@
-"""What operators hold in memory only while they run, by type of device: one table, `DEVICE_TYPES`.
+"""What operators take while they run: memory, and seconds of a machine's rates (`OperatorLog`).
 
-Fake tensors cannot show it. For CPUs the entries are of three kinds:
+Bytes are by type of device, in one table, `DEVICE_TYPES`: fake tensors cannot show them. For CPUs
+the entries are of three kinds:
 
 - PyTorch's own kernels allocate alike on all processors (2.13; each entry is compared to the byte
   in tests/profiling/test_tracking.py).
@@ -13,23 +14,28 @@ Fake tensors cannot show it. For CPUs the entries are of three kinds:
 CUDA's entries were read in PyTorch's sources, and not compared with a device. They are upper bounds
 where a size depends on the launch. Convolutions are not bounded: cuDNN chooses its workspace by
 trying.
+
+Seconds are of what operators compute and move. FLOPs are those of matrix products, convolutions and
+attention; everything else is its bytes.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import flop_registry
 
 from protrain_plan.hardware.probe import processor_name
 from protrain_plan.program.program import BLOCK_BYTES, block_bytes, in_blocks
-from protrain_plan.records.hardware import Device, DeviceKind, is_accelerator
+from protrain_plan.records.hardware import Device, DeviceKind, Rates, is_accelerator
 from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.devices.memory_meter import storage_bytes
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
@@ -96,7 +102,7 @@ the left operand is transposed and there are more threads than blocks of columns
 
 def packed_bytes(rows: int, inner: int, columns: int) -> int:
     """What one thread takes for a product of 16 bits: operands and float32 result, or blocks."""
-    rows, inner, columns = _padded(rows), _padded(inner), _padded(columns)
+    rows, inner, columns = (in_blocks(size, _UNIT) for size in (rows, inner, columns))
     whole = 2 * (rows * inner + inner * columns) + 4 * rows * columns
     return min(whole, _BLOCK_BYTES) + _KERNEL_BYTES
 
@@ -114,15 +120,11 @@ def half_product(call: OperatorCall) -> int:
     each = packed_bytes(rows, inner, columns)
     transposed = left.dim() == 2 and left.stride(-1) != 1
     if transposed and inner >= _SPLIT_INNER and call.num_threads * _UNIT > columns:
-        each += 4 * _padded(rows) * _padded(columns)
+        each += 4 * in_blocks(rows, _UNIT) * in_blocks(columns, _UNIT)
     return max(
         call.num_threads * each,
         4 * call.outputs[0].numel() + call.num_threads * _KERNEL_BYTES,
     )
-
-
-def _padded(size: int) -> int:
-    return -(-size // _UNIT) * _UNIT
 
 
 # --- convolutions ---------------------------------------------------------------------------------
@@ -131,47 +133,6 @@ _CHANNELS = 16
 """oneDNN lays channels out in blocks of so many with AVX-512; of 8 with AVX2."""
 _PACKED = 64
 """Kernels may read weights with one side in four such blocks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Elements:
-    """How many elements a convolution's operands have, in whole blocks of channels in every group.
-
-    `packed_weight` has larger blocks, as products read it; its gradient has none. `patches` are
-    those of one image and one group, as a matrix that is multiplied by the weights.
-    """
-
-    given: int
-    weight: int
-    packed_weight: int
-    result: int
-    patches: int
-    num_matrices: int  # of patches: one for each image and group
-
-    @staticmethod
-    def of(
-        given: Tensor, weight: Tensor, result: Tensor, groups: int, *, transposed: bool
-    ) -> "_Elements":
-        inside, outside = given.shape[1] // groups, result.shape[1] // groups
-        kernel = math.prod(weight.shape[2:])
-        channels, places = (outside, given) if transposed else (inside, result)
-        return _Elements(
-            given=given.numel() // inside * _blocked(inside),
-            weight=groups * kernel * _blocked(inside) * _blocked(outside),
-            packed_weight=groups
-            * kernel
-            * max(
-                _blocked(inside) * _blocked(outside, _PACKED),
-                _blocked(inside, _PACKED) * _blocked(outside),
-            ),
-            result=result.numel() // outside * _blocked(outside),
-            patches=kernel * channels * math.prod(places.shape[2:]),
-            num_matrices=given.shape[0] * groups,
-        )
-
-
-def _blocked(channels: int, block: int = _CHANNELS) -> int:
-    return -(-channels // block) * block
 
 
 def convolution(call: OperatorCall) -> int:
@@ -190,20 +151,32 @@ def convolution(call: OperatorCall) -> int:
     given, weight = call.args[1:3] if backward else call.args[:2]
     transposed, groups = (call.args[place + backward] for place in (6, 8))
     result = call.args[0] if backward else call.outputs[0]
-    own = _Elements.of(given, weight, result, groups, transposed=transposed)
     item, half = int(given.itemsize), int(given.dtype in HALF)
-    plain = own.num_matrices * own.patches + own.given + own.weight + own.result
-    library = call.num_threads * (4 * own.patches + _KERNEL_BYTES)
+    # How many elements there are, in whole blocks of channels in every group. Patches are those of
+    # one image and one group, as a matrix that is multiplied by the weights; weights that are
+    # packed have larger blocks on one side, as products read them.
+    inside, outside = given.shape[1] // groups, result.shape[1] // groups
+    kernel = math.prod(weight.shape[2:])
+    blocks_in, blocks_out = in_blocks(inside, _CHANNELS), in_blocks(outside, _CHANNELS)
+    num_given = given.numel() // inside * blocks_in
+    num_result = result.numel() // outside * blocks_out
+    num_weight = groups * kernel * blocks_in * blocks_out
+    larger = max(blocks_in * in_blocks(outside, _PACKED), in_blocks(inside, _PACKED) * blocks_out)
+    packed_weight = groups * kernel * larger
+    channels, places = (outside, given) if transposed else (inside, result)
+    patches = kernel * channels * math.prod(places.shape[2:])
+    plain: int = given.shape[0] * groups * patches + num_given + num_weight + num_result
+    library: int = call.num_threads * (4 * patches + _KERNEL_BYTES)
     if backward:
         plain *= 2
-        library += item * ((1 + half) * 2 * (own.given + own.result) + own.packed_weight)
+        library += item * ((1 + half) * 2 * (num_given + num_result) + packed_weight)
         blocks = 4 * (1 + half + call.num_threads) + half * item
         matrices = 4 * item * (half + call.num_threads)  # booked as so many floats as it has bytes
-        library += max(blocks, matrices) * own.weight
+        library += max(blocks, matrices) * num_weight
     else:
-        plain += own.result
-        library += item * (own.given + own.packed_weight + own.result)
-        library += 4 * half * (own.result + own.weight)
+        plain += num_result
+        library += item * (num_given + packed_weight + num_result)
+        library += 4 * half * (num_result + num_weight)
     # Whether any x86 processor leaves it to oneDNN (Convolution.cpp, use_mkldnn).
     images = given.dim() == 4 and given.shape[0] > 1
     if images and given.dtype == torch.float32 and not transposed:
@@ -260,9 +233,8 @@ _TRANSPOSED_BLOCK = 60  # ATen/native/Copy.cpp: matrices are transposed in squar
 
 def _transposed_copy(call: OperatorCall) -> int:
     """A transposed matrix is copied through a block."""
-    target, source = call.outputs[0], call.args[1] if len(call.args) > 1 else call.args[0]
-    if call.func is not aten.copy_.default:
-        source = call.args[0]
+    target, copies = call.outputs[0], call.func is aten.copy_.default
+    source = call.argument(1, "src", None) if copies else call.args[0]
     if not isinstance(source, Tensor) or source.dtype != target.dtype or source.dim() != 2:
         return 0
     rows = source.shape[0]
@@ -311,33 +283,25 @@ def _attention_blocks(query: Tensor, key: Tensor) -> tuple[int, int, int]:
     return min(rows, length), min(512, int(key.shape[2])), int(query.shape[3])
 
 
-def _packed_attention(call: OperatorCall) -> int:
-    """Keys and values as AMX's tiles want them, in pairs of rows; a block of keys per thread.
-
-    As FlashAttentionKernel.cpp has them where it packs (`need_pack`): an Intel Xeon with AMX took
-    so much to the byte. It leaves short sequences as they are, and those of few rows per thread.
-    """
-    query, key = call.args[:2]
-    rows, columns, width = _attention_blocks(query, key)
-    length = int(key.shape[2])
-    keys = key.numel() // width * (width + width % 2)
-    values = key.numel() // length * (length + length % 2)
-    block = columns * width + rows * (columns % 2)
-    padded_query = rows * (width + 1) if width % 2 else 0
-    return int(2 * (keys + values + call.num_threads * (block + padded_query)))
-
-
 def _attention(call: OperatorCall) -> int:
     """Per thread a block of scores, its maxima and sums, a block of output; scores in 16 bits.
 
-    A bound in 16 bits, which a processor may pack or not; exact in float32.
+    A bound in 16 bits, which a processor may pack or not; exact in float32. Packed are keys and
+    values as AMX's tiles want them, in pairs of rows, and a block of keys per thread, as
+    FlashAttentionKernel.cpp has them (`need_pack`): an Intel Xeon with AMX took so much to the
+    byte. It leaves short sequences as they are, and those of few rows per thread.
     """
     query, key = call.args[:2]
     rows, columns, width = _attention_blocks(query, key)
-    size = call.num_threads * 4 * (rows * columns + 2 * rows + rows * width)
-    if query.dtype in HALF:
-        size += call.num_threads * 2 * rows * columns + _packed_attention(call)
-    return size
+    each = 4 * (rows * columns + 2 * rows + rows * width)
+    if query.dtype not in HALF:
+        return call.num_threads * each
+    num_keys, length = key.numel(), int(key.shape[2])
+    packed = num_keys // width * in_blocks(width, 2) + num_keys // length * in_blocks(length, 2)
+    block = columns * width + rows * (columns % 2)
+    padded_query = rows * (width + 1) if width % 2 else 0
+    each += 2 * (rows * columns + block + padded_query)
+    return int(2 * packed + call.num_threads * each)
 
 
 def _attention_backward(call: OperatorCall) -> int:
@@ -371,15 +335,7 @@ _ELEMENTWISE = [
     for overload in packet.overloads()
     if overload in ("Tensor", "Scalar", "default")
 ]
-_PRODUCTS = (
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
-    aten._grouped_mm.default,
-)
-
-_FOURIER = (aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default)
+_PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm)
 
 CPU_WORKSPACES: dict[Any, Workspace] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
@@ -416,7 +372,6 @@ CPU_WORKSPACES: dict[Any, Workspace] = {
     aten.sort.default: lambda call: (
         8 * call.given.shape[call.argument(1, "dim", -1)] if call.given.dim() else 0
     ),
-    # Edges, and counts per thread.
     # The edges of the bins, and counts of each thread.
     aten.histc.default: lambda call: (
         ((1 + call.num_threads) * call.argument(1, "bins", 100) + 1) * call.given.itemsize
@@ -424,16 +379,16 @@ CPU_WORKSPACES: dict[Any, Workspace] = {
     # The mask is drawn in the values' dtype; it is cast to the gradient's, times a number.
     aten.native_dropout.default: lambda call: call.given_bytes,
     aten.native_dropout_backward.default: lambda call: call.given_bytes + 8 + call.given.itemsize,
-    **dict.fromkeys(_PRODUCTS, half_product),
-    **dict.fromkeys(_FOURIER, _fourier),
+    **{product.default: half_product for product in _PRODUCTS},
+    aten._fft_r2c.default: _fourier,
+    aten._fft_c2r.default: _fourier,
+    aten._fft_c2c.default: _fourier,
     aten.convolution.default: convolution,
     aten.convolution_backward.default: convolution,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
 }
 
-
-aten = torch.ops.aten
 
 _SCRATCH_BYTES = 2**20
 """A bound on what CUDA's reductions and scans take for partial results."""
@@ -446,9 +401,7 @@ def _cuda_attention_backward(call: OperatorCall) -> int:
     """
     _, query, key = call.args[:3]
     batch, heads, length, width = query.shape
-    rounded = -(-length // 128) * 128
-    wide = -(-width // 32) * 32
-    size = 4 * batch * heads * rounded * (wide + 1)
+    size = 4 * batch * heads * in_blocks(length, 128) * (in_blocks(width, 32) + 1)
     if key.shape[1] != heads:
         size += 2 * batch * heads * key.shape[2] * width * key.itemsize
     return int(size)
@@ -525,10 +478,6 @@ _AMD_LIBRARY_BYTES = (128 + 76) * 2**20
 """hipBLAS's and hipBLASLt's on MI300 (the same file)."""
 
 
-def _cuda_library_bytes(name: str) -> int:
-    return _HANDLES * (_AMD_LIBRARY_BYTES if name.startswith("AMD") else _LIBRARY_BYTES)
-
-
 # --- the table ------------------------------------------------------------------------------------
 
 
@@ -537,26 +486,25 @@ class DeviceType:
     """What an estimate has to know of a type of devices.
 
     workspaces      what operators take besides operands and results while they run, at most
-    python_scalars  a Python number that meets a tensor becomes a tensor in the device's memory,
-                    which autograd keeps if a gradient needs it (a CPU's memory is the host's)
-    cares_for_threads  kernels take scratch memory for each of the host's threads
     attention       replaces `scaled_dot_product_attention`, where the kernels there keep other
                     tensors than a CPU's
     library_bytes   what matrix libraries keep in the allocator at most, by the device's name
     """
 
     workspaces: Mapping[Any, Workspace]
-    python_scalars: bool = False
-    cares_for_threads: bool = False
     attention: Callable[..., Tensor] | None = None
     library_bytes: Callable[[str], int] = lambda _: 0
 
 
 _CUDA = DeviceType(
-    workspaces=CUDA_WORKSPACES, attention=_cuda_attention, library_bytes=_cuda_library_bytes
+    workspaces=CUDA_WORKSPACES,
+    attention=_cuda_attention,
+    library_bytes=lambda name: (
+        _HANDLES * (_AMD_LIBRARY_BYTES if name.startswith("AMD") else _LIBRARY_BYTES)
+    ),
 )
 DEVICE_TYPES: dict[DeviceKind, DeviceType] = {
-    "cpu": DeviceType(workspaces=CPU_WORKSPACES, python_scalars=True, cares_for_threads=True),
+    "cpu": DeviceType(workspaces=CPU_WORKSPACES),
     "cuda": _CUDA,
 }
 """By the name of the type; models can be estimated for these. ROCm's devices are called cuda."""
@@ -574,8 +522,10 @@ def device_type(kind: DeviceKind) -> DeviceType:
 class Allocator:
     """How a device's allocator counts: blocks of `block_bytes`, workspaces by operator.
 
-    `is_here`: operators can be called on the device itself, so that workspaces can be measured.
-    For `python_scalars` see `DeviceType`.
+    python_scalars  a Python number that meets a tensor becomes a tensor in the device's memory,
+                    which autograd keeps if a gradient needs it (a CPU's memory is the host's)
+    num_threads     of the host, for each of which kernels take scratch memory
+    is_here         operators can be called on the device itself: workspaces can be measured
     """
 
     workspaces: Mapping[Any, Workspace]
@@ -614,11 +564,117 @@ def is_this_machine(device: Device) -> bool:
 
 def allocator_of(device: Device) -> Allocator:
     """How the allocator of `device` counts."""
-    kind = device_type(device.kind)
+    on_host = not is_accelerator(device.kind)
     return Allocator(
-        workspaces=kind.workspaces,
+        workspaces=device_type(device.kind).workspaces,
         block_bytes=block_bytes(device.kind),
-        python_scalars=kind.python_scalars,
-        num_threads=device.num_threads if kind.cares_for_threads else 1,
+        python_scalars=on_host,
+        num_threads=device.num_threads if on_host else 1,
         is_here=is_this_machine(device),
     )
+
+
+# --- seconds --------------------------------------------------------------------------------------
+
+_FREE = frozenset(
+    (
+        "aten::detach",
+        "aten::lift_fresh",
+        "aten::_local_scalar_dense",
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+    )
+)
+"""They launch nothing; nor do views."""
+
+
+class Work(NamedTuple):
+    """What one operator computes and moves."""
+
+    flops: float
+    bytes: int
+    half: bool  # computes in 16 bits
+
+    def seconds(self, rates: Rates) -> float:
+        """The formula of `Rates`."""
+        peak = rates.bfloat16_flops_per_s if self.half else rates.float32_flops_per_s
+        computing = self.flops / (peak * rates.compute_efficiency)
+        moving = self.bytes / (rates.memory_bytes_per_s * rates.memory_efficiency)
+        return max(computing, moving) + rates.operator_s
+
+
+class OperatorLog:
+    """The work of operators between marks, one list per mark. The tensors may be fake."""
+
+    def __init__(self) -> None:
+        self.slots: list[list[Work]] = []
+
+    def mark(self) -> None:
+        """What runs from here on belongs to the next list."""
+        self.slots.append([])
+
+    def seconds(self, rates: Rates) -> list[float]:
+        """The estimate for every mark."""
+        return [sum(work.seconds(rates) for work in slot) for slot in self.slots]
+
+    def note(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object
+    ) -> None:
+        """Write down a call of an operator; views and bookkeeping are none."""
+        free = func.is_view or func.namespace == "prim" or func._schema.name in _FREE
+        if not self.slots or free:
+            return
+        # FLOPs are two per multiplication and addition, 0 for what is no matrix product.
+        flops, given = 0.0, tensors_in((args, kwargs))
+        if own := _FLOPS.get(func):
+            flops = own(args, kwargs)
+        elif counted := flop_registry.get(func._overloadpacket):
+            flops = float(counted(*args, **kwargs, out_val=result))
+        # Each operand is read or written once; of a table, the rows that are looked up.
+        moved = sum(_bytes(tensor) for tensor in tensors_in(result))
+        if func in _LOOKUPS:
+            moved = 2 * moved + sum(_bytes(tensor) for tensor in tensors_in(args[1:]))
+        else:
+            moved += sum(_bytes(tensor) for tensor in given)
+        half = any(tensor.dtype in HALF for tensor in given)
+        self.slots[-1].append(Work(flops, moved, half))
+
+
+_LOOKUPS = (aten.embedding.default, aten.index.Tensor, aten.index_select.default)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """An expanded tensor has more elements than bytes."""
+    if tensor.layout != torch.strided:
+        return storage_bytes([tensor])
+    return min(tensor.numel() * tensor.itemsize, int(tensor.untyped_storage().nbytes()))
+
+
+def _attention_flops(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], *, query: int, causal: int, products: int
+) -> float:
+    """Per product 2 B H Sq Sk D; half of the scores where the kernel skips the future.
+
+    `query` and `causal` are places among the arguments.
+    """
+    batch, heads, length, width = args[query].shape
+    flops: float = 2.0 * products * batch * heads * length * args[query + 1].shape[2] * width
+    skips = args[causal] if len(args) > causal else kwargs.get("is_causal", False)
+    return flops / 2 if skips else flops
+
+
+_FLOPS: dict[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], float]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: partial(
+        _attention_flops, query=0, causal=4, products=2
+    ),
+    # Scores are computed again, then four gradients.
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: partial(
+        _attention_flops, query=1, causal=7, products=5
+    ),
+    # Every row meets the weights of one group.
+    aten._grouped_mm.default: lambda args, _: 2.0 * args[0].numel() * args[1].shape[-1],
+}
+"""Those that `torch.utils.flop_counter` lacks."""
