@@ -231,7 +231,7 @@ def fit(
     from protrain_plan.hardware.catalogue import load_hardware
     from protrain_plan.planning.questions.objectives import Question
     from protrain_plan.planning.questions.objectives import fit as fitted
-    from protrain_plan.planning.search.local_search import Effort
+    from protrain_plan.planning.search.improving import Effort
     from protrain_plan.presentation.plans import fits_json, fits_text
     from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_plan.program.group import group_on, profile_of_rank

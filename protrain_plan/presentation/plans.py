@@ -16,8 +16,7 @@ from protrain_plan.records.commands import profile_command
 from protrain_plan.records.hardware import is_accelerator
 from protrain_plan.records.plan import Plan, TierBytes
 from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import checkpoint_bytes
-from protrain_plan.simulation.promises import Excess
+from protrain_plan.simulation.memory import Excess, checkpoint_bytes
 from protrain_plan.simulation.report import in_words as report_in_words
 from protrain_plan.units import format_bytes, format_range, format_seconds
 

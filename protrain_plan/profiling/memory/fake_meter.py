@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from protrain_plan.hardware.operators import Allocator, OperatorLog
-from protrain_plan.hardware.operators import Allocator
 from protrain_plan.profiling.memory.passes import identities
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.devices.memory_meter import MemoryMeter, Segment, strided_parts
