@@ -721,6 +721,23 @@ def test_an_archive_of_another_tensor_is_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "written", [b"K\x06K\x06\x86", b"K\x06K\x01\x86"], ids=["sizes", "strides"]
+)
+def test_an_archive_whose_geometry_is_a_number_is_refused(written: bytes, tmp_path: Path) -> None:
+    right = {f"model.{name}": tensor for name, tensor in tiny().state_dict().items()}
+    made = plain()[0], None
+    before = copied(made[0].state_dict())
+    whole = save_plainly(tmp_path / "whole", right)
+    archive = path_of(whole, "__0_0.distcp")
+    content = archive.read_bytes()
+    assert written in content
+    archive.write_bytes(content.replace(written, b"M\x06\x00qc"))  # one number, and no tuple
+    with pytest.raises(ProtrainError, match="cannot be read"):
+        load(*made, whole)
+    same(made[0].state_dict(), before)
+
+
 def mutated(content: bytes, rng: random.Random) -> bytes:
     found = bytearray(content)
     for _ in range(rng.choice((1, 1, 1, 2, 5))):

@@ -389,13 +389,13 @@ def _locate(file: FileIO, part: Part, dtype: torch.dtype) -> Place:
         found = _DTYPES.get(name) if module == "torch" and kind == _UNTYPED else None
     else:
         found = _STORAGES.get(kind[1]) if kind[0] == "torch" else None
-    if found != dtype or type(sizes) is not tuple or sizes != part.sizes:
+    sizes, strides = _numbers(sizes, "the archive"), _numbers(strides, "the archive")
+    if found != dtype or sizes != part.sizes:
         what = "no tensor" if found is None else f"{dtype_name(found)} {list(sizes)}"
         expected = f"{dtype_name(dtype)} {list(part.sizes)}"
         raise ValueError(f"the archive holds {what} instead of {expected}")
     if (place[0], place[2], first) != ("storage", "0", 0) or len(sizes) != len(strides):
         raise ValueError("the archive holds no plain tensor")
-    strides = _numbers(strides, "the archive")
     if size != math.prod(sizes) * dtype.itemsize:
         raise ValueError(f"the archive has {size} bytes of elements")
     # Dimensions of one element have any stride, and stay where they are.
