@@ -160,7 +160,6 @@ def _budget(machine: str, source: str, values: Mapping[str, Node]) -> MachineBud
 
 
 def _text(value: Node, what: str) -> str:
-    """A scalar as it is written."""
     if isinstance(value.node, yaml.ScalarNode):
         return str(value.node.value)
     found = "a list" if isinstance(value.node, yaml.SequenceNode) else "a mapping"

@@ -557,8 +557,6 @@ class _Bench:
 
 
 class _Model:
-    """A model's process, from here."""
-
     def __init__(self, bench: _Bench, pid: int, line: _Line, dump: IO[bytes]) -> None:
         self._bench, self._memory = bench, bench.memory
         self._pid, self._line, self._dump = pid, line, dump

@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -74,8 +73,7 @@ def check(
     from protrain_plan.presentation.checks.reports import FORMATS, explanation
     from protrain_plan.profiling.estimate_cache import EstimateCache
 
-    if sys.__stdout__ is None:  # this program was started without one
-        raise ProtrainError("standard output is closed", fix="send it to /dev/null")
+    output.refuse_closed_output()
     form = choice("--format", "json" if as_json else output_format, tuple(FORMATS))
     if explain is not None:
         output.print_rendered(explanation(explained(explain)))

@@ -110,6 +110,12 @@ def _is_open(descriptor: int) -> bool:
         return False
 
 
+def refuse_closed_output() -> None:
+    """ProtrainError where this program was started without a standard output."""
+    if sys.__stdout__ is None:
+        raise ProtrainError("standard output is closed", fix="send it to /dev/null")
+
+
 def show(as_json: bool, data: dict[str, Any], text: Callable[[], RenderableType]) -> None:
     """Print a result: as one JSON object, or for people."""
     print_any(data if as_json else text())
