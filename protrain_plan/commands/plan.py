@@ -26,6 +26,7 @@ from protrain_plan.errors import ProtrainError
 
 if TYPE_CHECKING:
     from protrain_plan.planning.questions.growth import Quantity
+    from protrain_plan.planning.questions.objectives import Fit, Question
 
 QUANTITIES: "tuple[Quantity, ...]" = ("batch-size", "seq-len")
 GAP = 0.02
@@ -228,12 +229,11 @@ def fit(
     """
     from protrain_plan.commands.measuring import ProfileRequest, estimated
     from protrain_plan.commands.output import progress, show
+    from protrain_plan.commands.processes import answers_of
     from protrain_plan.hardware.catalogue import load_hardware
     from protrain_plan.planning.questions.objectives import Question
-    from protrain_plan.planning.questions.objectives import fit as fitted
-    from protrain_plan.planning.search.improving import Effort
     from protrain_plan.presentation.plans import fits_json, fits_text
-    from protrain_plan.profiling.estimate_cache import EstimateCache
+    from protrain_plan.profiling.estimate_cache import EstimateCache, processes_at_once
     from protrain_plan.program.group import group_on, profile_of_rank
     from protrain_plan.records.profile import DType, Precision
 
@@ -269,18 +269,16 @@ def fit(
         )
         for length, batch in itertools.product(lengths, batches)
     ]
-    fits = []
+    fits: list[Fit] = []
     with progress(quiet=as_json) as report:
         report("estimating", 0.0)
         profiles = estimated(requests, machines, report, EstimateCache(off=no_cache))
-        for number, request in enumerate(requests):
-            where = f"{request.batch_size} x {request.seq_len} tokens"
-            for cell, (place, group) in enumerate(groups):
-                record = profiles[number][place]
-                machine = profile_of_rank(record, group).hardware
-                done = (number + (1 + cell) / (1 + len(groups))) / len(requests)
-                report(f"{where} on {machine.name}: planning", done)
-                question = Question(
+        questions: list[Question] = []
+        for request, (place, group) in itertools.product(range(len(requests)), groups):
+            record = profiles[request][place]
+            machine = profile_of_rank(record, group).hardware
+            questions.append(
+                Question(
                     profile=record,
                     group=group,
                     replicas=group.replica_counts,
@@ -288,7 +286,22 @@ def fit(
                     updates=updates_of(updates, clip=clip),
                     micro_batches=accumulate,
                 )
-                fits.append(fitted(question, effort=Effort(gap_target=GAP)))
+            )
+        with answers_of(_fitted, questions, at_once=processes_at_once(len(questions))) as found:
+            for question in questions:
+                asked_of = question.profile.workload
+                where = f"{asked_of.batch_size} x {asked_of.seq_len} tokens"
+                on_machine = question.profile.hardware.name
+                done = (1 + len(fits)) / (1 + len(questions))
+                report(f"{where} on {on_machine}: planning", done)
+                fits.append(next(found))
     show(as_json, fits_json(fits), lambda: fits_text(fits))
     if all(one.verdict == "does not fit" for one in fits):
         raise typer.Exit(3)
+
+
+def _fitted(question: "Question") -> "Fit":
+    from protrain_plan.planning.questions import objectives
+    from protrain_plan.planning.search.improving import Effort
+
+    return objectives.fit(question, effort=Effort(gap_target=GAP))
