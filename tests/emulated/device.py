@@ -135,13 +135,32 @@ def _process_group(loaded: Any, options: Any, _: Any) -> Any:
     return loaded.collectives(gloo)
 
 
+_longer = 1.0
+
+
+def lateness() -> float:
+    """How many times as late as it says everything comes that a test holds back."""
+    return _longer
+
+
+@contextmanager
+def longer(times: float) -> Iterator[None]:
+    """What is `delayed` inside comes so many times as late."""
+    global _longer
+    before, _longer = _longer, times
+    try:
+        yield
+    finally:
+        _longer = before
+
+
 @contextmanager
 def delayed(seed: int, *, compute_us: float = 0.0, lanes_us: float = 0.0) -> Iterator[None]:
     """Work in the default stream (compute), and in others (lanes), is late by so much in the mean.
 
     One item in four, by four times as much.
     """
-    extension().set_delays(seed, compute_us, lanes_us)
+    extension().set_delays(seed, _longer * compute_us, _longer * lanes_us)
     try:
         yield
     finally:
