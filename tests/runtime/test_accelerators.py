@@ -400,11 +400,12 @@ def machine_of(card: torch.device) -> Hardware:
 
 def bytes_of_others() -> int:
     """Of tensors that other tests have left on the card; what libraries keep is predicted."""
-    gc.collect()
+    while gc.collect():  # what one collection finalizes, the next one frees
+        pass
     return reachable_bytes(device())
 
 
-@pytest.mark.parametrize("seed", thinned(range(6)))
+@pytest.mark.parametrize("seed", thinned(range(6), every=6))
 def test_measured_bytes_never_exceed_predicted(profile: Profile, seed: int, tmp_path: Path) -> None:
     """Of tensors, in every slot; and below the device, to the byte."""
     units = mixed(described_by(profile), random.Random(seed), "host", "disk")

@@ -57,7 +57,8 @@ def spill_files(pid: int, folder: Path) -> list[Path]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_killed_run_leaves_no_file(seed: int, tmp_path: Path) -> None:
     spill = tmp_path / "spill"
     spill.mkdir()

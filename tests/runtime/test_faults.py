@@ -355,6 +355,7 @@ def test_a_killed_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     assert_bitwise(found, replace(expected, losses=expected.losses[2:]))
 
 
+@pytest.mark.slow
 def test_an_interrupted_process_ends(tmp_path: Path) -> None:
     code, errors = signalled(tmp_path, f"slot {2 * UNITS - 2}", signal.SIGINT)
     assert code == -signal.SIGINT

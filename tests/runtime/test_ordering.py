@@ -753,7 +753,13 @@ def repeated(scenario: Callable[[], None]) -> None:
             scenario()
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=names(MUTATIONS))
+@pytest.mark.parametrize(
+    "mutation",
+    [  # every other one for every change, all of them every night
+        pytest.param(mutation, id=name, marks=pytest.mark.slow if number % 2 else ())
+        for number, (mutation, name) in enumerate(zip(MUTATIONS, names(MUTATIONS), strict=True))
+    ],
+)
 def test_the_scenario_does_not_hold_without_the_line(
     mutation: Mutation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
