@@ -43,7 +43,7 @@ def compile_plan(
     """The programme that `units` imply for chunks of the given sizes, as the runtime has them.
 
     Without `updating`, that of a micro-batch before the last. ProtrainError where it would have
-    more pieces of states than anything looks at.
+    more pieces of states than anything looks at, or update a gradient that is not whole.
     """
     states = [
         placed(index, unit.states, chunk, len(units), settings)
@@ -97,6 +97,15 @@ class _Compiler:
                 " the most",
                 key="piece_bytes",
                 fix="larger pieces, such as of 8MiB",
+            )
+        stepped = Persistent(update_in_backward=True)
+        if not settings.may_step_in_backward and any(unit.states == stepped for unit in units):
+            index = [unit.states for unit in units].index(stepped)
+            raise ProtrainError(
+                f"{units[index].name} cannot be updated in backward: a persistent chunk can where"
+                " updates are in backward, with one micro-batch, on one device",
+                key=f"units[{index}].states",
+                fix="let it be persistent",
             )
         self.units, self.chunks, self.states, self.swaps = units, chunks, states, swaps
         self.settings, self.updating = settings, updating
@@ -215,6 +224,8 @@ class _Compiler:
         unit, chunk, placement = slot.unit, self.chunks[slot.unit], self.states[slot.unit]
         if not chunk.used_by or not chunk.num_parameters or (self.sharded and not self.updating):
             return
+        if self.updating and placement.step_slot == index:
+            slot.stepped.append(unit)
         if placement.summed_bytes:
             move = Move("all-reduce", unit, index, COLLECT, placement.summed_bytes)
             self.reduced.append(self._leave(move, None))

@@ -168,15 +168,16 @@ class StateOption:
     read_bytes     optimizer states that come from disk for the update (after `update_slot`)
     write_bytes    what the update writes back to disk
     staging        what the host's step asks of the memory that it runs in
+    step_slot      the slot that ends with the device's step on it; 2U: the update after the last
     tier_bytes     what it takes of the tiers below the device, staging apart
 
     and, with a profile's costs:
 
     holdings       what stands on the device
-    num_stepped    parameters that the device's optimizer steps, after the last slot
+    num_stepped    parameters that the device's optimizer steps
     device_s       seconds of that
     update_s       seconds of the optimizer on the host
-    device_workspace   bytes of the workspace of the device's step, and of norms
+    device_workspace   bytes of the workspace of the device's update, and of norms
     """
 
     decision: Placement
@@ -194,6 +195,7 @@ class StateOption:
     read_bytes: int = 0
     write_bytes: int = 0
     staging: Staging = NO_STAGING
+    step_slot: int = 0
     tier_bytes: dict[TierName, int] = field(default_factory=dict[TierName, int])
     holdings: tuple[Holding, ...] = ()
     num_stepped: int = 0
@@ -272,12 +274,15 @@ class Implications:
         own, optimizer = option.own, self.profile.optimizer
         on_device = isinstance(decision, Persistent) or decision.tier == "device"
         stepped = own.num_parameters if on_device else 0
+        device_s = stepped / optimizer.device_parameters_per_s
         update_s = workspace = 0.0
         if option.num_updates:
             update_s = update_seconds(optimizer, own.num_parameters, num_pieces=option.num_updates)
         if isinstance(decision, Persistent):
-            unit = self.profile.units[index]
-            workspace = unit.gradient_bytes * optimizer.workspace_fraction * unit.reached
+            if decision.update_in_backward:
+                device_s += optimizer.host_piece_s  # a step of its own, which starts by itself
+            else:
+                workspace = _step_workspace(index, self.profile)
         elif self.settings.num_devices > 1:
             if on_device:
                 workspace = own.gradient_bytes * optimizer.workspace_fraction
@@ -290,7 +295,7 @@ class Implications:
             option,
             holdings=tuple(held for held in holdings if held.first <= held.last),
             num_stepped=stepped,
-            device_s=stepped / optimizer.device_parameters_per_s,
+            device_s=device_s,
             update_s=update_s,
             device_workspace=workspace,
         )
@@ -308,9 +313,11 @@ def placed(
     On one device, its shard of a chunk is the chunk.
     """
     several = settings.num_devices > 1
+    slot = 2 * count - 1 - index
     if isinstance(decision, Persistent):
         summed = chunk.gradient_bytes if several else 0
-        return StateOption(decision, chunk, chunk, summed_bytes=summed)
+        step_slot = slot if decision.update_in_backward else 2 * count
+        return StateOption(decision, chunk, chunk, summed_bytes=summed, step_slot=step_slot)
     tier, home = decision.tier, gradient_home(decision, settings)
     whole, own = padded(chunk, settings), shard_of(chunk, settings)
     fetches: list[Fetch] = []
@@ -331,11 +338,11 @@ def placed(
         home,
         fetches=tuple(fetches),
         gathers=tuple(gathers),
+        step_slot=2 * count,
         tier_bytes=_tier_bytes(tier, home, own, settings),
     )
     if not chunk.used_by or not chunk.num_parameters:
         return option
-    slot = 2 * count - 1 - index
     in_backward = settings.updates == "in backward"
     read = write = 0
     if tier in STAGED:
@@ -427,9 +434,9 @@ def _chunk_holdings(
     """A chunk's states or buffers, and the gradients that wait between slots.
 
     On one device, gradients to which micro-batches add up there stand all the time, and those of
-    persistent chunks until the update. On several, all are added up there, whole, until they are
-    reduced. A persistent chunk that no gradient reaches is its parameters alone, on one device; an
-    offloaded one has room for all.
+    persistent chunks until they are updated. On several, all are added up there, whole, until they
+    are reduced. A persistent chunk that no gradient reaches is its parameters alone, on one device;
+    an offloaded one has room for all.
     """
     unit, count, states = profile.units[index], len(profile.units), option.decision
     if not unit.used_by:
@@ -455,19 +462,21 @@ def _chunk_holdings(
             hold("states", 0, end, option.own.parameter_bytes + option.own.state_bytes)
     if add_up and (several or option.home in (None, "in place", "device")):
         hold("gradients", 0, end - 1 if several else end, unit.gradient_bytes)
-    stays = option.home is None and not add_up and not several
+    stays = option.home is None and not add_up and not several and option.step_slot == end
     hold("gradients", first_gradient + 1, end if stays else last_gradient, unit.gradient_bytes)
+    if isinstance(states, Persistent) and states.update_in_backward:
+        standing = unit.gradient_bytes + round(_step_workspace(index, profile))
+        hold("staging", last_gradient, last_gradient, _beyond_peak(index, profile, standing))
     if not several:
         return found
     if isinstance(states, Persistent):
         hold("gradients", end if add_up else last_gradient + 1, end, unit.gradient_bytes)
     elif unit.num_parameters:
-        hold(
-            "gradients",
-            last_gradient,
-            last_gradient,
-            _room_to_copy(option, index, profile, add_up=add_up),
-        )
+        # The largest group of the gradients is copied while it stands, beside the rank's shards.
+        copies = max(option.whole.each_gradients) + option.own.gradient_bytes
+        standing = copies + (0 if add_up else unit.gradient_bytes)
+        room = _beyond_peak(index, profile, standing)
+        hold("gradients", last_gradient, last_gradient, room)
         # The shard that an update in backward takes away leaves with a move of the programme.
         waits = settings.updates == "after backward" or states.tier == "device"
         if waits and option.home == "device":
@@ -479,19 +488,22 @@ def _chunk_holdings(
     return found
 
 
-def _room_to_copy(option: StateOption, index: int, profile: Profile, *, add_up: bool) -> int:
-    """What is copied when a chunk's last slot has ended, as far as it exceeds the slot's own peak.
-
-    The largest group of the gradients is copied while it stands, beside the rank's shards. Of the
-    unit's activations nothing is left by then but what the slot after this one starts with.
-    """
+def _step_workspace(index: int, profile: Profile) -> float:
+    """Bytes of the workspace of the device's step on a whole chunk."""
     unit = profile.units[index]
-    copies = max(option.whole.each_gradients) + option.own.gradient_bytes
+    return unit.gradient_bytes * profile.optimizer.workspace_fraction * unit.reached
+
+
+def _beyond_peak(index: int, profile: Profile, standing: int) -> int:
+    """Bytes that what stands when a unit's last slot ends takes beyond the slot's own peak.
+
+    Of the unit's activations nothing is left by then but what the slot after this one starts with.
+    """
     following = profile.units[index - 1].forms if index else ()
     passed_on = min((form.backward_peak_bytes for form in following), default=0)
-    stands = 0 if add_up else unit.gradient_bytes
+    unit = profile.units[index]
     peak = min(form.kept_bytes + form.backward_peak_bytes for form in unit.forms)
-    return max(0, passed_on + stands + copies - peak)
+    return max(0, passed_on + standing - peak)
 
 
 # All units together

@@ -144,6 +144,15 @@ class Settings:
         )
 
     @property
+    def may_step_in_backward(self) -> bool:
+        """Whether persistent chunks may be updated in backward, one after the other.
+
+        Not where updates wait for the norm of all gradients, where the gradients of several
+        micro-batches stand until the last one anyway, or where ranks sum them.
+        """
+        return self.updates == "in backward" and self.micro_batches == self.num_devices == 1
+
+    @property
     def num_shards(self) -> int:
         """The ranks that share the states of a chunk."""
         return self.num_devices // self.num_replicas
@@ -260,6 +269,7 @@ class Slot:
     drained: list[int] = field(default_factory=list[int])
     submit: list[int] = field(default_factory=list[int])
     ready: list[int] = field(default_factory=list[int])
+    stepped: list[int] = field(default_factory=list[int])  # units: compute updates their chunks
     release: list[int] = field(default_factory=list[int])  # units whose chunk buffer goes
     finish: list[int] = field(default_factory=list[int])
 

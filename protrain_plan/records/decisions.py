@@ -94,7 +94,15 @@ def _activations_wording(form: Form, tier: TierName | None) -> Wording[Activatio
 
 def _placements() -> Iterator[Wording[Placement]]:
     keep = "keep{s} {their} states on the device"
-    yield Wording(Persistent(), "persistent", "P", keep, "keeping them on the device")
+    keeping = "keeping them on the device"
+    yield Wording(Persistent(), "persistent", "P", keep, keeping)
+    yield Wording(
+        Persistent(update_in_backward=True),
+        "persistent and update in backward",
+        "U",
+        f"{keep} and update{{s}} them in backward",
+        f"{keeping} and updating them in backward",
+    )
     tiers: tuple[StateTier, ...] = (*_TIERS, "device")
     for gathered, tier in product((False, True), tiers):
         phrase, letter = f"offload to {tier}", _sized("B" if gathered else "O", tier)

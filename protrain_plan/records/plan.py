@@ -56,8 +56,13 @@ StateTier = Literal["device", "host", "disk"]
 class Persistent:
     """P: parameters, gradients and optimizer states stay on the device, updated there.
 
+    With `update_in_backward` they are updated as soon as the unit's backward has ended, and their
+    gradients are gone then; else at `optimizer.step()`.
+
     On several devices each one has all of them, and gradients are summed over all.
     """
+
+    update_in_backward: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

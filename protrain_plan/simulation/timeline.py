@@ -84,17 +84,22 @@ def move_seconds(move: Move, profile: Profile, settings: Settings) -> float:
 
 
 def slot_seconds(program: BoundProgram) -> list[float]:
-    """Compute seconds of every slot, recomputation included."""
+    """Compute seconds of every slot, recomputation and updates in backward included."""
     costs = [option.cost for option in program.activations]
     return [
-        costs[slot.unit].forward_s if slot.forward else costs[slot.unit].backward_s
+        (costs[slot.unit].forward_s if slot.forward else costs[slot.unit].backward_s)
+        + sum(program.states[unit].device_s for unit in slot.stepped)
         for slot in program.slots
     ]
 
 
 def device_update_seconds(program: BoundProgram) -> float:
-    """Seconds of the optimizer's step on the persistent chunks, and on shards on the device."""
-    parameters = sum(state.num_stepped for state in program.states)
+    """Seconds of the optimizer's step on the persistent chunks, and on shards on the device.
+
+    Those that are updated in backward take their time there.
+    """
+    end = len(program.slots)
+    parameters = sum(state.num_stepped for state in program.states if state.step_slot == end)
     return parameters / program.profile.optimizer.device_parameters_per_s
 
 

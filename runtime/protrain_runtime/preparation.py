@@ -45,6 +45,7 @@ from protrain_runtime.diagnostics.matching import (
     check_kernels,
     check_model,
     check_offloaded,
+    check_stepped,
     keeps_everything,
     model_fingerprint,
     refuse_larger_batches,
@@ -282,6 +283,7 @@ def _attach(
     alignment = devices.alignment(backend.device)
     chunks = make_chunks(model, plan.units, ranks, alignment=alignment)
     check_offloaded(plan, chunks, factory, prepared.optimizer)
+    check_stepped(plan, chunks, factory)
     swap_stores: dict[TierName, Store] = {}
     for unit in plan.units:  # what cannot be opened is told before anything changes
         if not isinstance(unit.states, Persistent):
@@ -341,6 +343,7 @@ def _attach(
         moves,
         backend=backend,
         shared=shared,
+        step_on=prepared.optimizer.step_on,
         ranks=ranks,
         checked=stores.checked,
         shared_buffers=tuple(model.buffers()) if ranks is not None else (),

@@ -603,7 +603,7 @@ def test_between_backward_and_step_nothing_is_saved_or_loaded(tmp_path: Path) ->
     model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
     loss_of(call_model(model, batch("functional", 0))).backward()
     between = (
-        " between backward() and optimizer.step(): this plan updates offloaded parameters during"
+        " between backward() and optimizer.step(): this plan updates parameters during"
         " backward, so every backward needs its step"
     )
     for what, use in (("save", save), ("load", load)):

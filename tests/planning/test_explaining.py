@@ -238,14 +238,6 @@ def first(units: str) -> str:
 def random_plan(rng: random.Random) -> tuple[Profile, Plan]:
     """Any decisions that fit, with up to 300 MB more than they stand for."""
     profile = random_profile(rng)
-    wide = Problem.of(profile, budgets_of(profile, 10**12), piece_bytes=PIECE_BYTES)
-    while True:
-        choice = tuple(
-            (rng.randrange(len(options.activations)), rng.randrange(len(options.states)))
-            for options in wide.options
-        )
-        if wide.within_tiers(choice):
-            break
     updates: list[Updates] = ["in backward", "after backward"]
     update, micro_batches = rng.choice(updates), rng.choice([1, 3])
     problem = Problem.of(
@@ -255,6 +247,13 @@ def random_plan(rng: random.Random) -> tuple[Profile, Plan]:
         updates=update,
         micro_batches=micro_batches,
     )
+    while True:
+        choice = tuple(
+            (rng.randrange(len(options.activations)), rng.randrange(len(options.states)))
+            for options in problem.options
+        )
+        if problem.within_tiers(choice):
+            break
     device = max(problem.static_bytes(choice)) + rng.choice([0, 30, 300]) * MB
     budgets = budgets_of(profile, device)
     return profile, made(profile, budgets, choice, updates=update, micro_batches=micro_batches)

@@ -88,6 +88,8 @@ def activations(decision: Activations) -> str:
 
 def states(decision: Placement) -> str:
     match decision:
+        case Persistent(update_in_backward=True):
+            return "persistent, updated in backward"
         case Persistent():
             return "persistent"
         case Offload(keep_gathered=False):

@@ -303,7 +303,7 @@ MISUSES = {
     " the devices in backward 2. Run 2 per step",
     "replace": "a gradient was replaced between backward() and optimizer.step(): on several devices"
     " each one has a part of it; clip it, unscale it, or set it to None",
-    "norm": "the gradient of an offloaded parameter was used after backward(): this plan updates",
+    "norm": "the gradient of a parameter was used after backward(): this plan updates",
 }
 
 

@@ -49,7 +49,7 @@ def prepared(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = build(NAME)
     if units is None:
-        units = mixed(described(NAME), random.Random(5), tier)
+        units = mixed(described(NAME), random.Random(5), tier, stepped=False)
         units = (replace(units[0], states=Offload(tier=tier)), *units[1:])
     plan = replace(plan_for(model, units), micro_batches=micro_batches, updates=updates)
     return prepare(model, plan, optimizer=ADAMW, spill_directory=spill, lane_delay=lane_delay)
@@ -303,7 +303,7 @@ def test_restore_gives_waiting_gradients_back(
 @every_device
 def test_a_smaller_batch_trains_and_a_larger_one_is_refused(tmp_path: Path) -> None:
     model = build(NAME)
-    plan = plan_for(model, mixed(described(NAME), random.Random(5), "disk"))
+    plan = plan_for(model, mixed(described(NAME), random.Random(5), "disk", stepped=False))
     plan = replace(plan, workload=replace(plan.workload, model_config="{}"))
     model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
     for sizes in [(BATCH, SEQUENCE), (1, SEQUENCE), (BATCH, 8)]:

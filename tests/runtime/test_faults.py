@@ -204,14 +204,14 @@ def test_an_interrupted_step_is_given_up(slot: int, clipped: bool, tmp_path: Pat
         with nothing_left(tmp_path):
             error = interrupted_backward(build(NAME), slot, tmp_path)
         cut_short = (
-            "a second forward began after backward() was cut short: this plan updates offloaded"
+            "a second forward began after backward() was cut short: this plan updates"
             " parameters during backward, so that some are updated and some are not. Go on from a"
             " checkpoint, with a model that is built anew; under a plan with --clip a step that is"
             " cut short is given up"
         )
         ended = (
             "a second forward began between backward() and optimizer.step(): this plan updates"
-            " offloaded parameters during backward, so every backward needs its step"
+            " parameters during backward, so every backward needs its step"
         )
         assert error == (ended if to_the_end else cut_short)
         return

@@ -23,18 +23,20 @@ from tests.support.runtime_cases import (
 
 NAME = "llama-tied"
 BETWEEN = (
-    " between backward() and optimizer.step(): this plan updates offloaded parameters during"
+    " between backward() and optimizer.step(): this plan updates parameters during"
     " backward, so every backward needs its step"
 )
 
 Planned = tuple[nn.Module, PlannedOptimizer]
 
 
-@pytest.fixture
-def planned(tmp_path: Path) -> Planned:
-    """A model whose states are all on disk, after one backward."""
+@pytest.fixture(
+    params=[Offload(tier="disk"), Persistent(update_in_backward=True)], ids=["disk", "device"]
+)
+def planned(request: pytest.FixtureRequest, tmp_path: Path) -> Planned:
+    """A model that backward updates, whose states are all on disk or on the device, after one."""
     model = build(NAME)
-    plan = plan_for(model, decided(described(NAME), Keep(), Offload(tier="disk")))
+    plan = plan_for(model, decided(described(NAME), Keep(), request.param))
     model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
     backward(model)
     return model, optimizer

@@ -29,7 +29,9 @@ def plan(
 ) -> Plan:
     """A plan in which every unit decides for itself."""
     with torch.random.fork_rng():  # describing runs the model, with dropout
-        made = plan_for(build(name), mixed(described(name), random.Random(seed), tier))
+        alone = micro_batches == 1 and not clips
+        units = mixed(described(name), random.Random(seed), tier, stepped=alone)
+        made = plan_for(build(name), units)
     return replace(
         made,
         updates="after backward" if clips else "in backward",

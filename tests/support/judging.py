@@ -174,6 +174,7 @@ class Judge:
 
     def __init__(self, subject: Subject, seed: int, folder: Path) -> None:
         self._subject, self._seed, self._folder = subject, seed, folder
+        self._waits = random.Random(seed).random() < 0.5  # the mixed plan, for all gradients
         self._factory = subject.factory or optimizer_factory(subject.optimizer)
 
     def verdicts(self, plans: Sequence[PlanName]) -> Iterator[Verdict]:
@@ -230,7 +231,7 @@ class Judge:
             workload=profile.workload,
             piece_bytes=PIECE_BYTES,
         )
-        if name == "mixed" and random.Random(self._seed).random() < 0.5:
+        if name == "mixed" and self._waits:
             plan = replace(plan, updates="after backward")
         others = bytes_of_others()
         try:
@@ -263,7 +264,8 @@ class Judge:
             case "recomputed":
                 return without_freedom(decided(units, Recompute(), Persistent()))
             case "mixed":
-                return without_freedom(mixed(units, random.Random(self._seed), "disk"))
+                rng = random.Random(self._seed)
+                return without_freedom(mixed(units, rng, "disk", stepped=not self._waits))
 
     def _train(
         self,

@@ -47,7 +47,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "trained": ("all", "some", "lora"),
     "activations": ("keep", "recompute", "swap", "swap input", "mixed"),
     "form": ("none", *RECOMPUTED),
-    "placement": ("persistent", "offload", "buffer", "mixed"),
+    "placement": ("persistent", "stepped", "offload", "buffer", "mixed"),
     "tier": ("disk", "host", "both"),
     "schedule": tuple(SCHEDULES),
     "pieces": ("small", "whole"),
@@ -91,7 +91,8 @@ def plan(row: Row, model: nn.Module, *, seed: int = 0) -> Plan:
     tiers: tuple[TierName, ...] = ("disk", "host")
     if row["tier"] != "both":
         tiers = ("disk",) if row["tier"] == "disk" else ("host",)
-    return plan_of_row(row, model, seed=seed, states_on=tiers, swaps_to=tiers)
+    alone = row["updates"] == "in backward" and row["micro-batches"] == "1"
+    return plan_of_row(row, model, seed=seed, states_on=tiers, swaps_to=tiers, stepped=alone)
 
 
 # --- training -------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.records.hardware import TierName
+from protrain_plan.records.plan import Updates
 from protrain_runtime import prepare, restore
 from tests.support.random_models import (
     Between,
@@ -109,11 +110,13 @@ def assert_trains_like_plain(shape: Shape, seed: int, folder: Path) -> None:
     model = random_model(shape)
     with on_device("cpu"):
         found = units_of(random_model(shape), random_batch(0))
-    units = mixed(found, rng, *tiers)
+    updates: Updates = rng.choice(("in backward", "after backward"))
+    alone = updates == "in backward" and micro_batches == 1
+    units = mixed(found, rng, *tiers, stepped=alone)
     plan = replace(
         plan_for(model, units, piece_bytes=rng.choice((1_000, 20_000, 10**9))),
         micro_batches=micro_batches,
-        updates=rng.choice(("in backward", "after backward")),
+        updates=updates,
     )
     before = attached(model)
     model, optimizer = prepare(

@@ -297,8 +297,10 @@ def activation_decisions(tier: TierName) -> tuple[Activations, ...]:
     )
 
 
-def placements(tier: TierName) -> tuple[Placement, ...]:
-    return (Persistent(), Offload(tier=tier), Offload(tier=tier, keep_gathered=True))
+def placements(tier: TierName, *, stepped: bool = True) -> tuple[Placement, ...]:
+    """`stepped`: with what one micro-batch alone may do, whose updates are in backward."""
+    found = (Persistent(), Offload(tier=tier), Offload(tier=tier, keep_gathered=True))
+    return (*found, Persistent(update_in_backward=True)) if stepped else found
 
 
 def decisions(tier: TierName) -> list[tuple[Activations, Placement]]:
@@ -312,6 +314,8 @@ def decision_name(value: object) -> str:
         return "-".join(decision_name(part) for part in value)
     if isinstance(value, Recompute | SwapInput):
         return f"{type(value).__name__}_{value.form}"
+    if value == Persistent(update_in_backward=True):
+        return "Stepped"
     return type(value).__name__
 
 
@@ -360,7 +364,9 @@ FRACTIONAL = (
 """Schedules under which every transfer is cut in two."""
 
 
-def mixed(units: Sequence[UnitPlan], rng: random.Random, *tiers: TierName) -> tuple[UnitPlan, ...]:
+def mixed(
+    units: Sequence[UnitPlan], rng: random.Random, *tiers: TierName, stepped: bool = True
+) -> tuple[UnitPlan, ...]:
     """Decisions at random for every unit, on any of the tiers."""
     return tuple(
         replace(
@@ -368,7 +374,7 @@ def mixed(units: Sequence[UnitPlan], rng: random.Random, *tiers: TierName) -> tu
             activations=rng.choice(activation_decisions(rng.choice(tiers)))
             if unit.kind == "block"
             else Keep(),
-            states=rng.choice(placements(rng.choice(tiers))),
+            states=rng.choice(placements(rng.choice(tiers), stepped=stepped)),
             schedule=random_schedule(rng),
         )
         for unit in units

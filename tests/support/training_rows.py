@@ -87,6 +87,17 @@ ALWAYS_IMPOSSIBLE = (
             "placement": ("offload", "buffer", "mixed"),
         },
     ),
+    *(
+        Impossible(
+            reason="what is updated in backward waits for no other gradient",
+            values={"placement": ("stepped",), factor: values},
+        )
+        for factor, values in (
+            ("updates", ("after backward",)),
+            ("micro-batches", ("2", "3")),
+            ("clipping", ("norm", "loss scale")),
+        )
+    ),
     Impossible(
         reason="adapters stand beside linear modules, and the functional model has none",
         values={"model": ("functional",), "trained": ("lora",)},
@@ -138,8 +149,12 @@ def plan_of_row(
     seed: int,
     states_on: Sequence[StateTier],
     swaps_to: Sequence[TierName],
+    stepped: bool = False,
 ) -> Plan:
-    """A plan of the row's decisions; what it leaves open is drawn, otherwise for another seed."""
+    """A plan of the row's decisions; what it leaves open is drawn, otherwise for another seed.
+
+    `stepped`: mixed placements are with persistent chunks that are updated in backward.
+    """
     rng = random.Random(f"{sorted(row.items())} {seed}")
 
     def activations() -> Activations:
@@ -161,14 +176,14 @@ def plan_of_row(
         match row["placement"]:
             case "persistent":
                 return Persistent()
+            case "stepped":
+                return Persistent(update_in_backward=True)
             case "offload":
                 return Offload(tier=tier)
             case "buffer":
                 return Offload(tier=tier, keep_gathered=True)
             case _:
-                return rng.choice(
-                    (Persistent(), Offload(tier=tier), Offload(tier=tier, keep_gathered=True))
-                )
+                return rng.choice(_placements(tier, stepped=stepped))
 
     decided = [
         replace(
@@ -190,6 +205,12 @@ def plan_of_row(
         updates=updates,
         micro_batches=int(row["micro-batches"]),
     )
+
+
+def _placements(tier: StateTier, *, stepped: bool) -> list[Placement]:
+    placements: list[Placement] = [Persistent()]
+    placements += [Offload(tier=tier), Offload(tier=tier, keep_gathered=True)]
+    return [*placements, Persistent(update_in_backward=True)] if stepped else placements
 
 
 def _form(row: Row) -> Form:

@@ -327,6 +327,9 @@ class _Compared(NamedTuple):
         return float("inf") if extra is None else extra
 
 
+STEPPED = WORDINGS[Persistent(update_in_backward=True)].phrase
+
+
 class _Explainer:
     """Compares a plan's choice with those that differ from it in one decision.
 
@@ -350,8 +353,12 @@ class _Explainer:
         chosen, placed = options.activations[activation], options.states[state]
         activations = self._others(units, "activations", options.activations, activation)
         states = self._others(units, "states", options.states, state)
+        alternatives = tuple(one.alternative for one in (*activations, *states))
         many, subject = len(units) > 1, units_text(names)
         told, again = WORDINGS[chosen.decision], WORDINGS[placed.decision]
+        if placed.decision == Persistent():
+            # The same with an update of its own, which is for want of room alone.
+            states = [one for one in states if one.alternative.decision != STEPPED]
         if chosen.decision == Keep() and placed.decision == Persistent():
             does = "keep their" if many else "keeps its"
             why = self._plain([*activations, *states], many=many)
@@ -368,7 +375,7 @@ class _Explainer:
             activations=told.phrase,
             states=again.phrase,
             reason=reason,
-            alternatives=tuple(one.alternative for one in (*activations, *states)),
+            alternatives=alternatives,
         )
 
     def _others(

@@ -286,7 +286,7 @@ class ForwardBackward:
             seconds[self.end - 1 - unit].append((x, activation.backward_s / self.second_unit))
         for _, state, y in self.model.each_state():
             if state.device_s and self.updating:
-                seconds[self.end].append((y, state.device_s / self.second_unit))
+                seconds[state.step_slot].append((y, state.device_s / self.second_unit))
         all_lanes = self._lanes()
         lanes = [lane for lane in all_lanes if lane.contention.compute < 1]
         sets = [

@@ -98,6 +98,9 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
             if cost.swappable_bytes > 0:
                 activations += [activations_in(cost.form, tier) for tier in tiers]
         states: list[Placement] = [Persistent()]
+        trained = unit.used_by and unit.reached and unit.num_parameters and not unit.stays
+        if trained and settings.may_step_in_backward:
+            states.append(Persistent(update_in_backward=True))
         for home in homes(implied) if unit.used_by and not unit.stays else ():
             offload, buffer = Offload(tier=home), Offload(tier=home, keep_gathered=True)
             if gradient_home(offload, settings) == "host" and "host" not in tiers:
@@ -260,7 +263,12 @@ def _cannot(
     elif isinstance(decision, Offload) and unit.unit.stays:
         why = unit.unit.stays
         problem = f"{name} cannot take {phrase!r}: its states stay on the device ({why})"
-    elif unit.unit.kind == "part" and not isinstance(decision, Offload):
+    elif decision == Persistent(update_in_backward=True) and not takers:
+        problem = (
+            f"{name} cannot take {phrase!r}: under --clip, with several micro-batches and on"
+            " several devices gradients are needed after backward"
+        )
+    elif unit.unit.kind == "part" and not isinstance(decision, Persistent | Offload):
         problem = f"{name} cannot take {phrase!r}: it is a part between blocks, not a block"
     elif isinstance(decision, Activations) and not FORMS[decision.form].exact and not takers:
         problem = (

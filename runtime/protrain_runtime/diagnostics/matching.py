@@ -29,14 +29,19 @@ from protrain_plan.records.profile import Workload
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.ranks.group import check_ranks
-from protrain_runtime.states.chunks import Chunk, overlapping
-from protrain_runtime.states.update_rules import OptimizerFactory, UpdateRule, check_elementwise
+from protrain_runtime.states.chunks import Chunk, of_one_storage, overlapping
+from protrain_runtime.states.update_rules import (
+    OptimizerFactory,
+    UpdateRule,
+    check_elementwise,
+    check_separable,
+)
 
 
 def keeps_everything(plan: Plan) -> bool:
     """Whether nothing is to be done: plain PyTorch is what the plan says."""
     return plan.num_devices == 1 and all(
-        unit.activations == Keep() and isinstance(unit.states, Persistent) for unit in plan.units
+        unit.activations == Keep() and unit.states == Persistent() for unit in plan.units
     )
 
 
@@ -180,6 +185,25 @@ def check_offloaded(
                     fix="give it to the optimizer, or requires_grad_(False) before the model is"
                     " profiled",
                 )
+
+
+def check_stepped(plan: Plan, chunks: Sequence[Chunk], factory: OptimizerFactory) -> None:
+    """ProtrainError where a persistent chunk cannot be updated by itself, in backward."""
+    shared = overlapping(chunks) | of_one_storage(chunks)
+    updated: set[torch.dtype] = set()
+    for index, (chunk, unit) in enumerate(zip(chunks, plan.units, strict=True)):
+        if unit.states != Persistent(update_in_backward=True):
+            continue
+        if chunk.unit in shared:
+            raise ProtrainError(
+                f"{unit.name} has parameters that share memory, and its update in backward would"
+                " change what other units read",
+                key=f"units[{index}].states",
+                fix="let it be persistent",
+            )
+        updated |= {part.dtype for part in chunk.slices if part.trainable}
+    for dtype in updated:
+        check_separable(factory, dtype)
 
 
 def rule_of(

@@ -103,8 +103,9 @@ class Engine:
     """Executes the programmes of a step.
 
     `program` ends with the update of offloaded chunks, `accumulating` is that of a micro-batch
-    before. `shared` are the storages of persistent parameters and of buffers. `checked`: whoever
-    brings bytes to a tier or back looks at them, which the hardware by itself does not.
+    before. `shared` are the storages of persistent parameters and of buffers. `step_on` is the
+    optimizer's step on one persistent chunk. `checked`: whoever brings bytes to a tier or back
+    looks at them, which the hardware by itself does not.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Engine:
         *,
         backend: Backend,
         shared: frozenset[int],
+        step_on: Callable[[Chunk], None],
         ranks: Ranks | None = None,
         checked: bool = False,
         shared_buffers: Sequence[torch.Tensor] = (),
@@ -126,6 +128,7 @@ class Engine:
         self._plans, self._chunks = plans, chunks
         self._moves, self._backend, self._shared = moves, backend, shared
         self._ranks, self._buffers = ranks, tuple(shared_buffers)
+        self._step_on = step_on
         self.observer: Observer | None = None
         # The model's own, as long as it lives: what begins parts, and looks at it before a step.
         self.boundaries: Callable[[], Boundaries | None] = lambda: None
@@ -147,7 +150,9 @@ class Engine:
         if ranks is not None:
             self.lanes[COLLECT] = backend.lane(str(COLLECT), on_device=True, patient=True)
         self._offloaded = [chunk for chunk in chunks if chunk.store is not None]
-        for chunk in self._offloaded:
+        self._stepped = [chunks[unit] for slot in program.slots for unit in slot.stepped]
+        self.consuming = [*self._offloaded, *self._stepped]  # whose gradients the plan uses up
+        for chunk in self.consuming:
             # A lane's work may hold a chunk for longer than the model lives.
             chunk.bring = partial(_bring, ref(self))
             chunk.settle = partial(_settle, ref(self))
@@ -156,11 +161,11 @@ class Engine:
             for unit in range(program.num_units)
         ]
         self._in_backward = program.settings.updates == "in backward"
-        updates = any(move.kind == "update" for move in program.moves)
+        updates = self._stepped or any(move.kind == "update" for move in program.moves)
         self._state = StepState(
             program.num_units,
             program.settings.micro_batches,
-            updates_in_backward=updates and self._in_backward,
+            updates_in_backward=bool(updates) and self._in_backward,
         )
         self.turns = Turns(self._graph_lives)
         self._shown: list[Slice] = []  # the parameters whose gradients the last backward took
@@ -203,7 +208,7 @@ class Engine:
                 return
             if self._no_gradients():
                 self._state.num_backwards = 0
-            for chunk in self._offloaded:
+            for chunk in self.consuming:
                 chunk.hide_consumed()
             any_may_be_last = not self._in_backward and self._ranks is None
             due = self._state.num_backwards + 1 == self._state.micro_batches
@@ -298,12 +303,12 @@ class Engine:
                 )
             self._state.end_backward()
             self.turns.end_backward()
-            for chunk in self._offloaded:
+            for chunk in self.consuming:
                 chunk.show_consumed()
-            self._shown = [part for chunk in self._offloaded for part in chunk.consumed]
+            self._shown = [part for chunk in self.consuming for part in chunk.consumed]
             # A gradient without a stand-in came when its chunk had been updated.
             shown = {part.name for part in self._shown}
-            parts = (part for chunk in self._offloaded for part in chunk.slices)
+            parts = (part for chunk in self.consuming for part in chunk.slices)
             for part in parts if self._state.updated else ():
                 if part.parameter.grad is not None and part.name not in shown:
                     self._state.phase = Phase.TORN
@@ -366,6 +371,9 @@ class Engine:
                 self._moves.end(number)
         for chunk in self._offloaded:
             chunk.release(chunk.every_group)
+        for chunk in self._stepped:
+            chunk.put_back()
+        for chunk in self.consuming:
             if in_backward:
                 chunk.clear_gradients()
             else:
@@ -386,7 +394,8 @@ class Engine:
         parameters = [parameter for chunk in self._chunks for parameter in chunk.parameters]
         taken = [gradient for chunk in self._chunks for gradient in chunk.gradients.values()]
         buffers = [buffer for chunk in self._chunks for buffer in chunk.buffers.values()]
-        kept = [p for chunk in self._chunks if chunk.store is None for p in chunk.parameters]
+        staying = [chunk for chunk in self._chunks if chunk.store is None]
+        kept = [p for chunk in staying for p in (*chunk.parameters, *chunk.aside.values())]
         return MemorySnapshot(
             slot=slot,
             states=held_bytes(kept, device),
@@ -454,7 +463,7 @@ class Engine:
         self._at_home("optimizer.step() was called", self._offloaded)
         self.outside("optimizer.step() was called")
         state = self._state
-        if state.phase is Phase.STEPPING:
+        if state.phase in (Phase.STEPPING, Phase.TORN):
             self.settle("optimizer.step() was called")
         if not state.num_backwards and (name := self._used_gradient()):
             raise RuntimeError(
@@ -480,7 +489,7 @@ class Engine:
         if state.updates_in_backward and state.num_backwards and not state.updated:
             raise RuntimeError(
                 f"optimizer.step() was called after {state.num_backwards} of {count} micro-batches:"
-                f" this plan updates offloaded parameters in backward {count}. Run {count} per"
+                f" this plan updates parameters in backward {count}. Run {count} per"
                 " step, or plan with --clip: updates then come after backward, however many there"
                 " were"
             )
@@ -531,8 +540,10 @@ class Engine:
         if self._times is not None:
             self._times.end()
             self._times = None
-        for chunk in self._offloaded:
+        for chunk in self.consuming:
             chunk.clear_gradients()
+        for chunk in self._stepped:
+            chunk.put_back()
         self._state.end_step()
         self.turns.end_step()
 
@@ -550,6 +561,8 @@ class Engine:
         """End the lanes."""
         if self._state.slot >= 0 or self._tickets:
             self._give_up()
+        for chunk in self._stepped:
+            chunk.put_back()
         for lane in self.lanes.values():
             lane.close()
 
@@ -623,6 +636,8 @@ class Engine:
 
     def _end_slot(self) -> None:
         slot = self._program.slots[self._state.slot]
+        for unit in slot.stepped:
+            self._update_here(self._chunks[unit])
         if self._times is not None:
             self._times.leave()
         # Before the release below: saved tensors that lie in a chunk's buffer are places by now.
@@ -648,6 +663,14 @@ class Engine:
                 # parameter, or copies the model, would see a part of the update.
                 self._chunks[move.unit].unbind(self._chunks[move.unit].every_group)
             self._submit(number)
+
+    def _update_here(self, chunk: Chunk) -> None:
+        """Update a persistent chunk, whose gradients are complete, and free these."""
+        self._state.updating = True
+        self._step_on(chunk)
+        chunk.take_gradients()
+        chunk.gradients.clear()
+        chunk.put_aside()
 
     def _submit(self, number: int) -> None:
         move = self._program.moves[number]
@@ -695,8 +718,8 @@ class Engine:
             refuse_reading(name)
 
     def _used_gradient(self) -> str | None:
-        """An offloaded parameter whose gradient the last step used, and nobody has zeroed."""
-        parts = (part for chunk in self._offloaded for part in chunk.slices)
+        """A parameter whose gradient the plan used in the last step, and nobody has zeroed."""
+        parts = (part for chunk in self.consuming for part in chunk.slices)
         used = (part.name for part in parts if isinstance(part.parameter.grad, UsedGradient))
         return next(used, None)
 

@@ -34,7 +34,7 @@ class Phase(Enum):
 class StepState:
     """The phase of a step of `micro_batches` backwards, each of 2 x `num_units` slots.
 
-    updates_in_backward  whether the last of these backwards updates offloaded parameters
+    updates_in_backward  whether the last of these backwards updates parameters
     slot                 that runs; -1 between forwards, backwards and steps
     updating             the backward that runs, or ran last, has submitted an update
     num_backwards        that have ended since the last update
@@ -87,14 +87,14 @@ class StepState:
 
     @property
     def updated(self) -> bool:
-        """Whether backward updated offloaded parameters, and `optimizer.step()` has not come."""
+        """Whether backward updated parameters, and `optimizer.step()` has not come."""
         return self.updates_in_backward and self.num_backwards >= self.micro_batches
 
     def settle(self, what: str) -> None:
         """RuntimeError, saying `what`, where some parameters are updated and some are not."""
         if self.phase is Phase.TORN or (self.updating and self.in_backward):
             raise RuntimeError(
-                f"{what} after backward() was cut short: this plan updates offloaded parameters"
+                f"{what} after backward() was cut short: this plan updates parameters"
                 " during backward, so that some are updated and some are not. Go on from a"
                 " checkpoint, with a model that is built anew; under a plan with --clip a step that"
                 " is cut short is given up"
@@ -108,7 +108,7 @@ class StepState:
             count = self.micro_batches
             needs = "every backward needs" if count == 1 else f"every {count} backwards need"
             raise RuntimeError(
-                f"{what} between backward() and optimizer.step(): this plan updates offloaded"
+                f"{what} between backward() and optimizer.step(): this plan updates"
                 f" parameters during backward, so {needs} its step"
             )
 

@@ -138,8 +138,8 @@ def check_loop(
             fix=f"{framework.casting[planned]}, or {profiled} and plan anew",
         )
     after_backward = plan.updates == "after backward"
-    offloads = any(not isinstance(unit.states, Persistent) for unit in plan.units)
-    if clips and offloads and not after_backward:
+    in_backward = any(unit.states != Persistent() for unit in plan.units) and not after_backward
+    if clips and in_backward:
         raise ProtrainError(
             f"{name} takes the norm of all gradients before an update, and this plan updates"
             " during backward",

@@ -1,9 +1,10 @@
 """`PlannedOptimizer`: a real `torch.optim.Optimizer` over parameters that live in several places.
 
-Parameters of persistent chunks are updated by the user's optimizer itself, in `step()`. Those of
-offloaded chunks are updated piece by piece: while backward runs, or in `step()` too where the
-plan's updates come after backward; `step()` waits for the last of them. Every update is done by the
-user's own class with the options that its group holds.
+Parameters of persistent chunks are updated by the user's optimizer itself, in `step()` or, one
+chunk after the other, while backward runs. Those of offloaded chunks are updated piece by piece:
+while backward runs, or in `step()` too where the plan's updates come after backward; `step()` waits
+for the last of them. Every update is done by the user's own class with the options that its group
+holds.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._names = dict(names)
         self._chunks: Sequence[Chunk] = ()
         self._persistent: Sequence[Chunk] = ()
+        self._consumed: Sequence[Chunk] = ()  # whose gradients the plan uses up
         self._engine: Engine | None = None
         self._used: list[dict[str, Any]] = []  # the groups' options when backward updated with them
         # The groups are shared with the inner optimizer, not copied: one set of options.
@@ -42,9 +44,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return type(self._inner)
 
     def attach(self, chunks: Sequence[Chunk], engine: Engine) -> None:
-        """Take charge of offloaded `chunks`; `engine` updates them."""
+        """Take charge of `chunks`, of which `engine` updates what is offloaded."""
         self._chunks = [chunk for chunk in chunks if chunk.store is not None]
         self._persistent = [chunk for chunk in chunks if chunk.store is None]
+        self._consumed = engine.consuming
         self._engine = engine
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -62,6 +65,34 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 if parameter in self._names:  # others are the inner optimizer's own affair
                     options[self._names[parameter]] = chosen
         return options
+
+    def step_on(self, chunk: Chunk) -> None:
+        """Step on the parameters of one persistent chunk; called when backward updates it."""
+        self._used = self._group_options()
+        self._make_room([chunk])
+        own, groups = set(chunk.parameters), self.param_groups
+        whole = [group["params"] for group in groups]
+        try:
+            for group in groups:
+                group["params"] = [parameter for parameter in group["params"] if parameter in own]
+            self._inner.param_groups = [group for group in groups if group["params"]]
+            self._inner.step()
+        finally:
+            self._inner.param_groups = groups
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = parameters
+
+    def _make_room(self, chunks: Sequence[Chunk]) -> None:
+        """Let masters be stepped on in what the plan counts: the workspace of the largest chunk.
+
+        Of a chunk those parameters are stepped that have gradients.
+        """
+        if isinstance(self._inner, MasterOptimizer):
+            due = (
+                sum(each.numel() for each in chunk.parameters if each.grad is not None)
+                for chunk in chunks
+            )
+            self._inner.room_elements = max(due, default=0)
 
     def _group_options(self) -> list[dict[str, Any]]:
         return [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
@@ -90,21 +121,14 @@ class PlannedOptimizer(torch.optim.Optimizer):
             if self._used and self._used != self._group_options():
                 raise RuntimeError(
                     "a parameter group's options changed between backward() and step(): this plan"
-                    " has updated offloaded parameters with the old ones; change them before"
+                    " has updated parameters with the old ones; change them before"
                     " backward()"
                 )
             with engine.stepping():
                 engine.begin_update()
-                used = [parameter for chunk in self._chunks for parameter in chunk.drop_consumed()]
+                used = [each for chunk in self._consumed for each in chunk.drop_consumed()]
                 engine.update_shards()
-                if isinstance(self._inner, MasterOptimizer):
-                    # What the plan counts: the workspace of a step on the largest chunk, of which
-                    # those parameters are stepped that have gradients.
-                    due = (
-                        sum(each.numel() for each in chunk.parameters if each.grad is not None)
-                        for chunk in self._persistent
-                    )
-                    self._inner.room_elements = max(due, default=0)
+                self._make_room(self._persistent)
                 self._inner.step()
                 engine.finish_step()
             for parameter in used:
@@ -191,7 +215,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             if parameter in counts_on_device:
                 scalars = _moved(scalars, parameter.device)
             self._inner.state[parameter] = scalars | _moved(states, parameter.device)
-        self._chunks, self._persistent, self._engine = (), (), None
+        self._chunks, self._persistent, self._consumed, self._engine = (), (), (), None
 
     def _offloaded_states(self) -> Iterator[tuple[nn.Parameter, dict[str, Any], dict[str, Any]]]:
         """Of each offloaded parameter that has states: what is not elementwise, and what is."""

@@ -163,6 +163,8 @@ class Chunk:
     # What the optimizer keeps per parameter that is not elementwise (AdamW's step), by name.
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     updated: set[str] = field(default_factory=set[str])  # parameters that have states
+    # The values of a persistent chunk's parameters, while these are away after their update.
+    aside: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     sharding: "Sharding | None" = None
     element_bytes: int = 0  # of trainable elements, where ranks share them
     # Called where code reads a parameter that is away: it brings the chunk, or raises.
@@ -284,6 +286,34 @@ class Chunk:
                 released.append(buffer)
         return released
 
+    def put_aside(self) -> None:
+        """Let the trained parameters of a persistent chunk be away until `put_back`.
+
+        Backward has updated them: code that reads one before `optimizer.step()` would see the next
+        step's value.
+        """
+        for part in self.slices:
+            if part.trainable:
+                self.aside[part.name] = part.parameter.data
+                place = Elsewhere(
+                    name=part.name,
+                    stride=part.parameter.stride(),
+                    bring=refuse_early_reading,
+                    values=partial(self._copy_aside, part.name),
+                )
+                send_away(part.parameter, place)
+
+    def put_back(self) -> None:
+        """Let the parameters that `put_aside` took be what they are."""
+        for part in self.slices:
+            if (values := self.aside.pop(part.name, None)) is not None:
+                come_back(part.parameter)
+                part.parameter.data = values
+
+    def _copy_aside(self, name: str) -> torch.Tensor:
+        self.settle("the model was copied")
+        return self.aside[name].clone()
+
     def take_gradients(self) -> None:
         """Move the gradients from the parameters to the chunk; RuntimeError where one is sparse."""
         for part in self.slices:
@@ -389,6 +419,15 @@ def refuse_reading(name: str) -> None:
         f"the values of {name!r} are not on the device: the plan keeps them below it, or shared"
         " among the devices, between its uses. Read or write them inside"
         " `with protrain_runtime.full_parameters(model):`"
+    )
+
+
+def refuse_early_reading(name: str) -> None:
+    """RuntimeError of a parameter that is updated already, before its step has ended."""
+    raise RuntimeError(
+        f"{name!r} was read between its backward and optimizer.step(): this plan has updated it in"
+        " backward. Read it before backward() or after the step, or plan with --clip: updates then"
+        " come after backward"
     )
 
 

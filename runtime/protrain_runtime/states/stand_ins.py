@@ -4,7 +4,7 @@
   device, gradient and hooks, and its class says so until it is back: whatever would look at values
   raises one error that names the way.
 - `ConsumedGradient`: stands in `.grad` once a gradient has gone to its optimizer. A plan whose
-  updates are in backward has updated offloaded parameters when `backward()` ends. Code that looks
+  updates are in backward has updated parameters when `backward()` ends. Code that looks
   at their gradients there, such as clipping or a gradient scaler, would silently miss them: it gets
   an error. After the step a `UsedGradient` stands there until gradients are zeroed, since plain
   PyTorch would add the next ones to the last.
@@ -55,9 +55,9 @@ class ConsumedGradient(torch.Tensor):
         raise RuntimeError(cls.reason)
 
     reason = (
-        "the gradient of an offloaded parameter was used after backward(): this plan updates"
-        " such parameters during backward. To clip or unscale gradients, plan with --clip:"
-        " updates then come after backward"
+        "the gradient of a parameter was used after backward(): this plan updates it during"
+        " backward. To clip or unscale gradients, plan with --clip: updates then come after"
+        " backward"
     )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # as torch's
@@ -68,7 +68,7 @@ class UsedGradient(ConsumedGradient):
     """A gradient that `optimizer.step()` has used, until `zero_grad()`."""
 
     reason = (
-        "the gradient of an offloaded parameter is gone after optimizer.step(): look at gradients"
+        "a gradient that this plan has used is gone after optimizer.step(): look at gradients"
         " before it, under a plan with --clip, and zero them with set_to_none=True, the default of"
         " zero_grad()"
     )

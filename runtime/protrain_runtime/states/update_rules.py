@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, overload
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.program.program import PIECE_ALIGNMENT, in_blocks
@@ -85,6 +86,56 @@ def check_elementwise(factory: OptimizerFactory, dtype: torch.dtype) -> None:
     for one, several in zip(wholes, parts, strict=True):
         if any(part is None for part in several) or not torch.equal(one, torch.stack(several)):
             raise _not_elementwise(whole, "one element's update depends on others")
+
+
+def check_separable(factory: OptimizerFactory, dtype: torch.dtype) -> None:
+    """ProtrainError where a step on two parameters is another than a step on each."""
+    together = _stepped_twice(factory, dtype, separately=False)
+    apart = _stepped_twice(factory, dtype, separately=True)
+    if not _same(together, apart):
+        raise ProtrainError(
+            f"{type(together).__name__} cannot update parameters in backward, chunk by chunk: a"
+            " step on all of them is another than a step on each",
+            fix="an optimizer that looks at one parameter at a time, such as AdamW or SGD; or plan"
+            " with --clip: updates then come after backward",
+        )
+
+
+def _stepped_twice(
+    factory: OptimizerFactory, dtype: torch.dtype, *, separately: bool
+) -> torch.optim.Optimizer:
+    """The optimizer of two matrices after two steps on both of them."""
+    values = torch.linspace(-1, 1, 4 * PIECE_ALIGNMENT).reshape(4, PIECE_ALIGNMENT).to(dtype)
+    both = [nn.Parameter(values.clone()), nn.Parameter(2 * values.flip(0))]
+    optimizer = factory([{"params": both}])
+    (group,) = optimizer.param_groups
+    for step in range(2):
+        for parameter in both:
+            parameter.grad = (parameter.detach() + step).flip(-1)
+        for parameters in [[one] for one in both] if separately else [both]:
+            group["params"] = parameters
+            optimizer.step()
+        group["params"] = both
+    return optimizer
+
+
+def _same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+    """Whether two optimizers have the same parameters, states and options, to the bit."""
+    kept, others = one.state_dict(), other.state_dict()
+    pairs = [
+        pair
+        for groups in zip(one.param_groups, other.param_groups, strict=True)
+        for pair in zip(*(group["params"] for group in groups), strict=True)
+    ]
+    leaves, more = tree_leaves(kept), tree_leaves(others)
+    return (
+        all(torch.equal(*pair) for pair in pairs)
+        and len(leaves) == len(more)
+        and all(
+            torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+            for a, b in zip(leaves, more, strict=True)
+        )
+    )
 
 
 def _stepped(factory: OptimizerFactory, values: torch.Tensor) -> torch.optim.Optimizer:
