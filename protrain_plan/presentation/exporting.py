@@ -16,6 +16,7 @@ from protrain_plan.records.plan import Keep, Offload, Persistent, Plan, Recomput
 from protrain_plan.records.tree import listed
 
 Config = dict[str, Any]
+STEPPED = Persistent(update_in_backward=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +137,7 @@ def _fsdp2(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
 
 def _torchtune(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     """The keys of a recipe of torchtune that are about memory."""
+    stepped = any(unit.states == STEPPED for unit in plan.units)
     in_backward = plan.updates == "in backward" and plan.micro_batches == 1
     config: Config = {
         "batch_size": plan.workload.batch_size,
@@ -145,11 +147,11 @@ def _torchtune(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
         "enable_activation_checkpointing": switches.recompute or switches.offload_saved,
         "enable_activation_offloading": switches.offload_inputs or switches.offload_saved,
         "fsdp_cpu_offload": switches.offload_states,
-        "optimizer_in_bwd": in_backward and not switches.offload_states,
+        "optimizer_in_bwd": stepped and not switches.offload_states,
     }
     if plan.updates == "after backward":
         config["clip_grad_norm"] = 1.0
-    losses = _common_losses(plan, switches)
+    losses = _common_losses(plan, switches, in_backward=True)
     if plan.workload.precision != "pure":
         losses.append(
             "One dtype is for all: float32 parameters, or copies of them, cannot be said."
@@ -207,8 +209,11 @@ def tools_text() -> str:
     return listed([f"{name} ({other})" if other else name for name, other in also], "or")
 
 
-def _common_losses(plan: Plan, switches: Switches) -> list[str]:
-    """What none of the tools can say, and what is the script's with all of them."""
+def _common_losses(plan: Plan, switches: Switches, *, in_backward: bool = False) -> list[str]:
+    """What none of the tools can say, and what is the script's with all of them.
+
+    `in_backward`: the tool can update parameters that stay on the device in backward.
+    """
     losses: list[str] = []
     if plan.workload.adapter:
         losses.append(f"The adapter ({plan.workload.adapter}) is the script's.")
@@ -220,6 +225,11 @@ def _common_losses(plan: Plan, switches: Switches) -> list[str]:
         losses.append(f"{_blocks(stay)} would keep their states on the device: all are offloaded.")
     elif switches.shard_states and stay:
         losses.append(f"{_blocks(stay)} would have their states on every device: all are sharded.")
+    stepped = sum(unit.states == STEPPED for unit in blocks)
+    if stepped and not in_backward:
+        losses.append(
+            f"{_blocks(stepped)} would be updated in backward: here gradients stand until the step."
+        )
     if plan.num_devices > 1:
         nodes = f" in {plan.num_nodes} nodes" if plan.num_nodes > 1 else ""
         started = f"{plan.num_devices}{nodes}"

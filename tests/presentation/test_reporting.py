@@ -367,7 +367,8 @@ def test_a_plan_for_a_tier_that_is_not_there_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, replace(kept, plan=plan))
     assert refused(path) == (
         f"{path}: units[1].states: layers.0 cannot have its states there\n"
-        "  fix: decide on persistent, offload to disk or offload to disk and keep gathered"
+        "  fix: decide on persistent, persistent and update in backward, offload to disk or offload"
+        " to disk and keep gathered"
     )
 
 
