@@ -283,7 +283,7 @@ def _attach(
     alignment = devices.alignment(backend.device)
     chunks = make_chunks(model, plan.units, ranks, alignment=alignment)
     check_offloaded(plan, chunks, factory, prepared.optimizer)
-    check_stepped(plan, chunks, factory)
+    check_stepped(plan, chunks, factory, prepared.optimizer)
     swap_stores: dict[TierName, Store] = {}
     for unit in plan.units:  # what cannot be opened is told before anything changes
         if not isinstance(unit.states, Persistent):

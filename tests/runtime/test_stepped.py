@@ -158,6 +158,19 @@ def test_plans_whose_gradients_are_needed_later_are_refused(
     assert list(differences(model.state_dict(), expected, "the model")) == []
 
 
+def test_a_parameter_in_no_group_is_refused(assert_says: Speaker) -> None:
+    """Plain PyTorch leaves its gradient, which this plan would use up."""
+    model = build(NAME)
+    before = attached(model)
+    plan = plan_for(model, decided(described(NAME), Keep(), STEPPED))
+    left_out = model.get_submodule("model.layers.1").get_parameter("mlp.up_proj.weight")
+    groups = [{"params": [p for p in model.parameters() if p is not left_out]}]
+    with pytest.raises(ProtrainError) as caught:
+        prepare(model, plan, optimizer=ADAMW, param_groups=groups)
+    assert_says(caught.value)
+    assert attached(model) == before
+
+
 def test_parameters_of_one_storage_in_several_units_are_refused(assert_says: Speaker) -> None:
     """The update of one would change what the other's backward reads."""
     model = build(NAME)

@@ -174,26 +174,37 @@ def check_offloaded(
         updated |= dtypes
     for dtype in updated:
         check_elementwise(factory, dtype)
-    grouped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for chunk, unit in offloaded:
-        for part in chunk.slices:
-            if part.trainable and part.parameter not in grouped:
-                raise ProtrainError(
-                    f"{part.name!r} requires a gradient and is in no parameter group, and the plan"
-                    f" offloads the states of {unit.name!r}",
-                    key="param_groups",
-                    fix="give it to the optimizer, or requires_grad_(False) before the model is"
-                    " profiled",
-                )
+        _refuse_ungrouped(chunk, optimizer, f"offloads the states of {unit.name!r}")
 
 
-def check_stepped(plan: Plan, chunks: Sequence[Chunk], factory: OptimizerFactory) -> None:
+def _refuse_ungrouped(chunk: Chunk, optimizer: PlannedOptimizer, does: str) -> None:
+    """ProtrainError where a parameter's gradient would be used up, and the parameter not updated.
+
+    `does` says what the plan does with the chunk.
+    """
+    grouped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for part in chunk.slices:
+        if part.trainable and part.parameter not in grouped:
+            raise ProtrainError(
+                f"{part.name!r} requires a gradient and is in no parameter group, and the plan"
+                f" {does}",
+                key="param_groups",
+                fix="give it to the optimizer, or requires_grad_(False) before the model is"
+                " profiled",
+            )
+
+
+def check_stepped(
+    plan: Plan, chunks: Sequence[Chunk], factory: OptimizerFactory, optimizer: PlannedOptimizer
+) -> None:
     """ProtrainError where a persistent chunk cannot be updated by itself, in backward."""
     shared = overlapping(chunks) | of_one_storage(chunks)
     updated: set[torch.dtype] = set()
     for index, (chunk, unit) in enumerate(zip(chunks, plan.units, strict=True)):
         if unit.states != Persistent(update_in_backward=True):
             continue
+        _refuse_ungrouped(chunk, optimizer, f"updates {unit.name!r} in backward")
         if chunk.unit in shared:
             raise ProtrainError(
                 f"{unit.name} has parameters that share memory, and its update in backward would"
