@@ -34,7 +34,7 @@ _BUILT_IN = (
     ActivationForm(
         name="lite",
         keeps="all but what is cheap to compute again: norms, activation functions, element-wise"
-        " operators",
+        " operators, low-rank products",
         executor=f"{_SELECTIVE}:lite",
     ),
     ActivationForm(

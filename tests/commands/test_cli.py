@@ -49,8 +49,8 @@ def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
         "unsteady",
     }
     assert (profiled["model"], profiled["num_units"]) == ("tiny-llama", 6)
-    assert profiled["num_parameters"] == 225_856
-    assert profiled["model_states_bytes"] == 16 * 225_856
+    assert profiled["num_parameters"] == 375_648
+    assert profiled["model_states_bytes"] == 16 * 375_648
     profile = read_profile(tiny_llama)
     assert profile.model_fingerprint == profiled["model_fingerprint"]
 

@@ -22,7 +22,7 @@ def test_fit_says_what_fits_with_a_plan_and_what_binds(machines: list[str], tmp_
                 "--on",
                 ",".join(machines),
                 "--batch-size",
-                160,
+                120,
                 "--seq-len",
                 256,
             ),

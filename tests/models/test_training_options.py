@@ -139,8 +139,8 @@ def test_master_weights_are_counted() -> None:
     batch = next(load_source("tiny-llama").batches(batch_size=1, seq_len=16))
     anatomy = analyze_units(model, batch, discover(model, batch), precision="master")
     units = measure_bytes(model, batch, anatomy, lambda: MemoryMeter("cpu")).units
-    assert sum(unit.state_bytes for unit in units) == 12 * 225_856
-    assert sum(unit.parameter_bytes for unit in units) == 2 * 225_856
+    assert sum(unit.state_bytes for unit in units) == 12 * 375_648
+    assert sum(unit.parameter_bytes for unit in units) == 2 * 375_648
 
 
 # --- optimizers -----------------------------------------------------------------------------------

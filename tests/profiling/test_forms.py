@@ -5,6 +5,7 @@ Whole models under plans with these forms are in test_runtime_parity.py and test
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -23,7 +24,8 @@ from tests.support.messages import Speaker
 from tests.support.runtime_cases import RECOMPUTED, batch, build
 
 Block = Callable[[Tensor], Tensor]
-WIDTH = 32
+WIDTH = 96  # more than the inner dimension of a low-rank product
+RANK = 4
 KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -81,6 +83,12 @@ def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def spelled_out(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.dropout((query @ key.transpose(-1, -2)).softmax(-1), 0.3) @ value
+
+
+def narrow_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Heads of eight: both products have low ranks, by their shapes."""
+    heads = [one.unflatten(-1, (-1, 8)).transpose(1, 2) for one in (query, key, value)]
+    return spelled_out(*heads).transpose(1, 2).flatten(2)
 
 
 class Counting(TorchDispatchMode):
@@ -144,7 +152,81 @@ def test_attention_without_a_kernel_is_found_by_its_softmax(form: Form, batched:
     assert extra["aten::bmm"] == batched
 
 
-@pytest.mark.parametrize("attend", [kernel, spelled_out])
+@pytest.mark.parametrize(("form", "batched"), [("lite", 0), ("mlp", 0), ("attn", 0), ("full", 2)])
+def test_attention_s_own_products_are_kept_however_low_their_ranks(
+    form: Form, batched: int
+) -> None:
+    block, _ = transformer(narrow_heads)
+    extra = run_in_backward(in_form(block, form)) - run_in_backward(block)
+    assert extra["aten::bmm"] == batched
+
+
+def adapted() -> tuple[Block, list[Tensor]]:
+    """A pre-norm block whose matrices have low-rank products beside them, and its parameters."""
+    parameters = weights(6)  # query, key, value, out, up, down
+    # Of each; two of the changes are added to `up` in one batch.
+    first = [matrix.detach()[:, :RANK].contiguous().requires_grad_() for matrix in weights(7)]
+    second = [matrix.detach()[-RANK:].contiguous().requires_grad_() for matrix in weights(7)]
+
+    def linear(given: Tensor, place: int) -> Tensor:
+        product = given @ parameters[place]
+        return product + (given @ first[place] @ second[place]).mul_(0.5)
+
+    def block(given: Tensor) -> Tensor:
+        normed = F.layer_norm(given, (WIDTH,))
+        mixed = kernel(linear(normed, 0), linear(normed, 1), linear(normed, 2))
+        between = given + linear(mixed, 3)
+        normed = F.layer_norm(between, (WIDTH,))
+        # As experts have it: a change of whole matrices, of their size.
+        changed = torch.baddbmm(
+            torch.stack([parameters[4]] * 2),
+            torch.stack([first[4], first[6]]),
+            torch.stack([second[4], second[6]]),
+        )
+        gate, inner = torch.bmm(normed, changed).sin().chunk(2)
+        return between + linear(F.silu(torch.cat([gate, inner])), 5)
+
+    return block, [*parameters, *first, *second]
+
+
+@pytest.mark.parametrize(
+    ("form", "products", "added", "batched"),
+    [("lite", 4, 1, 0), ("mlp", 3 + 2 + 2, 1, 1), ("attn", 3 + 3 + 2, 1, 1), ("full", 14, 1, 1)],
+)
+def test_low_rank_products_run_once_more_in_every_form(
+    form: Form, products: int, added: int, batched: int
+) -> None:
+    """Of q, k, v, the projection and `down`; the very last is never reached."""
+    block, _ = adapted()
+    extra = run_in_backward(in_form(block, form)) - run_in_backward(block)
+    found = extra["aten::mm"], extra["aten::baddbmm"], extra["aten::bmm"]
+    assert found == (products, added, batched)
+
+
+def test_forms_of_a_block_with_low_rank_products_match_plain_torch_bitwise() -> None:
+    assert_forms_change_nothing(*adapted())
+
+
+def test_a_low_rank_product_that_the_block_hands_on_is_not_copied() -> None:
+    """Nothing is kept of it, so that whoever gets it may write to it."""
+    first, second = (matrix.detach()[:RANK].contiguous() for matrix in weights(2))
+    parameters = [first.t().contiguous().requires_grad_(), second.requires_grad_()]
+    down, up = parameters
+
+    def block(given: Tensor) -> Tensor:
+        return F.silu(given @ down) @ up
+
+    def copies(run: Block) -> int:
+        counting = Counting()
+        with counting:
+            run(hidden())
+        return counting.names["aten::clone"]
+
+    assert copies(in_form(block, "lite")) == copies(block)
+    assert_forms_change_nothing(block, parameters, lambda given: given.mul_(3))
+
+
+@pytest.mark.parametrize("attend", [kernel, spelled_out, narrow_heads])
 def test_forms_of_a_block_with_dropout_match_plain_torch_bitwise(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> None:
@@ -303,8 +385,11 @@ def test_a_block_that_computes_something_else_in_backward_is_refused(assert_says
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_forms_of_a_compiled_block_match_it_bitwise(backend: str) -> None:
-    block, parameters = transformer(kernel)
+@pytest.mark.parametrize("made", [partial(transformer, kernel), adapted])
+def test_forms_of_a_compiled_block_match_it_bitwise(
+    made: Callable[[], tuple[Block, list[Tensor]]], backend: str
+) -> None:
+    block, parameters = made()
     assert_forms_change_nothing(torch.compile(block, backend=backend), parameters)
 
 

@@ -107,7 +107,7 @@ def test_a_block_that_computes_something_else_again_is_stopped(
     model = build("functional")
     blocks = model.get_submodule("blocks")
     assert isinstance(blocks, nn.ModuleList)
-    blocks[1] = CountingBlock(64)
+    blocks[1] = CountingBlock(96)
     model, optimizer = prepared(model, tmp_path, updates)
     with pytest.raises(DifferenceError) as caught:
         step("functional", model, optimizer, 0)

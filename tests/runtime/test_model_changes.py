@@ -45,11 +45,11 @@ def one_more(model: nn.Module) -> None:
 
 def wider(model: nn.Module) -> None:
     for layer in (0, 1, 3):
-        module(model, f"model.layers.{layer}.mlp").up_proj = nn.Linear(64, 192, bias=False)
+        module(model, f"model.layers.{layer}.mlp").up_proj = nn.Linear(96, 192, bias=False)
 
 
 def untied(model: nn.Module) -> None:
-    module(model, "lm_head").weight = nn.Parameter(torch.zeros(256, 64))
+    module(model, "lm_head").weight = nn.Parameter(torch.zeros(256, 96))
 
 
 def frozen_in_part(model: nn.Module) -> None:
@@ -77,15 +77,15 @@ def another_class(model: nn.Module) -> None:
         (
             wider,
             [
-                "model.layers.0-1, each: mlp.up_proj.weight: 128x64 -> 192x64",
-                "model.layers.3: mlp.up_proj.weight: 128x64 -> 192x64",
+                "model.layers.0-1, each: mlp.up_proj.weight: 128x96 -> 192x96",
+                "model.layers.3: mlp.up_proj.weight: 128x96 -> 192x96",
             ],
         ),
         (
             untied,
             [
                 "in no planned unit: lm_head.weight: tied to model.embed_tokens.weight ->"
-                " 256x64 float32 trainable"
+                " 256x96 float32 trainable"
             ],
         ),
         (frozen_in_part, ["model.layers.1: 4 tensors: trainable -> frozen"]),

@@ -607,7 +607,7 @@ def test_a_full_disk_is_refused_and_every_parameter_comes_back(
     before, values = attached(model), copied(model.state_dict())
     plan = plan_for(model, decided(described("llama"), Recompute(), Offload(tier="disk")))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_050_000, limits[1]))
     try:
         with pytest.raises(ProtrainError) as caught:
             prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)

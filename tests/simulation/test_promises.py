@@ -105,7 +105,7 @@ def test_run_says_what_took_more_and_fails_a_verification(
     profile = read_profile(tiny_llama)
     index = next(n for n, unit in enumerate(profile.units) if unit.kind == "block")
     unit = profile.units[index]
-    forms = tuple(replace(form, backward_peak_bytes=-(2**20)) for form in unit.forms)
+    forms = tuple(replace(form, backward_peak_bytes=-(2**21)) for form in unit.forms)
     units = (*profile.units[:index], replace(unit, forms=forms), *profile.units[index + 1 :])
     write_profile(replace(profile, units=units), tmp_path / "profile.yaml")
     made = protrain("plan", "profile.yaml", "--solver", "offload-all", folder=tmp_path)

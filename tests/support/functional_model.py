@@ -65,7 +65,7 @@ class FunctionalStack(nn.Module):
     def __init__(
         self,
         *,
-        width: int = 64,
+        width: int = 96,
         num_blocks: int = 4,
         ends_in_relu: bool = False,
         attends: bool = True,

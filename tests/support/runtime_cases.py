@@ -73,7 +73,12 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
 
 
 def profiled_here(
-    source: str, spill: Path, *, dtype: DType = "float32", num_steps: int = 1
+    source: str,
+    spill: Path,
+    *,
+    dtype: DType = "float32",
+    num_steps: int = 1,
+    adapter: str = "",
 ) -> Profile:
     """A measured profile of a small model, whose seconds do not matter."""
     return measure(
@@ -83,6 +88,7 @@ def profiled_here(
         dtype=dtype,
         device="cpu",
         seed=0,
+        adapter=adapter,
         num_steps=num_steps,
         spill_directory=spill,
         text=None,
@@ -145,7 +151,7 @@ def set_random_states(states: Sequence[Tensor]) -> None:
 
 def llama(*, tied: bool) -> nn.Module:
     config = LlamaConfig(
-        hidden_size=64,
+        hidden_size=96,
         intermediate_size=128,
         num_hidden_layers=4,
         num_attention_heads=4,
@@ -161,7 +167,7 @@ def llama(*, tied: bool) -> nn.Module:
 def gpt2() -> nn.Module:
     """Dropout is on, as published."""
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_embd=64, n_layer=4, n_head=4, n_positions=SEQUENCE, use_cache=False
+        vocab_size=VOCABULARY, n_embd=96, n_layer=4, n_head=4, n_positions=SEQUENCE, use_cache=False
     )
     assert config.attn_pdrop == config.resid_pdrop == config.embd_pdrop == 0.1
     model: nn.Module = GPT2LMHeadModel(config)
@@ -172,8 +178,8 @@ def t5() -> nn.Module:
     """Encoder and decoder, with cross attention and dropout."""
     config = T5Config(
         vocab_size=VOCABULARY,
-        d_model=64,
-        d_kv=16,
+        d_model=96,
+        d_kv=24,
         d_ff=128,
         num_layers=2,
         num_heads=4,

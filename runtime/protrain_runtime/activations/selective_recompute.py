@@ -2,19 +2,21 @@
 
 *Expensive* are products of matrices (`mm`, `addmm`, `bmm`, grouped and scaled ones), convolutions
 and attention kernels, told by their names. Norms, activation functions, element-wise operators,
-look-ups and views are cheap. A form keeps the outputs of the first so many expensive operators of
-a block's forward:
+look-ups and views are cheap. A form takes the first so many expensive operators of a block's
+forward, and keeps their outputs, but for those of low-rank products (`is_low_rank`):
 
     lite   all of them
     mlp    up to the one after the last attention, which is its output projection
     attn   up to the last attention
 
-Attention is a kernel of that name, or two batched products with a softmax between them. A block
-without attention keeps nothing in the forms mlp and attn. Of a compiled block only the operators
+Attention is a kernel of that name, or two batched products with a softmax between them, whose
+outputs are kept whatever their shapes. A block without attention keeps nothing in the forms mlp and
+attn. Of a compiled block only the operators
 that its compiled code calls are seen.
 
 In backward the block's forward runs again, and in place of these operators their outputs are
-handed out, in the same order, and given up.
+handed out, in the same order, and given up. Low-rank products have their places in that order, and
+run again.
 """
 
 from collections import deque
@@ -72,13 +74,19 @@ def _keeping_first(count: "Callable[[_Keeping], int]") -> Code:
     return run_twice
 
 
+def _name(operator: Any) -> str:
+    """Without namespace and overload."""
+    name: str = operator.name().rpartition("::")[2].partition(".")[0]
+    return name
+
+
 Kind = Literal["cheap", "in place", "softmax", "product", "batched product", "attention"]
 
 
 @cache
 def kind_of(operator: Any) -> Kind:
     """What an operator is to a form, by its name: the overloads of one are the same."""
-    name = operator.name().rpartition("::")[2].partition(".")[0]
+    name = _name(operator)
     schema = getattr(operator, "_schema", None)  # operators of higher order have none
     if schema is not None and schema.is_mutable:
         return "in place"
@@ -93,17 +101,47 @@ def kind_of(operator: Any) -> Kind:
 
 _PRODUCTS = ("convolution", "matmul", "gemm", "gemv")
 
+LARGEST_RANK = 64
+"""[Note: what a low-rank product costs] By the roofline model (Williams, Waterman and Patterson,
+2009), an operator takes as long as its arithmetic or its traffic does, whichever is longer. Let the
+result have m rows and n columns. With an inner dimension k <= m and k <= n the product moves
+mk + kn + mn elements, no more than the 3 mn of an addition of such results. Its arithmetic, 2 mnk,
+takes no longer than that addition up to k = 1.5 e F / B, with e bytes per element, and F FLOP/s and
+B bytes/s that operators reach. The least such k among the machines of the catalogue is 214 in 16
+bits (RTX 3090). In float32 it is 48 (B200), where a product of 64 takes a third longer than the
+addition. A bound that depended on the machine would make a plan's bytes depend on it, too."""
+
+_FIRST_OPERAND = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
+
+
+def is_low_rank(operator: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the call is a product that costs about what an element-wise operator does.
+
+    Its inner dimension is at most `LARGEST_RANK`, and no larger than either side of the result, as
+    in LoRA's second product: [tokens, r] times [r, features]. Of the first one, [tokens, features]
+    times [features, r], the result is small and the operand is large: it is not.
+    """
+    place = _FIRST_OPERAND.get(_name(operator))
+    if place is None:
+        return False
+    left, right = args[place : place + 2]
+    if left.layout != torch.strided or right.layout != torch.strided:
+        return False  # other layouts cost otherwise
+    rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+    return bool(inner <= min(LARGEST_RANK, rows, columns))
+
 
 @dataclass(slots=True)
 class _Output:
     """What an expensive operator gave.
 
+    result        a tree with tensors in it; None of an operator that runs again
     num_saved     tensors that autograd had saved in the block when the operator ran
     random_state  after the operator, where it may have drawn random numbers
     """
 
     operator: Any
-    result: Any  # a tree with tensors in it
+    result: Any
     num_saved: int
     random_state: torch.Tensor | None
 
@@ -138,6 +176,7 @@ class _Keeping(_Mode):
         self.outputs: list[_Output] = []
         self.num_to_attention = 0  # outputs up to the last attention
         self._last: Kind = "cheap"
+        self._undecided: _Output | None = None  # low-rank: it runs again, unless it is attention's
         self._num_saved = _Count()
 
     def __enter__(self) -> Self:
@@ -185,13 +224,26 @@ class _Keeping(_Mode):
                     state = devices.random_state(tensors_in(result)[0].device)
                 held = tree_map_only(torch.Tensor, _alias, result)
                 self.outputs.append(_Output(func, held, num_saved, state))
-                if kind == "attention" or (kind == "batched product" and self._last == "softmax"):
-                    self.num_to_attention = len(self.outputs)
-                self._last = kind
+                self._decide(kind, low_rank=is_low_rank(func, args))
                 return result
             case _:
                 assert_never(kind)
         return func(*args, **kwargs)
+
+    def _decide(self, kind: Kind, *, low_rank: bool) -> None:
+        """Which outputs are attention's, and which are not held, now that there is another one."""
+        output = self.outputs[-1]
+        second = kind == "batched product" and self._last == "softmax"
+        if self._undecided is not None and not second:
+            self._undecided.result = None
+        self._undecided = None
+        if second or kind == "attention":
+            self.num_to_attention = len(self.outputs)
+        elif low_rank and kind == "batched product":
+            self._undecided = output
+        elif low_rank:
+            output.result = None
+        self._last = kind
 
     def _copy_before_writes(self, written: list[torch.Tensor]) -> None:
         """Let what is kept survive a write to it; recomputation writes to the copy."""
@@ -212,6 +264,8 @@ class _Keeping(_Mode):
         # Recomputation ends when the last tensor that autograd saved is there again. Operators that
         # ran after that, such as a block's last product, are never reached.
         total = self._num_saved.value
+        if self._undecided is not None:
+            self._undecided.result = None
         self.outputs = [one for one in self.outputs[:count] if one.num_saved < total]
         self._copy_before_writes(handed_on)
         kept, self.outputs = self.outputs, []
@@ -274,6 +328,8 @@ class _Replaying(_Mode):
         if output.random_state is not None:
             where = tensors_in(output.result)[0].device
             devices.set_random_state(where, output.random_state)
+        if output.result is None:
+            return func(*args, **(kwargs or {}))
         return output.result
 
 
