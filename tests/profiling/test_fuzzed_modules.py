@@ -12,21 +12,13 @@ def assert_right(seed: int) -> None:
     assert not wrong, "\n".join([*wrong, f"seed {seed}:", source(seed)])
 
 
-READ_TOO_EARLY = pytest.mark.xfail(
-    reason="a block's offloaded parameter that code between later blocks reads as well is read in"
-    " backward before that code's slot has begun: its node runs first, and the bytes may not be"
-    " there yet"
-)
-"""Found when the profiles of these modules got shorter, and reached the step that showed it."""
-
-
-@pytest.mark.parametrize("seed", [pytest.param(0, marks=READ_TOO_EARLY), 1])
+@pytest.mark.parametrize("seed", range(1))
 def test_random_modules_train_like_plain_or_are_refused(seed: int) -> None:
     assert_right(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 100))
+@pytest.mark.parametrize("seed", range(1, 100))
 def test_a_hundred_random_modules_train_like_plain_or_are_refused(seed: int) -> None:
     assert_right(seed)
 

@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
+    Activations,
     Keep,
     Offload,
     Persistent,
+    Placement,
     Recompute,
+    Schedule,
+    Swap,
     SwapInput,
     UnitPlan,
 )
@@ -32,7 +36,10 @@ from tests.support.runtime_cases import (
     assert_bitwise,
     attached,
     decided,
+    decision_name,
+    device,
     differences,
+    on_device,
     plan_for,
     units_of,
 )
@@ -173,3 +180,86 @@ def test_offloaded_parameters_of_two_dtypes_are_refused(
     with pytest.raises(ProtrainError) as caught:
         prepare(model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path)
     assert_says(caught.value)
+
+
+class Aside(nn.Module):
+    """A block that keeps a loss of its own beside what it hands on, made after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.router = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.loss: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.tanh(self.inner(x)) + x
+        self.loss = torch.sigmoid(self.router(x)).square().mean()
+        return out
+
+
+class WithLossesAside(nn.Module):
+    """Autograd comes to what was computed last first, before it comes to what blocks hand on.
+
+    So it comes to a loss that a block has made at its end, and to a penalty on a block's parameter
+    that was made between later blocks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 64)
+        self.blocks = nn.ModuleList(Aside() for _ in range(5))
+        self.head = nn.Linear(64, 50)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        blocks = [block for block in self.blocks if isinstance(block, Aside)]
+        x, penalties = self.embedding(input_ids), list[Tensor]()
+        for number, block in enumerate(blocks):
+            x = block(x)
+            if number % 2:
+                penalties.append(blocks[number - 1].inner.weight.square().mean())
+        logits = self.head(x)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), input_ids.flatten())
+        aside = [block.loss for block in blocks if block.loss is not None]
+        return loss + torch.stack([*penalties, *aside]).sum()
+
+
+@every_device
+@pytest.mark.parametrize(
+    ("activations", "states"),
+    [
+        (Keep(), Offload(tier="disk")),
+        (Swap(tier="disk"), Persistent()),
+        (Swap(tier="disk"), Offload(tier="host", keep_gathered=True)),
+    ],
+    ids=decision_name,
+)
+@pytest.mark.parametrize("lead", [0, 1])
+def test_what_is_computed_beside_a_unit_waits_for_its_slot_in_backward(
+    activations: Activations, states: Placement, lead: int, tmp_path: Path
+) -> None:
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        found = []
+        for number in range(4):
+            data = torch.Generator().manual_seed(number)
+            tokens = torch.randint(50, (4, 32), generator=data).to(device())
+            loss = model(tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        return [*found, *model.state_dict().values()]
+
+    reference = WithLossesAside().to(device())
+    expected = trained(reference, ADAMW(reference.parameters()))
+    with on_device("cpu"):
+        described = units_of(
+            WithLossesAside(), {"input_ids": torch.zeros(4, 32, dtype=torch.int64)}
+        )
+    schedule = Schedule(forward_lead=lead, backward_lead=lead, swap_lead=lead)
+    model: nn.Module = WithLossesAside().to(device())
+    plan = plan_for(model, decided(described, activations, states, schedule))
+    model, optimizer = prepare(
+        model, plan, optimizer=ADAMW, spill_directory=tmp_path, lane_delay=lambda: 0.01
+    )
+    found = trained(model, optimizer)
+    assert all(map(torch.equal, found, expected))

@@ -113,14 +113,24 @@ HandedOn = WeakValueDictionary[int, SwappedStorage]
 """By data pointer; the saved tensors own the records."""
 
 
-def _in_chunk(chunk: Chunk, group: int, geometry: Geometry) -> torch.Tensor:
+def _in_chunk(
+    begin: Callable[[], None], chunk: Chunk, group: int, geometry: Geometry
+) -> torch.Tensor:
     """A view of a chunk's parameters, in the buffer of one group."""
-    assert group in chunk.buffers, "a chunk is gathered before its backward slot"
+    begin()
+    if group not in chunk.buffers:
+        raise RuntimeError(
+            "backward read parameters when the slot of the unit that had saved them was over:"
+            " profile the model as it runs now"
+        )
     return geometry.view(chunk.buffers[group])
 
 
-def _in_swapped(storage: SwappedStorage, geometry: Geometry) -> torch.Tensor:
+def _in_swapped(
+    begin: Callable[[], None], storage: SwappedStorage, geometry: Geometry
+) -> torch.Tensor:
     """A view of a swapped storage."""
+    begin()
     return geometry.view(storage.bytes())
 
 
@@ -136,7 +146,8 @@ class SavedTensors:
     model's parameters, and of inputs that other units use as well). `own` are inputs that nobody
     else will hold, once the caller's frame has let go of them. `handed_on` are those that the unit
     before would swap and has handed on: a block that returns its input. They leave with this unit,
-    for both.
+    for both. `begin` is called before backward reads what has left: the unit's slot begins then, at
+    the latest. (What a unit computes beside what it hands on may come before it in backward.)
     """
 
     def __init__(
@@ -147,7 +158,9 @@ class SavedTensors:
         foreign: frozenset[int],
         own: Set[int] = frozenset(),
         handed_on: "HandedOn | None" = None,
+        begin: Callable[[], None],
     ) -> None:
+        self._begin = begin
         self._buffers = {
             buffer.untyped_storage().data_ptr(): (chunk, group)
             for chunk in chunks
@@ -194,7 +207,7 @@ class SavedTensors:
         pointer = storage.data_ptr()
         place = self._buffers.get(pointer)
         if place is not None:
-            return partial(_in_chunk, *place, Geometry.of(tensor))
+            return partial(_in_chunk, self._begin, *place, Geometry.of(tensor))
         if not self._swaps or pointer in self._foreign or storage.nbytes() < MIN_SWAP_BYTES:
             # The tensor itself would hold the graph that holds it.
             return tensor.detach()
@@ -206,7 +219,7 @@ class SavedTensors:
             else:
                 swapped.stay_no_longer()
             self._by_pointer[pointer] = swapped
-        return partial(_in_swapped, swapped, Geometry.of(tensor))
+        return partial(_in_swapped, self._begin, swapped, Geometry.of(tensor))
 
 
 def _unpack(saved: Saved) -> torch.Tensor:

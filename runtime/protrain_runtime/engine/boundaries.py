@@ -142,7 +142,7 @@ class Boundaries:
 
     def _run(self, *args: object, **kwargs: object) -> object:
         training = torch.is_grad_enabled()
-        if training and _in_backward() and (self._turns is None or not self._turns.of_another):
+        if training and in_backward() and (self._turns is None or not self._turns.of_another):
             self._step += 1
             self._listener.abort()
             raise RuntimeError(
@@ -237,7 +237,7 @@ class Boundaries:
             if self._unit < 0:
                 return  # called by itself, or again in backward
             here = threading.get_ident() == self._thread
-            if self._turns is not None and not here and not _in_backward():
+            if self._turns is not None and not here and not in_backward():
                 raise TurnError(
                     f"{self._name(index)} was called in thread '{threading.current_thread().name}'"
                     " while the model's forward runs in another: a model under a plan is used by"
@@ -340,6 +340,6 @@ class _Ending:
         self._listener.end_backward()
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Whether autograd calls this, in whichever thread."""
     return torch._C._current_graph_task_id() >= 0

@@ -27,7 +27,7 @@ from protrain_runtime.devices.lanes import Backend, LaneError, Ticket, WorkLane,
 from protrain_runtime.devices.memory_meter import addresses
 from protrain_runtime.devices.stores import DeviceStore
 from protrain_runtime.devices.turns import Turns
-from protrain_runtime.engine.boundaries import Boundaries
+from protrain_runtime.engine.boundaries import Boundaries, in_backward
 from protrain_runtime.engine.moves import Moves
 from protrain_runtime.engine.state import MemorySnapshot, Phase, StepState, all_bytes, held_bytes
 from protrain_runtime.engine.step_times import StepTimes
@@ -628,7 +628,12 @@ class Engine:
             own = addresses([inputs[place] for place in plan.own_inputs if place < len(inputs)])
             foreign = self._shared | (addresses(inputs) - own)
             self._saved = SavedTensors(
-                reads, swaps=swaps, foreign=foreign, own=own, handed_on=self._handed_on
+                reads,
+                swaps=swaps,
+                foreign=foreign,
+                own=own,
+                handed_on=self._handed_on,
+                begin=partial(_begin_backward, ref(self), slot.unit),
             )
             self._saved.__enter__()
         if self._times is not None:
@@ -700,6 +705,17 @@ class Engine:
 
     # ---- what a step may not do ---------------------------------------------------------------
 
+    def begin_backward(self, unit: int) -> None:
+        """Backward reads what a unit has saved: the unit's slot begins, if it has not begun."""
+        boundaries = self.boundaries()
+        if not in_backward() or boundaries is None:
+            return  # somebody looks at a graph
+        if boundaries.running:
+            self.differentiate(unit)
+        slot = len(self._program.slots) - 1 - unit
+        if 0 <= self._state.slot < slot:
+            self.enter(slot, ())
+
     def bring(self, chunk: Chunk, name: str) -> None:
         """Code reads a parameter that is away: in a forward there may be a way."""
         if self._evaluation is not None:
@@ -748,6 +764,11 @@ def _bring(engine: "ref[Engine]", chunk: Chunk, name: str) -> None:
         refuse_reading(name)
     else:
         there.bring(chunk, name)
+
+
+def _begin_backward(engine: "ref[Engine]", unit: int) -> None:
+    if (there := engine()) is not None:
+        there.begin_backward(unit)
 
 
 def _settle(engine: "ref[Engine]", what: str) -> None:
