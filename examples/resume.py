@@ -25,7 +25,7 @@ def make_model() -> nn.Module:
     """A small Llama with random weights; its tokens are bytes."""
     config = LlamaConfig(
         vocab_size=320,
-        hidden_size=64,
+        hidden_size=96,
         intermediate_size=176,
         num_hidden_layers=4,
         num_attention_heads=4,

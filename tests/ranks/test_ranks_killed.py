@@ -38,7 +38,7 @@ def training(rank: int, count: int, folder: Path, killed: str) -> State:
         step(model, optimizer, number, rank)
         if (number + 1) % EVERY == 0:
             if killed == "while it saves" and (number, rank) == (KILLED_AT + 1, 1):
-                kill_on_writing(".distcp")
+                kill_on_opening(".distcp")
             save(model, optimizer, folder, extra={"step": number + 1})
     return state_of(model, optimizer)
 
@@ -47,12 +47,14 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_on_writing(suffix: str) -> None:
-    """Let this process end when it opens a file of such a name for writing."""
+def kill_on_opening(part: str) -> None:
+    """Let this process end when it opens a file to write it, with this in its name."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and "w" in str(arguments[1]) and str(arguments[0]).endswith(suffix):
-            kill()
+        if event == "open" and part in str(arguments[0]):
+            _, mode, flags = arguments  # of `open`, and of `os.open`
+            if "w" in str(mode) or flags & (os.O_WRONLY | os.O_RDWR):
+                kill()
 
     sys.addaudithook(hook)
 
