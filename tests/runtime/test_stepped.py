@@ -18,7 +18,10 @@ from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import solve_problem
+from protrain_plan.program.compiling import program_of
 from protrain_plan.records.plan import Budgets, Keep, Persistent, Plan
+from protrain_plan.simulation.memory import peak_bytes
+from protrain_plan.simulation.timeline import simulated_seconds
 from protrain_runtime import prepare, restore
 from protrain_runtime.states.stand_ins import ConsumedGradient
 from tests.support.cards import every_device
@@ -186,7 +189,7 @@ def test_parameters_of_one_storage_in_several_units_are_refused(assert_says: Spe
     assert_says(caught.value)
 
 
-def test_the_planner_updates_in_backward_where_gradients_have_no_room(
+def test_the_planner_updates_in_backward_where_gradients_have_no_room_alone(
     assert_says: Speaker,
 ) -> None:
     """What it saves is the room that all gradients would take when the step begins."""
@@ -207,6 +210,17 @@ def test_the_planner_updates_in_backward_where_gradients_have_no_room(
     found = solved(anyhow.shortfall_bytes)
     assert isinstance(found, Solved)
     assert any(unit.states == STEPPED for unit in found.plan.units)
+    # Nor where they have: one unit more at the step would be too many, or too slow.
+    between = solved((anyhow.shortfall_bytes + at_the_step.shortfall_bytes) // 2)
+    assert isinstance(between, Solved)
+    stepped = [unit.states == STEPPED for unit in between.plan.units]
+    assert 0 < sum(stepped) < len(stepped)
+    units = list(between.plan.units)
+    units[stepped.index(True)] = replace(units[stepped.index(True)], states=Persistent())
+    program = program_of(replace(between.plan, units=tuple(units)), nothing_below)
+    peak = peak_bytes(program).on_device
+    slower = simulated_seconds(program)[0] > between.plan.prediction.step_seconds
+    assert peak > between.plan.budgets.device or slower
     clipping = Problem.of(
         profile,
         Budgets(device=10**12, host=0, disk=0),

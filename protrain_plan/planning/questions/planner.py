@@ -45,7 +45,14 @@ from protrain_plan.planning.search.choices import (
     roundings,
 )
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
-from protrain_plan.planning.search.improving import TOLERANCE, Effort, improved, in_runs, simplified
+from protrain_plan.planning.search.improving import (
+    TOLERANCE,
+    Effort,
+    at_the_step,
+    improved,
+    in_runs,
+    simplified,
+)
 from protrain_plan.program.group import ALONE, DeviceGroup
 from protrain_plan.records.forms import FORMS
 from protrain_plan.records.plan import Budgets, Plan, Prediction
@@ -178,6 +185,7 @@ class _Planning:
         self._tell("baselines")
         slowest = max(slowest, self.best.seconds)
         best = in_runs(self.problem, self.evaluator, self.best, slowest_s=slowest)
+        best = at_the_step(self.problem, self.evaluator, best, slowest_s=slowest)
         return simplified(self.problem, best, slowest_s=slowest)
 
     def solve_baseline(self, name: Baseline) -> Evaluation | None:

@@ -2,9 +2,10 @@
 
 The search tries single changes, shifted runs and swapped pairs, by the simulator. It changes one
 block at a time, and leaves equal blocks with decisions in no order: `in_runs` lets equal decisions
-stand together. Handing out every spare byte gives equal blocks unequal leads and drains, and a peak
-of what the budget allows rather than what the step takes: `simplified` gives all units with the
-same decisions the same, smallest numbers. Neither may cost time.
+stand together. It takes updates in backward where nobody needs them: `at_the_step` undoes them.
+Handing out every spare byte gives equal blocks unequal leads and drains, and a peak of what the
+budget allows rather than what the step takes: `simplified` gives all units with the same decisions
+the same, smallest numbers. None of them may cost time.
 """
 
 import random
@@ -147,6 +148,29 @@ def in_runs(
             fastest = evaluator.best_schedule(fastest.choice, rule=fastest.rule)
         if fastest and fastest.seconds <= slowest_s:
             best = fastest
+    return best
+
+
+def at_the_step(
+    problem: Problem, evaluator: Evaluator, best: Evaluation, *, slowest_s: float
+) -> Evaluation:
+    """`best` with its first persistent chunks updated at the step, as far as there is room.
+
+    A chunk that is updated in backward gains nothing where its gradients could stand until the
+    step. Those of the first units, whose backward is last, stand for the shortest time.
+    """
+    for unit, options in enumerate(problem.options):
+        activation, state = best.choice[unit]
+        if options.states[state].decision != Persistent(update_in_backward=True):
+            continue
+        plain = options.numbers[1].get(Persistent())
+        if plain is None:  # it is pinned
+            continue
+        choice = _with(best.choice, {unit: (activation, plain)})
+        evaluation = evaluator.evaluate(choice, rules=(best.rule,))
+        if evaluation is None or evaluation.seconds > slowest_s:
+            break
+        best = evaluation
     return best
 
 
