@@ -40,6 +40,7 @@ from protrain_plan.records.forms import FORMS
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     Activations,
+    Keep,
     Offload,
     Persistent,
     Placement,
@@ -260,6 +261,11 @@ def _cannot(
     elif isinstance(decision, Offload) and unit.unit.stays:
         why = unit.unit.stays
         problem = f"{name} cannot take {phrase!r}: its states stay on the device ({why})"
+    elif isinstance(decision, Keep) and FORMS[decision.form].of == "last part":
+        problem = (
+            f"{name} cannot take {phrase!r}: that is for a last part with a cross entropy whose"
+            " logits nothing else in the forward uses"
+        )
     elif unit.unit.kind == "part" and not isinstance(decision, Offload):
         problem = f"{name} cannot take {phrase!r}: it is a part between blocks, not a block"
     elif isinstance(decision, Activations) and not FORMS[decision.form].exact and not takers:

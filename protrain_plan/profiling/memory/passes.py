@@ -8,7 +8,7 @@ passes, because counting allocations slows the code.
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
@@ -23,8 +23,9 @@ from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.rerun import held_tensors
 from protrain_plan.program.program import grouped, in_blocks
+from protrain_plan.records.forms import FORMS
 from protrain_plan.records.profile import Form
-from protrain_runtime.activations.forms import wrap_forward
+from protrain_runtime.activations.forms import around, wrap_forward
 from protrain_runtime.activations.saved_tensors import MIN_SWAP_BYTES
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.devices import device as devices
@@ -65,6 +66,8 @@ class SlotWatch:
     num_slots: int = 0
     slot: int = -1
     differentiated: set[int] = field(default_factory=set[int])  # units, by a forward itself
+    last: Form = "keep"  # of the last part
+    _around: ExitStack = field(default_factory=ExitStack)  # that part's forward
 
     def begin(self, *, training: bool) -> None:  # noqa: ARG002 (the signature of every listener)
         self.slot = -1
@@ -76,8 +79,11 @@ class SlotWatch:
             if not self.timed:
                 whereabouts.in_slot(self.slot)
             self.on_slot(self.slot, inputs if self.slot == slot else ())
+            if self.slot == self.num_slots // 2 - 1:
+                self._around.enter_context(around(self.last))
 
     def leave(self, outputs: Sequence[torch.Tensor]) -> None:
+        self._around.close()
         self.on_leave(outputs)
 
     def differentiate(self, unit: int) -> None:
@@ -87,10 +93,14 @@ class SlotWatch:
         # A model whose first units are frozen never enters their backward slots by itself.
         self.enter(self.num_slots - 1, ())
 
+    def end_forward(self) -> None:
+        self._around.close()
+
     def _ignore(self) -> None:
         pass
 
-    begin_between = end_forward = abort = backward_failed = _ignore
+    abort = end_forward
+    begin_between = backward_failed = _ignore
 
 
 @contextmanager
@@ -104,11 +114,18 @@ def watched(
 ) -> Iterator[None]:
     """The model with boundaries reported to `watch`, and every block's activations in `form`.
 
-    Of several forms each unit has its own. `kept` blocks keep theirs: see `ModelStructure.kept`.
+    A form of the last part is that part's alone. Of several forms each unit has its own. `kept`
+    blocks keep theirs: see `ModelStructure.kept`.
     """
     whereabouts.in_form(form if isinstance(form, str) else "mixed")
     watch.num_slots = 2 * len(modules)
-    forms = [form] * len(modules) if isinstance(form, str) else form
+    if not isinstance(form, str):
+        forms = form
+    elif FORMS[form].of == "last part":
+        forms = [*["keep"] * (len(modules) - 1), form]
+    else:
+        forms = [form] * len(modules)
+    watch.last = forms[-1]
     undo = [
         wrap_forward(module, own)
         for unit, (module, own) in enumerate(zip(modules, forms, strict=True))
