@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 from transformers import BertConfig, BertForMaskedLM, Gemma2Config, Gemma2ForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
 
 from protrain_plan.commands.training import train
 from protrain_plan.errors import ProtrainError
@@ -392,8 +393,32 @@ def gemma2() -> nn.Module:
     return model
 
 
-_OWN: dict[str, Callable[[], nn.Module]] = {"bert": bert, "gemma2": gemma2}
-LOOPS = ("llama", "llama-tied", "gpt2", "t5", "functional", "bert", "gemma2")
+class Float32Logits(nn.Module):
+    """Returns the float32 logits, as Accelerate makes models do under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(3)
+        )
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> CausalLMOutput:
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(hidden).float()
+        loss = cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+_OWN: dict[str, Callable[[], nn.Module]] = {
+    "bert": bert,
+    "gemma2": gemma2,
+    "float32-logits": Float32Logits,
+}
+LOOPS = ("llama", "llama-tied", "gpt2", "t5", "functional", *_OWN)
 
 
 def built(name: str, dtype: torch.dtype) -> nn.Module:

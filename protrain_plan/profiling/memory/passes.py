@@ -8,8 +8,9 @@ passes, because counting allocations slows the code.
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 from weakref import ref
@@ -17,6 +18,8 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch, call_model, loss_of
@@ -66,8 +69,8 @@ class SlotWatch:
     num_slots: int = 0
     slot: int = -1
     differentiated: set[int] = field(default_factory=set[int])  # units, by a forward itself
-    last: Form = "keep"  # of the last part
-    _around: ExitStack = field(default_factory=ExitStack)  # that part's forward
+    last: Callable[[], AbstractContextManager[object]] = nullcontext  # around that part's forward
+    _around: ExitStack = field(default_factory=ExitStack)
 
     def begin(self, *, training: bool) -> None:  # noqa: ARG002 (the signature of every listener)
         self.slot = -1
@@ -80,7 +83,7 @@ class SlotWatch:
                 whereabouts.in_slot(self.slot)
             self.on_slot(self.slot, inputs if self.slot == slot else ())
             if self.slot == self.num_slots // 2 - 1:
-                self._around.enter_context(around(self.last))
+                self._around.enter_context(self.last())
 
     def leave(self, outputs: Sequence[torch.Tensor]) -> None:
         self._around.close()
@@ -125,7 +128,8 @@ def watched(
         forms = [*["keep"] * (len(modules) - 1), form]
     else:
         forms = [form] * len(modules)
-    watch.last = forms[-1]
+    if FORMS[forms[-1]].of == "last part":
+        watch.last = partial(around, forms[-1])
     undo = [
         wrap_forward(module, own)
         for unit, (module, own) in enumerate(zip(modules, forms, strict=True))
@@ -224,6 +228,7 @@ class SavedBytes:
     `linked` is a unit that hands what has gradients to more than the next unit, or gets such: an
     output of the encoder, a skip connection, a bias for all. In a plain chain no unit is.
     `differentiated`: the forward itself asks for gradients through what the unit hands on.
+    `ends_in_cross_entropy`: the last part calls that.
     """
 
     pieces: tuple[int, ...]  # bytes that move together, in groups as the runtime makes them
@@ -231,10 +236,23 @@ class SavedBytes:
     awaited: bool
     linked: bool
     differentiated: bool = False
+    ends_in_cross_entropy: bool = False
 
     @property
     def swappable_bytes(self) -> int:
         return sum(self.pieces)
+
+
+class _LossSeen(TorchFunctionMode):
+    """Sees whether a cross entropy is called."""
+
+    seen = False
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> object:
+        self.seen |= func is cross_entropy
+        return func(*args, **(kwargs or {}))
 
 
 def saved_bytes(
@@ -300,7 +318,8 @@ def saved_bytes(
             saved[current].setdefault(one.key, one)
         return one.pack(tensor)
 
-    watch = SlotWatch(on_slot, on_leave)
+    loss_seen = _LossSeen()
+    watch = SlotWatch(on_slot, on_leave, last=lambda: loss_seen)
     with watched(model, modules, form, watch, kept=kept):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             loss = loss_of(call_model(model, batch))
@@ -345,6 +364,7 @@ def saved_bytes(
                 awaited=bool(awaited[unit]) or not saved[unit],
                 linked=linked or len(flowing & (outputs[unit] - set(keys))) > 1,
                 differentiated=unit in watch.differentiated,
+                ends_in_cross_entropy=unit == count - 1 and module is None and loss_seen.seen,
             )
         )
     return found

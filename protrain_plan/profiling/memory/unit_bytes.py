@@ -273,7 +273,7 @@ def analyze_units(
         unused=unused,
         kept=kept,
         last_forms=[form for form in names_of("last part") if form in tried]
-        if modules[-1] is None and not differentiated
+        if keep[-1].ends_in_cross_entropy and not differentiated
         else (),
         block=block,
     )

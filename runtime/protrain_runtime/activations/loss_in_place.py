@@ -207,9 +207,9 @@ class Widened(torch.Tensor):
         if func in _GEOMETRY:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func == _REQUIRES_GRAD:
-            return True
         first = args[0] if args else None
+        if isinstance(first, Widened) and first.cast.wide is None and func in _ANSWERS:
+            return _ANSWERS[func](first.uncast)
         if isinstance(first, Widened) and torch.is_grad_enabled():
             if _is_cast(func, args, kwargs) or _goes_nowhere(func, args, kwargs):
                 return first
@@ -273,7 +273,14 @@ _GEOMETRY = frozenset(
         ),
     ]
 )
-_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_ANSWERS: Mapping[object, Callable[[Tensor], object]] = {
+    Tensor.requires_grad.__get__: lambda _: True,  # type: ignore[attr-defined]
+    Tensor.is_leaf.__get__: lambda _: False,  # type: ignore[attr-defined]
+    Tensor._is_view: lambda _: False,
+    Tensor.grad_fn.__get__: lambda uncast: uncast.grad_fn,  # type: ignore[union-attr]
+    Tensor.untyped_storage: lambda uncast: uncast.untyped_storage(),
+}
+"""What is told of values that are not there: their place in the graph, and the memory they hold."""
 _VIEWS = frozenset(
     [
         Tensor.view,
