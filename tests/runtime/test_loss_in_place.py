@@ -319,6 +319,20 @@ def test_the_float32_logits_that_a_model_returns_are_there_for_whoever_asks() ->
     assert wide[0, 0].item() == expected[0, 0].item()
 
 
+def test_a_loss_in_compiled_code_is_the_compilers() -> None:
+    hidden, weight, targets = head()
+
+    def of_rows(hidden: Tensor) -> Tensor:
+        return cross_entropy(linear(hidden, weight).float(), targets)
+
+    compiled = torch.compile(of_rows, backend="aot_eager")
+    expected = compiled(hidden)
+    with loss_in_place():
+        found = compiled(hidden)
+    assert type(found.grad_fn).__name__ == type(expected.grad_fn).__name__
+    assert torch.equal(found, expected)
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
