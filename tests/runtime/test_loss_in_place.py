@@ -19,13 +19,16 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from protrain_plan.commands.training import train
 from protrain_plan.errors import ProtrainError
+from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.building import seeded
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Solved
+from protrain_plan.planning.questions.growth import grown
 from protrain_plan.planning.questions.planner import solve_problem
+from protrain_plan.profiling.estimated import estimate
 from protrain_plan.records import dumps_plan, dumps_profile, loads_plan, loads_profile
 from protrain_plan.records.plan import (
     Activations,
@@ -611,6 +614,27 @@ def test_a_tight_budget_takes_it_and_stays_within_the_peak_bitwise(
     expected = run(plain=True)
     assert found.losses == expected.losses
     assert found.parameters_sha256 == expected.parameters_sha256
+
+
+def test_a_profile_that_is_grown_or_shrunk_promises_no_less_than_one_of_that_size() -> None:
+    """Between these sizes a tile grows from 16 rows to 32: more than in proportion."""
+    found = {
+        seq_len: estimate(
+            load_source("tiny-llama"),
+            hardware=load_hardware("h200"),
+            batch_size=1,
+            seq_len=seq_len,
+            dtype="bfloat16",
+        )
+        for seq_len in (240, 256)
+    }
+    assert [tile_rows(seq_len, 320) for seq_len in found] == [16, 32]
+    for seq_len, other in ((240, 256), (256, 240)):
+        promised = grown(found[seq_len], seq_len=other).units[-1].cost("in place")
+        needed = found[other].units[-1].cost("in place")
+        assert promised.forward_peak_bytes >= needed.forward_peak_bytes
+        in_backward = needed.kept_bytes + needed.backward_peak_bytes
+        assert promised.kept_bytes + promised.backward_peak_bytes >= in_backward
 
 
 # --- who may have it ------------------------------------------------------------------------------

@@ -99,13 +99,17 @@ def _form_grown(profile: Profile, index: int, form: FormCost, ratio: Fraction) -
     # comes out too small.
     kept = _aligned(ratio * staying + constant) + moved
     backward = _backward_peak(profile, index, form, ratio)
-    if ratio < 1 and FORMS[form.form].of == "last part":
-        # A tile of a smaller batch need not be smaller (`loss_in_place.tile_rows`).
-        constant += (1 - ratio) * max(0, form.forward_peak_bytes - form.kept_bytes)
-        backward = Fraction(form.backward_peak_bytes)
+    more = Fraction(0)  # in forward
+    if FORMS[form.form].of == "last part":
+        # A tile of rows need not shrink with the batch, and may grow by a group of rows more than
+        # the batch does, which is a tile at most. Forward has one or two of a tile's size, and
+        # backward three (`loss_in_place.tile_rows`).
+        tile = max(0, form.forward_peak_bytes - form.kept_bytes)
+        more = tile * (Fraction(1) if ratio > 1 else 1 - ratio)
+        backward += 3 * more
     return replace(
         form,
-        forward_peak_bytes=max(_aligned(ratio * form.forward_peak_bytes + constant), kept),
+        forward_peak_bytes=max(_aligned(ratio * form.forward_peak_bytes + constant + more), kept),
         kept_bytes=kept,
         backward_peak_bytes=_aligned(backward),
         swappable_bytes=moved,
