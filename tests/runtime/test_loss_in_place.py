@@ -657,6 +657,11 @@ def test_others_are_refused_with_the_reason(profile: Profile) -> None:
     assert of_block.message == f"model.layers.0 cannot take 'keep in place': {why}"
     assert of_block.fix is not None
     assert of_block.fix.endswith("; model.norm can take 'keep in place'")
+    forms = tuple(replace(cost, swappable_bytes=2**20) for cost in last.forms)
+    claims = replace(profile, units=(*profile.units[:-1], replace(last, forms=forms)))
+    problem = Problem.of(claims, Budgets(device=AMPLE, host=0, disk=AMPLE))
+    found = [one.decision for one in problem.options[-1].activations]  # parts swap nothing in it
+    assert found == [Keep(), Swap(tier="disk"), IN_PLACE]
     of_part = refused(before, "model.norm: keep in place")
     assert of_part.message == f"model.norm cannot take 'keep in place': {why}"
 

@@ -96,7 +96,7 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
         activations: list[Activations] = []
         for cost in unit.forms:
             activations.append(activations_in(cost.form))
-            if cost.swappable_bytes > 0:
+            if cost.swappable_bytes > 0 and FORMS[cost.form].of == "blocks":
                 activations += [activations_in(cost.form, tier) for tier in tiers]
         states: list[Placement] = [Persistent()]
         for home in homes(implied) if unit.used_by and not unit.stays else ():
