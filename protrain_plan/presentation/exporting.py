@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from protrain_plan.records.forms import FORMS
 from protrain_plan.records.plan import Keep, Offload, Persistent, Plan, Recompute, Swap, SwapInput
 from protrain_plan.records.tree import listed
 
@@ -250,6 +251,8 @@ def _common_losses(plan: Plan, switches: Switches, *, in_backward: bool = False)
     )
     if in_part:
         losses.append(f"{_blocks(in_part)} would recompute in part: here the whole block is.")
+    if any(FORMS[unit.activations.form].of == "last part" for unit in plan.units):
+        losses.append("The loss would be computed in place: here it takes more memory.")
     if any(unit.states != Persistent() or unit.activations != Keep() for unit in plan.units):
         losses.append(
             "When transfers run (leads, drains, pieces) is the tool's choice: the predicted peak"

@@ -47,7 +47,7 @@ from protrain_plan.profiling.unit_by_unit import (
     sketch_and_model,
     workload_of,
 )
-from protrain_plan.records.forms import FORMS
+from protrain_plan.records.forms import names_of
 from protrain_plan.records.hardware import DeviceKind, Hardware, Rates
 from protrain_plan.records.profile import (
     SPARSE,
@@ -152,7 +152,8 @@ def _estimates(
     workload = with_batch_sizes(workload, model, given)
     units = sketch.counted.units
     sparse = frozenset(unit.name for unit in units if unit.stays == SPARSE)
-    logs = dict(zip(FORMS, steps, strict=False))  # mixtures come after
+    in_order = ("keep", *names_of("blocks"), *names_of("last part"))
+    logs = dict(zip(in_order, steps, strict=False))  # mixtures come after
     if allocator.python_scalars:
         # A partial form runs under a dispatch mode, where a Python number becomes a tensor twice.
         # One more in the forward peak is an upper bound: not every peak is at such an operator.

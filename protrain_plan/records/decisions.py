@@ -61,6 +61,8 @@ def _activations(forms: tuple[Form, ...]) -> Iterator[Wording[Activations]]:
     ordered = sorted(forms, key=lambda form: FORMS[form].recomputes)
     for tiers in ((None,), _TIERS):
         for form, tier in product(ordered, tiers):
+            if tier and FORMS[form].of == "last part":
+                continue  # parts swap nothing
             yield _activations_wording(form, tier)
 
 

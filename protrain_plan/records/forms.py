@@ -1,4 +1,4 @@
-"""Activation options: in which forms a block's activations can wait for backward, one entry each.
+"""Activation options: in which forms a unit's activations can wait for backward, one entry each.
 
 An entry names the code that carries the form out. Everything else reads this table: the profiler
 measures every form of it, the planner offers what a profile has measured, plans and messages name
@@ -6,18 +6,21 @@ it, and the runtime runs it. A new option is one file, with its executor, and on
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationForm:
-    """One form: what is kept of a block's activations, and how the rest comes back.
+    """One form: what is kept of a unit's activations, and how the rest comes back.
 
-    `executor` is `package.module:function`, imported when a block is to run in the form (records
+    `executor` is `package.module:function`, imported when a unit is to run in the form (records
     import no PyTorch). The function takes the code of a block's forward and the module, and returns
-    the code that runs instead; see `protrain_runtime.activations.forms`. `recomputes` says
-    whether the forward runs once more in backward: plans say `recompute NAME` then, and `keep NAME`
-    otherwise. A form that is not `exact` changes what training computes: it is used only with leave
-    (`protrain plan --allow NAME`), and its plans say `exact: false`.
+    the code that runs instead; see `protrain_runtime.activations.forms`. The last part is no
+    module: the executor of a form of it takes nothing, and returns a context to stand around what
+    runs there. `recomputes` says whether the forward runs once more in backward: plans say
+    `recompute NAME` then, and `keep NAME` otherwise. A form that is not `exact` changes what
+    training computes: it is used only with leave (`protrain plan --allow NAME`), and its plans say
+    `exact: false`.
     """
 
     name: str
@@ -25,12 +28,21 @@ class ActivationForm:
     executor: str
     recomputes: bool = True
     exact: bool = True
+    of: Literal["blocks", "last part"] = "blocks"  # besides `keep`, which all units have
 
 
 _SELECTIVE = "protrain_runtime.activations.selective_recompute"
 
 _BUILT_IN = (
     ActivationForm(name="keep", keeps="all that autograd saves", executor="", recomputes=False),
+    ActivationForm(
+        name="in place",
+        keeps="the logits, and nothing that a cross entropy makes of them: it takes a few rows at a"
+        " time, and writes their gradient over them",
+        executor="protrain_runtime.activations.loss_in_place:loss_in_place",
+        recomputes=False,
+        of="last part",
+    ),
     ActivationForm(
         name="lite",
         keeps="all but what is cheap to compute again: norms, activation functions, element-wise"
@@ -54,3 +66,8 @@ _BUILT_IN = (
 
 FORMS: dict[str, ActivationForm] = {form.name: form for form in _BUILT_IN}
 """All forms by name: those that keep first, then those that recompute, `full` as the last one."""
+
+
+def names_of(units: Literal["blocks", "last part"]) -> tuple[str, ...]:
+    """The forms besides `keep` of such units, in order."""
+    return tuple(name for name, form in FORMS.items() if name != "keep" and form.of == units)

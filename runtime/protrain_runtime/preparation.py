@@ -363,8 +363,7 @@ def _attach(
     undo.append(last_resort.detach)
     undo.append(engine.close)
     for unit, module in zip(plan.units, modules, strict=True):
-        if unit.activations.form != "keep":
-            assert module is not None, "only blocks have other forms"
+        if unit.activations.form != "keep" and module is not None:
             undo.append(wrap_forward(module, unit.activations.form))
     names = [unit.name for unit in plan.units]
     boundaries = Boundaries(model, modules, engine, names=names, turns=engine.turns)

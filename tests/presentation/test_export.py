@@ -52,6 +52,15 @@ def test_a_mixed_plan(tool: str, assert_golden: AssertGolden) -> None:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
+def test_a_loss_in_place_is_told(tool: str) -> None:
+    told = "The loss would be computed in place: here it takes more memory."
+    made = plain()
+    in_place = replace(made.units[-1], activations=Keep(form="in place"))
+    assert told in export(replace(made, units=(*made.units[:-1], in_place)), tool).losses
+    assert told not in export(made, tool).losses
+
+
+@pytest.mark.parametrize("tool", TOOLS)
 def test_a_plan_that_keeps_everything_loses_little(tool: str) -> None:
     losses = export(plain(), tool).losses
     assert SCHEDULES not in losses

@@ -58,6 +58,17 @@ def test_two_ranks_match_ddp_bitwise_in_every_placement(name: str, tmp_path: Pat
 
 
 @ranks_on_every_device_at_night
+@pytest.mark.parametrize("micro_batches", [2, slow(1)])
+def test_two_ranks_match_ddp_bitwise_with_the_loss_in_place(
+    micro_batches: int, tmp_path: Path
+) -> None:
+    loop = Loop("llama-tied", micro_batches=micro_batches)
+    *others, last = in_turn(loop.name, *PLACES)
+    units = (*others, replace(last, activations=Keep(form="in place")))
+    assert_as_ddp(2, loop, [several(loop, units, 2)], tmp_path)
+
+
+@ranks_on_every_device_at_night
 @pytest.mark.parametrize("name", [slow("gpt2"), slow("llama-tied")])
 def test_two_ranks_match_ddp_bitwise_under_mixed_plans(name: str, tmp_path: Path) -> None:
     """Recomputed and swapped units, cut transfers, slow lanes."""

@@ -40,6 +40,7 @@ from protrain_plan.records.forms import FORMS
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     Activations,
+    Keep,
     Offload,
     Persistent,
     Placement,
@@ -95,7 +96,7 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
         activations: list[Activations] = []
         for cost in unit.forms:
             activations.append(activations_in(cost.form))
-            if cost.swappable_bytes > 0:
+            if cost.swappable_bytes > 0 and FORMS[cost.form].of == "blocks":
                 activations += [activations_in(cost.form, tier) for tier in tiers]
         states: list[Placement] = [Persistent()]
         trained = unit.used_by and unit.reached and unit.num_parameters and not unit.stays
@@ -267,6 +268,11 @@ def _cannot(
         problem = (
             f"{name} cannot take {phrase!r}: under --clip, with several micro-batches and on"
             " several devices gradients are needed after backward"
+        )
+    elif isinstance(decision, Keep) and FORMS[decision.form].of == "last part":
+        problem = (
+            f"{name} cannot take {phrase!r}: that is for a last part with a cross entropy whose"
+            " logits nothing else in the forward uses"
         )
     elif unit.unit.kind == "part" and not isinstance(decision, Persistent | Offload):
         problem = f"{name} cannot take {phrase!r}: it is a part between blocks, not a block"

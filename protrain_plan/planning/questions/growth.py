@@ -32,6 +32,7 @@ from typing import Literal
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.search.choices import min_memory, plain_choices
 from protrain_plan.program.program import BLOCK_BYTES
+from protrain_plan.records.forms import FORMS
 from protrain_plan.records.plan import Activations, Placement
 from protrain_plan.records.profile import FormCost, Profile
 from protrain_plan.simulation.memory import base_bytes
@@ -97,11 +98,20 @@ def _form_grown(profile: Profile, index: int, form: FormCost, ratio: Fraction) -
     # Rounded apart, so that neither what a swap leaves on the device nor what it takes of a tier
     # comes out too small.
     kept = _aligned(ratio * staying + constant) + moved
+    backward = _backward_peak(profile, index, form, ratio)
+    more = Fraction(0)  # in forward
+    if FORMS[form.form].of == "last part":
+        # A tile of rows need not shrink with the batch, and may grow by a group of rows more than
+        # the batch does, which is a tile at most. Forward has one or two of a tile's size, and
+        # backward three (`loss_in_place.tile_rows`).
+        tile = max(0, form.forward_peak_bytes - form.kept_bytes)
+        more = tile * (Fraction(1) if ratio > 1 else 1 - ratio)
+        backward += 3 * more
     return replace(
         form,
-        forward_peak_bytes=max(_aligned(ratio * form.forward_peak_bytes + constant), kept),
+        forward_peak_bytes=max(_aligned(ratio * form.forward_peak_bytes + constant + more), kept),
         kept_bytes=kept,
-        backward_peak_bytes=_aligned(_backward_peak(profile, index, form, ratio)),
+        backward_peak_bytes=_aligned(backward),
         swappable_bytes=moved,
         swap_pieces=pieces,
         forward_s=four_digits(float(ratio) * form.forward_s),

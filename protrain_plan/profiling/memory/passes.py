@@ -8,8 +8,9 @@ passes, because counting allocations slows the code.
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 from weakref import ref
@@ -17,14 +18,17 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.rerun import held_tensors
 from protrain_plan.program.program import grouped, in_blocks
+from protrain_plan.records.forms import FORMS
 from protrain_plan.records.profile import Form
-from protrain_runtime.activations.forms import wrap_forward
+from protrain_runtime.activations.forms import around, wrap_forward
 from protrain_runtime.activations.saved_tensors import MIN_SWAP_BYTES
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.devices import device as devices
@@ -65,6 +69,8 @@ class SlotWatch:
     num_slots: int = 0
     slot: int = -1
     differentiated: set[int] = field(default_factory=set[int])  # units, by a forward itself
+    last: Callable[[], AbstractContextManager[object]] = nullcontext  # around that part's forward
+    _around: ExitStack = field(default_factory=ExitStack)
 
     def begin(self, *, training: bool) -> None:  # noqa: ARG002 (the signature of every listener)
         self.slot = -1
@@ -76,8 +82,11 @@ class SlotWatch:
             if not self.timed:
                 whereabouts.in_slot(self.slot)
             self.on_slot(self.slot, inputs if self.slot == slot else ())
+            if self.slot == self.num_slots // 2 - 1:
+                self._around.enter_context(self.last())
 
     def leave(self, outputs: Sequence[torch.Tensor]) -> None:
+        self._around.close()
         self.on_leave(outputs)
 
     def differentiate(self, unit: int) -> None:
@@ -87,10 +96,14 @@ class SlotWatch:
         # A model whose first units are frozen never enters their backward slots by itself.
         self.enter(self.num_slots - 1, ())
 
+    def end_forward(self) -> None:
+        self._around.close()
+
     def _ignore(self) -> None:
         pass
 
-    begin_between = end_forward = abort = backward_failed = _ignore
+    abort = end_forward
+    begin_between = backward_failed = _ignore
 
 
 @contextmanager
@@ -104,11 +117,19 @@ def watched(
 ) -> Iterator[None]:
     """The model with boundaries reported to `watch`, and every block's activations in `form`.
 
-    Of several forms each unit has its own. `kept` blocks keep theirs: see `ModelStructure.kept`.
+    A form of the last part is that part's alone. Of several forms each unit has its own. `kept`
+    blocks keep theirs: see `ModelStructure.kept`.
     """
     whereabouts.in_form(form if isinstance(form, str) else "mixed")
     watch.num_slots = 2 * len(modules)
-    forms = [form] * len(modules) if isinstance(form, str) else form
+    if not isinstance(form, str):
+        forms = form
+    elif FORMS[form].of == "last part":
+        forms = [*["keep"] * (len(modules) - 1), form]
+    else:
+        forms = [form] * len(modules)
+    if FORMS[forms[-1]].of == "last part":
+        watch.last = partial(around, forms[-1])
     undo = [
         wrap_forward(module, own)
         for unit, (module, own) in enumerate(zip(modules, forms, strict=True))
@@ -207,6 +228,7 @@ class SavedBytes:
     `linked` is a unit that hands what has gradients to more than the next unit, or gets such: an
     output of the encoder, a skip connection, a bias for all. In a plain chain no unit is.
     `differentiated`: the forward itself asks for gradients through what the unit hands on.
+    `ends_in_cross_entropy`: the last part calls that.
     """
 
     pieces: tuple[int, ...]  # bytes that move together, in groups as the runtime makes them
@@ -214,10 +236,24 @@ class SavedBytes:
     awaited: bool
     linked: bool
     differentiated: bool = False
+    ends_in_cross_entropy: bool = False
 
     @property
     def swappable_bytes(self) -> int:
         return sum(self.pieces)
+
+
+class _LossSeen(TorchFunctionMode):
+    """Sees whether a cross entropy is called."""
+
+    seen = False
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> object:
+        if func is cross_entropy and not torch.compiler.is_compiling():
+            self.seen = True
+        return func(*args, **(kwargs or {}))
 
 
 def saved_bytes(
@@ -283,7 +319,8 @@ def saved_bytes(
             saved[current].setdefault(one.key, one)
         return one.pack(tensor)
 
-    watch = SlotWatch(on_slot, on_leave)
+    loss_seen = _LossSeen()
+    watch = SlotWatch(on_slot, on_leave, last=lambda: loss_seen)
     with watched(model, modules, form, watch, kept=kept):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             loss = loss_of(call_model(model, batch))
@@ -328,6 +365,7 @@ def saved_bytes(
                 awaited=bool(awaited[unit]) or not saved[unit],
                 linked=linked or len(flowing & (outputs[unit] - set(keys))) > 1,
                 differentiated=unit in watch.differentiated,
+                ends_in_cross_entropy=unit == count - 1 and module is None and loss_seen.seen,
             )
         )
     return found

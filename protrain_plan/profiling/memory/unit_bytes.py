@@ -7,8 +7,8 @@ those in the process that are none of the model's.
 
 import gc
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,7 +26,7 @@ from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.structure.discovery import FoundUnit
 from protrain_plan.profiling.structure.rerun import held_tensors, run_once, writing_arguments
 from protrain_plan.program.program import BLOCK_BYTES, block_bytes, in_blocks
-from protrain_plan.records.forms import FORMS
+from protrain_plan.records.forms import FORMS, names_of
 from protrain_plan.records.hardware import DeviceKind, is_accelerator
 from protrain_plan.records.plan import Keep, Persistent, UnitPlan
 from protrain_plan.records.profile import SPARSE, Form, FormCost, Precision, Unit
@@ -165,7 +165,8 @@ class ModelStructure:
     that a recomputed block may hold of what others read too. `state_bytes` are those of a
     parameter's optimizer states, by its dtype. `unused` are the blocks that the loss does not
     depend on: nothing that they saved outlives the forward. `kept` ones have one form: they keep
-    what they save, whatever the others do. Storages take whole blocks of `block` bytes.
+    what they save, whatever the others do. `last_forms` are forms to try of the last part. Storages
+    take whole blocks of `block` bytes.
     """
 
     found: tuple[FoundUnit, ...]
@@ -181,6 +182,7 @@ class ModelStructure:
     state_bytes: Mapping[torch.dtype, int]
     unused: Set[int]
     kept: Set[int]
+    last_forms: Sequence[Form] = ()
     block: int = 1
 
     @property
@@ -234,8 +236,9 @@ def analyze_units(
         if unit.kind == "block" and not own.awaited
     )
     kept = unused | once.keys()
-    for form in FORMS if forms is None else forms:
-        if form != "keep":
+    tried = tuple(FORMS) if forms is None else forms
+    for form in names_of("blocks"):
+        if form in tried:
             saved[form] = passes.saved_bytes(
                 model, modules, batch, form, own_inputs=own_inputs, kept=kept
             )
@@ -269,6 +272,9 @@ def analyze_units(
         state_bytes={dtype: rule.element_bytes for dtype, rule in rules.items()},
         unused=unused,
         kept=kept,
+        last_forms=[form for form in names_of("last part") if form in tried]
+        if keep[-1].ends_in_cross_entropy and not differentiated
+        else (),
         block=block,
     )
 
@@ -359,7 +365,8 @@ def measure_bytes(
     """The units with their bytes, from one training step per form; seconds are zero.
 
     `meter` makes what counts live bytes, of real tensors or of fake ones: one for each form of
-    `structure.saved`, in order, and one for each mixture where the model is more than a chain.
+    `structure.saved`, in order, one for each of `structure.last_forms`, and one for each mixture
+    where the model is more than a chain.
     """
 
     def segments(form: Form | Sequence[Form]) -> tuple[Segment, ...]:
@@ -393,7 +400,8 @@ def measure_bytes(
                 handle = part.parameter.register_post_accumulate_grad_hook(hook)
                 stack.callback(handle.remove)
         memory = {form: segments(form) for form in structure.saved}
-    units = _units(structure, memory, arrived, sparse)
+        last = _of_last_part(model, structure, segments)
+    units = _units(structure, memory, last, arrived, sparse)
     if len(memory) > 1 and any(saved.linked for saved in structure.saved["keep"]):
         for forms in _mixtures(units):
             units = _raised(units, forms, segments(forms), structure, arrived)
@@ -401,6 +409,18 @@ def measure_bytes(
     left = max(cuts[-1].start_bytes - cuts[0].start_bytes for cuts in memory.values())
     loss = in_blocks(_LOSS_BYTES, structure.block)
     return StepBytes(units=units, left_bytes=max(0, left - gradients - loss))
+
+
+def _of_last_part(
+    model: nn.Module, structure: ModelStructure, segments: Callable[[Form], tuple[Segment, ...]]
+) -> dict[Form, tuple[Segment, ...]]:
+    """The segments of a step with the last part in each of its forms that it can take."""
+    found: dict[Form, tuple[Segment, ...]] = {}
+    for form in structure.last_forms:
+        with suppress(Exception):  # any code of the model runs here, and refusals of the form
+            found[form] = segments(form)
+        passes.drop_gradients(model)
+    return found
 
 
 _LOSS_BYTES = 64
@@ -509,6 +529,7 @@ def _described(
 def _units(
     structure: ModelStructure,
     memory: dict[Form, tuple[Segment, ...]],
+    last: dict[Form, tuple[Segment, ...]],
     arrived: Mapping[str, int],
     sparse: Set[str],
 ) -> list[Unit]:
@@ -521,27 +542,33 @@ def _units(
         # which is after this slot has begun: a swapped one is live until then.
         before_full = saved["full"][index - 1] if index and "full" in saved else None
         lingering = before_full.swappable_bytes if before_full else 0
-        forms: list[FormCost] = []
-        for form, cuts in memory.items():
+
+        def cost(
+            form: Form,
+            cuts: Sequence[Segment],
+            pieces: tuple[int, ...] = (),
+            *,
+            index: int = index,
+            lingering: int = lingering,
+        ) -> FormCost:
             before = cuts[index].start_bytes
             level = cuts[index + 1].start_bytes
             backward = cuts[2 * count - 1 - index]
             # Gradients of units that ran before in backward are live in this pass; a plan says
             # what becomes of them. A tied one is live from its last use on.
             gradients = _live_gradients(structure, arrived, after=index)
-            pieces = saved[form][index].pieces
-            forms.append(
-                FormCost(
-                    form=form,
-                    forward_peak_bytes=max(cuts[index].peak_bytes - before, lingering),
-                    kept_bytes=level - before,
-                    backward_peak_bytes=backward.peak_bytes - level - gradients,
-                    swappable_bytes=saved[form][index].swappable_bytes,
-                    swap_pieces=pieces if len(pieces) > 1 else (),
-                    forward_s=0.0,
-                    backward_s=0.0,
-                )
+            return FormCost(
+                form=form,
+                forward_peak_bytes=max(cuts[index].peak_bytes - before, lingering),
+                kept_bytes=level - before,
+                backward_peak_bytes=backward.peak_bytes - level - gradients,
+                swappable_bytes=sum(pieces),
+                swap_pieces=pieces if len(pieces) > 1 else (),
+                forward_s=0.0,
+                backward_s=0.0,
             )
+
+        forms = [cost(form, cuts, saved[form][index].pieces) for form, cuts in memory.items()]
         if unit.kind == "part":
             # Its costs whatever forms the blocks have. One that is recomputed may hold inputs that
             # several units share, which otherwise end with the model's forward.
@@ -551,7 +578,8 @@ def _units(
                 kept_bytes=max(form.kept_bytes for form in forms),
                 backward_peak_bytes=max(form.backward_peak_bytes for form in forms),
             )
-            forms = [either]
+            own = last if index == count - 1 else {}
+            forms = [either, *_leaner(either, forms[0], [cost(*one) for one in own.items()])]
         else:
             forms = forms[:1] if index in structure.kept else _worthwhile(forms)
         trainable = [part for part in chunks[index].slices if part.trainable]
@@ -586,6 +614,28 @@ def _units(
             )
         )
     return units
+
+
+def _leaner(either: FormCost, keep: FormCost, forms: Sequence[FormCost]) -> Iterator[FormCost]:
+    """Of the last part's forms those that need less at most than `either`, its costs in `keep`.
+
+    They were measured with the blocks in `keep`, as `keep` was, and with other forms of the blocks
+    they take as much more as it does.
+    """
+
+    def most(cost: FormCost) -> int:
+        return max(cost.forward_peak_bytes, cost.kept_bytes + cost.backward_peak_bytes)
+
+    for form in forms:
+        higher = replace(
+            form,
+            **{
+                name: getattr(form, name) + getattr(either, name) - getattr(keep, name)
+                for name in ("forward_peak_bytes", "kept_bytes", "backward_peak_bytes")
+            },
+        )
+        if most(higher) < most(either):
+            yield higher
 
 
 def _worthwhile(forms: Sequence[FormCost]) -> list[FormCost]:

@@ -6,12 +6,16 @@ forward run again in backward (`recompute`), or stand around it with hooks of it
 something else in place of what autograd saves. Such hooks hand what they keep to `outer_hooks()`,
 so that it can be swapped, and the buffers of offloaded parameters go, as without them. Profiler and
 runtime wrap blocks in the same way, so that a profile's bytes and seconds are a run's.
+
+The last part is no module: the executor of a form for it returns a context, which stands around
+what runs there (`around`).
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,15 +30,15 @@ Executor = Callable[[Code, nn.Module], Code]
 
 
 @cache
-def _imported(executor: str) -> Executor:
+def _imported(executor: str) -> Any:
     module, _, name = executor.partition(":")
-    found: Executor = getattr(import_module(module), name)
-    return found
+    return getattr(import_module(module), name)
 
 
 def in_form(form: Form, forward: Code, module: nn.Module) -> Code:
     """What runs in place of `forward`, the code of `module`, so that its activations wait so."""
-    return _imported(FORMS[form].executor)(forward, module)
+    executor: Executor = _imported(FORMS[form].executor)
+    return executor(forward, module)
 
 
 def wrap_forward(module: nn.Module, form: Form) -> Callable[[], None]:
@@ -42,6 +46,14 @@ def wrap_forward(module: nn.Module, form: Form) -> Callable[[], None]:
     if form == "keep":
         return lambda: None
     return replace_code(module, in_form(form, code_of(module), module))
+
+
+def around(form: Form) -> AbstractContextManager[object]:
+    """What stands around the forward of the last part, so that its activations wait in `form`."""
+    if FORMS[form].of != "last part":
+        return nullcontext()
+    context: AbstractContextManager[object] = _imported(FORMS[form].executor)()
+    return context
 
 
 Hooks = tuple[Callable[[torch.Tensor], object], Callable[[object], torch.Tensor]]

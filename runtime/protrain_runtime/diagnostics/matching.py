@@ -22,7 +22,9 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.records.decisions import activations_text
 from protrain_plan.records.folding import MAX_RUN, fold, runs
+from protrain_plan.records.forms import FORMS
 from protrain_plan.records.hardware import is_accelerator
 from protrain_plan.records.plan import Keep, Persistent, Plan, UnitPlan
 from protrain_plan.records.profile import Workload
@@ -45,6 +47,20 @@ def keeps_everything(plan: Plan) -> bool:
     )
 
 
+def _check_form(index: int, plan: Plan) -> None:
+    """ProtrainError where a unit's activations have a form that is for others."""
+    unit = plan.units[index]
+    form = FORMS[unit.activations.form]
+    own = "blocks" if unit.kind == "block" else "last part" if unit is plan.units[-1] else ""
+    if form.name != "keep" and form.of != own:
+        raise ProtrainError(
+            f"{unit.name} cannot take {activations_text(unit.activations)!r}: that is for"
+            f" {'the last part' if form.of == 'last part' else 'blocks'}",
+            key=f"units[{index}].activations",
+            fix="let the planner decide it: protrain plan",
+        )
+
+
 def check_model(model: nn.Module, plan: Plan) -> list[nn.Module | None]:
     """Each unit's module, None for a part. ProtrainError if the plan is for another model."""
     found = model_fingerprint(model)
@@ -58,6 +74,7 @@ def check_model(model: nn.Module, plan: Plan) -> list[nn.Module | None]:
         )
     modules: list[nn.Module | None] = []
     for index, unit in enumerate(plan.units):
+        _check_form(index, plan)
         try:
             modules.append(model.get_submodule(unit.name) if unit.kind == "block" else None)
         except AttributeError as error:

@@ -13,7 +13,7 @@ it leaves as they were.
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from weakref import ref
 
@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain_plan.program.program import COLLECT, Lane, Program
 from protrain_plan.records.plan import Keep, Persistent, Swap, SwapInput, UnitPlan
+from protrain_runtime.activations.forms import around
 from protrain_runtime.activations.saved_tensors import HandedOn, SavedTensors
 from protrain_runtime.devices.lanes import Backend, LaneError, Ticket, WorkLane, is_held, nothing
 from protrain_runtime.devices.memory_meter import addresses
@@ -177,6 +178,7 @@ class Engine:
         self._tickets: dict[int, Ticket] = {}
         self._running: set[int] = set()  # submitted, and not yet seen to end
         self._saved: SavedTensors | None = None
+        self._around = ExitStack()  # around the forward of the last part, where that has a form
         self._handed_on: HandedOn | None = None
         self._evaluation: EvaluationPass | None = None
         self._outputs: frozenset[int] = frozenset()
@@ -256,6 +258,7 @@ class Engine:
         if self._evaluation is not None:
             return
         self._outputs = addresses(outputs)
+        self._around.close()
         if self._saved is not None:
             self._saved.__exit__()  # what follows is not the unit's, even where no slot begins now
 
@@ -636,6 +639,8 @@ class Engine:
                 begin=partial(_begin_backward, ref(self), slot.unit),
             )
             self._saved.__enter__()
+        if slot.forward:
+            self._around.enter_context(around(plan.activations.form))
         if self._times is not None:
             self._times.enter(index)
 
@@ -695,6 +700,7 @@ class Engine:
         self._moves.end(number)
 
     def _close_saved(self) -> None:
+        self._around.close()
         if self._saved is None:
             return
         saved, self._saved = self._saved, None
