@@ -196,12 +196,15 @@ def test_measured_peaks_of_four_ranks_match_predicted(profile: Profile, tmp_path
 def test_measured_bytes_of_a_tied_model_never_exceed_predicted(
     micro_batches: int, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    """Its gradient grows from the head's backward to the embedding's, beside what is added up."""
+    """Its gradient grows from the head's backward to the embedding's, beside what is added up.
+
+    The bound counts more than stands at once: some 100 KB of 21 MB here.
+    """
     profile = read_profile(profile_file(tmp_path_factory, "tiny-gpt2"))
     assert len(profile.units[0].used_by) == 2
     cases = [without_freedom(decided(described_by(profile), Keep(), place)) for place in PLACES]
     assert_within_the_promise(
-        profile, cases, tmp_path, micro_batches=micro_batches, every_slot=False
+        profile, cases, tmp_path, micro_batches=micro_batches, every_slot=False, peaks=False
     )
 
 

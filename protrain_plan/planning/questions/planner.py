@@ -75,7 +75,10 @@ BRANCHED_UNITS = 2000
 """Nodes of a search tree times units: about the same seconds for small and large models."""
 
 SIMULATED_UNITS = 8_000
-"""Plans that the local search may simulate times units: a second or two."""
+"""Plans that the local search may simulate times units: about a second."""
+
+LEAST_SIMULATED = 400
+"""Plans that it may simulate of any model: a large one has thousands of neighbours."""
 
 Solver = Literal["milp"] | Baseline
 SOLVERS: tuple[Solver, ...] = ("milp", *BASELINES)
@@ -294,7 +297,7 @@ class _Planning:
             self.evaluator,
             self.best,
             effort=self.effort,
-            max_simulations=SIMULATED_UNITS // self.problem.count,
+            max_simulations=max(LEAST_SIMULATED, SIMULATED_UNITS // self.problem.count),
             enough_s=max(self._enough(), self.effort.enough_s or 0.0),
         )
         self._polish("local search")
