@@ -398,6 +398,7 @@ def test_what_the_code_prints_is_nowhere(repository: Repository) -> None:
     assert "\x1b" not in result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_what_a_model_s_code_leaves_in_the_cache_is_not_believed(
     repository: Repository, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -77,6 +77,7 @@ def test_report_writes_the_page(plan: Path, tmp_path: Path) -> None:
     assert page == page_text(read_step(plan), recording=recorded(small_step()))
 
 
+@pytest.mark.slow
 def test_report_with_the_front(plan: Path, tmp_path: Path) -> None:
     arguments = ("report", plan, "--pareto", "--points", 3)
     assert went_well(protrain(*arguments, folder=tmp_path)) == "wrote report.html\n"

@@ -128,6 +128,7 @@ def _faster(link: Link, factor: float) -> Link:
     )
 
 
+@pytest.mark.slow
 def test_more_host_memory_is_never_slower() -> None:
     profile = model(gpu(disk_gb=1000), blocks=4)
     problem = Problem.of(profile, within(profile, 700 * MB))

@@ -79,6 +79,7 @@ def test_bytes_are_those_of_real_tensors(name: str) -> None:
     assert profile.model_fingerprint == model_fingerprint(model)
 
 
+@pytest.mark.slow
 def test_a_factorys_model_can_be_estimated_in_another_dtype() -> None:
     source = load_source("tests.support.functional_model:factory")
     profile = estimated(source, machine(), dtype="bfloat16")
@@ -105,6 +106,7 @@ def test_the_record_says_that_it_is_estimated_and_is_read_again() -> None:
     assert "estimated for h100-sxm: seconds were never compared with measured ones" in lines
 
 
+@pytest.mark.slow
 def test_recomputing_takes_longer_and_keeps_less() -> None:
     for unit in tiny_llama().units:
         if unit.kind == "block":

@@ -121,6 +121,7 @@ def kept_bytes(profile: Profile, form: Form) -> int:
     return profile.units[2].cost(form).kept_bytes  # the first block is given no gradients
 
 
+@pytest.mark.slow
 def test_a_block_of_8b_with_adapters_keeps_no_outputs_of_theirs_in_lite(tmp_path: Path) -> None:
     """By Llama-3.1's widths; the 8B itself has 32 such blocks."""
     config = load_source("llama-3.1-8b").model_config

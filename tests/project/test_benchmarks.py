@@ -321,6 +321,7 @@ WORK = Work(
 )
 
 
+@pytest.mark.slow
 def test_a_cell_beyond_its_limits_ends_alone(tmp_path: Path) -> None:
     limited = train_cell("peers", replace(WORK, cap_bytes=8 * 2**20), "plain")
     after = train_cell("peers", replace(WORK, batch_size=2), "plain", needs=[limited.key])

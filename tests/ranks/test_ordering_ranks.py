@@ -32,6 +32,7 @@ def test_scenarios_hold(tmp_path: Path) -> None:
         assert not any(any(by_rank) for by_rank in found.values()), found
 
 
+@pytest.mark.slow
 def test_they_do_not_hold_without_the_lines(tmp_path: Path) -> None:
     assert_none_holds(FIRST, tmp_path)
 

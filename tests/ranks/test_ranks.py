@@ -103,6 +103,7 @@ def test_two_ranks_match_ddp_bitwise_with_other_optimizers(
     assert_as_ddp(2, loop, [several(loop, in_turn(loop.name, *PLACES), 2)], tmp_path)
 
 
+@pytest.mark.slow
 @ranks_on_every_device_at_night
 @pytest.mark.parametrize("micro_batches", [2, slow(1)])
 def test_two_ranks_clip_one_norm(micro_batches: int, tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def test_two_ranks_add_micro_batches_up_as_ddp_does_bitwise(tmp_path: Path) -> N
     assert_as_ddp(2, loop, [plan, replace(plan, updates="after backward")], tmp_path)
 
 
+@pytest.mark.slow
 def test_two_ranks_clip_one_norm(tmp_path: Path) -> None:
     loop = Loop(NAME, clips=True, double=True)
     plans = [several(loop, in_turn(NAME, *PLACES), 2)]
@@ -102,6 +103,7 @@ def waits_for_lanes(found: Counter[str]) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_steps_wait_for_the_device_no_more_often_than_ddps(tmp_path: Path) -> None:
     for plain, *planned in run_ranks(waits, 2, tmp_path):
         for each in planned:

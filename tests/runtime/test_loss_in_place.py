@@ -616,6 +616,7 @@ def test_a_tight_budget_takes_it_and_stays_within_the_peak_bitwise(
     assert found.parameters_sha256 == expected.parameters_sha256
 
 
+@pytest.mark.slow
 def test_a_profile_that_is_grown_or_shrunk_promises_no_less_than_one_of_that_size() -> None:
     """Between these sizes a tile grows from 16 rows to 32: more than in proportion."""
     found = {
