@@ -13,11 +13,19 @@ from typing import Any, NamedTuple
 import yaml
 
 from protrain_plan.records.forms import FORMS
-from protrain_plan.records.plan import Keep, Offload, Persistent, Plan, Recompute, Swap, SwapInput
+from protrain_plan.records.plan import (
+    STEPPED,
+    Keep,
+    Offload,
+    Persistent,
+    Plan,
+    Recompute,
+    Swap,
+    SwapInput,
+)
 from protrain_plan.records.tree import listed
 
 Config = dict[str, Any]
-STEPPED = Persistent(update_in_backward=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from protrain_plan.program.program import (
     shares,
     written_share,
 )
-from protrain_plan.records.plan import Persistent, Plan, Swap, SwapInput, UnitPlan
+from protrain_plan.records.plan import STEPPED, Persistent, Plan, Swap, SwapInput, UnitPlan
 from protrain_plan.records.profile import Profile
 
 
@@ -98,15 +98,14 @@ class _Compiler:
                 key="piece_bytes",
                 fix="larger pieces, such as of 8MiB",
             )
-        stepped = Persistent(update_in_backward=True)
-        if not settings.may_step_in_backward and any(unit.states == stepped for unit in units):
-            index = [unit.states for unit in units].index(stepped)
-            raise ProtrainError(
-                f"{units[index].name} cannot be updated in backward: a persistent chunk can where"
-                " updates are in backward, with one micro-batch, on one device",
-                key=f"units[{index}].states",
-                fix="let it be persistent",
-            )
+        for index, unit in enumerate(() if settings.may_step_in_backward else units):
+            if unit.states == STEPPED:
+                raise ProtrainError(
+                    f"{unit.name} cannot be updated in backward: a persistent chunk can where"
+                    " updates are in backward, with one micro-batch, on one device",
+                    key=f"units[{index}].states",
+                    fix="let it be persistent",
+                )
         self.units, self.chunks, self.states, self.swaps = units, chunks, states, swaps
         self.settings, self.updating = settings, updating
         self.in_backward = updating and settings.updates == "in backward"

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar, get_args
 from protrain_plan.records.forms import FORMS, ActivationForm
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
+    STEPPED,
     Activations,
     Offload,
     Persistent,
@@ -99,7 +100,7 @@ def _placements() -> Iterator[Wording[Placement]]:
     keeping = "keeping them on the device"
     yield Wording(Persistent(), "persistent", "P", keep, keeping)
     yield Wording(
-        Persistent(update_in_backward=True),
+        STEPPED,
         "persistent and update in backward",
         "U",
         f"{keep} and update{{s}} them in backward",

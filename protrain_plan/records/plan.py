@@ -65,6 +65,10 @@ class Persistent:
     update_in_backward: bool = False
 
 
+STEPPED = Persistent(update_in_backward=True)
+"""The placement whose chunk compute steps on in backward."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
     """O: states live on `tier`; parameters are fetched for forward and again for backward.

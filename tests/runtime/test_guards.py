@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.records.plan import Keep, Offload, Persistent, Recompute, Swap
+from protrain_plan.records.plan import STEPPED, Keep, Offload, Persistent, Recompute, Swap
 from protrain_runtime import prepare, restore
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from tests.support.messages import Speaker
@@ -30,9 +30,7 @@ BETWEEN = (
 Planned = tuple[nn.Module, PlannedOptimizer]
 
 
-@pytest.fixture(
-    params=[Offload(tier="disk"), Persistent(update_in_backward=True)], ids=["disk", "device"]
-)
+@pytest.fixture(params=[Offload(tier="disk"), STEPPED], ids=["disk", "device"])
 def planned(request: pytest.FixtureRequest, tmp_path: Path) -> Planned:
     """A model that backward updates, whose states are all on disk or on the device, after one."""
     model = build(NAME)

@@ -19,7 +19,7 @@ from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import solve_problem
 from protrain_plan.program.compiling import program_of
-from protrain_plan.records.plan import Budgets, Keep, Persistent, Plan
+from protrain_plan.records.plan import STEPPED, Budgets, Keep, Persistent, Plan
 from protrain_plan.simulation.memory import peak_bytes
 from protrain_plan.simulation.timeline import simulated_seconds
 from protrain_runtime import prepare, restore
@@ -40,7 +40,6 @@ from tests.support.runtime_cases import (
 )
 
 NAME = "llama-tied"
-STEPPED = Persistent(update_in_backward=True)
 
 
 def prepared(model: nn.Module, optimizer: Factory = ADAMW, **changes: Any) -> Any:

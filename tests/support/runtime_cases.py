@@ -34,6 +34,7 @@ from protrain_plan.profiling.memory.passes import saved_bytes
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
+    STEPPED,
     Activations,
     Budgets,
     Keep,
@@ -306,7 +307,7 @@ def activation_decisions(tier: TierName) -> tuple[Activations, ...]:
 def placements(tier: TierName, *, stepped: bool = True) -> tuple[Placement, ...]:
     """`stepped`: with what one micro-batch alone may do, whose updates are in backward."""
     found = (Persistent(), Offload(tier=tier), Offload(tier=tier, keep_gathered=True))
-    return (*found, Persistent(update_in_backward=True)) if stepped else found
+    return (*found, STEPPED) if stepped else found
 
 
 def decisions(tier: TierName) -> list[tuple[Activations, Placement]]:
@@ -320,7 +321,7 @@ def decision_name(value: object) -> str:
         return "-".join(decision_name(part) for part in value)
     if isinstance(value, Recompute | SwapInput):
         return f"{type(value).__name__}_{value.form}"
-    if value == Persistent(update_in_backward=True):
+    if value == STEPPED:
         return "Stepped"
     return type(value).__name__
 

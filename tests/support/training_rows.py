@@ -11,6 +11,7 @@ from torch import nn
 from protrain_plan.models.building import adapted, computing_in, parameter_dtype, seeded
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
+    STEPPED,
     Activations,
     Keep,
     Offload,
@@ -177,7 +178,7 @@ def plan_of_row(
             case "persistent":
                 return Persistent()
             case "stepped":
-                return Persistent(update_in_backward=True)
+                return STEPPED
             case "offload":
                 return Offload(tier=tier)
             case "buffer":
@@ -210,7 +211,7 @@ def plan_of_row(
 def _placements(tier: StateTier, *, stepped: bool) -> list[Placement]:
     placements: list[Placement] = [Persistent()]
     placements += [Offload(tier=tier), Offload(tier=tier, keep_gathered=True)]
-    return [*placements, Persistent(update_in_backward=True)] if stepped else placements
+    return [*placements, STEPPED] if stepped else placements
 
 
 def _form(row: Row) -> Form:

@@ -30,7 +30,7 @@ from protrain_plan.program.implications import ActivationOption, StateOption
 from protrain_plan.program.program import slot_words
 from protrain_plan.records.decisions import WORDINGS
 from protrain_plan.records.folding import fold, runs
-from protrain_plan.records.plan import Keep, Persistent, Plan, StateTier
+from protrain_plan.records.plan import STEPPED, Keep, Persistent, Plan, StateTier
 from protrain_plan.records.profile import Profile
 from protrain_plan.records.tree import listed
 from protrain_plan.simulation.memory import evaluation_bytes
@@ -327,9 +327,6 @@ class _Compared(NamedTuple):
         return float("inf") if extra is None else extra
 
 
-STEPPED = WORDINGS[Persistent(update_in_backward=True)].phrase
-
-
 class _Explainer:
     """Compares a plan's choice with those that differ from it in one decision.
 
@@ -358,7 +355,8 @@ class _Explainer:
         told, again = WORDINGS[chosen.decision], WORDINGS[placed.decision]
         if placed.decision == Persistent():
             # The same with an update of its own, which is for want of room alone.
-            states = [one for one in states if one.alternative.decision != STEPPED]
+            stepped = WORDINGS[STEPPED].phrase
+            states = [one for one in states if one.alternative.decision != stepped]
         if chosen.decision == Keep() and placed.decision == Persistent():
             does = "keep their" if many else "keeps its"
             why = self._plain([*activations, *states], many=many)

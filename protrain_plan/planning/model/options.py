@@ -39,6 +39,7 @@ from protrain_plan.records.folding import fold, runs, unfold
 from protrain_plan.records.forms import FORMS
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
+    STEPPED,
     Activations,
     Keep,
     Offload,
@@ -101,7 +102,7 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
         states: list[Placement] = [Persistent()]
         trained = unit.used_by and unit.reached and unit.num_parameters and not unit.stays
         if trained and settings.may_step_in_backward:
-            states.append(Persistent(update_in_backward=True))
+            states.append(STEPPED)
         for home in homes(implied) if unit.used_by and not unit.stays else ():
             offload, buffer = Offload(tier=home), Offload(tier=home, keep_gathered=True)
             if gradient_home(offload, settings) == "host" and "host" not in tiers:
@@ -264,7 +265,7 @@ def _cannot(
     elif isinstance(decision, Offload) and unit.unit.stays:
         why = unit.unit.stays
         problem = f"{name} cannot take {phrase!r}: its states stay on the device ({why})"
-    elif decision == Persistent(update_in_backward=True) and not takers:
+    elif decision == STEPPED and not takers:
         problem = (
             f"{name} cannot take {phrase!r}: under --clip, with several micro-batches and on"
             " several devices gradients are needed after backward"

@@ -19,7 +19,7 @@ from math import inf
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator, step_seconds
 from protrain_plan.records.hardware import Collectives, Hardware
-from protrain_plan.records.plan import Persistent, Schedule, Swap, SwapInput, UnitPlan
+from protrain_plan.records.plan import STEPPED, Persistent, Schedule, Swap, SwapInput, UnitPlan
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.memory import device_bytes
 
@@ -161,7 +161,7 @@ def at_the_step(
     """
     for unit, options in enumerate(problem.options):
         activation, state = best.choice[unit]
-        if options.states[state].decision != Persistent(update_in_backward=True):
+        if options.states[state].decision != STEPPED:
             continue
         plain = options.numbers[1].get(Persistent())
         if plain is None:  # it is pinned

@@ -26,7 +26,7 @@ from protrain_plan.records.decisions import activations_text
 from protrain_plan.records.folding import MAX_RUN, fold, runs
 from protrain_plan.records.forms import FORMS
 from protrain_plan.records.hardware import is_accelerator
-from protrain_plan.records.plan import Keep, Persistent, Plan, UnitPlan
+from protrain_plan.records.plan import STEPPED, Keep, Persistent, Plan, UnitPlan
 from protrain_plan.records.profile import Workload
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.model.optimizer import PlannedOptimizer
@@ -191,16 +191,21 @@ def check_offloaded(
         updated |= dtypes
     for dtype in updated:
         check_elementwise(factory, dtype)
+    grouped = _grouped(optimizer)
     for chunk, unit in offloaded:
-        _refuse_ungrouped(chunk, optimizer, f"offloads the states of {unit.name!r}")
+        _refuse_ungrouped(chunk, grouped, f"offloads the states of {unit.name!r}")
 
 
-def _refuse_ungrouped(chunk: Chunk, optimizer: PlannedOptimizer, does: str) -> None:
+def _grouped(optimizer: PlannedOptimizer) -> set[nn.Parameter]:
+    """The parameters that are in a group."""
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _refuse_ungrouped(chunk: Chunk, grouped: set[nn.Parameter], does: str) -> None:
     """ProtrainError where a parameter's gradient would be used up, and the parameter not updated.
 
     `does` says what the plan does with the chunk.
     """
-    grouped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for part in chunk.slices:
         if part.trainable and part.parameter not in grouped:
             raise ProtrainError(
@@ -216,12 +221,12 @@ def check_stepped(
     plan: Plan, chunks: Sequence[Chunk], factory: OptimizerFactory, optimizer: PlannedOptimizer
 ) -> None:
     """ProtrainError where a persistent chunk cannot be updated by itself, in backward."""
-    shared = overlapping(chunks) | of_one_storage(chunks)
+    shared, grouped = overlapping(chunks) | of_one_storage(chunks), _grouped(optimizer)
     updated: set[torch.dtype] = set()
     for index, (chunk, unit) in enumerate(zip(chunks, plan.units, strict=True)):
-        if unit.states != Persistent(update_in_backward=True):
+        if unit.states != STEPPED:
             continue
-        _refuse_ungrouped(chunk, optimizer, f"updates {unit.name!r} in backward")
+        _refuse_ungrouped(chunk, grouped, f"updates {unit.name!r} in backward")
         if chunk.unit in shared:
             raise ProtrainError(
                 f"{unit.name} has parameters that share memory, and its update in backward would"
