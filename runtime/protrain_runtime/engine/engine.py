@@ -716,10 +716,10 @@ class Engine:
         boundaries = self.boundaries()
         if not in_backward() or boundaries is None:
             return  # somebody looks at a graph
-        if boundaries.running:
-            self.differentiate(unit)
         slot = len(self._program.slots) - 1 - unit
-        if 0 <= self._state.slot < slot:
+        if boundaries.running:
+            self.differentiate(unit)  # and no backward slot begins in a forward
+        elif 0 <= self._state.slot < slot:
             self.enter(slot, ())
 
     def bring(self, chunk: Chunk, name: str) -> None:
