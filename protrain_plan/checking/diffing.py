@@ -253,7 +253,8 @@ def _schedule(unit: UnitPlan) -> str:
     drains = "/".join(
         "end" if drain is None else f"{drain:g}" for drain in (plan.swap_drain, plan.update_drain)
     )
-    return f"leads {leads}/{plan.swap_lead:g}, drains {drains}"
+    late = ", updated late" if plan.update_late else ""
+    return f"leads {leads}/{plan.swap_lead:g}, drains {drains}{late}"
 
 
 def _amounts(old: Plan, new: Plan) -> Iterator[Amount]:
@@ -262,9 +263,10 @@ def _amounts(old: Plan, new: Plan) -> Iterator[Amount]:
         ("host peak", lambda found: found.peak_bytes.host, True),
         ("disk peak", lambda found: found.peak_bytes.disk, True),
         ("step", lambda found: found.step_seconds, False),
+        ("first step", lambda found: found.first_step_seconds, False),
         ("bound on the step", lambda found: found.lower_bound_seconds, False),
     )
     for name, number, in_bytes in numbers:
         before, after = number(old.prediction), number(new.prediction)
-        if before or after or name not in ("host peak", "disk peak"):
+        if before or after or name not in ("host peak", "disk peak", "first step"):
             yield Amount(name=name, before=before, after=after, in_bytes=in_bytes)

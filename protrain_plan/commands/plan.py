@@ -80,6 +80,10 @@ def plan(
     accumulate: AccumulateOption = 1,
     updates: UpdatesOption = None,
     clip: ClipOption = False,
+    overlap: Annotated[
+        bool,
+        typer.Option(help="Let updates run on into the next step's forward where that is faster."),
+    ] = True,
     allow: Annotated[
         list[str] | None,
         typer.Option(
@@ -148,6 +152,7 @@ def plan(
         updates=updates_of(updates, clip=clip),
         micro_batches=accumulate,
         allow=tuple(allow or ()),
+        overlap_steps=overlap,
         pins=(*(read_pins(pins) if pins else ()), *(parse_pin(text) for text in pin or ())),
     )
     objective = Objective(

@@ -106,6 +106,19 @@ class _Compiler:
                     key=f"units[{index}].states",
                     fix="let it be persistent",
                 )
+        late = [unit.schedule.update_late for unit in units]
+        if settings.overlap_steps and not settings.may_overlap:
+            raise ProtrainError(
+                "steps cannot overlap: that is for one micro-batch, on one device",
+                key="overlap_steps",
+                fix="let it be false",
+            )
+        if any(late) and not settings.overlap_steps:
+            raise ProtrainError(
+                f"{units[late.index(True)].name} cannot be updated late: steps do not overlap",
+                key=f"units[{late.index(True)}].update_late",
+                fix="let it be false, or let overlap_steps be true",
+            )
         self.units, self.chunks, self.states, self.swaps = units, chunks, states, swaps
         self.settings, self.updating = settings, updating
         self.in_backward = updating and settings.updates == "in backward"
@@ -120,6 +133,7 @@ class _Compiler:
         self.fetches: list[list[Move]] = [[] for _ in self.slots]  # that each slot submits
         self.written: list[int] = []  # the "write states" moves so far, for the staging pool
         self.added: list[int] = []  # the "add gradients" moves so far, for the arriving buffers
+        self.updates: dict[int, int] = {}  # by unit the last move of its update
 
     def compile(self) -> Program:
         for unit in range(len(self.units)):
@@ -148,10 +162,10 @@ class _Compiler:
                 for slots, share in _drain_shares(latest if drain is None else min(drain, latest)):
                     size = _share_bytes(self.swaps[unit], share)
                     self._leave(Move("swap out", unit, index, lane, size, share=share), slots)
-        if self.updating and not self.in_backward:
-            for unit in reversed(range(len(self.units))):
-                if self.states[unit].num_updates:
-                    self._add_updates(self.end - 1 - unit, unit, self.last, ())
+        if self.updating:
+            self._add_late_updates()
+        if self.settings.overlap_steps:
+            self._add_drains_before()
         return Program(
             moves=tuple(self.moves),
             slots=tuple(self.slots),
@@ -159,6 +173,7 @@ class _Compiler:
             settings=self.settings,
             updating=self.updating,
             reduced=tuple(self.reduced),
+            updates=self.updates if self.settings.overlap_steps else {},
         )
 
     # Fetches
@@ -230,7 +245,7 @@ class _Compiler:
             self.reduced.append(self._leave(move, None))
         drain = self.units[unit].schedule.update_drain
         arrived, longest = self._add_gradients(index, unit, drain)
-        if not (self.in_backward and placement.num_updates):
+        if not self.in_backward or not placement.num_updates or self._is_late(unit):
             return
         ends = self._add_updates(index, unit, slot.finish, arrived)
         if placement.home == "in place":
@@ -245,6 +260,37 @@ class _Compiler:
                     self._drain(next(covering), index, slots)
         elif placement.home == "device":  # the shard of the gradients leaves with the last piece
             self._drain(ends[-1], index, longest)
+
+    def _is_late(self, unit: int) -> bool:
+        return self.units[unit].schedule.update_late
+
+    def _add_late_updates(self) -> None:
+        """Updates that begin when backward has ended; the one that is needed first begins first.
+
+        Where steps do not overlap, the order is that in which gradients came.
+        """
+        order = range(len(self.units))
+        for unit in order if self.settings.overlap_steps else reversed(order):
+            if not self.states[unit].num_updates:
+                continue
+            slot = self.end - 1 - unit
+            if not self.in_backward:
+                self._add_updates(slot, unit, self.last, ())
+            elif self._is_late(unit):
+                spilled = (n for n in self.slots[slot].finish if self.moves[n].unit == unit)
+                self._add_updates(slot, unit, self.slots[-1].finish, tuple(spilled))
+
+    def _add_drains_before(self) -> None:
+        """What an update in place holds has left when the next step makes room for the same."""
+        gone = {number for slot in self.slots for number in slot.drained}
+        for slot in self.slots[: len(self.units)]:
+            for fetch in (self.moves[number] for number in slot.submit):
+                last = self.updates.get(fetch.unit)
+                if fetch.kind != "fetch" or self.states[fetch.unit].home != "in place":
+                    continue
+                if last is not None and last not in gone:
+                    slot.drained_before.append(last)
+                    gone.add(last)
 
     def _add_gradients(
         self, index: int, unit: int, drain: float | None
@@ -326,6 +372,7 @@ class _Compiler:
                 written = states + parameters
                 ends[-1] = add("write states", Lane("write", tier), written, (ends[-1],))
                 self.written.append(ends[-1])
+        self.updates[unit] = ends[-1]
         return ends
 
 

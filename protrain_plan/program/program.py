@@ -5,7 +5,8 @@ u of U computes in slot u (forward) and in slot 2U - 1 - u (backward).
 
 What happens around a slot, in this order, in both readers:
 
-1. the `drained` moves have ended: their bytes have left the device;
+1. the `drained` moves have ended, and of the step before those in `drained_before`: their bytes
+   have left the device;
 2. the `submit` moves (fetches) enter their lanes;
 3. the `ready` moves have ended: what the slot reads is on the device;
 4. the slot computes;
@@ -16,6 +17,10 @@ After the last slot the moves in `reduced` have ended, and the device updates th
 and its shares of those that are sharded over the devices. Where offloaded chunks are updated
 after backward, all moves end first (clipping needs the norm of all gradients), and the `last` moves
 enter their lanes when that update begins.
+
+A step ends when every move has ended. Where steps overlap, updates of offloaded chunks run on into
+the next one (`running_on`). Its forward fetches what is updated, and by `updates` each fetch knows
+what it waits for. So no update runs any more when backward begins.
 
 A lane runs its moves one at a time in the order in which they were submitted; a move starts when
 the moves in `after` have ended. Every move waits only for moves submitted before it, so no order
@@ -31,7 +36,7 @@ persistent chunk for every rank, those of others for the rank that has them.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import floor
@@ -120,6 +125,7 @@ class Settings:
     num_devices    ranks of the data-parallel group
     num_replicas   groups of ranks that each have a whole copy of the sharded states
     num_nodes      that the ranks are on, as many on each
+    overlap_steps  updates of offloaded chunks may run on into the next step's forward
     """
 
     device: DeviceKind
@@ -129,6 +135,7 @@ class Settings:
     num_devices: int = 1
     num_replicas: int = 1
     num_nodes: int = 1
+    overlap_steps: bool = False
 
     @staticmethod
     def of(plan: Plan, device: DeviceKind) -> "Settings":
@@ -141,7 +148,13 @@ class Settings:
             num_devices=plan.num_devices,
             num_replicas=plan.num_replicas,
             num_nodes=plan.num_nodes,
+            overlap_steps=plan.overlap_steps,
         )
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether steps may overlap: a step is one forward and backward, on one device."""
+        return self.micro_batches == self.num_devices == 1
 
     @property
     def may_step_in_backward(self) -> bool:
@@ -267,6 +280,7 @@ class Slot:
     unit: int
     forward: bool
     drained: list[int] = field(default_factory=list[int])
+    drained_before: list[int] = field(default_factory=list[int])  # moves of the step before
     submit: list[int] = field(default_factory=list[int])
     ready: list[int] = field(default_factory=list[int])
     stepped: list[int] = field(default_factory=list[int])  # units: compute updates their chunks
@@ -279,7 +293,8 @@ class Program:
     """The moves of one forward and backward, and the slots that they stand around.
 
     `updating` where an update follows: not in the micro-batches before the last, which end when
-    every move has ended.
+    every move has ended. Where steps overlap, `updates` has by unit the last move of its update,
+    for which the next step's fetches of it wait; else it is empty.
     """
 
     moves: tuple[Move, ...]
@@ -288,6 +303,20 @@ class Program:
     settings: Settings
     updating: bool
     reduced: tuple[int, ...] = ()  # that have ended before backward does: sums of gradients
+    updates: Mapping[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def running_on(self) -> frozenset[int]:
+        """The moves that may run when the next step has begun."""
+        if not self.updates:
+            return frozenset()
+        chain = ("read states", "update", "write states")
+        return frozenset(n for n, move in enumerate(self.moves) if move.kind in chain)
+
+    def awaited(self, move: Move) -> int | None:
+        """The move of the step before that a move waits for."""
+        fetches = move.kind == "fetch" and move.slot < self.num_units
+        return self.updates.get(move.unit) if fetches else None
 
     @property
     def num_units(self) -> int:

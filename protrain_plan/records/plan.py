@@ -99,6 +99,9 @@ class Schedule:
     before compute waits until they have left the device; `None` is until the step's end. A lead or
     drain of n + f, with 0 < f < 1, is n + 1 for the fraction f of the bytes and n for the others:
     pieces are not cut, so f is rounded down to whole ones.
+
+    Where steps overlap, a chunk that is updated late begins its update when backward has ended, in
+    the order of the next forward; what it holds until then stays on the device.
     """
 
     forward_lead: float = 0  # parameters for forward
@@ -106,6 +109,7 @@ class Schedule:
     swap_lead: float = 0  # swapped activations for backward
     swap_drain: float | None = None  # swapped activations after forward
     update_drain: float | None = None  # gradients, and states on their way down, after backward
+    update_late: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +161,9 @@ class Prediction:
 
     A measured step is expected within `error_low` and `error_high` times `step_seconds`, as far as
     the profile knows (see `Profile.error_band`); zeros where it does not.
+
+    Where steps overlap, `step_seconds` are those from one step's start to the next one's, and
+    `first_step_seconds` those of a step by itself, until its last update has ended.
     """
 
     step_seconds: float
@@ -164,6 +171,7 @@ class Prediction:
     peak_bytes: TierBytes
     error_low: float = 0.0
     error_high: float = 0.0
+    first_step_seconds: float = 0.0  # where steps overlap
 
     @property
     def expected_seconds(self) -> tuple[float, float] | None:
@@ -191,6 +199,9 @@ class Plan:
     too) and peaks are those of one rank. Ranks that follow one another form a group of
     `num_devices / num_replicas` that shares the states of each chunk that is not persistent; the
     groups are replicas of each other.
+
+    With `overlap_steps` a step does not wait for its last updates: the next forward does, unit by
+    unit, when it fetches what is updated.
     """
 
     workload: Workload
@@ -208,6 +219,7 @@ class Plan:
     num_devices: int = 1
     num_replicas: int = 1  # of the sharded states; divides num_devices
     num_nodes: int = 1  # that the devices are in, as many in each
+    overlap_steps: bool = False
     tensors: tuple[str, ...] = ()
 
     @property

@@ -138,6 +138,7 @@ LIMITS: dict[tuple[type, str], Limits] = {
     (Repetitions, "planned"): _FACTORS,
     (Prediction, "step_seconds"): STEPS,
     (Prediction, "lower_bound_seconds"): STEPS,
+    (Prediction, "first_step_seconds"): Limits(low=1e-12, high=MAX_SECONDS, or_zero=True),
     (Plan, "piece_bytes"): Limits(low=1, high=MAX_BYTES),
     (Plan, "micro_batches"): Limits(low=1, high=10**6),
 }

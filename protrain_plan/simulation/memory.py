@@ -78,11 +78,21 @@ def holdings(program: BoundProgram) -> Iterator[Holding]:
             if slot_index < move.slot and not read:
                 yield Holding("fetched ahead", move.unit, slot_index, move.slot - 1, move.bytes)
     gone_at = dict.fromkeys(program.reduced, end) | _gone_at(program)
+    # By unit: the slot of the next step before which what its update held has left. What entered
+    # the lane before the moves that are waited for has ended with them.
+    gone_after: dict[int, int] = {}
+    for index, slot in enumerate(program.slots):
+        for number in slot.drained_before:
+            for unit, last in program.updates.items():
+                if last <= number:
+                    gone_after.setdefault(unit, index)
     for number, move in enumerate(program.moves):  # what has not left after its slot
         size = _held_until_moved(move, program.states[move.unit])
         gone = gone_at.get(number, end + 1)
         if size and gone > move.slot + 1:
             yield Holding("leaving", move.unit, move.slot + 1, gone - 1, size)
+        if size and gone > end and (until := gone_after.get(move.unit, 0)):
+            yield Holding("leaving", move.unit, 0, until - 1, size)
     staging = staging_bytes(program.states, program.profile)
     if staging and not is_accelerator(settings.device):
         yield Holding("staging", 0, 0, end, staging)

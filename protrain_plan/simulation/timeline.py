@@ -5,11 +5,14 @@ Lanes in one direction of a link share its speed; its two directions keep `duple
 both run; compute and a link's direction, the update lane or a collective keep their `Contention`
 fractions while both run, a link and a collective their `link_share` (factors multiply). Between
 events all rates are constant, so the result is exact for this model.
+
+Where steps overlap, two of them run: the second one, which has updates of the first beside its
+forward, is the step that repeats.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from protrain_plan.program.group import collective_seconds
@@ -56,7 +59,7 @@ class Timeline:
     """A simulated step. `stall_s` is the time in which compute waited, the sum of `stalls`.
 
     `compute` has the start and the end of each slot's compute and, last, of the device's update:
-    a span only where it takes time.
+    a span only where it takes time. Where steps overlap, spans may end after the step.
     """
 
     spans: tuple[Span, ...]
@@ -106,15 +109,19 @@ def device_update_seconds(program: BoundProgram) -> float:
 def simulate(program: BoundProgram) -> Timeline:
     """Run the programme once."""
     run = _Simulation(program)
-    run.run()
-    return Timeline(run.spans(), run.now, run.stall, run.stalls(), tuple(run.computed))
+    seconds, stall = run.run()
+    run.end_moves()
+    return Timeline(run.spans(), seconds, stall, run.stalls(), run.computed())
 
 
 def simulated_seconds(program: BoundProgram) -> tuple[float, float]:
     """`step_seconds` and `stall_s` of the same run, without its spans."""
-    run = _Simulation(program)
-    run.run()
-    return run.now, run.stall
+    return _Simulation(program).run()
+
+
+def first_step_seconds(program: BoundProgram) -> float:
+    """Seconds of a step by itself, from its first slot to the end of its last move."""
+    return simulated_seconds(replace(program, updates={}))[0]
 
 
 _NEVER = float("inf")
@@ -147,9 +154,13 @@ class _Simulation:
 
     def __init__(self, program: BoundProgram) -> None:
         self.program, self.profile = program, program.profile
-        self.now = self.stall = 0.0
+        self.now = self.stall = self.began = 0.0
         moves = program.moves
         self.work = [move_seconds(move, program.profile, program.settings) for move in moves]
+        self.after = [move.after for move in moves]
+        self.first = 0  # the number of the running step's first move
+        # What a step does not wait for at its end, counted from its first move.
+        self.runs_on = program.running_on
         update_s = device_update_seconds(program) if program.updating else 0.0
         # The computing thread submits moves and ends them, counted where a move is submitted: its
         # end is seen at a later boundary.
@@ -170,15 +181,51 @@ class _Simulation:
         self.bits = 0
         self.started = [0.0] * len(moves)
         self.ended: list[float | None] = [None] * len(moves)
-        self.computed: list[tuple[float, float]] = []
+        self.spent: list[tuple[float, float]] = []  # each slot's compute
         self.waited: list[tuple[int, Reason, Sequence[int], float]] = []  # for moves, seconds
         # By the running lanes, beside compute and while it waits.
         self.computing_rates: dict[int, _Rates] = {}
         self.waiting_rates: dict[int, _Rates] = {}
 
-    def run(self) -> None:
-        """From the first slot to the end of the last move."""
+    def run(self) -> tuple[float, float]:
+        """The seconds of a step, and of its stalls."""
+        self._step()
+        if self.runs_on:
+            self._follow()
+            self._step()
+        return self.now - self.began, self.stall
+
+    def end_moves(self) -> None:
+        """Let end what runs on when the step has ended."""
+        now, stall, waited = self.now, self.stall, len(self.waited)
+        self._wait(range(len(self.program.moves)), len(self.program.slots) + 1, "end")
+        self.now, self.stall = now, stall
+        del self.waited[waited:]
+
+    def computed(self) -> tuple[tuple[float, float], ...]:
+        """The start and the end of each slot's compute, from the step's start on."""
+        return tuple((start - self.began, end - self.began) for start, end in self.spent)
+
+    def _follow(self) -> None:
+        """Begin the next step, in which updates of this one run on."""
+        moves, count = self.program.moves, len(self.work)
+        for move in moves:
+            awaited = self.program.awaited(move)
+            after = tuple(count + other for other in move.after)
+            self.after.append(after if awaited is None else (*after, awaited))
+        self.work += self.work
+        self.lane_of += self.lane_of
+        self.started += [0.0] * count
+        self.ended += [None] * count
+        self.first, self.began, self.stall = count, self.now, 0.0
+        self.spent.clear()
+        self.waited.clear()
+
+    def _step(self) -> None:
+        """From the first slot to the end of the last move, but for what runs on."""
         for index, slot in enumerate(self.program.slots):
+            if slot.drained_before and self.first:
+                self._wait(slot.drained_before, index, "drain", before=True)
             if slot.drained:
                 self._wait(slot.drained, index, "drain")
             if slot.submit:
@@ -190,26 +237,29 @@ class _Simulation:
                 self._submit(slot.finish)
         if self.program.reduced:
             self._wait(self.program.reduced, len(self.program.slots), "drain")
+        moves = range(len(self.program.moves))
         if self.program.last:
             # Clipping: no update before the norm of all gradients is known.
             last = set(self.program.last)
-            before = [number for number in range(len(self.work)) if number not in last]
+            before = [number for number in moves if number not in last]
             self._wait(before, len(self.program.slots), "drain")
             self._submit(self.program.last)
         self._compute(self.compute_work[-1])
-        self._wait(range(len(self.program.moves)), len(self.program.slots) + 1, "end")
+        ends = [number for number in moves if number not in self.runs_on]
+        self._wait(ends if self.runs_on else moves, len(self.program.slots) + 1, "end")
 
     def spans(self) -> tuple[Span, ...]:
         """What ran when: compute first, then the moves in the order of submission."""
         spans = [
             Span(self.program.slot_name(index), "compute", start, end)
-            for index, (start, end) in enumerate(self.computed)
+            for index, (start, end) in enumerate(self.computed())
             if end > start
         ]
-        for number, end in enumerate(self.ended):
+        for number in range(len(self.program.moves)):
+            start, end = self.started[self.first + number], self.ended[self.first + number]
             assert end is not None
-            lane = str(self.lanes[self.lane_of[number]])
-            spans.append(Span(self.program.move_name(number), lane, self.started[number], end))
+            lane, name = str(self.lanes[self.lane_of[number]]), self.program.move_name(number)
+            spans.append(Span(name, lane, start - self.began, end - self.began))
         return tuple(sorted(spans, key=lambda span: (span.end_s, span.start_s)))
 
     def stalls(self) -> tuple[Stall, ...]:
@@ -217,34 +267,39 @@ class _Simulation:
         found: list[Stall] = []
         for slot, reason, awaited, seconds in self.waited:
             last = max(awaited, key=lambda number: self.ended[number] or 0.0)
-            name, lane = self.program.move_name(last), str(self.lanes[self.lane_of[last]])
+            lane = str(self.lanes[self.lane_of[last]])
+            name = self.program.move_name(last % len(self.program.moves))
             found.append(Stall(slot, seconds, name, lane, reason))
         return tuple(found)
 
     def _submit(self, moves: Sequence[int]) -> None:
-        lane_of, queues, running = self.lane_of, self.queues, self.running
-        for number in moves:
+        lane_of, queues, running, first = self.lane_of, self.queues, self.running, self.first
+        for move in moves:
+            number = first + move
             lane = lane_of[number]
             queue = queues[lane]
             queue.append(number)
             if running[lane] < 0 and len(queue) == 1:
                 self._start_next(lane)
 
-    def _wait(self, moves: Sequence[int], slot: int, reason: Reason) -> None:
-        """Let the lanes run until all of `moves` have ended."""
-        before, ended = self.now, self.ended
+    def _wait(
+        self, moves: Sequence[int], slot: int, reason: Reason, *, before: bool = False
+    ) -> None:
+        """Let the lanes run until all of `moves` have ended, of this step or of the one before."""
+        since, ended, first = self.now, self.ended, 0 if before else self.first
         for number in moves:
-            while ended[number] is None:
+            while ended[first + number] is None:
                 self._advance(None)
-        if self.now > before:
-            self.stall += self.now - before
-            self.waited.append((slot, reason, moves, self.now - before))
+        if self.now > since:
+            self.stall += self.now - since
+            awaited = [first + number for number in moves] if first else moves
+            self.waited.append((slot, reason, awaited, self.now - since))
 
     def _compute(self, seconds: float) -> None:
         start, left = self.now, seconds
         while left > 0:
             left = self._advance(left)
-        self.computed.append((start, self.now))
+        self.spent.append((start, self.now))
 
     def _advance(self, compute_left: float | None) -> float:
         """To the next event; returns the compute work that is left then."""
@@ -317,7 +372,7 @@ class _Simulation:
     def _start_next(self, lane: int) -> None:
         """Start the lane's next move, or note which move it waits for."""
         number = self.queues[lane][0]
-        for other in self.program.moves[number].after:
+        for other in self.after[number]:
             if self.ended[other] is None:
                 self.held.setdefault(other, []).append(lane)
                 return

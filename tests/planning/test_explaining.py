@@ -122,6 +122,7 @@ def problem_of(profile: Profile, plan: Plan) -> Problem:
         piece_bytes=plan.piece_bytes,
         updates=plan.updates,
         micro_batches=plan.micro_batches,
+        overlap_steps=plan.overlap_steps,
     )
 
 

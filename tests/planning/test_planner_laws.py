@@ -86,6 +86,7 @@ def test_every_plan_is_a_valid_programme_within_its_budgets(seed: int) -> None:
     made = answer.plan
     assert (made.updates, made.micro_batches) == (updates, micro_batches)
     prediction, seconds = made.prediction, 0.0
+    problem = problem.overlapping(made.overlap_steps)
     for updating, times in ((True, 1), (False, micro_batches - 1)):
         program = problem.program(made.units, updating=updating)
         assert waits_in_a_circle(program) == []

@@ -14,13 +14,13 @@ from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search.evaluation import DEPTHS, WINDOWS, Evaluator, ScheduleRule
 from protrain_plan.planning.search.improving import Effort
+from protrain_plan.program.compiling import program_of
 from protrain_plan.records.hardware import Contention, Hardware
 from protrain_plan.records.plan import Budgets, Keep, Persistent, Schedule
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.memory import device_bytes
 from protrain_plan.simulation.timeline import simulate
 from tests.support.planning_cases import MB, cpu, decoder, gpu
-from tests.support.programs import compile_units
 from tests.support.thinning import thinned
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +114,7 @@ def test_plan_keeps_its_promises(hardware: Hardware, device: int, below: int) ->
     answer = plan(profile, budgets)
     assert isinstance(answer, Solved)
     made = answer.plan
-    program = compile_units(made.units, profile, piece_bytes=made.piece_bytes)
+    program = program_of(made, profile)
     peak = made.prediction.peak_bytes
     slots = device_bytes(program)
     assert peak.device == max(slot.total for slot in slots)

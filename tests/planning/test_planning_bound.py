@@ -50,11 +50,16 @@ def random_problem(
         updates=updates,
         micro_batches=micro_batches,
         group=group,
+        overlap_steps=rng.random() < 0.7,
     )
 
 
 def random_rule(rng: random.Random) -> ScheduleRule:
-    return ScheduleRule(rng.choice([0, 1, 2, 3, 9, ALL]), rng.choice([0, 0.3, 1, 1.6, 2, 5, ALL]))
+    return ScheduleRule(
+        rng.choice([0, 1, 2, 3, 9, ALL]),
+        rng.choice([0, 0.3, 1, 1.6, 2, 5, ALL]),
+        rng.choice([0, 0.3, 1, rng.random()]),
+    )
 
 
 @settings(max_examples=400, deadline=None)

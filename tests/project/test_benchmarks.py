@@ -58,7 +58,7 @@ def test_one_case_of_the_planners_grid(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     found = json.loads(out.read_text())
     assert len(found["cases"]) == 1
-    assert 0 <= found["cases"][0]["gap"] <= 0.01
+    assert 0 <= found["cases"][0]["gap"] <= 0.02
     assert "| llama-2-7b | rtx4090 |" in out.with_suffix(".md").read_text()
 
 

@@ -159,14 +159,14 @@ def trains(
     *,
     micro_batches: int = 1,
     lane_delay: Callable[[], float] | None = None,
+    **changes: Any,
 ) -> None:
     """Three steps under a plan give the bits of plain PyTorch."""
     expected = plainly(micro_batches)
     units = decided(described(NAME), activations, states, schedule)
     with TemporaryDirectory() as folder, lateness():
-        model, optimizer = planned(
-            units, folder, micro_batches=micro_batches, lane_delay=lane_delay, piece_bytes=5_000
-        )
+        changes |= {"micro_batches": micro_batches, "piece_bytes": 5_000}
+        model, optimizer = planned(units, folder, lane_delay=lane_delay, **changes)
         try:
             assert_bitwise(steps(model, optimizer, micro_batches), expected)
         finally:
@@ -211,6 +211,17 @@ def micro_batches_with_late_threads() -> None:
         replace(AHEAD, update_drain=None),
         micro_batches=2,
         lane_delay=late_threads(0.04),
+    )
+
+
+def overlapping_with_late_threads() -> None:
+    trains(
+        late,
+        "host",
+        Recompute(),
+        Offload(tier="host"),
+        lane_delay=late_threads(0.04),
+        overlap_steps=True,
     )
 
 
@@ -657,6 +668,22 @@ MUTATIONS = (
         instead='for other in move.after if move.kind != "spill gradients"',
         keeps="gradients arrive where those of another chunk are still being added",
         scenario=micro_batches_with_late_threads,
+    ),
+    Mutation(
+        owner=Engine,
+        name="_submit",
+        line="after.append(self._carried[awaited])",
+        instead="pass",
+        keeps="the next step fetches parameters that are being updated",
+        scenario=overlapping_with_late_threads,
+    ),
+    Mutation(
+        owner=Engine,
+        name="_end_carried",
+        line="self._carried[number].synchronize()",
+        instead="pass",
+        keeps="what is read between steps is being updated",
+        scenario=overlapping_with_late_threads,
     ),
     Mutation(
         owner=Moves,

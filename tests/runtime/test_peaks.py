@@ -21,6 +21,7 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.profiling.measured import measure_model
+from protrain_plan.program.compiling import program_of
 from protrain_plan.records import read_profile, write_profile
 from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import (
@@ -64,6 +65,7 @@ from tests.support.runtime_cases import (
     profiled_here,
 )
 from tests.support.thinning import thinned
+from tests.support.training_rows import overlapped
 
 SOURCES = {
     "llama": "tiny-llama",
@@ -116,7 +118,9 @@ def peaks(
     *,
     updates: Updates = "in backward",
     micro_batches: int = 1,
+    overlap_seed: int | None = None,
 ) -> Peaks:
+    """The bytes of a step; with an `overlap_seed`, of steps that overlap."""
     plan = replace(
         plan_of(
             units,
@@ -127,9 +131,8 @@ def peaks(
         updates=updates,
         micro_batches=micro_batches,
     )
-    program = compile_units(
-        units, profile, piece_bytes=PIECE_BYTES, updates=updates, micro_batches=micro_batches
-    )
+    plan = plan if overlap_seed is None else overlapped(plan, overlap_seed)
+    program = program_of(plan, profile)
     run = trained(plan, spill)
     assert run.measured_peak_bytes is not None
     assert max(run.slot_bytes) == run.measured_peak_bytes.device
@@ -202,6 +205,20 @@ def test_measured_bytes_never_exceed_predicted_where_lanes_may_lag(
     """Drains at random: the promise is for the slowest lanes, and these are faster."""
     units = mixed(described_by(profile), random.Random(seed), "disk")
     assert_within_the_promise(peaks(profile, units, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("profile", "seed"),
+    thinned(list(SOURCES.values()), range(200, 206), every=6),
+    indirect=["profile"],
+)
+def test_measured_bytes_of_overlapping_steps_never_exceed_predicted(
+    profile: Profile, seed: int, tmp_path: Path
+) -> None:
+    updates: Updates = "in backward" if seed % 3 else "after backward"
+    alone = updates == "in backward"
+    units = mixed(described_by(profile), random.Random(seed), "disk", stepped=alone)
+    assert_within_the_promise(peaks(profile, units, tmp_path, updates=updates, overlap_seed=seed))
 
 
 def test_a_plan_that_keeps_everything_matches_its_predicted_peak(
@@ -359,15 +376,18 @@ def assert_reached_in_every_slot(measure: Callable[[], Peaks]) -> None:
     assert_equal_to_the_promise(found)
 
 
-def slow_peaks(profile: Profile, units: tuple[UnitPlan, ...], spill: Path) -> Peaks:
-    """The bytes of a step in which the lanes off the device lag."""
+def slow_peaks(
+    profile: Profile, units: tuple[UnitPlan, ...], spill: Path, *, overlap: bool = False
+) -> Peaks:
+    """The bytes of a step in which the lanes off the device lag, and in the step before it."""
     plan = plan_of(
         units,
         fingerprint=profile.model_fingerprint,
         workload=profile.workload,
         piece_bytes=SMALL_PIECE_BYTES,
     )
-    program = compile_units(units, profile, piece_bytes=SMALL_PIECE_BYTES)
+    plan = replace(plan, overlap_steps=overlap)
+    program = program_of(plan, profile)
     others, workload = bytes_of_others(), profile.workload
     source = load_source(workload.model, model_config=workload.model_config)
     model = source.build(dtype="float32", device="cpu", seed=0)
@@ -388,15 +408,29 @@ def slow_peaks(profile: Profile, units: tuple[UnitPlan, ...], spill: Path) -> Pe
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(NUM_STEPS - 1):
+    for number in range(NUM_STEPS - 1):
+        measured = number == NUM_STEPS - 2
         step(next(batches), lambda _: None)
-    tokens, measured = next(batches), True
+    tokens = next(batches)
     memory = measure_step(model, lambda observe: step(tokens, observe))
     return Peaks(
         predicted=[slot.total for slot in device_bytes(program)],
         measured=[size - others for size in memory.slot_bytes],
         predicted_disk=program.tier_bytes("disk"),
         measured_disk=below_device(model)[1],
+    )
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in backward", "late"])
+def test_measured_bytes_of_updates_that_run_on_match_predicted(
+    late: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """What is updated in place stands until the next step fetches it again."""
+    profile = read_profile(profile_file(tmp_path_factory, "tiny-llama"))
+    schedule = Schedule(forward_lead=1, update_late=late)
+    units = decided(described_by(profile), Recompute(), Offload(tier="disk"), schedule)
+    assert_reached_in_every_slot(
+        lambda: slow_peaks(profile, units, tmp_path_factory.mktemp("spill"), overlap=True)
     )
 
 
@@ -482,8 +516,7 @@ def test_solved_plans_stay_within_their_promise_and_budget(
     )
     assert isinstance(answer, Solved)
     plan = answer.plan
-    program = compile_units(plan.units, profile, piece_bytes=plan.piece_bytes)
-    predicted = [slot.total for slot in device_bytes(program)]
+    predicted = [slot.total for slot in device_bytes(program_of(plan, profile))]
     promised = plan.prediction.peak_bytes
     assert max(predicted) == promised.device <= tensors
 

@@ -240,7 +240,7 @@ class Rig:
         total = self.chunk.num_trainable
         cuts = [self.chunk.cut(total * n // num_pieces) for n in range(num_pieces)] + [total]
         for start, stop in itertools.pairwise(cuts):
-            piece = Piece(self.chunk, start, stop)
+            piece = Piece(self.chunk, start, stop, self.chunk.offloaded_gradients)
             piece.view_store()
             covered = {
                 part.name: at_hand[part.name][low:high]

@@ -4,6 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from protrain_plan.program.compiling import bind
+from protrain_plan.program.implications import Implications
+from protrain_plan.program.program import Settings
 from protrain_plan.records.hardware import Contention, Hardware, Link, Tier
 from protrain_plan.records.plan import (
     Keep,
@@ -17,7 +20,12 @@ from protrain_plan.records.plan import (
 )
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.memory import device_bytes
-from protrain_plan.simulation.timeline import Timeline, simulate
+from protrain_plan.simulation.timeline import (
+    Timeline,
+    first_step_seconds,
+    simulate,
+    simulated_seconds,
+)
 from tests.support.planning_cases import MB, cpu, decoder, gpu, unit
 from tests.support.programs import compile_units
 
@@ -184,3 +192,40 @@ def test_what_the_runtime_itself_costs_is_time_of_compute_and_of_the_update_lane
     assert found["backward 0"] == [7, 12]
     assert found["spill gradients 0 @3"] == [12, 13]
     assert found["update 0 @3 [0:500000000]"] == [13, 13.75]
+
+
+@pytest.mark.parametrize(("lead", "period"), [(1, 9.2), (0, 10.2)])
+def test_an_update_runs_on_beside_the_next_forward(lead: int, period: float) -> None:
+    """Three forwards and backwards take 9 s, and the device's update of two chunks 0.2 s.
+
+    The update in host memory takes 0.5 s. The next step has 2 s of compute before the fetch of what
+    is updated ends, if that starts a slot early; else compute waits for the fetch, 1 s.
+    """
+    hardware = machine()
+    profile = two_units(hardware)
+    units = tuple(
+        replace(profile.units[0], name=f"layers.{number}", used_by=(number,)) for number in range(3)
+    )
+    profile = replace(profile, units=units)
+    plans = tuple(
+        UnitPlan(
+            name=one.name,
+            activations=Keep(),
+            states=Offload(tier="host", keep_gathered=True) if number == 2 else Persistent(),
+            schedule=Schedule(forward_lead=lead),
+        )
+        for number, one in enumerate(units)
+    )
+    settings = Settings(device="cuda", piece_bytes=32 << 20, updates="after backward")
+    apart, overlapping = (
+        bind(plans, Implications(profile, replace(settings, overlap_steps=overlap)))
+        for overlap in (False, True)
+    )
+    wait = 1.0 - lead
+    assert simulate(apart).step_seconds == pytest.approx(9.5 + wait)
+    assert first_step_seconds(overlapping) == pytest.approx(9.5 + wait)
+    found = simulate(overlapping)
+    assert found.step_seconds == pytest.approx(period)
+    assert simulated_seconds(overlapping)[0] == pytest.approx(period)
+    (update,) = (span for span in found.spans if span.name.startswith("update 2"))
+    assert (update.start_s, update.end_s) == pytest.approx((period - 0.2, period + 0.3))

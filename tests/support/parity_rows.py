@@ -34,6 +34,7 @@ from tests.support.training_rows import (
     PRECISIONS,
     SCHEDULES,
     optimizer_of,
+    overlapped,
     plainly,
     plan_of_row,
     uncompiled,
@@ -54,6 +55,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "micro-batches": ("1", "2", "3"),
     "clipping": ("none", "norm", "loss scale"),
     "updates": ("in backward", "after backward"),
+    "steps": ("apart", "overlapping"),
     "precision": tuple(PRECISIONS),
     "optimizer": tuple(OPTIMIZERS),
     "compiled": ("no", "aot_eager"),
@@ -62,6 +64,10 @@ FACTORS: dict[str, tuple[str, ...]] = {
 }
 IMPOSSIBLE = (
     *ALWAYS_IMPOSSIBLE,
+    Impossible(
+        reason="a forward in which updates run on is followed by a backward that updates",
+        values={"steps": ("overlapping",), "micro-batches": ("2", "3")},
+    ),
     Impossible(
         reason="torch.optim rounds NAdam's product of momenta to bfloat16 when it loads a state",
         values={
@@ -92,7 +98,8 @@ def plan(row: Row, model: nn.Module, *, seed: int = 0) -> Plan:
     if row["tier"] != "both":
         tiers = ("disk",) if row["tier"] == "disk" else ("host",)
     alone = row["updates"] == "in backward" and row["micro-batches"] == "1"
-    return plan_of_row(row, model, seed=seed, states_on=tiers, swaps_to=tiers, stepped=alone)
+    found = plan_of_row(row, model, seed=seed, states_on=tiers, swaps_to=tiers, stepped=alone)
+    return overlapped(found, seed) if row["steps"] == "overlapping" else found
 
 
 # --- training -------------------------------------------------------------------------------------

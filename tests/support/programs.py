@@ -17,6 +17,7 @@ def compile_units(
     updates: Updates = "in backward",
     micro_batches: int = 1,
     updating: bool = True,
+    overlap_steps: bool = False,
 ) -> BoundProgram:
     """The programme of `units` for the model and machine of `profile`."""
     settings = Settings(
@@ -24,5 +25,6 @@ def compile_units(
         piece_bytes=piece_bytes,
         updates=updates,
         micro_batches=micro_batches,
+        overlap_steps=overlap_steps,
     )
     return bind(units, Implications(profile, settings), updating=updating)

@@ -292,7 +292,9 @@ def _shares(model: Fluid) -> dict[str, float]:
                 lane = lanes.get(variable.name)
             elif kind.startswith("compute_") and variable.name in decisions:
                 lane = "compute"
-            elif kind.startswith("updates_from_") and variable.name in decisions:
+            elif (
+                kind.startswith(("updates_from_", "updates_until_")) and variable.name in decisions
+            ):
                 lane = "update"
             elif kind.startswith("tail_"):
                 lane = gradients.get(variable.name)

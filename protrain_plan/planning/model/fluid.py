@@ -20,6 +20,9 @@ and of several devices
     xs, xc, X       gradients scattered to the ranks that have them, and waiting to be
     ys, yc, Y       gradients summed for all ranks, and waiting to be
 
+Where steps overlap, the first slot follows the last one: what waits of updates after slot 2U waits
+before slot 0, and has an end by the forward slot that fetches what is updated.
+
 The model relaxes the programme: moves are divisible and without latency, a lane serves them in any
 order, a swap may return before it left, states waiting in place leave bit by bit. So its optimum
 bounds the seconds of every plan within the budgets (a test holds this).
@@ -38,6 +41,9 @@ from protrain_plan.planning.model.decision_model import EQ, GE, LE, DecisionMode
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.program.implications import StateOption
 from protrain_plan.records.hardware import Contention, TierName
+
+_UPDATES = ("read", "up", "write")
+"""The flows that may run on into the next step."""
 
 BOUND_TOLERANCE = 1e-6
 """What the bound gives away for the solver's feasibility tolerance (1e-7) and rounded pieces."""
@@ -103,6 +109,7 @@ class ForwardBackward:
         self.stall, self.compute = self.per_slot("s"), self.per_slot("d")
         self.flows: dict[str, Flow] = {}
         self.several = self.problem.settings.num_devices > 1
+        self.overlap = updating and self.problem.settings.overlap_steps
         self.network = self.problem.lane_seconds.network
         joined = self.problem.profile.hardware.interconnect
         self.link_share = joined.link_share if joined else 1.0
@@ -208,9 +215,10 @@ class ForwardBackward:
     def _add_balances(self) -> None:
         """What waits after each slot, of what is fetched ahead, then of what is left to be done."""
         for name, flow in sorted(self.flows.items(), key=lambda item: not item[1].ahead):
+            goes_round = self.overlap and name in _UPDATES
             for t in range(self.end + 1):
                 slot = self.slot_name(t)
-                before: Terms = [(flow.waiting[t - 1], 1.0)] if t else []
+                before: Terms = [(flow.waiting[t - 1], 1.0)] if t or goes_round else []
                 after = (flow.waiting[t], -1.0)
                 if flow.ahead:
                     needed = [(binary, -size) for binary, size in flow.amounts[t]]
@@ -226,12 +234,23 @@ class ForwardBackward:
                     # waiting_t = waiting_{t-1} - done_t + produced_t
                     produced = flow.amounts[t]
                     self.row(f"{name}_waiting_{slot}", [*before, *done, *produced, after], EQ)
-            if not flow.ahead:  # the step ends when every move has ended
+            if goes_round:
+                self._add_deadlines(name, flow)
+            elif not flow.ahead:  # the step ends when every move has ended
                 self.row(f"{name}_all", [(flow.waiting[self.end], 1.0)], EQ)
         # The device's update waits for the sums of gradients.
         if self.several and self.updating:
             sums = (self.flows["scatter"], self.flows["sum"])
             self.row("summed_before_update", [(f.compute[self.end], 1.0) for f in sums], EQ)
+
+    def _add_deadlines(self, name: str, flow: Flow) -> None:
+        """When a forward slot computes, what waits is of units after it alone."""
+        of_unit = {y: unit for unit, _, y in self.model.each_state()}
+        amounts = [pair for terms in flow.amounts.values() for pair in terms]
+        for unit in range(self.problem.count):
+            later = [(y, -size) for y, size in amounts if of_unit[y] > unit]
+            left: Terms = [(flow.waiting[unit - 1], 1.0), (flow.stall[unit], -1.0)]
+            self.row(f"{name}_by_{self.slot_name(unit)}", [*left, *later], LE)
 
     def _add_lanes(self) -> None:
         """During a stall a lane does no more than its time; a link's directions share it.
@@ -369,7 +388,8 @@ class ForwardBackward:
             terms = [(after[t], 1.0), (after[following], -1.0)]
             terms += [(y, -size) for y, size in updates.amounts[t]]
             self.row(f"updates_from_{name}", terms, EQ)
-        for _, state, y in self.model.each_state():
+        until = self._add_updates_until() if self.overlap else []
+        for unit, state, y in self.model.each_state():
             if not state.update_s:
                 continue
             # The update of a slot, and all updates behind it in the lane, wait for its gradients.
@@ -381,8 +401,12 @@ class ForwardBackward:
                 # Its pieces leave one after the other, while the next are summed.
                 summed_s = self.network.scattered * state.scattered.bytes
                 waits = max(waits, summed_s / self.second_unit)
-            name = f"tail_{y.name}"
-            self.row(name, [(left[t], 1.0), (after[t], -1.0), (y, -waits)], GE)
+            name, behind = f"tail_{y.name}", [(after[t], -1.0)]
+            if self.overlap:
+                # Until the next forward of the unit: its own updates and those of units before it.
+                ahead = [*self.stall[: unit + 1], *self.compute[:unit]]
+                behind = [*((seconds, 1.0) for seconds in ahead), (until[unit], -1.0)]
+            self.row(name, [(left[t], 1.0), *behind, (y, -waits)], GE)
         if not (writes := self.flows.get("write")):
             return
         written = {t: dict(terms) for t, terms in writes.amounts.items()}
@@ -403,6 +427,17 @@ class ForwardBackward:
                 terms = [(earlier.waiting[t], 1.0), (writes.waiting[t], -ratio)]
                 self.row(f"{name}_before_written_{self.slot_name(t)}", terms, LE)
 
+    def _add_updates_until(self) -> list[pulp.LpVariable]:
+        """Per unit the seconds of its updates, and of those of the units before it."""
+        until = [self.variable(f"updates_until_{n}") for n in range(self.problem.count)]
+        own: list[Terms] = [[] for _ in until]
+        for unit, state, y in self.model.each_state():
+            own[unit].append((y, -state.update_s / self.second_unit))
+        for unit, total in enumerate(until):
+            before = [(until[unit - 1], -1.0)] if unit else []
+            self.row(f"updates_until_{unit}", [(total, 1.0), *before, *own[unit]], EQ)
+        return until
+
     def _add_limits(self, static: list[pulp.LpVariable]) -> None:
         """In every slot: what the decisions need, what is ahead and what waits fit the budget.
 
@@ -420,9 +455,11 @@ class ForwardBackward:
             if "write" in self.flows:
                 flows.append((self.flows["write"], self.held_per_written))
             for flow, held in flows:
-                if t and held:
+                goes_round = self.overlap and flow is self.flows.get("write")
+                if (t or goes_round) and held:
                     terms.append((flow.waiting[t - 1], held))
-                if 0 < t < self.end and held:  # nothing waits before the device's update
+                # Nothing waits before the device's update.
+                if (t or goes_round) and t < self.end and held:
                     terms.append((flow.stall[t], -held))
             self.memory_rows.append(self.row(f"memory_{self.slot_name(t)}", terms, LE, 1.0))
 

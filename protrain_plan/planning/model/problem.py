@@ -172,11 +172,12 @@ class LaneSeconds:
     """Seconds of a step that decisions take of each lane at least, over all its micro-batches.
 
     Lanes of states work on the update, which starts after the first backward slot: their seconds
-    count from the step's beginning.
+    count from the step's beginning, or where steps overlap from there on, to the next one's.
     """
 
     def __init__(self, hardware: Hardware, settings: Settings) -> None:
         self.times = float(settings.micro_batches)
+        self.overlap = settings.overlap_steps
         # Of several devices, only the last micro-batch reduces its gradients.
         self.spills = self.times if settings.num_devices == 1 else 1.0
         self.network = Network.of(hardware, settings)
@@ -201,6 +202,7 @@ class LaneSeconds:
         """What a decision takes of each lane; `last` where its backward is the first."""
         both = option.forward_s + option.backward_s
         first = (self.times - 1) * both + option.forward_s + option.backward_s * last
+        first *= not self.overlap
         seconds = {"compute": self.times * both, "update": first}
         if "disk" in self.read:
             seconds |= {"read": first, "write": first}
@@ -255,12 +257,14 @@ class Problem:
         pins: Sequence[Pin] = (),
         group: DeviceGroup = ALONE,
         allow: Sequence[Form] = (),
+        overlap_steps: bool = True,
     ) -> "Problem":
         """What the budgets leave, and no more than the machine has below the device.
 
         Budgets are one device's. Forms of activations that are not exact are options only if
-        `allow` names them. ProtrainError where the profile's machine does not say what joins
-        several devices, or sparse gradients would have to be summed.
+        `allow` names them. Steps overlap only where they may (see `Settings`).
+        ProtrainError where the profile's machine does not say what joins several devices, or sparse
+        gradients would have to be summed.
         """
         sparse = [unit.name for unit in profile.units if unit.stays == SPARSE]
         if sparse and (micro_batches > 1 or group.num_devices > 1):
@@ -275,16 +279,17 @@ class Problem:
             )
         made_from, profile = profile, _with_leave(profile_of_rank(profile, group), allow)
         limits: dict[TierName, int] = {"host": budgets.host, "disk": budgets.disk}
+        settings = Settings(
+            device=profile.hardware.device.kind,
+            piece_bytes=piece_bytes or default_piece_bytes(profile),
+            updates=updates,
+            micro_batches=micro_batches,
+            **asdict(group),
+        )
         return Problem(
             profile=profile,
             made_from=made_from,
-            settings=Settings(
-                device=profile.hardware.device.kind,
-                piece_bytes=piece_bytes or default_piece_bytes(profile),
-                updates=updates,
-                micro_batches=micro_batches,
-                **asdict(group),
-            ),
+            settings=replace(settings, overlap_steps=overlap_steps and settings.may_overlap),
             pins=tuple(pins),
             device=budgets.device - profile.hardware.device.besides_bytes,
             tiers={
@@ -304,7 +309,14 @@ class Problem:
             micro_batches=plan.micro_batches,
             group=DeviceGroup.of(plan),
             allow=plan.inexact_forms,
+            overlap_steps=plan.overlap_steps,
         )
+
+    def overlapping(self, overlap_steps: bool) -> "Problem":
+        """The same with steps that overlap, or do not."""
+        if overlap_steps == self.settings.overlap_steps:
+            return self
+        return replace(self, settings=replace(self.settings, overlap_steps=overlap_steps))
 
     @cached_property
     def implied(self) -> Implications:

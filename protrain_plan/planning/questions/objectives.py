@@ -50,6 +50,7 @@ class Question:
     group: DeviceGroup = ALONE
     replicas: tuple[int, ...] = ()  # to choose from, fewest first; none: the group's
     allow: tuple[Form, ...] = ()  # forms of activations that are not exact
+    overlap_steps: bool = True  # where that is faster
 
     def problem(self) -> Problem:
         """The planning problem; ProtrainError where a pin cannot be met, or devices not joined."""
@@ -74,6 +75,7 @@ class Question:
             pins=self.pins,
             group=group,
             allow=self.allow,
+            overlap_steps=self.overlap_steps,
         )
 
 

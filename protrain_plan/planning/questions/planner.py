@@ -48,6 +48,7 @@ from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
 from protrain_plan.planning.search.improving import (
     TOLERANCE,
     Effort,
+    apart,
     at_the_step,
     improved,
     in_runs,
@@ -59,6 +60,7 @@ from protrain_plan.records.plan import Budgets, Plan, Prediction
 from protrain_plan.records.profile import Profile
 from protrain_plan.records.writer import fingerprint
 from protrain_plan.simulation.memory import peak_bytes
+from protrain_plan.simulation.timeline import first_step_seconds
 
 MARGINS = (0.0, 0.01, 0.02, 0.04, 0.07, 0.12)
 """Fractions of the budget that the relaxation leaves free for whole moves (docs/decisions.md)."""
@@ -71,8 +73,9 @@ LARGE = 4000
 """Variables of a fluid model from which on a search tree takes more than some seconds, up to a
 minute (66 units on a machine with two tiers), for a bound that is at most 0.7 % better."""
 
-BRANCHED_UNITS = 2000
-"""Nodes of a search tree times units: about the same seconds for small and large models."""
+BRANCHED_UNITS = {False: 2000, True: 600}
+"""Nodes of a search tree times units, by whether steps overlap: about the same seconds for small
+and large models. A node of steps that overlap takes about three times as long."""
 
 SIMULATED_UNITS = 8_000
 """Plans that the local search may simulate times units: about a second."""
@@ -123,6 +126,8 @@ def solve_problem(
     """
     effort = effort or Effort()
     started = time.monotonic()
+    if solver != "milp":
+        problem = problem.overlapping(False)
     lean = min_memory(problem)
     if lean is None or lean.bytes > problem.device:
         return infeasible(problem, budgets, lean)
@@ -189,6 +194,8 @@ class _Planning:
         slowest = max(slowest, self.best.seconds)
         best = in_runs(self.problem, self.evaluator, self.best, slowest_s=slowest)
         best = at_the_step(self.problem, self.evaluator, best, slowest_s=slowest)
+        if found := apart(self.problem, best, slowest_s=slowest):
+            self.problem, best = self.problem.overlapping(False), found
         return simplified(self.problem, best, slowest_s=slowest)
 
     def solve_baseline(self, name: Baseline) -> Evaluation | None:
@@ -203,7 +210,8 @@ class _Planning:
     def solved(self, best: Evaluation, budgets: Budgets, solver: Solver, seconds: float) -> Solved:
         """The answer: `best` as a plan, with what it promises."""
         profile, settings = self.problem.profile, self.problem.settings
-        peaks = peak_bytes(self.problem.program(best.plans))
+        program = self.problem.program(best.plans)
+        peaks = peak_bytes(program)
         assert peaks.device <= self.problem.device, "the schedule and the peak function disagree"
         error_low, error_high = profile.error_band
         prediction = Prediction(
@@ -212,6 +220,7 @@ class _Planning:
             peak_bytes=peaks,
             error_low=error_low,
             error_high=error_high,
+            first_step_seconds=first_step_seconds(program) if settings.overlap_steps else 0.0,
         )
         made = Plan(
             workload=profile.workload,
@@ -229,6 +238,7 @@ class _Planning:
             num_devices=settings.num_devices,
             num_replicas=settings.num_replicas,
             num_nodes=settings.num_nodes,
+            overlap_steps=settings.overlap_steps,
             tensors=profile.tensors,
         )
         return Solved(
@@ -332,10 +342,11 @@ class _Planning:
         else:
             self.fluid.minimise_seconds()
         self.fluid.set_margin(margin)
+        branched = BRANCHED_UNITS[self.problem.settings.overlap_steps]
         answer = solve(
             self.fluid.pulp,
             integer=True,
-            max_nodes=max(10, BRANCHED_UNITS // self.problem.count),
+            max_nodes=max(10, branched // self.problem.count),
             time_limit_s=min(self.effort.left_s(), 1e6),
             gap=self.effort.gap_target / 4,
         )
@@ -440,7 +451,8 @@ def solve_any(
 def problem_of(solved: Solved, problems: Sequence[Problem]) -> Problem:
     """The problem that a plan was made for."""
     number = solved.plan.num_replicas
-    return next(one for one in problems if one.settings.num_replicas == number)
+    problem = next(one for one in problems if one.settings.num_replicas == number)
+    return problem.overlapping(solved.plan.overlap_steps)
 
 
 def within(problems: Sequence[Problem], device: int) -> tuple[Problem, ...]:

@@ -16,7 +16,7 @@ from math import ceil, floor
 from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.program.implications import Fetch, Gathered
+from protrain_plan.program.implications import Fetch, Gathered, StateOption
 from protrain_plan.records.plan import Persistent, Schedule, UnitPlan
 from protrain_plan.simulation.timeline import simulated_seconds
 
@@ -26,11 +26,13 @@ _Coming = Fetch | Gathered
 class ScheduleRule(NamedTuple):
     """How far ahead to fetch, and how long to let bytes leave at first; in slots.
 
-    A window of n + f is n slots, and one more for the fraction f of the bytes.
+    A window of n + f is n slots, and one more for the fraction f of the bytes. Where steps overlap,
+    the fraction `late` of the chunks is updated late.
     """
 
     depth: int
     window: float
+    late: float = 0.0
 
 
 ALL = 1 << 20
@@ -38,6 +40,7 @@ ALL = 1 << 20
 
 DEPTHS = (0, 1, 2, 3, 4, 6, 9, 14, ALL)
 WINDOWS = (0, 0.25, 0.5, 1, 2, 4, ALL)
+LATES = (0.0, 0.15, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 QUICK_GRID = (ScheduleRule(3, 1), ScheduleRule(ALL, 1))
 """The rules that decisions are compared with during local search."""
@@ -91,7 +94,8 @@ class _Drain:
 
     `latest` is the limit of `gone`. For what leaves after backward, it is 2U + 1: no slot waits for
     it, and the device's update, "slot" 2U, has it still. It is never gone at 2U, since no wait
-    stands there. The fraction `rest` of the bytes stays one slot longer.
+    stands there. The fraction `rest` of the bytes stays one slot longer. Where steps overlap, what
+    no slot waits for may stand in the next step, too, before slot `until`.
     """
 
     slot: int
@@ -101,6 +105,7 @@ class _Drain:
     latest: int
     size: int  # of all that is held
     kept: int  # of it that the device's update has still
+    until: int = 0
     rest: float = 0.0
     rest_held: int = 0
 
@@ -116,9 +121,10 @@ class _Drain:
             self.rest, self.rest_held = 0.0, 0
         while self.gone < stop and free[self.gone] >= held:
             if self.gone == end - 1:
-                if free[end] >= self.kept:
+                if free[end] >= self.kept and min(free[: self.until], default=held) >= held:
                     free[end] -= self.kept
                     free[end - 1] -= held
+                    free[: self.until] = [room - held for room in free[: self.until]]
                     self.gone = end + 1
                 return False
             free[self.gone] -= held
@@ -134,6 +140,16 @@ class _Drain:
         self.rest, self.rest_held = _last_fraction(self.pieces, self.held, room)
         free[self.gone] -= self.rest_held
         return drain > whole
+
+    def stay(self, free: list[int]) -> bool:
+        """Stay until no slot waits for it any more, if there is room; whether there was."""
+        before = list(free)
+        self.extend(free, ALL)
+        if self.gone >= self.latest:
+            return True
+        free[:] = before
+        self.gone, self.rest, self.rest_held = self.slot + 1, 0.0, 0
+        return False
 
     def slots(self) -> float | None:
         """The drain as a plan says it."""
@@ -170,7 +186,15 @@ def fill(
             slot, pieces, held = leaving.slot, leaving.pieces, leaving.held_pieces
             last = slot == end - 1  # stays for the device's update: see Problem.static_bytes
             gone = end + 1 if last else slot + 1
-            updates[unit] = _Drain(slot, pieces, held, gone, end + 1, leaving.held, leaving.kept)
+            drain = _Drain(slot, pieces, held, gone, end + 1, leaving.held, leaving.kept)
+            if problem.settings.overlap_steps and state.home == "in place":
+                drain.until = unit
+            updates[unit] = drain
+    late: set[int] = set()
+    for unit in _late_units(problem, states, rule):
+        in_place = states[unit].home == "in place"
+        if not in_place or updates[unit].gone > end or updates[unit].stay(free):
+            late.add(unit)
     drains = [*swaps.values(), *(updates[unit] for unit in sorted(updates, reverse=True))]
     for drain in drains:
         drain.extend(free, rule.window)
@@ -204,13 +228,16 @@ def fill(
             leads.get((unit, "swap"), 0),
             swap.slots() if swap else None,
             update.slots() if update else None,
+            unit in late,
         )
         schedules.append(_schedule(values))
     return tuple(schedules)
 
 
 @lru_cache(maxsize=100_000)
-def _schedule(values: tuple[float, float, float, float | None, float | None]) -> Schedule:
+def _schedule(
+    values: tuple[float, float, float, float | None, float | None, bool],
+) -> Schedule:
     """One object per schedule: a search compares and hashes many."""
     return Schedule(
         forward_lead=values[0],
@@ -218,7 +245,35 @@ def _schedule(values: tuple[float, float, float, float | None, float | None]) ->
         swap_lead=values[2],
         swap_drain=values[3],
         update_drain=values[4],
+        update_late=values[5],
     )
+
+
+def _late_units(
+    problem: Problem, states: Sequence[StateOption], rule: ScheduleRule
+) -> Sequence[int]:
+    """The units that a rule would update late; after backward, all are.
+
+    The others keep the optimizer busy while backward goes on, and should be needed last. Where
+    nothing waits on the device, they are spread: the last unit, whose gradients come first, is one
+    of them. What waits in place waits for the shorter, the earlier its unit is.
+    """
+    if not problem.settings.overlap_steps or problem.settings.updates == "after backward":
+        return ()
+    late: list[int] = []
+    of_homes: dict[bool, list[int]] = {False: [], True: []}
+    for unit, state in enumerate(states):
+        if state.num_updates:
+            of_homes[state.home == "in place"].append(unit)
+    for in_place, units in of_homes.items():
+        count = len(units)
+        num_late = round(rule.late * count)
+        if in_place:
+            late += units[:num_late]
+            continue
+        soon = {count - 1 - n * count // (count - num_late) for n in range(count - num_late)}
+        late += (unit for n, unit in enumerate(units) if n not in soon)
+    return late
 
 
 def plans_of(
@@ -328,10 +383,13 @@ class Evaluator:
         before = None
         while before is None or best.seconds < before:
             before = best.seconds
-            windows = [ScheduleRule(best.rule.depth, window) for window in WINDOWS]
+            windows = [best.rule._replace(window=window) for window in WINDOWS]
             best = self.evaluate(choice, rules=windows) or best
-            depths = [ScheduleRule(depth, best.rule.window) for depth in DEPTHS]
+            depths = [best.rule._replace(depth=depth) for depth in DEPTHS]
             best = self.evaluate(choice, rules=depths) or best
+            if self.problem.settings.overlap_steps:
+                lates = [best.rule._replace(late=late) for late in LATES]
+                best = self.evaluate(choice, rules=lates) or best
         return best
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice, permutations
 from math import inf
+from typing import Any
 
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator, step_seconds
@@ -174,6 +175,18 @@ def at_the_step(
     return best
 
 
+def apart(problem: Problem, best: Evaluation, *, slowest_s: float) -> Evaluation | None:
+    """`best` with steps that do not overlap, where those take up to `slowest_s`.
+
+    A step that has ended when it says so can be looked at, and tells of its own faults.
+    """
+    if not problem.settings.overlap_steps:
+        return None
+    rule = best.rule._replace(late=0.0)
+    found = Evaluator(problem.overlapping(False)).best_schedule(best.choice, rule=rule)
+    return found if found and found.seconds <= slowest_s else None
+
+
 def simplified(problem: Problem, best: Evaluation, *, slowest_s: float) -> Evaluation:
     """`best` with leads and drains made uniform and small, within the budgets and `slowest_s`.
 
@@ -206,6 +219,8 @@ def simplified(problem: Problem, best: Evaluation, *, slowest_s: float) -> Evalu
         for number in fields(Schedule):
             if not (swaps if number.name.startswith("swap") else moves):
                 continue
+            if number.type is bool:
+                continue
             for candidate in _candidates(plans, group, number.name):
                 if candidate == plans or num_slots > MAX_SLOTS:
                     break
@@ -228,9 +243,12 @@ def _candidates(
             changed = list(plans)
             for index in group:
                 schedule = plans[index].schedule
+                if schedule.update_late and field == "update_drain":
+                    continue  # no slot waits for it
                 old: int | None = getattr(schedule, field)
                 new = min(value, old) if cap and old is not None else value
-                changed[index] = replace(plans[index], schedule=replace(schedule, **{field: new}))
+                number: dict[str, Any] = {field: new}
+                changed[index] = replace(plans[index], schedule=replace(schedule, **number))
             yield tuple(changed)
 
 

@@ -163,6 +163,8 @@ class Engine:
         ]
         self._in_backward = program.settings.updates == "in backward"
         updates = self._stepped or any(move.kind == "update" for move in program.moves)
+        self._carried: dict[int, Ticket] = {}  # moves of the last step that run on
+        self._runs_on = program.running_on
         self._state = StepState(
             program.num_units,
             program.settings.micro_batches,
@@ -188,6 +190,8 @@ class Engine:
 
     def begin(self, *, training: bool) -> None:
         self._at_home("the model was called", self.lanes if training else self._offloaded)
+        if self.recorder is not None or not training:
+            self.end_updates()
         if training:
             self.outside("a training step began")
             if (unchanged := self.unchanged()) is not None:
@@ -216,6 +220,8 @@ class Engine:
             due = self._state.num_backwards + 1 == self._state.micro_batches
             self._program = self.program if any_may_be_last or due else self._accumulating
             self._moves.clear(self._program)
+            if self._moves.may_make_staging:
+                self.end_updates()  # the first of all leave states that there is something to read
             self._moves.make_staging()
             self._observe("begin")
             if self._program is self.program and self.recorder is not None:
@@ -226,6 +232,7 @@ class Engine:
     def begin_between(self) -> None:
         """The model is evaluated, perhaps while its last forward waits for its backward."""
         self._at_home("the model was evaluated", self._offloaded)
+        self.end_updates()
         self._evaluation = self._evaluated(self._offloaded)
         self._enter(0, ())
 
@@ -369,6 +376,8 @@ class Engine:
             # noted. What failed was raised where compute waited for it, or does not matter now.
             with suppress(LaneError):
                 end.synchronize()
+        with suppress(LaneError, RuntimeError):  # it is torn then
+            self.end_updates()
         for number in sorted(self._running):
             with suppress(RuntimeError):  # of what was saved, and nobody needs any more
                 self._moves.end(number)
@@ -455,6 +464,7 @@ class Engine:
         if self._modified:
             self.outside(what)
         self._state.settle(what)
+        self.end_updates()
 
     def outside(self, what: str) -> None:
         """RuntimeError, saying `what`, inside `full_parameters(model)`."""
@@ -527,6 +537,23 @@ class Engine:
         for number in self.program.last:
             self._submit(number)
 
+    def end_updates(self) -> None:
+        """Wait for updates of the last step that run on; LaneError where one has failed.
+
+        Called by whoever reads parameters or states, or frees them.
+        """
+        for number in sorted(self._carried):
+            self._end_carried(number)
+
+    def _end_carried(self, number: int) -> None:
+        try:
+            self._carried[number].synchronize()
+        except BaseException:
+            self._state.phase = Phase.TORN
+            raise
+        self._carried.pop(number, None)
+        self._moves.end(number)
+
     def update_shards(self) -> None:
         """Update what this rank has on the device of chunks that are shared."""
         if not self._state.num_backwards:
@@ -536,15 +563,23 @@ class Engine:
                 self._moves.update_shard(chunk)
 
     def finish_step(self) -> None:
-        """Wait until every move has ended. Called by the optimizer's step."""
+        """Wait until every move has ended, but for what may run on. Called by the step.
+
+        A step that is recorded waits for these too.
+        """
         if self._times is not None:
             self._times.leave()
+        self.end_updates()
+        going_on = self._running & self._runs_on if self._times is None else set[int]()
+        self._carried = {number: self._tickets[number] for number in going_on}
+        self._running -= going_on
         self._end_moves()
         if self._times is not None:
             self._times.end()
             self._times = None
+        updating = {self._program.moves[number].unit for number in self._carried}
         for chunk in self.consuming:
-            chunk.clear_gradients()
+            chunk.clear_gradients(in_use=chunk.unit in updating)
         for chunk in self._stepped:
             chunk.put_back()
         self._state.end_step()
@@ -564,6 +599,8 @@ class Engine:
         """End the lanes."""
         if self._state.slot >= 0 or self._tickets:
             self._give_up()
+        with suppress(LaneError, RuntimeError):
+            self.end_updates()
         for chunk in self._stepped:
             chunk.put_back()
         for lane in self.lanes.values():
@@ -607,6 +644,13 @@ class Engine:
         slot = self._program.slots[index]
         for number in [n for n in self._running if self._tickets[n].done()]:
             self._end(number)
+        for number in sorted(n for n, ticket in self._carried.items() if ticket.done()):
+            self._end_carried(number)
+        for number in slot.drained_before:
+            lane = self._program.moves[number].lane
+            for earlier in sorted(n for n in self._carried if n <= number):
+                if self._program.moves[earlier].lane == lane:
+                    self._end_carried(earlier)
         for number in slot.drained:
             # What entered the lane before it has ended too: the pieces of a chunk are written in
             # order, and only the last of them that has to have left is named.
@@ -652,7 +696,9 @@ class Engine:
             self._times.leave()
         # Before the release below: saved tensors that lie in a chunk's buffer are places by now.
         self._close_saved()
-        if not slot.forward and slot.finish:  # gradients go where these moves take them
+        own = any(self._program.moves[number].unit == slot.unit for number in slot.finish)
+        late = self._plans[slot.unit].schedule.update_late and slot.unit in self._program.updates
+        if not slot.forward and (own or late):  # gradients go where moves take them
             self._chunks[slot.unit].take_gradients()
         for unit in slot.release:
             chunk = self._chunks[unit]
@@ -687,6 +733,8 @@ class Engine:
         self._state.updating |= move.kind == "update"
         lane = self.lanes[move.lane]
         after = [self._tickets[other] for other in move.after]
+        if (awaited := self._program.awaited(move)) in self._carried:
+            after.append(self._carried[awaited])
         # This thread allocates what the move fills; until `_end` the moves own it, not the lane.
         work = self._moves.start(number)
         if self._times is not None:

@@ -383,6 +383,11 @@ class Moves:
         self._pieces: dict[tuple[int, int], Piece] = {}
         self._chosen: Options | None = None  # the hyperparameters of this run's updates
 
+    @property
+    def may_make_staging(self) -> bool:
+        """Whether states are read, and have no staging buffers yet."""
+        return bool(self._reads) and not self._ring
+
     def make_staging(self) -> None:
         """Allocate the staging buffers, once there is something to read.
 
@@ -603,7 +608,8 @@ class Moves:
 
     def update_shard(self, chunk: Chunk) -> None:
         """The optimizer's step on a shard on the device, by the thread that computes."""
-        piece = Piece(chunk.own, 0, chunk.own.num_trainable)
+        own = chunk.own
+        piece = Piece(own, 0, own.num_trainable, own.offloaded_gradients)
         piece.view_store()
         piece.update(self._factory, self._options(), {})
         piece.write(parameters=False)
@@ -668,7 +674,8 @@ class Moves:
         return self._swap_stores[move.lane.tier]
 
     def _read_states(self, number: int, move: Move, chunk: Chunk) -> Work:
-        piece = Piece(chunk, chunk.cut(move.start), chunk.cut(move.stop))
+        waiting = dict(chunk.offloaded_gradients)
+        piece = Piece(chunk, chunk.cut(move.start), chunk.cut(move.stop), waiting)
         self._pieces[move.unit, move.start] = piece
         parameters, gradients = self._read_with_states(chunk)
         if not parameters:
@@ -681,7 +688,7 @@ class Moves:
     def _update(self, move: Move, chunk: Chunk) -> Work:
         on_host = isinstance(chunk.store, HostStore)
         if on_host:
-            piece = Piece(chunk, move.start, move.stop)
+            piece = Piece(chunk, move.start, move.stop, dict(chunk.offloaded_gradients))
         else:
             piece = self._pieces[move.unit, move.start]
         if self._chosen is None:

@@ -95,7 +95,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self._inner.room_elements = max(due, default=0)
 
     def _group_options(self) -> list[dict[str, Any]]:
-        return [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        """By value: updates may run when the next step has other ones."""
+        return [
+            {key: _by_value(option) for key, option in group.items() if key != "params"}
+            for group in self.param_groups
+        ]
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -236,6 +240,13 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def _settle(self, what: str) -> None:
         if self._engine is not None:
             self._engine.settle(what)
+
+
+def _by_value(option: Any) -> Any:
+    """An option that later changes in place do not change."""
+    if isinstance(option, tuple):  # of betas that are tensors
+        return tuple(map(_by_value, option))
+    return option.clone() if isinstance(option, torch.Tensor) else option
 
 
 def _moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -127,6 +127,8 @@ def restore(model: nn.Module) -> nn.Module:
 def restore_as_is(model: nn.Module) -> nn.Module:
     """`restore`, also where an update was cut short: for steps that change no parameter."""
     prepared: Prepared = model.__dict__[ATTRIBUTE]
+    if prepared.engine is not None:
+        prepared.engine.end_updates()
     for chunk in prepared.chunks if prepared.engine is not None else ():
         chunk.forget_dropped()
         for part in chunk.slices:

@@ -348,9 +348,13 @@ class Chunk:
                 part.parameter.grad = self.hidden[part.name]
         self.hidden.clear()
 
-    def clear_gradients(self) -> None:
-        """Forget the gradients, and what stands for those that were taken."""
-        self.gradients.clear()
+    def clear_gradients(self, *, in_use: bool = False) -> None:
+        """Forget the gradients, and what stands for those that were taken.
+
+        Those `in_use` by an update are freed with its moves.
+        """
+        if not in_use:
+            self.gradients.clear()
         self.offloaded_gradients.clear()
         self.hidden.clear()
         self.drop_consumed()

@@ -21,7 +21,7 @@ from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import STACK_BYTES, take_one_thread
 from protrain_runtime.devices.stores import HostStore
 from protrain_runtime.states.chunks import Chunk, Slice
-from protrain_runtime.states.stand_ins import scaled
+from protrain_runtime.states.stand_ins import GradientInStore, scaled
 from protrain_runtime.states.update_rules import MasterOptimizer, OptimizerFactory
 
 SMALLEST_RANGE = 2**17
@@ -170,6 +170,7 @@ class Piece:
     `staging` holds one tensor per elementwise state, filled by "read states" and written back by
     "write states"; before the first step there is nothing to read, and the optimizer makes them.
     With `stands` they are the store's own bytes.
+    `waiting` are the chunk's gradients that wait below the device, by the name of the parameter.
     `parameters` are, by name, the elements that the piece covers, where the optimizer runs, and
     `gradients` those of gradients that waited on disk. A piece refers to nothing outside its range:
     what other pieces need may leave the device before it.
@@ -178,6 +179,7 @@ class Piece:
     chunk: Chunk
     start: int
     stop: int
+    waiting: Mapping[str, GradientInStore] = field(default_factory=dict[str, GradientInStore])
     staging: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     parameters: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
@@ -223,7 +225,7 @@ class Piece:
                 target = self.parameters[part.name] = regions[_PARAMETERS][here]
                 place = self.chunk.place(part) + low * part.dtype.itemsize
                 store.start_read(place, target.view(torch.uint8))
-            stored = self.chunk.offloaded_gradients.get(part.name)
+            stored = self.waiting.get(part.name)
             if gradients and stored is not None:
                 target = self.gradients[part.name] = regions[_GRADIENTS][here]
                 place = stored.offset + low * part.dtype.itemsize
@@ -309,7 +311,7 @@ class Piece:
         for part, low, high in self.parts():
             elements = gradients.get(part.name)
             factors: list[torch.Tensor] = []
-            stored = self.chunk.offloaded_gradients.get(part.name)
+            stored = self.waiting.get(part.name)
             if elements is None and stored is not None and not stored.is_none():
                 elements = self.gradients.get(part.name)
                 if elements is None:
