@@ -145,7 +145,8 @@ _POLICIES: dict[PlanKind, _Policy] = {
 def plan_of(kind: PlanKind, profile: Profile) -> Plan:
     """The plan of this kind for what was profiled."""
     disk = profile.hardware.tier("disk").capacity_bytes
-    problem = Problem.of(profile, Budgets(device=AMPLE, host=0, disk=disk), piece_bytes=PIECE_BYTES)
+    budgets = Budgets(device=AMPLE, host=0, disk=disk)
+    problem = Problem.of(profile, budgets, piece_bytes=PIECE_BYTES, overlap_steps=False)
     if kind != "planned":
         return _uniform(problem, _POLICIES[kind])
     most = _uniform(problem, _POLICIES["keep"]).prediction.peak_bytes.device

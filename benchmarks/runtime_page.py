@@ -22,6 +22,10 @@ AGAINST: dict[Comparison, tuple[str, str]] = {
     ),
     "recording": ("that plan, recorded", "the same, not recorded"),
     "checked": ("states and activations on disk, checked", "the same, not checked"),
+    "overlap": (
+        "a plan with all blocks' states on disk, updated after backward, whose steps overlap",
+        "the same, whose steps do not",
+    ),
 }
 MOST: dict[Comparison, float] = {"keep": 1.01, "recompute": 1.02, "recording": 1.01}
 """What the ratio may be."""

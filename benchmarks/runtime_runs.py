@@ -40,6 +40,7 @@ from protrain_plan.records.plan import (
     Recompute,
     Schedule,
     Swap,
+    Updates,
 )
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.timeline import (
@@ -123,7 +124,15 @@ QUICK = Specimen(
 )
 
 Comparison = Literal[
-    "noise", "keep", "recompute", "swap", "swap to disk", "offload", "recording", "checked"
+    "noise",
+    "keep",
+    "recompute",
+    "swap",
+    "swap to disk",
+    "offload",
+    "recording",
+    "checked",
+    "overlap",
 ]
 COMPARISONS: tuple[Comparison, ...] = get_args(Comparison)
 """
@@ -138,6 +147,8 @@ offload       a plan with the blocks' states on disk and recomputation, against 
 recording     that plan recorded, against itself without
 checked       a plan with the blocks' states and activations on disk and `check="spills"`, against
               itself without
+overlap       a plan with the blocks' states on disk and updates after backward, which run on into
+              the next forward, against the same where a step waits for them
 """
 
 
@@ -146,9 +157,17 @@ checked       a plan with the blocks' states and activations on disk and `check=
 _ONE_AHEAD = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
 
 
-def plan_of(profile: Profile, activations: Activations, states: Placement) -> Plan:
+def plan_of(
+    profile: Profile,
+    activations: Activations,
+    states: Placement,
+    *,
+    updates: Updates = "in backward",
+    overlap: bool = False,
+) -> Plan:
     """The same decisions for every block; parts keep their activations and persist."""
-    problem = Problem.of(profile, Budgets(device=AMPLE, host=0, disk=AMPLE))
+    budgets = Budgets(device=AMPLE, host=0, disk=AMPLE)
+    problem = Problem.of(profile, budgets, updates=updates, overlap_steps=overlap)
     units = tuple(
         problem.unit_plan(
             index,
@@ -267,7 +286,7 @@ def compare(
     For what is compared with the simulator, freed memory goes back to the system: so it is
     profiled, and so `protrain run` has it on a CPU.
     """
-    if comparison == "offload":
+    if comparison in ("offload", "overlap"):
         return_freed_memory()
     profiled = read_profile(folder / PROFILE)
     with TemporaryDirectory(dir=folder) as spill, ExitStack() as stack:
@@ -329,6 +348,13 @@ def ways_of(specimen: Specimen, comparison: Comparison, profiled: Profile, spill
             looped = partial(Training, specimen, partial(_looped, profiled, spill))
             simulated = plan.prediction.step_seconds, one_after_the_other(plan, profiled)
             return Ways(planned(plan), looped, simulated)
+        case "overlap":
+            after = partial(
+                plan_of, profiled, Keep(), Offload(tier="disk"), updates="after backward"
+            )
+            ours, apart = after(overlap=True), after(overlap=False)
+            simulated = ours.prediction.step_seconds, apart.prediction.step_seconds
+            return Ways(planned(ours), planned(apart), simulated)
         case "recording":
             offloaded = planned(plan_of(profiled, Recompute(), Offload(tier="disk")))
             return Ways(offloaded, offloaded)

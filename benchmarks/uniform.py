@@ -37,4 +37,6 @@ def plan_of_units(problem: Problem, units: Sequence[UnitPlan], *, timed: bool = 
         ),
         piece_bytes=problem.settings.piece_bytes,
         units=tuple(units),
+        updates=problem.settings.updates,
+        overlap_steps=problem.settings.overlap_steps,
     )
