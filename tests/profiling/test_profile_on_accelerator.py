@@ -118,7 +118,13 @@ def test_a_plan_runs_under_a_limit_on_what_it_predicts(
     assert isinstance(solved, Solved)
     plan, peak = solved.plan, solved.plan.prediction.peak_bytes
     assert peak.on_device <= budgets.device
-    program = compile_units(plan.units, profile, piece_bytes=plan.piece_bytes)
+    program = compile_units(
+        plan.units,
+        profile,
+        piece_bytes=plan.piece_bytes,
+        updates=plan.updates,
+        overlap_steps=plan.overlap_steps,
+    )
     predicted = [slot.total for slot in device_bytes(program)]
     gc.collect()
     devices.free_cached(card)
