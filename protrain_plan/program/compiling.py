@@ -6,7 +6,6 @@ from itertools import pairwise
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.program.implications import (
-    STAGED,
     BoundProgram,
     Implications,
     StateOption,
@@ -29,7 +28,15 @@ from protrain_plan.program.program import (
     shares,
     written_share,
 )
-from protrain_plan.records.plan import STEPPED, Persistent, Plan, Swap, SwapInput, UnitPlan
+from protrain_plan.records.plan import (
+    STEPPED,
+    Offload,
+    Persistent,
+    Plan,
+    Swap,
+    SwapInput,
+    UnitPlan,
+)
 from protrain_plan.records.profile import Profile
 
 
@@ -93,7 +100,7 @@ class _Compiler:
         pieces = sum(one.num_updates for one in states if one.write_bytes)
         if pieces > MAX_PIECES_OF_STATES:
             raise ProtrainError(
-                f"the states on disk would move in {pieces} pieces, and {MAX_PIECES_OF_STATES} are"
+                f"optimizer states would move in {pieces} pieces, and {MAX_PIECES_OF_STATES} are"
                 " the most",
                 key="piece_bytes",
                 fix="larger pieces, such as of 8MiB",
@@ -131,7 +138,8 @@ class _Compiler:
         self.last: list[int] = []
         self.reduced: list[int] = []
         self.fetches: list[list[Move]] = [[] for _ in self.slots]  # that each slot submits
-        self.written: list[int] = []  # the "write states" moves so far, for the staging pool
+        # By whether the device updates, the "write states" moves so far, for the staging pool.
+        self.written: dict[bool, list[int]] = {False: [], True: []}
         self.added: list[int] = []  # the "add gradients" moves so far, for the arriving buffers
         self.updates: dict[int, int] = {}  # by unit the last move of its update
 
@@ -338,10 +346,9 @@ class _Compiler:
         `gradients` are the moves that bring them to the optimizer.
         """
         placement = self.states[unit]
-        own, home = placement.own, placement.home
-        assert not isinstance(placement.decision, Persistent)
-        tier = placement.decision.tier
-        assert tier != "device", "updated with the persistent chunks"
+        own, home, lanes = placement.own, placement.home, placement.state_lanes
+        assert isinstance(placement.decision, Offload) and placement.decision.tier != "device"
+        written = self.written[placement.updated_on_device]
 
         def add(kind: MoveKind, lane: Lane, size: int, after: tuple[int, ...]) -> int:
             share = (0.0, 1.0)
@@ -358,20 +365,24 @@ class _Compiler:
         ]
         for start, stop in pairwise(bounds):
             after = gradients
-            if tier in STAGED:
+            if lanes is None:
+                lane = Lane("update", placement.decision.tier)
+                ends.append(add("update", lane, 0, after))
+            else:
+                reading, updating, writing = lanes
                 # Trainable parameters are as many bytes as their gradients.
                 states = _part(own.state_bytes, start, stop, own)
                 parameters = _part(own.gradient_bytes, start, stop, own)
                 # The staging buffer is free again when the piece that had it is written.
-                ring_is_full = len(self.written) >= STAGING_PIECES
-                free = (self.written[-STAGING_PIECES],) if ring_is_full else ()
+                ring_is_full = len(written) >= STAGING_PIECES
+                free = (written[-STAGING_PIECES],) if ring_is_full else ()
+                if placement.parameters_read > 1:
+                    free = (*free, *gradients)  # which it reads, too
                 read = states + placement.parameters_read * parameters
-                after = (*gradients, add("read states", Lane("read", tier), read, free))
-            ends.append(add("update", Lane("update", tier), 0, after))
-            if tier in STAGED:
-                written = states + parameters
-                ends[-1] = add("write states", Lane("write", tier), written, (ends[-1],))
-                self.written.append(ends[-1])
+                came = add("read states", reading, read, free)
+                updated = add("update", updating, 0, (*gradients, came))
+                ends.append(add("write states", writing, states + parameters, (updated,)))
+                written.append(ends[-1])
         self.updates[unit] = ends[-1]
         return ends
 

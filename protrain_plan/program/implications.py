@@ -16,8 +16,10 @@ from protrain_plan.program.program import (
     PASSAGES,
     PIECE_ALIGNMENT,
     STAGING_PIECES,
+    UPDATE_ON_DEVICE,
     ChunkSize,
     GradientHome,
+    Lane,
     Program,
     Settings,
     gradient_home,
@@ -29,6 +31,7 @@ from protrain_plan.program.program import (
 from protrain_plan.records.hardware import TierName, is_accelerator
 from protrain_plan.records.plan import (
     Activations,
+    Offload,
     Persistent,
     Placement,
     StateTier,
@@ -38,8 +41,6 @@ from protrain_plan.records.plan import (
 )
 from protrain_plan.records.profile import FormCost, OptimizerCost, Profile
 
-STAGED: frozenset[StateTier] = frozenset({"disk"})
-"""Where the optimizer works on states piece by piece, through buffers in the memory it runs in."""
 PINNED: frozenset[StateTier] = frozenset({"host"})
 """Where an accelerator copies from the memory, in regions of whole pages."""
 
@@ -164,10 +165,10 @@ class StateOption:
     scattered      gradients that are summed for the rank that has them
     gradients      what leaves after the chunk's last backward slot and is gone when it is moved
     in_place       what leaves only when the whole chain read -> update -> write is through
-    num_updates    pieces in which the optimizer on the host works on it; 0: it does not
-    read_bytes     optimizer states that come from disk for the update (after `update_slot`)
-    write_bytes    what the update writes back to disk
-    staging        what the host's step asks of the memory that it runs in
+    num_updates    pieces in which an optimizer beside compute works on it; 0: none does
+    read_bytes     optimizer states that come from the tier for the update (after `update_slot`)
+    write_bytes    what the update writes back to the tier
+    staging        what that step asks of the memory that it runs in
     step_slot      the slot that ends with the device's step on it; 2U: the update after the last
     tier_bytes     what it takes of the tiers below the device, staging apart
 
@@ -176,7 +177,8 @@ class StateOption:
     holdings       what stands on the device
     num_stepped    parameters that the device's optimizer steps
     device_s       seconds of that
-    update_s       seconds of the optimizer on the host
+    update_s       seconds of the optimizer beside compute, on the host or on the device
+    added_s        seconds of the host for gradients that it adds to those of other micro-batches
     device_workspace   bytes of the workspace of the device's update, and of norms
     """
 
@@ -201,15 +203,32 @@ class StateOption:
     num_stepped: int = 0
     device_s: float = 0.0
     update_s: float = 0.0
+    added_s: float = 0.0
     device_workspace: float = 0.0
+
+    @property
+    def updated_on_device(self) -> bool:
+        """Whether the device's optimizer works on states that stream to it from host memory."""
+        return isinstance(self.decision, Offload) and self.decision.update_on_device
 
     @property
     def parameters_read(self) -> int:
         """How often as many bytes as the gradients' are read with the states for an update.
 
-        Parameters come with the states, and gradients where they were on disk too.
+        Parameters come with the states, and gradients where they were on the tier too.
         """
-        return {None: 0, "in place": 0, "device": 1, "host": 1, "disk": 2}[self.home]
+        gradients = self.home == "disk" or (self.home == "host" and self.updated_on_device)
+        return (self.home not in (None, "in place")) + gradients
+
+    @property
+    def state_lanes(self) -> tuple[Lane, Lane, Lane] | None:
+        """The lanes that read, update and write its states; None: they do not move."""
+        if not self.write_bytes:
+            return None
+        assert isinstance(self.decision, Offload)
+        tier = self.decision.tier
+        update = UPDATE_ON_DEVICE if self.updated_on_device else Lane("update", tier)
+        return Lane("read", tier), update, Lane("write", tier)
 
     @property
     def arriving(self) -> tuple[Fetch, ...] | tuple[Gathered, ...]:
@@ -277,7 +296,16 @@ class Implications:
         device_s = stepped / optimizer.device_parameters_per_s
         update_s = workspace = 0.0
         if option.num_updates:
-            update_s = update_seconds(optimizer, own.num_parameters, num_pieces=option.num_updates)
+            update_s = update_seconds(
+                optimizer,
+                own.num_parameters,
+                num_pieces=option.num_updates,
+                on_device=option.updated_on_device,
+            )
+        adds = self.settings.micro_batches > 1 and self.settings.num_devices == 1
+        added_s = (
+            update_seconds(optimizer, own.num_parameters) if adds and option.gradients else 0.0
+        )
         if isinstance(decision, Persistent):
             if decision.update_in_backward:
                 device_s += optimizer.host_piece_s  # a step of its own, which starts by itself
@@ -297,6 +325,7 @@ class Implications:
             num_stepped=stepped,
             device_s=device_s,
             update_s=update_s,
+            added_s=added_s,
             device_workspace=workspace,
         )
         return known
@@ -345,7 +374,7 @@ def placed(
         return option
     in_backward = settings.updates == "in backward"
     read = write = 0
-    if tier in STAGED:
+    if decision.staged:
         write = own.state_bytes + own.gradient_bytes
         read = own.state_bytes + option.parameters_read * own.gradient_bytes
     scattered = gradients = in_place = None
@@ -372,7 +401,7 @@ def placed(
     num_updates = 0
     if tier != "device":
         largest = max(own.state_bytes, own.parameter_bytes)
-        num_updates = max(1, -(-largest // settings.piece_bytes)) if tier in STAGED else 1
+        num_updates = max(1, -(-largest // settings.piece_bytes)) if decision.staged else 1
     return replace(
         option,
         scattered=scattered,
@@ -405,7 +434,7 @@ def _tier_bytes(
 
 
 def _staging(option: StateOption, num_updates: int, settings: Settings) -> Staging:
-    """The staging of one chunk; nothing for what the device updates."""
+    """The staging of one chunk; nothing for what the device updates with persistent chunks."""
     own, states = option.own, option.decision
     if not num_updates or isinstance(states, Persistent):
         return NO_STAGING
@@ -413,7 +442,7 @@ def _staging(option: StateOption, num_updates: int, settings: Settings) -> Stagi
     gradient_width = -(-own.gradient_bytes // own.num_parameters)
     adds = settings.micro_batches > 1 and settings.num_devices == 1
     width = 0
-    if states.tier in STAGED:
+    if states.staged:
         width = -(-own.state_bytes // own.num_parameters) + option.parameters_read * gradient_width
     return Staging(
         read_piece=largest * width,
@@ -423,9 +452,19 @@ def _staging(option: StateOption, num_updates: int, settings: Settings) -> Stagi
     )
 
 
-def update_seconds(optimizer: OptimizerCost, num_parameters: int, *, num_pieces: int = 1) -> float:
-    """Seconds of the optimizer's steps on the host, when nothing interferes."""
-    return num_pieces * optimizer.host_piece_s + num_parameters / optimizer.host_parameters_per_s
+def update_seconds(
+    optimizer: OptimizerCost,
+    num_parameters: int,
+    *,
+    num_pieces: int = 1,
+    on_device: bool = False,
+) -> float:
+    """Seconds of the optimizer's steps on pieces, when nothing interferes.
+
+    A step starts by itself, which takes as long on the device as on the host.
+    """
+    speed = optimizer.device_parameters_per_s if on_device else optimizer.host_parameters_per_s
+    return num_pieces * optimizer.host_piece_s + num_parameters / speed
 
 
 def _chunk_holdings(
@@ -509,19 +548,40 @@ def _beyond_peak(index: int, profile: Profile, standing: int) -> int:
 # All units together
 
 
-def staging_bytes(states: Sequence[StateOption], profile: Profile) -> int:
+def staging_bytes(
+    states: Sequence[StateOption], profile: Profile, *, on_device: bool = False
+) -> int:
     """Bytes of the buffers that optimizer states pass through, with the step's workspace.
 
-    The largest piece and the widest states count; a piece may be cut up to PIECE_ALIGNMENT
-    elements later than its even share.
+    Of updates in the memory below, or of those on the device. The largest piece and the widest
+    states count; a piece may be cut up to PIECE_ALIGNMENT elements later than its even share.
+    Gradients of several micro-batches arrive below.
     """
-    chunks = [state.staging for state in states]
-    workspace = max(chunk.workspace for chunk in chunks) * profile.optimizer.workspace_fraction
-    pieces = max(chunk.read_piece for chunk in chunks) + PIECE_ALIGNMENT * max(
-        chunk.width for chunk in chunks
+    chunks = [state.staging for state in states if state.updated_on_device == on_device]
+    workspace = max((chunk.workspace for chunk in chunks), default=0.0)
+    pieces = max((chunk.read_piece for chunk in chunks), default=0)
+    pieces += PIECE_ALIGNMENT * max((chunk.width for chunk in chunks), default=0)
+    arriving = 0 if on_device else max(state.staging.arriving for state in states)
+    return (
+        round(workspace * profile.optimizer.workspace_fraction)
+        + staging_pieces(on_device=on_device) * pieces
+        + ARRIVING_GRADIENTS * arriving
     )
-    arriving = ARRIVING_GRADIENTS * max(chunk.arriving for chunk in chunks)
-    return round(workspace) + STAGING_PIECES * pieces + arriving
+
+
+def device_staging_bytes(states: Sequence[StateOption], implications: "Implications") -> int:
+    """The same on the device, all the time: a CPU machine's memory is the device."""
+    profile = implications.profile
+    below = 0 if is_accelerator(implications.settings.device) else staging_bytes(states, profile)
+    return below + staging_bytes(states, profile, on_device=True)
+
+
+def staging_pieces(*, on_device: bool) -> int:
+    """Pieces that stand at once where an optimizer runs.
+
+    On the device one more than pass through: of what has no states yet, the optimizer makes them.
+    """
+    return STAGING_PIECES + on_device
 
 
 def tier_bytes(

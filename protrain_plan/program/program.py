@@ -42,10 +42,11 @@ from itertools import accumulate
 from math import floor
 from typing import Literal, NamedTuple
 
-from protrain_plan.records.hardware import DeviceKind, TierName, is_accelerator
+from protrain_plan.records.hardware import DeviceKind, is_accelerator
 from protrain_plan.records.plan import (
     Offload,
     Plan,
+    StateTier,
     UnitPlan,
     Updates,
 )
@@ -60,16 +61,17 @@ MoveKind = Literal[
     "swap out",  # a unit's activations off the device
     "spill gradients",  # a chunk's gradients to where its optimizer runs
     "add gradients",  # to those of the micro-batches before
-    "read states",  # a piece of optimizer states from disk to where the optimizer runs
+    "read states",  # a piece of optimizer states from its tier to where the optimizer runs
     "update",  # the optimizer's step on a piece
-    "write states",  # the piece's new parameters and states to disk
+    "write states",  # the piece's new parameters and states to its tier
 ]
 
 SAVING_BYTES = 2**20
 """What bytes pass through on their way to a checkpoint and back, in host memory."""
 
 STAGING_PIECES = 3
-"""Pieces of optimizer states in memory at once: one being read, one updated, one written."""
+"""Pieces of optimizer states in memory at once: one being read, one updated, one written. As many
+on the device, where it updates chunks in host memory."""
 
 ARRIVING_GRADIENTS = 2
 """Chunks whose gradients are in memory at once to be added to those of micro-batches before: one
@@ -86,16 +88,18 @@ finish a range that is no multiple of the vector width in scalar code, which may
 
 
 class Lane(NamedTuple):
-    """A lane beside compute: transfers to or from a tier, or the host's optimizer on its chunks.
+    """A lane beside compute: transfers to or from a tier, or an optimizer on offloaded chunks.
 
     What compute waits for is fetched and spilled on lanes of its own; "read" and "write" carry
     optimizer states, of which there is so much that nothing should stand behind them in a queue.
     Updates of chunks on disk wait for their states, those of chunks in host memory do not: they
-    have a lane each, too. `COLLECT` is the network between devices: no tier.
+    have a lane each, too. Of these two, the optimizer runs in host memory; on the lane
+    `UPDATE_ON_DEVICE` it shares the device with compute. `COLLECT` is the network between devices:
+    no tier.
     """
 
     direction: Literal["fetch", "read", "spill", "write", "update", "collect"]
-    tier: TierName | None
+    tier: StateTier | None
 
     def __str__(self) -> str:
         return self.direction if self.tier is None else f"{self.direction} {self.tier}"
@@ -103,6 +107,9 @@ class Lane(NamedTuple):
 
 COLLECT = Lane("collect", None)
 """All collectives, in one order."""
+
+UPDATE_ON_DEVICE = Lane("update", "device")
+"""The device's optimizer on chunks in host memory."""
 
 SHARD_ALIGNMENT = 256
 """Parameters of sharded chunks start, and are cut, at multiples of this many bytes: 64 float32
@@ -441,14 +448,22 @@ def gradient_home(states: Offload, settings: Settings) -> GradientHome:
     """Where the gradients of an offloaded chunk wait for its update, after the chunk's backward.
 
     host       in host memory, where the optimizer runs (and where micro-batches add up)
-    in place   on the device with the parameters: of a CPU machine's chunk on disk, whose optimizer
-               runs in the device's memory. There it is one chain: read states, update, write.
+    in place   on the device with the parameters: of a chunk whose optimizer runs in the device's
+               memory, where states pass through. There it is one chain: read states, update,
+               write. So it is with a CPU machine's chunk on disk, and with an update on the device.
     disk       on disk, if that update comes after backward
     device     on the device, if it comes after backward and micro-batches add up there
 
     Of several devices, each one's shard of the sum is in host memory (with its states) or on the
-    device.
+    device. For an update on the device after backward, or where micro-batches add up, gradients
+    wait in host memory, and come back with the states.
     """
+    if states.update_on_device:
+        if settings.updates == "after backward":
+            return "host"
+        if settings.num_devices > 1:
+            return "device"
+        return "in place" if settings.micro_batches == 1 else "host"
     stepped_there = states.tier == "disk" and not is_accelerator(settings.device)
     if settings.num_devices > 1:
         return "device" if states.tier == "device" or stepped_there else "host"

@@ -120,6 +120,23 @@ def _placements() -> Iterator[Wording[Placement]]:
             doing += " and keeping them gathered"
         decision = Offload(tier=tier, keep_gathered=gathered)
         yield Wording(decision, phrase, letter, does, doing)
+        if tier == "host":
+            yield _updated_on_device(gathered=gathered)
+
+
+def _updated_on_device(*, gathered: bool) -> Wording[Placement]:
+    held, holds, holding = (
+        (", keep gathered", ", keep{s} them gathered", ", keeping them gathered")
+        if gathered
+        else ("", "", "")
+    )
+    return Wording(
+        Offload(tier="host", keep_gathered=gathered, update_on_device=True),
+        f"offload to host{held} and update on device",
+        "H" if gathered else "G",
+        f"offload{{s}} {{their}} states to host{holds} and update{{s}} them on the device",
+        f"offloading them to host{holding} and updating them on the device",
+    )
 
 
 def _sized(letter: str, tier: StateTier) -> str:

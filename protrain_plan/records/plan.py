@@ -76,12 +76,21 @@ class Offload:
     With `keep_gathered` they are fetched once and held until backward, as FSDP2 holds them with
     `reshard_after_forward=False`.
 
+    The optimizer runs in host memory. With `update_on_device`, which is for states in host memory,
+    these stream to the device piece by piece, are updated there, and stream back.
+
     On several devices each one has its share there, and all-gathers what was fetched. Shares on
     `device` only have to be gathered; see `Plan.num_devices`.
     """
 
     tier: StateTier
     keep_gathered: bool = False
+    update_on_device: bool = False
+
+    @property
+    def staged(self) -> bool:
+        """Whether an update moves the states piece by piece, through staging buffers."""
+        return self.tier == "disk" or self.update_on_device
 
 
 Placement = Persistent | Offload

@@ -32,7 +32,7 @@ from protrain_plan.program.implications import (
     Holding,
     HoldingKind,
     StateOption,
-    staging_bytes,
+    device_staging_bytes,
 )
 from protrain_plan.program.program import (
     BLOCK_BYTES,
@@ -93,8 +93,7 @@ def holdings(program: BoundProgram) -> Iterator[Holding]:
             yield Holding("leaving", move.unit, move.slot + 1, gone - 1, size)
         if size and gone > end and (until := gone_after.get(move.unit, 0)):
             yield Holding("leaving", move.unit, 0, until - 1, size)
-    staging = staging_bytes(program.states, program.profile)
-    if staging and not is_accelerator(settings.device):
+    if staging := device_staging_bytes(program.states, program.implications):
         yield Holding("staging", 0, 0, end, staging)
     workspace = max(state.device_workspace for state in program.states)
     yield Holding("staging", 0, end, end, round(workspace))

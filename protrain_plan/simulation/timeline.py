@@ -3,8 +3,9 @@
 An event-driven run: compute and every lane progress at a rate that depends on what else runs.
 Lanes in one direction of a link share its speed; its two directions keep `duplex` of theirs while
 both run; compute and a link's direction, the update lane or a collective keep their `Contention`
-fractions while both run, a link and a collective their `link_share` (factors multiply). Between
-events all rates are constant, so the result is exact for this model.
+fractions while both run, a link and a collective their `link_share` (factors multiply). Updates on
+the device take turns with compute: each has half of what compute would have alone. Between events
+all rates are constant, so the result is exact for this model.
 
 Where steps overlap, two of them run: the second one, which has updates of the first beside its
 forward, is the step that repeats.
@@ -76,10 +77,11 @@ def move_seconds(move: Move, profile: Profile, settings: Settings) -> float:
     """
     if move.kind in ("all-gather", "reduce-scatter", "all-reduce"):
         return collective_seconds(move.kind, move.bytes, profile.hardware, settings)
-    assert move.lane.tier is not None, "collectives alone have no tier"
+    tier, count = move.lane.tier, move.stop - move.start
     if move.lane.direction == "update":
-        return update_seconds(profile.optimizer, move.stop - move.start)
-    link = profile.hardware.tier(move.lane.tier).link
+        return update_seconds(profile.optimizer, count, on_device=tier == "device")
+    assert tier is not None and tier != "device", "others have no link"
+    link = profile.hardware.tier(tier).link
     inwards = move.lane.direction in ("fetch", "read")
     return link.latency_s + move.bytes / (
         link.read_bytes_per_s if inwards else link.write_bytes_per_s
@@ -131,16 +133,15 @@ _CRUMB = 1e-12
 _Rates = tuple[float, tuple[tuple[int, float], ...]]
 """The rates of compute and of each running lane, by its number, until the next event."""
 
-_Shared = TierName | Literal["optimizer", "network"]
+_Shared = TierName | Literal["optimizer", "network", "device"]
 
 
 def _way(lane: Lane) -> tuple[_Shared, bool]:
     """What a lane shares with others: a link's tier and whether it goes inwards, or the optimizer.
 
-    States go inwards to the host's optimizer; its own lanes have no link. The lane of collectives
-    is alone.
+    States go inwards to an optimizer; its own lanes have no link. The lane of collectives is alone.
     """
-    if lane.direction == "update":
+    if lane.direction == "update" and lane.tier != "device":
         return "optimizer", False
     return lane.tier or "network", lane.direction in ("fetch", "read")
 
@@ -332,12 +333,15 @@ class _Simulation:
         hardware = self.profile.hardware
         running = [n for n in range(len(self.lanes)) if self.bits >> n & 1]
         ways = {n: _way(self.lanes[n]) for n in running}
-        compute, lanes = 1.0, []
+        compute, lanes, turns = 1.0, [], None
         slowing: dict[object, Contention] = {}
         joined = hardware.interconnect
-        shared = {tier for tier, _ in ways.values()} - {"optimizer"}
+        shared = {tier for tier, _ in ways.values()} - {"optimizer", "device"}
         for number in running:
             tier, inwards = way = ways[number]
+            if tier == "device":
+                turns = number
+                continue
             # Lanes in one direction of a link share it.
             rate = 1.0 / list(ways.values()).count(way)
             if tier == "optimizer":
@@ -356,6 +360,9 @@ class _Simulation:
         if computing:
             for contention in slowing.values():
                 compute *= contention.compute
+        if turns is not None:
+            compute *= 0.5 if computing else 1.0
+            lanes.append((turns, compute))
         return compute, tuple(lanes)
 
     def _end(self, lane: int) -> None:

@@ -306,8 +306,16 @@ def activation_decisions(tier: TierName) -> tuple[Activations, ...]:
 
 def placements(tier: TierName, *, stepped: bool = True) -> tuple[Placement, ...]:
     """`stepped`: with what one micro-batch alone may do, whose updates are in backward."""
-    found = (Persistent(), Offload(tier=tier), Offload(tier=tier, keep_gathered=True))
+    found: tuple[Placement, ...] = (Persistent(), *offloads(tier))
     return (*found, STEPPED) if stepped else found
+
+
+def offloads(tier: TierName) -> tuple[Offload, ...]:
+    """Every way to have states on a tier."""
+    found = (Offload(tier=tier), Offload(tier=tier, keep_gathered=True))
+    if tier == "disk":
+        return found
+    return (*found, *(replace(one, update_on_device=True) for one in found))
 
 
 def decisions(tier: TierName) -> list[tuple[Activations, Placement]]:
@@ -323,6 +331,8 @@ def decision_name(value: object) -> str:
         return f"{type(value).__name__}_{value.form}"
     if value == STEPPED:
         return "Stepped"
+    if isinstance(value, Offload) and value.update_on_device:
+        return "UpdatedOnDevice"
     return type(value).__name__
 
 

@@ -179,10 +179,10 @@ def plan_of_row(
                 return Persistent()
             case "stepped":
                 return STEPPED
-            case "offload":
-                return Offload(tier=tier)
-            case "buffer":
-                return Offload(tier=tier, keep_gathered=True)
+            case "offload" | "buffer" as name:
+                on_device = tier == "host" and rng.random() < 0.5
+                gathered = name == "buffer"
+                return Offload(tier=tier, keep_gathered=gathered, update_on_device=on_device)
             case _:
                 return rng.choice(_placements(tier, stepped=stepped))
 
@@ -220,7 +220,11 @@ def overlapped(plan: Plan, seed: int = 0) -> Plan:
 
 def _placements(tier: StateTier, *, stepped: bool) -> list[Placement]:
     placements: list[Placement] = [Persistent()]
-    placements += [Offload(tier=tier), Offload(tier=tier, keep_gathered=True)]
+    for on_device in (False, True)[: 1 + (tier == "host")]:
+        placements += [
+            Offload(tier=tier, keep_gathered=gathered, update_on_device=on_device)
+            for gathered in (False, True)
+        ]
     return [*placements, STEPPED] if stepped else placements
 
 

@@ -9,7 +9,7 @@ else: whole numbers of units are found at once.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -18,8 +18,14 @@ import pulp
 
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.model.solver import solve
-from protrain_plan.program.implications import NO_STAGING, ActivationOption, Holding, StateOption
-from protrain_plan.program.program import PIECE_ALIGNMENT, STAGING_PIECES
+from protrain_plan.program.implications import (
+    NO_STAGING,
+    ActivationOption,
+    Holding,
+    StateOption,
+    staging_pieces,
+)
+from protrain_plan.program.program import PIECE_ALIGNMENT
 from protrain_plan.records import activations_text, states_text
 from protrain_plan.records.files import replace_text
 from protrain_plan.records.hardware import TierName, is_accelerator
@@ -165,21 +171,8 @@ class DecisionModel:
         problem, unit = self.problem, self.byte_unit
         # Staging is made of maxima over chunks; sizes are rounded to whole bytes, so one byte less
         # than the sum is safe.
-        fraction = problem.profile.optimizer.workspace_fraction
         used = self._used_states()
-        needs = [(state.staging, y) for state, y in used]
-        pieces = self._maximum("piece", ((need.read_piece / unit, y) for need, y in needs))
-        widths = self._maximum("width", ((need.width / unit, y) for need, y in needs))
-        workspace = self._maximum(
-            "workspace", (((need.workspace * fraction - 1) / unit, y) for need, y in needs)
-        )
-        arriving = self._maximum("arriving", ((need.arriving / unit, y) for need, y in needs))
-        staging: Terms = [
-            (pieces, float(STAGING_PIECES)),
-            (widths, float(STAGING_PIECES * PIECE_ALIGNMENT)),
-            (workspace, 1.0),
-            (arriving, 2.0),
-        ]
+        staging = self._staging(used, on_device=False)
         device_workspace = self._maximum(
             "device_workspace",
             (((state.device_workspace - 1) / unit, y) for state, y in used),
@@ -197,6 +190,8 @@ class DecisionModel:
             stand(state.holdings, y)
         if not is_accelerator(problem.settings.device):
             change[0] += staging
+        if any(state.updated_on_device for state, _ in used):
+            change[0] += self._staging(used, on_device=True)
         change[self.end].append((device_workspace, 1.0))
         memory = self.per_slot("m")
         for t, m in enumerate(memory):
@@ -212,6 +207,30 @@ class DecisionModel:
                 terms += staging
             self.tier_rows[tier] = self.row(f"budget_{tier}", terms, LE, limit / unit)
         return memory
+
+    def _staging(
+        self, used: Sequence[tuple[StateOption, pulp.LpVariable]], *, on_device: bool
+    ) -> Terms:
+        """The bytes of `implications.staging_bytes`."""
+        unit, prefix = self.byte_unit, "on_device_" if on_device else ""
+        fraction = self.problem.profile.optimizer.workspace_fraction
+        needs = [(state.staging, y) for state, y in used if state.updated_on_device == on_device]
+        pieces = self._maximum(f"{prefix}piece", ((n.read_piece / unit, y) for n, y in needs))
+        widths = self._maximum(f"{prefix}width", ((n.width / unit, y) for n, y in needs))
+        workspace = self._maximum(
+            f"{prefix}workspace",
+            (((need.workspace * fraction - 1) / unit, y) for need, y in needs),
+        )
+        count = staging_pieces(on_device=on_device)
+        staging: Terms = [
+            (pieces, float(count)),
+            (widths, float(count * PIECE_ALIGNMENT)),
+            (workspace, 1.0),
+        ]
+        if not on_device:
+            arriving = ((state.staging.arriving / unit, y) for state, y in used)
+            staging.append((self._maximum("arriving", arriving), 2.0))
+        return staging
 
     def add_needs(self) -> list[Terms]:
         """`add_memory`, and in each slot the bytes that the decisions need at least."""
@@ -287,18 +306,19 @@ def _state_name(decision: Placement) -> str:
     names are no matter of wording: another name may mean another plan.
     """
     if isinstance(decision, Offload) and decision.keep_gathered:
-        return f"gathered from {'shards' if decision.tier == 'device' else decision.tier}"
+        name = f"gathered from {'shards' if decision.tier == 'device' else decision.tier}"
+        return f"{name} and updated on device" if decision.update_on_device else name
     return states_text(decision)
 
 
 def written_to_disk(option: StateOption) -> float:
     """Bytes that an update writes to disk."""
-    return float(option.write_bytes)
+    return 0.0 if option.updated_on_device else float(option.write_bytes)
 
 
 def updated_below(option: StateOption) -> float:
     """Seconds of the optimizer on the host."""
-    return option.update_s
+    return 0.0 if option.updated_on_device else option.update_s
 
 
 WORK: tuple[Callable[[StateOption], float], ...] = (written_to_disk, updated_below)
@@ -345,8 +365,8 @@ class CountModel(DecisionModel):
             self.row(f"more_{name}", more, LE, values[name])
             fewer = [(number, 1.0), (away, 1.0)]
             self.row(f"fewer_{name}", fewer, GE, values[name])
-            written.append((number, option.write_bytes / self.byte_unit))
-            before += values[name] * option.write_bytes
+            written.append((number, written_to_disk(option) / self.byte_unit))
+            before += values[name] * written_to_disk(option)
         self.row("more_written", written, LE, before / self.byte_unit)
         self.minimise(distance)
         answer = solve(self.pulp, integer=True, max_nodes=MAX_NODES, gap=1e-3)

@@ -12,6 +12,7 @@ compute time. Decisions are binaries (fractions in the relaxation), everything e
     rs, rc, R       optimizer states read from disk, and waiting to be read
     ws, wc, W       parameters and states written to disk, and waiting to be written
     us, uc, P       seconds of updates on the host, and waiting to be done
+    rs_host ...     the same of states in host memory that the device updates, if any
 
 and of several devices
 
@@ -42,7 +43,22 @@ from protrain_plan.planning.model.problem import Problem
 from protrain_plan.program.implications import StateOption
 from protrain_plan.records.hardware import Contention, TierName
 
-_UPDATES = ("read", "up", "write")
+
+class Chain(NamedTuple):
+    """The flows of updates of one kind: states are read, worked on, and written."""
+
+    read: str
+    update: str
+    write: str
+
+
+BELOW = Chain("read", "up", "write")
+"""Updates in the memory below, where states from disk pass through."""
+
+ON_DEVICE = Chain("read_host", "up_device", "write_host")
+"""Updates on the device, where states from host memory pass through."""
+
+_UPDATES = (*BELOW, *ON_DEVICE)
 """The flows that may run on into the next step."""
 
 BOUND_TOLERANCE = 1e-6
@@ -57,7 +73,7 @@ class Flow:
     `rate` turns its unit (bytes / M, or seconds) into fractions of the plain compute time.
     """
 
-    lane: str  # "fetch host", "spill host", "update", "collect"
+    lane: str  # "fetch host", "spill host", "update", "update on device", "collect"
     ahead: bool
     stall: list[pulp.LpVariable]
     compute: list[pulp.LpVariable]
@@ -113,6 +129,8 @@ class ForwardBackward:
         self.network = self.problem.lane_seconds.network
         joined = self.problem.profile.hardware.interconnect
         self.link_share = joined.link_share if joined else 1.0
+        self.on_device = updating and any(o.updated_on_device for _, o, _ in model.each_state())
+        self.held_per_written: dict[str, float] = {}
         self._add_flows()
         self._add_amounts()
         self._add_balances()
@@ -155,6 +173,13 @@ class ForwardBackward:
             if name == "disk" and self.updating:
                 self._add_flow("read", fetch, "rs rc R", up[name], ahead=False)
                 self._add_flow("write", spill, "ws wc W", down[name], ahead=False)
+            if name == "host" and self.on_device:
+                words = "rs_host rc_host R_host"
+                self._add_flow(ON_DEVICE.read, fetch, words, up[name], ahead=False)
+                words = "ws_host wc_host W_host"
+                self._add_flow(ON_DEVICE.write, spill, words, down[name], ahead=False)
+                words = "us_device uc_device P_device"
+                self._add_flow(ON_DEVICE.update, "update on device", words, 1.0, ahead=False)
         if tiers:
             self._add_flow("up", "update", "us uc P", 1.0, ahead=False)
         if self.several:
@@ -174,7 +199,6 @@ class ForwardBackward:
         """What each decision asks of the flows, in which slots."""
         # Of several devices, only the last micro-batch reduces gradients; no host adds them.
         several, updating = self.several, self.updating
-        adding = self.problem.settings.micro_batches > 1 and not several
 
         def ask(name: str, slot: int, binary: pulp.LpVariable, amount: float) -> None:
             self.flows[name].amounts[slot].append((binary, amount))
@@ -185,7 +209,6 @@ class ForwardBackward:
                 fetch, leaving = activation.swap_in, activation.swap_out
                 ask(fetch.tier, fetch.slot, x, fetch.bytes / unit)
                 ask(f"leave_{leaving.tier}", leaving.slot, x, leaving.bytes / unit)
-        held_per_written: list[float] = []
         for unit_index, state, y in self.model.each_state():
             slot, update_s = self.end - 1 - unit_index, state.update_s / self.second_unit
             for fetch in state.fetches:
@@ -195,22 +218,24 @@ class ForwardBackward:
             if state.gradients and (updating or not several):
                 leaving = state.gradients
                 ask(f"leave_{leaving.tier}", leaving.slot, y, leaving.bytes / unit)
-            if state.gradients and adding:
-                ask("up", slot, y, update_s)
+            if state.added_s:
+                ask("up", slot, y, state.added_s / self.second_unit)
             if not updating:
                 continue
             if state.scattered:
                 ask("scatter", slot, y, state.scattered.bytes / unit)
             if state.summed_bytes:
                 ask("sum", slot, y, state.summed_bytes / unit)
+            chain = ON_DEVICE if state.updated_on_device else BELOW
             if state.update_s:
-                ask("up", state.update_slot, y, update_s)
+                ask(chain.update, state.update_slot, y, update_s)
             if state.write_bytes:
-                ask("read", state.update_slot, y, state.read_bytes / unit)
-                ask("write", state.update_slot, y, state.write_bytes / unit)
+                ask(chain.read, state.update_slot, y, state.read_bytes / unit)
+                ask(chain.write, state.update_slot, y, state.write_bytes / unit)
                 if state.in_place:
-                    held_per_written.append(state.in_place.held / state.in_place.bytes)
-        self.held_per_written = min(held_per_written, default=0.0)
+                    held = state.in_place.held / state.in_place.bytes
+                    known = self.held_per_written.get(chain.write, held)
+                    self.held_per_written[chain.write] = min(held, known)
 
     def _add_balances(self) -> None:
         """What waits after each slot, of what is fetched ahead, then of what is left to be done."""
@@ -281,10 +306,11 @@ class ForwardBackward:
                     terms += [(f.stall[t], second * f.rate) for f in spills]
                     terms.append((self.stall[t], -1.0))
                     self.row(f"lane_{word}_{tier.name}_{self.slot_name(t)}", terms, LE)
-        for updates in self.on("update"):
-            for t in range(self.end + 1):
+        for lane in ("update", "update on device"):
+            for t in range(self.end + 1) if self.on(lane) else ():
+                (updates,) = self.on(lane)
                 terms = [(updates.stall[t], 1.0), (self.stall[t], -1.0)]
-                self.row(f"lane_update_{self.slot_name(t)}", terms, LE)
+                self.row(f"lane_{lane.replace(' ', '_')}_{self.slot_name(t)}", terms, LE)
 
     def _add_compute(self) -> None:
         """Compute's time is divided among the sets of lanes that slow it down and run beside it.
@@ -297,6 +323,7 @@ class ForwardBackward:
             d_t = sum over S of r_St,   compute_t <= sum of rate_S · r_St,
             work of lane l in t <= sum over S with l of rate_Sl · r_St
 
+        Updates on the device take turns with compute: they are seconds of it, in whichever slot.
         Lanes that leave compute alone take up no time of it; their links' rows are those of stalls.
         """
         seconds: list[Terms] = [[] for _ in range(self.end + 1)]
@@ -318,7 +345,8 @@ class ForwardBackward:
             spent = [self.variable(f"r{number}_{slot}") for number in range(len(sets))]
             self.row(f"time_{slot}", [*((r, 1.0) for r in spent), (self.compute[t], -1.0)], EQ)
             slowed = [(r, -rate) for r, (rate, _) in zip(spent, rates, strict=True)]
-            self.row(f"compute_{slot}", [*seconds[t], *slowed], LE)
+            turns = [(updates.compute[t], 1.0) for updates in self.on("update on device")]
+            self.row(f"compute_{slot}", [*seconds[t], *turns, *slowed], LE)
             for lane in lanes:
                 terms = [(flow.compute[t], flow.rate) for flow in lane.flows]
                 terms += [
@@ -372,25 +400,33 @@ class ForwardBackward:
 
     def _add_chains(self) -> None:
         """Updates run in the order of backward, and a piece is read, updated, then written."""
-        updates, end = self.flows.get("up"), self.end
-        if not updates:
+        if "up" not in self.flows:
             return
-        left, after = self.per_slot("left"), self.per_slot("updates_from")
+        left = self.per_slot("left")
         # left_t: seconds from the end of slot t to the end of the step.
-        self.row("left_end", [(left[end], 1.0)], EQ)
-        self.row("updates_from_end", [(after[end], 1.0)], EQ)
-        for t, following in pairwise(range(end + 1)):
-            name = self.slot_name(t)
+        self.row("left_end", [(left[self.end], 1.0)], EQ)
+        for t, following in pairwise(range(self.end + 1)):
             step = [(left[t], 1.0), (left[following], -1.0)]
             step += [(self.stall[following], -1.0), (self.compute[following], -1.0)]
-            self.row(f"left_{name}", step, EQ)
+            self.row(f"left_{self.slot_name(t)}", step, EQ)
+        self._add_chain(BELOW, left)
+        if self.on_device:
+            self._add_chain(ON_DEVICE, left)
+
+    def _add_chain(self, chain: Chain, left: Sequence[pulp.LpVariable]) -> None:
+        """The same of updates of one kind; `left` are seconds from a slot's end to the step's."""
+        updates, end = self.flows[chain.update], self.end
+        word = "" if chain is BELOW else "device_"
+        after = self.per_slot(f"{word}updates_from")
+        self.row(f"{word}updates_from_end", [(after[end], 1.0)], EQ)
+        for t, following in pairwise(range(end + 1)):
             # updates_from_t = updates_from_{t+1} + the updates of slot t
             terms = [(after[t], 1.0), (after[following], -1.0)]
             terms += [(y, -size) for y, size in updates.amounts[t]]
-            self.row(f"updates_from_{name}", terms, EQ)
-        until = self._add_updates_until() if self.overlap else []
+            self.row(f"{word}updates_from_{self.slot_name(t)}", terms, EQ)
+        until = self._add_updates_until(chain) if self.overlap else []
         for unit, state, y in self.model.each_state():
-            if not state.update_s:
+            if not state.update_s or state.updated_on_device != (chain is ON_DEVICE):
                 continue
             # The update of a slot, and all updates behind it in the lane, wait for its gradients.
             t, waits = state.update_slot, 0.0
@@ -407,10 +443,10 @@ class ForwardBackward:
                 ahead = [*self.stall[: unit + 1], *self.compute[:unit]]
                 behind = [*((seconds, 1.0) for seconds in ahead), (until[unit], -1.0)]
             self.row(name, [(left[t], 1.0), *behind, (y, -waits)], GE)
-        if not (writes := self.flows.get("write")):
+        if not (writes := self.flows.get(chain.write)):
             return
         written = {t: dict(terms) for t, terms in writes.amounts.items()}
-        for name, earlier in (("read", self.flows["read"]), ("updated", updates)):
+        for name, earlier in (("read", self.flows[chain.read]), ("updated", updates)):
             ratio = max(
                 (
                     size / written[t][y]
@@ -420,22 +456,24 @@ class ForwardBackward:
                 ),
                 default=0.0,
             )
-            if earlier is updates and len(self.problem.tiers) > 1:
-                continue  # updates of states in host memory are never written
+            if earlier is self.flows["up"] and len(self.problem.tiers) > 1:
+                continue  # updates there of states in host memory are never written
             for t in range(end + 1):
                 # What is still to be read or updated is still to be written.
                 terms = [(earlier.waiting[t], 1.0), (writes.waiting[t], -ratio)]
-                self.row(f"{name}_before_written_{self.slot_name(t)}", terms, LE)
+                self.row(f"{word}{name}_before_written_{self.slot_name(t)}", terms, LE)
 
-    def _add_updates_until(self) -> list[pulp.LpVariable]:
+    def _add_updates_until(self, chain: Chain) -> list[pulp.LpVariable]:
         """Per unit the seconds of its updates, and of those of the units before it."""
-        until = [self.variable(f"updates_until_{n}") for n in range(self.problem.count)]
+        name = "updates_until" if chain is BELOW else "device_updates_until"
+        until = [self.variable(f"{name}_{n}") for n in range(self.problem.count)]
         own: list[Terms] = [[] for _ in until]
         for unit, state, y in self.model.each_state():
-            own[unit].append((y, -state.update_s / self.second_unit))
+            if state.updated_on_device == (chain is ON_DEVICE):
+                own[unit].append((y, -state.update_s / self.second_unit))
         for unit, total in enumerate(until):
             before = [(until[unit - 1], -1.0)] if unit else []
-            self.row(f"updates_until_{unit}", [(total, 1.0), *before, *own[unit]], EQ)
+            self.row(f"{name}_{unit}", [(total, 1.0), *before, *own[unit]], EQ)
         return until
 
     def _add_limits(self, static: list[pulp.LpVariable]) -> None:
@@ -452,10 +490,10 @@ class ForwardBackward:
             flows = [(f, 1.0) for name, f in self.flows.items() if name.startswith("leave_")]
             if "scatter" in self.flows and t < self.end:  # the device's update waits for sums
                 flows.append((self.flows["scatter"], 1.0))
-            if "write" in self.flows:
-                flows.append((self.flows["write"], self.held_per_written))
+            writes = [self.flows[name] for name in self.held_per_written]
+            flows += zip(writes, self.held_per_written.values(), strict=True)
             for flow, held in flows:
-                goes_round = self.overlap and flow is self.flows.get("write")
+                goes_round = self.overlap and any(flow is one for one in writes)
                 if (t or goes_round) and held:
                     terms.append((flow.waiting[t - 1], held))
                 # Nothing waits before the device's update.
@@ -472,7 +510,7 @@ class ForwardBackward:
         terms: Terms = [(variable, 1.0) for variable in self.compute]
         terms += [(variable, 1.0 + 1e-3) for variable in self.stall]
         for name, flow in self.flows.items():
-            if name not in ("read", "write"):
+            if name not in ("read", "write", "read_host", "write_host"):
                 terms += [(moved, 1e-3 * flow.rate) for moved in (*flow.stall, *flow.compute)]
         return terms
 

@@ -37,7 +37,7 @@ from protrain_plan.records.decisions import (
 from protrain_plan.records.files import read_text
 from protrain_plan.records.folding import fold, runs, unfold
 from protrain_plan.records.forms import FORMS
-from protrain_plan.records.hardware import TierName
+from protrain_plan.records.hardware import TierName, is_accelerator
 from protrain_plan.records.plan import (
     STEPPED,
     Activations,
@@ -107,10 +107,11 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
             offload, buffer = Offload(tier=home), Offload(tier=home, keep_gathered=True)
             if gradient_home(offload, settings) == "host" and "host" not in tiers:
                 continue  # the optimizer of this chunk would run in host memory
-            states.append(offload)
             stays = [residencies(one, unit.used_by, len(units)) for one in (offload, buffer)]
-            if stays[0] != stays[1]:
-                states.append(buffer)
+            placements = [offload, buffer] if stays[0] != stays[1] else [offload]
+            states += placements
+            if home == "host" and trained and is_accelerator(settings.device):
+                states += [replace(one, update_on_device=True) for one in placements]
         found.append(
             UnitOptions(
                 unit,
@@ -260,6 +261,8 @@ def _cannot(
         problem = f"{name} cannot take {phrase!r}: this machine has {here} below the device"
     elif isinstance(decision, Offload) and decision.tier == "device" and not takers:
         problem = f"{name} cannot take {phrase!r}: states are shared over several devices alone"
+    elif isinstance(decision, Offload) and decision.update_on_device and not takers:
+        problem = f"{name} cannot take {phrase!r}: that is for accelerators"
     elif isinstance(decision, Offload) and not unit.unit.used_by:
         problem = f"{name} cannot take {phrase!r}: it has no parameters of its own"
     elif isinstance(decision, Offload) and unit.unit.stays:

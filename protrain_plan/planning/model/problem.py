@@ -26,7 +26,7 @@ from protrain_plan.program.implications import (
     BoundProgram,
     Implications,
     StateOption,
-    staging_bytes,
+    device_staging_bytes,
     tier_bytes,
 )
 from protrain_plan.program.program import Settings
@@ -186,7 +186,7 @@ class LaneSeconds:
         self.lanes = ["compute", "update", "network"]
         for name in self.read:
             self.lanes += [f"from_{name}", f"to_{name}"]
-            self.lanes += ["read", "write"] if name == "disk" else []
+            self.lanes += ["read", "write"] if name == "disk" else ["read_host", "write_host"]
 
     def moved_activations(self, option: ActivationOption) -> dict[str, float]:
         """What transfers of a unit's activations take of each lane."""
@@ -204,8 +204,7 @@ class LaneSeconds:
         first = (self.times - 1) * both + option.forward_s + option.backward_s * last
         first *= not self.overlap
         seconds = {"compute": self.times * both, "update": first}
-        if "disk" in self.read:
-            seconds |= {"read": first, "write": first}
+        seconds |= dict.fromkeys(("read", "write", "read_host", "write_host"), first)
         return seconds | self.moved_activations(option)
 
     def moved_states(self, option: StateOption) -> dict[str, float]:
@@ -220,16 +219,25 @@ class LaneSeconds:
             if option.gradients and option.gradients.tier == name:
                 spilled = option.gradients.bytes * self.write[name]
                 seconds[f"to_{name}"] = self.spills * spilled
-            if name == "disk":
-                seconds["read"] = option.read_bytes * read
-                seconds["write"] = option.write_bytes * self.write[name]
+            if option.state_lanes and option.state_lanes[0].tier == name:
+                words = "" if name == "disk" else f"_{name}"
+                seconds[f"read{words}"] = option.read_bytes * read
+                seconds[f"write{words}"] = option.write_bytes * self.write[name]
+                if name == "host":  # one direction of its link carries both
+                    seconds["from_host"] += seconds["read_host"]
+                    seconds["to_host"] = seconds.get("to_host", 0.0) + seconds["write_host"]
         return seconds
 
     def of_states(self, option: StateOption) -> dict[str, float]:
-        """What a placement takes of each lane. The device's update waits for all collectives."""
-        seconds = self.moved_states(option)
+        """What a placement takes of each lane. The device's update waits for all collectives.
+
+        The device takes turns in updating what streams to it, which is time of compute.
+        """
+        seconds, update_s = self.moved_states(option), option.update_s
         seconds["network"] += option.device_s
-        return seconds | {"compute": option.device_s, "update": option.update_s}
+        if option.updated_on_device:
+            return seconds | {"compute": option.device_s + update_s}
+        return seconds | {"compute": option.device_s, "update": update_s}
 
 
 @dataclass(frozen=True)
@@ -450,8 +458,7 @@ class Problem:
         for held in (h for options in (activations, states) for o in options for h in o.holdings):
             change[held.first] += held.bytes
             change[held.last + 1] -= held.bytes
-        if not is_accelerator(self.settings.device):
-            change[0] += staging_bytes(states, self.profile)
+        change[0] += device_staging_bytes(states, self.implied)
         change[end] += round(max(state.device_workspace for state in states))
         for state in states:
             # No slot is left that could wait for what the last one produced.

@@ -141,7 +141,7 @@ def _relieved(
     if relief == "chunk below":
         if isinstance(states, Persistent) or states.tier != tier or lower is None:
             return None
-        states = replace(states, tier=lower)
+        states = replace(states, tier=lower, update_on_device=False)
     elif not isinstance(activations, Swap | SwapInput) or activations.tier != tier:
         return None
     elif relief == "swap below":

@@ -20,7 +20,7 @@ from weakref import ref
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from protrain_plan.program.program import COLLECT, Lane, Program
+from protrain_plan.program.program import COLLECT, UPDATE_ON_DEVICE, Lane, Program
 from protrain_plan.records.plan import Keep, Persistent, Swap, SwapInput, UnitPlan
 from protrain_runtime.activations.forms import around
 from protrain_runtime.activations.saved_tensors import HandedOn, SavedTensors
@@ -144,7 +144,8 @@ class Engine:
         self.lanes: dict[Lane, WorkLane] = {
             lane: backend.lane(
                 str(lane),
-                on_device=lane.tier == "host" and lane.direction != "update" and not checked,
+                on_device=lane == UPDATE_ON_DEVICE
+                or (lane.tier == "host" and lane.direction != "update" and not checked),
             )
             for lane in sorted({move.lane for move in program.moves} - {COLLECT}, key=str)
         }
@@ -543,11 +544,11 @@ class Engine:
         Called by whoever reads parameters or states, or frees them.
         """
         for number in sorted(self._carried):
-            self._end_carried(number)
+            self._end_carried(number, self._carried[number].synchronize)
 
-    def _end_carried(self, number: int) -> None:
+    def _end_carried(self, number: int, wait: Callable[[], None]) -> None:
         try:
-            self._carried[number].synchronize()
+            wait()
         except BaseException:
             self._state.phase = Phase.TORN
             raise
@@ -645,12 +646,12 @@ class Engine:
         for number in [n for n in self._running if self._tickets[n].done()]:
             self._end(number)
         for number in sorted(n for n, ticket in self._carried.items() if ticket.done()):
-            self._end_carried(number)
+            self._end_carried(number, self._carried[number].wait)
         for number in slot.drained_before:
             lane = self._program.moves[number].lane
             for earlier in sorted(n for n in self._carried if n <= number):
                 if self._program.moves[earlier].lane == lane:
-                    self._end_carried(earlier)
+                    self._end_carried(earlier, self._carried[earlier].wait)
         for number in slot.drained:
             # What entered the lane before it has ended too: the pieces of a chunk are written in
             # order, and only the last of them that has to have left is named.

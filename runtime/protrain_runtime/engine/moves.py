@@ -17,7 +17,8 @@ has one.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any, assert_never
 from weakref import ref
 
@@ -333,6 +334,26 @@ class SwappedUnit:
                     yield storage
 
 
+@dataclass(slots=True)
+class Staging:
+    """The buffers that optimizer states pass through, in the memory that `empty` allocates in.
+
+    `reads` are the moves that fill them, by number.
+    """
+
+    reads: dict[int, Move]
+    empty: Callable[[int], torch.Tensor]
+    ring: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    _place: dict[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._place = {number: place % STAGING_PIECES for place, number in enumerate(self.reads)}
+
+    def of(self, number: int) -> torch.Tensor | None:
+        """The buffer that a move fills.  # uint8 [bytes]"""
+        return self.ring[self._place[number]] if self.ring else None
+
+
 class Moves:
     """The data side of a programme: chunks, swapped activations, optimizer pieces.
 
@@ -358,12 +379,16 @@ class Moves:
         self._backend, self._swap_stores = backend, swap_stores
         self.buffers = Buffers(backend)
         self._factory, self._options = factory, options
-        reads = [n for n, move in enumerate(program.moves) if move.kind == "read states"]
-        self._reads = [program.moves[number] for number in reads]
-        self._ring_place = {number: place % STAGING_PIECES for place, number in enumerate(reads)}
-        self._ring: list[torch.Tensor] = []
+        # The staging buffers, in the memory below and on the device.
+        self._staging = [
+            Staging(self._reads(program, on_device=False), backend.empty_host),
+            Staging(self._reads(program, on_device=True), backend.empty),
+        ]
         # By unit: offsets and bytes of what is reserved for what it swaps.
         self._swap_regions: dict[int, list[tuple[int, int]]] = {}
+        # By the move that writes it: what an update on a stream reads, until it has ended. Some run
+        # on when the programme's next run has begun.
+        self._working: dict[int, Piece] = {}
         self._gradients = GradientMoves(program, backend)
         self._reductions = None if ranks is None else Reductions(program, ranks, backend)
         self.clear(program)
@@ -386,7 +411,7 @@ class Moves:
     @property
     def may_make_staging(self) -> bool:
         """Whether states are read, and have no staging buffers yet."""
-        return bool(self._reads) and not self._ring
+        return any(staging.reads and not staging.ring for staging in self._staging)
 
     def make_staging(self) -> None:
         """Allocate the staging buffers, once there is something to read.
@@ -395,22 +420,38 @@ class Moves:
         from the first.
         """
         self._gradients.make_rooms(self._chunks)
-        if self._ring:
-            return
-        reads = self._reads
-        chunks = [self._chunks[move.unit].own for move in reads]
-        if not any(chunk.updated or self._read_with_states(chunk)[0] for chunk in chunks):
+        for staging in self._staging:
+            self._make_ring(staging)
+
+    def _make_ring(self, staging: "Staging") -> None:
+        moves = list(staging.reads.values())
+        chunks = [self._chunks[move.unit].own for move in moves]
+        wanted = any(chunk.updated or self._read_with_states(chunk)[0] for chunk in chunks)
+        if staging.ring or not wanted:
             return
         largest = 0
-        for move, chunk in zip(reads, chunks, strict=True):
+        for move, chunk in zip(moves, chunks, strict=True):
             count = chunk.cut(move.stop) - chunk.cut(move.start)
             width = sum(state.dtype.itemsize for state in chunk.states)
             width += sum(self._read_with_states(chunk)) * (
                 chunk.gradient_bytes // chunk.num_trainable
             )
             largest = max(largest, count * width)
-        for _ in range(min(STAGING_PIECES, len(self._ring_place))):
-            self._ring.append(self._backend.empty_host(largest))
+        for _ in range(min(STAGING_PIECES, len(moves))):
+            staging.ring.append(staging.empty(largest))
+
+    def _reads(self, program: Program, *, on_device: bool) -> dict[int, Move]:
+        """The moves that read states for updates below, or on the device."""
+        return {
+            number: move
+            for number, move in enumerate(program.moves)
+            if move.kind == "read states" and self._on_device(move.unit) == on_device
+        }
+
+    def _on_device(self, unit: int) -> bool:
+        """Whether a chunk's states stream to the device to be updated there."""
+        states = self._plans[unit].states
+        return isinstance(states, Offload) and states.update_on_device
 
     def in_transit(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The tensors that are on their way, and those that others pass through."""
@@ -421,7 +462,8 @@ class Moves:
         ]
         moving = [tensor for held in self._held.values() for tensor in held]
         moving += [t for s in storages for t in (s.source, s.restored) if t is not None]
-        return moving, [*self._ring, *self._gradients.rooms]
+        rings = [buffer for staging in self._staging for buffer in staging.ring]
+        return moving, [*rings, *self._gradients.rooms]
 
     @property
     def host_bytes(self) -> int:
@@ -431,7 +473,8 @@ class Moves:
         """
         if self._backend.on_host:
             return 0
-        return sum(buffer.numel() for buffer in (*self._ring, *self._gradients.rooms))
+        below = self._staging[False].ring
+        return sum(buffer.numel() for buffer in (*below, *self._gradients.rooms))
 
     def describe(self, store: Store, start: int, stop: int) -> str:
         """What lies between two offsets of a store: tensors, and the unit that they are of."""
@@ -467,14 +510,14 @@ class Moves:
                 yield from ((unit, "swapped activations", *region) for region in regions)
 
     def _read_with_states(self, chunk: Chunk) -> tuple[bool, bool]:
-        """Whether the optimizer of a chunk on disk has its parameters and its gradients from there.
+        """Whether an update brings a chunk's parameters and its gradients with the states.
 
-        Parameters, where it is updated elsewhere than on the device; gradients that waited there.
+        Parameters, where they do not stand in place; gradients that waited with the states.
         """
         states = self._plans[chunk.unit].states
         assert not isinstance(states, Persistent)
         home = gradient_home(states, self._program.settings)
-        return home != "in place", home == "disk"
+        return home != "in place", home == states.tier
 
     def start(self, number: int) -> Work:
         """The move's work; what it needs is allocated now."""
@@ -507,7 +550,7 @@ class Moves:
             case "update":
                 return self._update(move, chunk.own)
             case "write states":
-                piece = self._pieces.pop((move.unit, move.start))
+                piece = self._working[number] = self._pieces.pop((move.unit, move.start))
                 return lambda: piece.write(parameters=True)
             case _:
                 assert_never(move.kind)
@@ -525,6 +568,7 @@ class Moves:
     def end(self, number: int) -> None:
         """The move has ended: free what stood for it."""
         self._held.pop(number, None)
+        self._working.pop(number, None)
         for storage in self._leaving.pop(number, ()):
             storage.leave()
         move = self._program.moves[number]
@@ -670,7 +714,7 @@ class Moves:
         return work
 
     def _swap_store(self, move: Move) -> Store:
-        assert move.lane.tier is not None
+        assert move.lane.tier is not None and move.lane.tier != "device"
         return self._swap_stores[move.lane.tier]
 
     def _read_states(self, number: int, move: Move, chunk: Chunk) -> Work:
@@ -680,14 +724,16 @@ class Moves:
         parameters, gradients = self._read_with_states(chunk)
         if not parameters:
             piece.view_device()
-        if not self._ring:
+        ring = self._staging[self._on_device(move.unit)].of(number)
+        if ring is None:
             return lambda: None  # before the first step there is nothing to read
-        ring = self._ring[self._ring_place[number]]
         return lambda: piece.read(ring, parameters=parameters, gradients=gradients)
 
     def _update(self, move: Move, chunk: Chunk) -> Work:
-        on_host = isinstance(chunk.store, HostStore)
-        if on_host:
+        states = self._plans[move.unit].states
+        assert isinstance(states, Offload)
+        on_device, stands = states.update_on_device, not states.staged
+        if stands:
             piece = Piece(chunk, move.start, move.stop, dict(chunk.offloaded_gradients))
         else:
             piece = self._pieces[move.unit, move.start]
@@ -702,12 +748,16 @@ class Moves:
                 gradient = chunk.gradients[part.name] = dense(gradient, part.stride)
                 gradients[part.name] = flat_storage_order(gradient)[low:high]
 
+        team = None if on_device and not self._backend.on_host else self._team
+
         def work() -> None:
-            with piece.in_place():
-                if on_host:
+            with nullcontext() if on_device else piece.in_place():
+                if stands:
                     piece.view_store()
-                piece.update(self._factory, options, gradients, self._team)
-            if on_host:
+                piece.update(self._factory, options, gradients, team)
+            if on_device:
+                piece.write_made()
+            if stands:
                 piece.write(parameters=False)
 
         return work

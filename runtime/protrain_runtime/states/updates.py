@@ -345,14 +345,40 @@ class Piece:
         for shadow, part, low, high in shadows:
             first = part.start + low - self.start
             if part.name in self.chunk.updated:
+                chosen = options[part.name]
+                # A fused optimizer has its counters where it steps.
+                moved = chosen.get("fused") or chosen.get("capturable")
                 state = {
-                    key: value.clone() if isinstance(value, torch.Tensor) else value
+                    key: value.to(shadow.device if moved else value.device, copy=True)
+                    if isinstance(value, torch.Tensor)
+                    else value
                     for key, value in self.chunk.scalars[part.name].items()
                 }
                 for key, values in self.staging.items():
                     state[key] = values[first : first + high - low]
                 worker.state[shadow] = state
         return _Range(worker, shadows, scales)
+
+    def write_made(self) -> None:
+        """Bring states that lie elsewhere than in staging to the store: the optimizer made them.
+
+        In the stream that it runs in, which may have their memory again: it stands for one piece.
+        """
+        store = self.chunk.store
+        assert store is not None
+        for part, low, _, state in self.made:
+            for layout in self.chunk.states:
+                values = state[layout.key]
+                if not self._staged(layout.key, part.start + low, values):
+                    store.start_write(layout.place(part.start + low), values.view(torch.uint8))
+                    del state[layout.key]
+
+    def _staged(self, key: str, first: int, values: torch.Tensor) -> bool:
+        """Whether values of the elements from `first` on are those in staging."""
+        staged = self.staging.get(key)
+        if staged is None:
+            return False
+        return values.data_ptr() == staged.data_ptr() + (first - self.start) * staged.itemsize
 
     def write(self, *, parameters: bool) -> None:
         """Bring the new states, and the parameters where asked for, to the store.
@@ -370,12 +396,9 @@ class Piece:
         for part, low, high, state in self.made:
             first = part.start + low
             for layout in self.chunk.states:
-                values = state.pop(layout.key)
-                if self.stands and layout.key in self.staging:
-                    staged = self.staging[layout.key]
-                    here = staged.data_ptr() + (first - self.start) * staged.itemsize
-                    if values.data_ptr() == here:
-                        continue  # these are the store's own bytes
+                values = state.pop(layout.key, None)
+                if values is None or (self.stands and self._staged(layout.key, first, values)):
+                    continue  # it is there: written, or the store's own bytes
                 store.start_write(layout.place(first), values.view(torch.uint8))
             if high == part.numel:
                 self.chunk.scalars[part.name] = state
