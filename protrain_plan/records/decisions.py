@@ -126,7 +126,7 @@ def _placements() -> Iterator[Wording[Placement]]:
 
 def _updated_on_device(*, gathered: bool) -> Wording[Placement]:
     held, holds, holding = (
-        (", keep gathered", ", keep{s} them gathered", ", keeping them gathered")
+        (" and keep gathered", ", keep{s} them gathered", ", keeping them gathered")
         if gathered
         else ("", "", "")
     )

@@ -204,7 +204,7 @@ class LaneSeconds:
         first = (self.times - 1) * both + option.forward_s + option.backward_s * last
         first *= not self.overlap
         seconds = {"compute": self.times * both, "update": first}
-        seconds |= dict.fromkeys(("read", "write", "read_host", "write_host"), first)
+        seconds |= {lane: first for lane in self.lanes if lane.startswith(("read", "write"))}
         return seconds | self.moved_activations(option)
 
     def moved_states(self, option: StateOption) -> dict[str, float]:
@@ -362,6 +362,11 @@ class Problem:
     @cached_property
     def options(self) -> tuple[UnitOptions, ...]:
         return pinned_options(unit_options(self.implied), self.pins)
+
+    @cached_property
+    def may_update_on_device(self) -> bool:
+        """Whether some chunk's states may stream to the device to be updated there."""
+        return any(o.updated_on_device for options in self.options for o in options.states)
 
     def program(self, plans: Sequence[UnitPlan], *, updating: bool = True) -> BoundProgram:
         """The programme of `plans`; without `updating`, of a micro-batch before the last."""

@@ -69,9 +69,10 @@ SPARE_SWAPS = (0, 2)
 """Spare swap slots per tier when the relaxation is rounded: units' swapped activations that fit
 besides, so that rounding up moves no chunk, which may be a hundred times as large."""
 
-LARGE = 4000
+LARGE = {False: 4000, True: 1500}
 """Variables of a fluid model from which on a search tree takes more than some seconds, up to a
-minute (66 units on a machine with two tiers), for a bound that is at most 0.7 % better."""
+minute (66 units on a machine with two tiers), for a bound that is at most 0.7 % better. By whether
+chunks may be updated on the device: its nodes take several times as long then."""
 
 BRANCHED_UNITS = {False: 2000, True: 600}
 """Nodes of a search tree times units, by whether steps overlap: about the same seconds for small
@@ -80,8 +81,9 @@ and large models. A node of steps that overlap takes about three times as long."
 SIMULATED_UNITS = 8_000
 """Plans that the local search may simulate times units: about a second."""
 
-LEAST_SIMULATED = 400
-"""Plans that it may simulate of any model: a large one has thousands of neighbours."""
+LEAST_SIMULATED = {False: 400, True: 1500}
+"""Plans that it may simulate of any model: a large one has thousands of neighbours. More where
+chunks may be updated on the device: no search tree has found good numbers of them before."""
 
 Solver = Literal["milp"] | Baseline
 SOLVERS: tuple[Solver, ...] = ("milp", *BASELINES)
@@ -154,6 +156,7 @@ class _Planning:
         self.effort, self.progress = effort, progress
         self.evaluator = Evaluator(problem)
         self.bound = 0.0
+        self.on_device = problem.may_update_on_device
         first = self.evaluator.evaluate(lean.choice)
         assert first, "the leanest choice meets the budgets"
         self.best: Evaluation = first
@@ -291,7 +294,7 @@ class _Planning:
 
     def _round(self) -> None:
         self.fluid.prefer_few_moves()
-        large = len(self.fluid.pulp.variables()) > LARGE // 2
+        large = len(self.fluid.pulp.variables()) > LARGE[False] // 2
         for margin in MARGINS[::2] if large else MARGINS:
             if self._good_enough() or self.effort.spent():
                 break
@@ -302,15 +305,21 @@ class _Planning:
         self._polish("roundings")
 
     def _improve(self) -> None:
-        self.best = improved(
-            self.problem,
-            self.evaluator,
-            self.best,
-            effort=self.effort,
-            max_simulations=max(LEAST_SIMULATED, SIMULATED_UNITS // self.problem.count),
-            enough_s=max(self._enough(), self.effort.enough_s or 0.0),
-        )
-        self._polish("local search")
+        most = max(LEAST_SIMULATED[self.on_device], SIMULATED_UNITS // self.problem.count)
+        last = self.evaluator.num_simulations + most
+        before = None
+        # Other decisions may want another schedule, and under that yet other ones.
+        while before is None or (self.on_device and self.best.seconds < before):
+            before = self.best.seconds
+            self.best = improved(
+                self.problem,
+                self.evaluator,
+                self.best,
+                effort=self.effort,
+                max_simulations=last - self.evaluator.num_simulations,
+                enough_s=max(self._enough(), self.effort.enough_s or 0.0),
+            )
+            self._polish("local search")
 
     def _place_whole_chunks(self) -> None:
         """The relaxation that knows what whole chunks leave to slower tiers; its roundings."""
@@ -335,7 +344,8 @@ class _Planning:
 
         With a margin few moves are preferred, with room for whole ones: for its solution alone.
         """
-        if len(self.fluid.pulp.variables()) > (LARGE // 2 if margin else LARGE):
+        limit = LARGE[self.on_device]
+        if len(self.fluid.pulp.variables()) > (limit // 2 if margin else limit):
             return
         if margin:
             self.fluid.prefer_few_moves()
