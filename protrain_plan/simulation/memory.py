@@ -83,14 +83,18 @@ def holdings(program: BoundProgram) -> Iterator[Holding]:
     gone_after: dict[int, int] = {}
     for index, slot in enumerate(program.slots):
         for number in slot.drained_before:
+            lane = program.moves[number].lane
             for unit, last in program.updates.items():
-                if last <= number:
+                if last <= number and program.moves[last].lane == lane:
                     gone_after.setdefault(unit, index)
+    runs_on = program.running_on
     for number, move in enumerate(program.moves):  # what has not left after its slot
         size = _held_until_moved(move, program.states[move.unit])
         gone = gone_at.get(number, end + 1)
         if size and gone > move.slot + 1:
             yield Holding("leaving", move.unit, move.slot + 1, gone - 1, size)
+        if number not in runs_on:
+            continue
         if size and gone > end and (until := gone_after.get(move.unit, 0)):
             yield Holding("leaving", move.unit, 0, until - 1, size)
     if staging := device_staging_bytes(program.states, program.implications):

@@ -22,7 +22,7 @@ from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.questions.planner import plan
+from protrain_plan.planning.questions.planner import plan, solve_problem
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.records.hardware import Hardware
@@ -356,14 +356,14 @@ def worth(explanation: Explanation) -> float:
 
 def test_worth_of_memory_is_what_planning_with_more_saves() -> None:
     profile = small(host_speed=5e8)
+    budgets = [budgets_of(profile, device) for device in (1400 * MB, 1600 * MB)]
     before, after = (
-        plan(
-            profile,
-            budgets_of(profile, device),
-            piece_bytes=PIECE_BYTES,
+        solve_problem(
+            Problem.of(profile, budget, piece_bytes=PIECE_BYTES, overlap_steps=False),
+            budget,
             effort=Effort(gap_target=0.001),
         )
-        for device in (1400 * MB, 1600 * MB)
+        for budget in budgets
     )
     assert isinstance(before, Solved)
     assert isinstance(after, Solved)

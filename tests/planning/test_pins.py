@@ -115,7 +115,8 @@ def test_a_pin_is_units_and_one_or_two_decisions(text: str, pin: Pin) -> None:
 DECISIONS = (
     "the decisions are keep, recompute, swap to host, swap to disk, swap-input to host"
     " or swap-input to disk for activations and persistent, persistent and update in backward,"
-    " offload to host, offload to disk, shard, offload to host and keep gathered,"
+    " offload to host, offload to host and update on device, offload to disk, shard,"
+    " offload to host and keep gathered, offload to host and keep gathered and update on device,"
     " offload to disk and keep gathered or shard and keep gathered for states"
 )
 PIN_ERRORS = {
@@ -321,8 +322,9 @@ UNIT_ERRORS = [
         "layers.0-3: offload to disk",
         "--pin: layers.0-3: model.layers.0 cannot take 'offload to disk': this machine has"
         " only host below the device\n"
-        "  fix: it can take persistent, persistent and update in backward, offload to host or"
-        " offload to host and keep gathered",
+        "  fix: it can take persistent, persistent and update in backward, offload to host,"
+        " offload to host and update on device, offload to host and keep gathered or"
+        " offload to host and keep gathered and update on device",
     ),
     (
         "head: offload to host",

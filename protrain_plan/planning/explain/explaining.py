@@ -292,10 +292,8 @@ def _shares(model: Fluid) -> dict[str, float]:
                 lane = lanes.get(variable.name)
             elif kind.startswith("compute_") and variable.name in decisions:
                 lane = "compute"
-            elif (
-                kind.startswith(("updates_from_", "updates_until_")) and variable.name in decisions
-            ):
-                lane = "update"
+            elif "updates_" in kind and variable.name in decisions:
+                lane = "update on device" if kind.startswith("device_") else "update"
             elif kind.startswith("tail_"):
                 lane = gradients.get(variable.name)
             if lane:
@@ -418,7 +416,10 @@ class _Explainer:
         if isinstance(option, ActivationOption):
             moved = seconds.moved_activations(option)
             return _Burden(option.forward_s + option.backward_s, sum(moved.values()), 0.0)
-        return _Burden(0.0, sum(seconds.moved_states(option).values()), option.update_s)
+        moved_s, update_s = sum(seconds.moved_states(option).values()), option.update_s
+        if option.updated_on_device:  # beside compute, in turns
+            return _Burden(update_s, moved_s, 0.0)
+        return _Burden(0.0, moved_s, update_s)
 
     def _changed(self, units: Sequence[int], kind: Kind, number: int) -> Choice:
         """The plan's choice with another decision of one kind for `units`."""
@@ -516,8 +517,8 @@ def units_text(names: Sequence[str]) -> str:
 
 def lane_words(lane: str) -> str:
     """What a lane does: "transfers from host"."""
-    if lane == "update":
-        return "updates on the host"
+    if lane.startswith("update"):
+        return "updates on the device" if lane.endswith("device") else "updates on the host"
     if lane == "collect":
         return "collectives"
     word, _, tier = lane.partition(" ")

@@ -223,9 +223,6 @@ class LaneSeconds:
                 words = "" if name == "disk" else f"_{name}"
                 seconds[f"read{words}"] = option.read_bytes * read
                 seconds[f"write{words}"] = option.write_bytes * self.write[name]
-                if name == "host":  # one direction of its link carries both
-                    seconds["from_host"] += seconds["read_host"]
-                    seconds["to_host"] = seconds.get("to_host", 0.0) + seconds["write_host"]
         return seconds
 
     def of_states(self, option: StateOption) -> dict[str, float]:
@@ -236,6 +233,9 @@ class LaneSeconds:
         seconds, update_s = self.moved_states(option), option.update_s
         seconds["network"] += option.device_s
         if option.updated_on_device:
+            # One direction of the link carries states and all else.
+            for states, all_bytes in (("read_host", "from_host"), ("write_host", "to_host")):
+                seconds[all_bytes] = seconds.get(all_bytes, 0.0) + seconds[states]
             return seconds | {"compute": option.device_s + update_s}
         return seconds | {"compute": option.device_s, "update": update_s}
 

@@ -78,12 +78,13 @@ BRANCHED_UNITS = {False: 2000, True: 600}
 """Nodes of a search tree times units, by whether steps overlap: about the same seconds for small
 and large models. A node of steps that overlap takes about three times as long."""
 
-SIMULATED_UNITS = 8_000
-"""Plans that the local search may simulate times units: about a second."""
+SIMULATED_UNITS = {False: 8_000, True: 40_000}
+"""Plans that the local search may simulate times units: about a second. More where chunks may be
+updated on the device: no search tree has found good numbers of them before."""
 
-LEAST_SIMULATED = {False: 400, True: 1500}
-"""Plans that it may simulate of any model: a large one has thousands of neighbours. More where
-chunks may be updated on the device: no search tree has found good numbers of them before."""
+LEAST_SIMULATED, MOST_SIMULATED = 400, 1500
+"""Plans that it may simulate of any model, at least (a large one has thousands of neighbours), and
+at most."""
 
 Solver = Literal["milp"] | Baseline
 SOLVERS: tuple[Solver, ...] = ("milp", *BASELINES)
@@ -174,7 +175,7 @@ class _Planning:
             lambda: self._count(margin=MARGINS[2]),
             self._improve,
         )
-        for stage in stages if self.effort.enough_s is None else stages[:2]:
+        for stage in stages if self.on_device or self.effort.enough_s is None else stages[:2]:
             if self._good_enough() or self.effort.spent() or self._beaten():
                 break
             if self.effort.enough_s is not None and self.bound > self.effort.enough_s:
@@ -305,11 +306,13 @@ class _Planning:
         self._polish("roundings")
 
     def _improve(self) -> None:
-        most = max(LEAST_SIMULATED[self.on_device], SIMULATED_UNITS // self.problem.count)
+        longer = self.on_device and self.effort.enough_s is None
+        asked = min(MOST_SIMULATED, SIMULATED_UNITS[longer] // self.problem.count)
+        most = max(LEAST_SIMULATED, asked)
         last = self.evaluator.num_simulations + most
         before = None
         # Other decisions may want another schedule, and under that yet other ones.
-        while before is None or (self.on_device and self.best.seconds < before):
+        while before is None or (longer and self.best.seconds < before):
             before = self.best.seconds
             self.best = improved(
                 self.problem,
@@ -318,6 +321,7 @@ class _Planning:
                 effort=self.effort,
                 max_simulations=last - self.evaluator.num_simulations,
                 enough_s=max(self._enough(), self.effort.enough_s or 0.0),
+                again=longer,
             )
             self._polish("local search")
 

@@ -38,6 +38,9 @@ MAX_ORDERS = 24
 MAX_SLOTS = 40_000
 """Slots simulated in all, which bounds the time that tidying takes."""
 
+CHANGED, MAX_AGAIN = 3, 200
+"""How many changes a search goes further on, and how often at most."""
+
 IMPROVEMENT = 1e-7
 """A step must be faster by this fraction to count: less is rounding in the simulator."""
 
@@ -81,25 +84,46 @@ def improved(
     effort: Effort,
     max_simulations: int,
     enough_s: float,
+    again: bool = False,
 ) -> Evaluation:
-    """`best`, or what changes of few decisions make of it, until it takes `enough_s` or less."""
+    """`best`, or what changes of few decisions make of it, until it takes `enough_s` or less.
+
+    With `again`, where no change makes it faster, from some changes further on.
+    """
     started = evaluator.num_simulations
     order = random.Random(effort.seed)
-    while True:
-        before = best
-        neighbours = list(_neighbours(problem, best.choice))
-        order.shuffle(neighbours)  # so that limited effort reaches all parts of the model
-        for choice in neighbours:
-            tried = evaluator.num_simulations - started
-            if tried >= max_simulations or effort.spent() or best.seconds <= enough_s:
-                return best
-            enough = best.seconds * (1 - IMPROVEMENT)
-            evaluation = evaluator.evaluate(choice, rules=(best.rule,), faster_than_s=enough)
-            if evaluation and evaluation.seconds < enough:
-                best = evaluation
-                break
-        if best is before:
-            return best
+
+    def ends(reached: Evaluation) -> bool:
+        tried = evaluator.num_simulations - started
+        return tried >= max_simulations or effort.spent() or reached.seconds <= enough_s
+
+    def descended(reached: Evaluation) -> Evaluation:
+        while True:
+            before = reached
+            neighbours = list(_neighbours(problem, reached.choice))
+            order.shuffle(neighbours)  # so that limited effort reaches all parts of the model
+            for choice in neighbours:
+                if ends(reached):
+                    return reached
+                enough = reached.seconds * (1 - IMPROVEMENT)
+                found = evaluator.evaluate(choice, rules=(reached.rule,), faster_than_s=enough)
+                if found and found.seconds < enough:
+                    reached = found
+                    break
+            if reached is before:
+                return reached
+
+    best = descended(best)
+    for _ in range(MAX_AGAIN if again else 0):
+        if ends(best):
+            break
+        reached = best
+        for _ in range(CHANGED):
+            choice = order.choice(list(_neighbours(problem, reached.choice)))
+            reached = evaluator.evaluate(choice, rules=(best.rule,)) or reached
+        reached = descended(reached)
+        best = min(best, reached, key=lambda one: one.seconds)
+    return best
 
 
 def _neighbours(problem: Problem, choice: Choice) -> Iterator[Choice]:
