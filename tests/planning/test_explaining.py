@@ -22,7 +22,7 @@ from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.questions.planner import plan, solve_problem
+from protrain_plan.planning.questions.planner import solve_problem
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.records.hardware import Hardware

@@ -21,8 +21,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.program.compiling import _Compiler
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     Activations,
@@ -131,7 +133,13 @@ def planned(
     )
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int = 1) -> Outcome:
+def steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: int = 1,
+    *,
+    clip: bool = False,
+) -> Outcome:
     torch.manual_seed(1)
     losses: list[Tensor] = []
     for number in range(3):
@@ -139,15 +147,17 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int
             loss = loss_of(call_model(model, batch(NAME, number * micro_batches + part)))
             loss.backward()
             losses.append(loss.detach())
+        if clip:
+            clip_grad_norm_(model.parameters(), 0.1, foreach=False)
         optimizer.step()
         optimizer.zero_grad()
     return outcome(model, optimizer, losses)
 
 
 @cache
-def plainly(micro_batches: int = 1) -> Outcome:
+def plainly(micro_batches: int = 1, *, clip: bool = False) -> Outcome:
     model = build(NAME)
-    return steps(model, ADAMW(one_group(model)), micro_batches)
+    return steps(model, ADAMW(one_group(model)), micro_batches, clip=clip)
 
 
 def trains(
@@ -158,17 +168,18 @@ def trains(
     schedule: Schedule = AHEAD,
     *,
     micro_batches: int = 1,
+    clip: bool = False,
     lane_delay: Callable[[], float] | None = None,
     **changes: Any,
 ) -> None:
     """Three steps under a plan give the bits of plain PyTorch."""
-    expected = plainly(micro_batches)
+    expected = plainly(micro_batches, clip=clip)
     units = decided(described(NAME), activations, states, schedule)
     with TemporaryDirectory() as folder, lateness():
         changes |= {"micro_batches": micro_batches, "piece_bytes": 5_000}
         model, optimizer = planned(units, folder, lane_delay=lane_delay, **changes)
         try:
-            assert_bitwise(steps(model, optimizer, micro_batches), expected)
+            assert_bitwise(steps(model, optimizer, micro_batches, clip=clip), expected)
         finally:
             given_up(model)
 
@@ -227,6 +238,41 @@ def overlapping_with_late_threads() -> None:
 
 def micro_batches_with_late_lanes() -> None:
     trains(LATE_LANES, "host", Recompute(), Offload(tier="host"), micro_batches=2)
+
+
+ON_DEVICE = Offload(tier="host", update_on_device=True)
+
+
+def on_the_device_with_late_lanes() -> None:
+    trains(LATE_LANES, "host", Recompute(), ON_DEVICE, overlap_steps=True)
+
+
+def on_the_device_with_late_compute() -> None:
+    trains(LATE_COMPUTE, "host", Keep(), ON_DEVICE, AT_ONCE)
+
+
+def clipped_on_the_device_with_late_lanes() -> None:
+    trains(
+        LATE_LANES,
+        "host",
+        Recompute(),
+        ON_DEVICE,
+        clip=True,
+        updates="after backward",
+        overlap_steps=True,
+    )
+
+
+def micro_batches_on_the_device_with_late_threads() -> None:
+    trains(
+        late,
+        "host",
+        Recompute(),
+        ON_DEVICE,
+        replace(AHEAD, update_drain=None),
+        micro_batches=2,
+        lane_delay=late_threads(0.04),
+    )
 
 
 def loaded_and_read() -> None:
@@ -680,10 +726,34 @@ MUTATIONS = (
     Mutation(
         owner=Engine,
         name="_end_carried",
-        line="self._carried[number].synchronize()",
-        instead="pass",
+        line="        wait()",
+        instead="        pass",
         keeps="what is read between steps is being updated",
         scenario=overlapping_with_late_threads,
+    ),
+    Mutation(
+        owner=Engine,
+        name="_begin_slot",
+        line="self._end_carried(earlier, self._carried[earlier].wait)",
+        instead="self._end_carried(earlier, lambda: None)",
+        keeps="a slot's memory is that of a chunk whose update still writes it out",
+        scenario=on_the_device_with_late_lanes,
+    ),
+    Mutation(
+        owner=_Compiler,
+        name="_add_updates",
+        line="free = (*free, *gradients)  # which it reads, too",
+        instead="pass",
+        keeps="gradients are read with the states before they are in host memory",
+        scenario=micro_batches_on_the_device_with_late_threads,
+    ),
+    Mutation(
+        owner=Moves,
+        name="start",
+        line="piece = self._working[number] = self._pieces.pop((move.unit, move.start))",
+        instead="piece = self._pieces.pop((move.unit, move.start))",
+        keeps="a factor that clips is freed before the update has multiplied by it",
+        scenario=clipped_on_the_device_with_late_lanes,
     ),
     Mutation(
         owner=Moves,

@@ -220,9 +220,9 @@ def overlapped(plan: Plan, seed: int = 0) -> Plan:
 
 def _placements(tier: StateTier, *, stepped: bool) -> list[Placement]:
     placements: list[Placement] = [Persistent()]
-    for on_device in (False, True)[: 1 + (tier == "host")]:
+    for there in (False, True)[: 1 + (tier == "host")]:
         placements += [
-            Offload(tier=tier, keep_gathered=gathered, update_on_device=on_device)
+            Offload(tier=tier, keep_gathered=gathered, update_on_device=there)
             for gathered in (False, True)
         ]
     return [*placements, STEPPED] if stepped else placements

@@ -645,7 +645,9 @@ class Engine:
         slot = self._program.slots[index]
         for number in [n for n in self._running if self._tickets[n].done()]:
             self._end(number)
-        for number in sorted(n for n, ticket in self._carried.items() if ticket.done()):
+        # What the last step left has ended when backward begins: compute is behind all fetches.
+        gone = index >= self._program.num_units
+        for number in sorted(n for n, ticket in self._carried.items() if gone or ticket.done()):
             self._end_carried(number, self._carried[number].wait)
         for number in slot.drained_before:
             lane = self._program.moves[number].lane
