@@ -110,7 +110,9 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
             stays = [residencies(one, unit.used_by, len(units)) for one in (offload, buffer)]
             placements = [offload, buffer] if stays[0] != stays[1] else [offload]
             states += placements
-            if home == "host" and trained and is_accelerator(settings.device):
+            # What trains little of a chunk, as adapters do, has next to no states to update.
+            mostly = trained and 2 * unit.gradient_bytes >= unit.parameter_bytes
+            if home == "host" and mostly and is_accelerator(settings.device):
                 states += [replace(one, update_on_device=True) for one in placements]
         found.append(
             UnitOptions(
@@ -262,7 +264,10 @@ def _cannot(
     elif isinstance(decision, Offload) and decision.tier == "device" and not takers:
         problem = f"{name} cannot take {phrase!r}: states are shared over several devices alone"
     elif isinstance(decision, Offload) and decision.update_on_device and not takers:
-        problem = f"{name} cannot take {phrase!r}: that is for accelerators"
+        problem = (
+            f"{name} cannot take {phrase!r}: that is for accelerators, and for units most of whose"
+            " parameters are trained"
+        )
     elif isinstance(decision, Offload) and not unit.unit.used_by:
         problem = f"{name} cannot take {phrase!r}: it has no parameters of its own"
     elif isinstance(decision, Offload) and unit.unit.stays:

@@ -38,8 +38,8 @@ MAX_ORDERS = 24
 MAX_SLOTS = 40_000
 """Slots simulated in all, which bounds the time that tidying takes."""
 
-CHANGED, MAX_AGAIN = 3, 200
-"""How many changes a search goes further on, and how often at most."""
+CHANGED, IN_VAIN = 3, 4
+"""How many changes a search goes further on, and how often in vain."""
 
 IMPROVEMENT = 1e-7
 """A step must be faster by this fraction to count: less is rounding in the simulator."""
@@ -114,14 +114,14 @@ def improved(
                 return reached
 
     best = descended(best)
-    for _ in range(MAX_AGAIN if again else 0):
-        if ends(best):
-            break
+    in_vain = 0 if again else IN_VAIN
+    while in_vain < IN_VAIN and not ends(best):
         reached = best
         for _ in range(CHANGED):
             choice = order.choice(list(_neighbours(problem, reached.choice)))
             reached = evaluator.evaluate(choice, rules=(best.rule,)) or reached
         reached = descended(reached)
+        in_vain = 0 if reached.seconds < best.seconds * (1 - IMPROVEMENT) else in_vain + 1
         best = min(best, reached, key=lambda one: one.seconds)
     return best
 
