@@ -48,7 +48,7 @@ def budget(profile: Profile, device: int, below: int = 10**12) -> Budgets:
 EVERY_RULE = tuple(ScheduleRule(depth, window) for depth in DEPTHS for window in WINDOWS)
 CASES = {
     "gpu": small(gpu(), blocks=1),
-    "gpu, tied": small(gpu(), blocks=2, tied=True),
+    "gpu, tied": small(gpu(), blocks=1, tied=True),
     "gpu, contention": small(gpu(contention=SLOW), blocks=1),
     "cpu": small(cpu(), blocks=1),
     "cpu, tied": small(cpu(), blocks=1, tied=True),

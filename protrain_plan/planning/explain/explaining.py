@@ -290,8 +290,8 @@ def _shares(model: Fluid) -> dict[str, float]:
             lane: str | None = None
             if kind.startswith(("lane_", "beside_")):
                 lane = lanes.get(variable.name)
-            elif kind.startswith("compute_") and variable.name in decisions:
-                lane = "compute"
+            elif kind.startswith("compute_"):  # of which updates on the device take turns
+                lane = "compute" if variable.name in decisions else lanes.get(variable.name)
             elif "updates_" in kind and variable.name in decisions:
                 lane = "update on device" if kind.startswith("device_") else "update"
             elif kind.startswith("tail_"):
