@@ -101,6 +101,9 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
                 activations += [activations_in(cost.form, tier) for tier in tiers]
         states: list[Placement] = [Persistent()]
         trained = unit.used_by and unit.reached and unit.num_parameters and not unit.stays
+        # What trains little of a chunk, as adapters do, has next to no gradients and states that
+        # another place of the update would spare.
+        trained = trained and 2 * unit.gradient_bytes >= unit.parameter_bytes
         if trained and settings.may_step_in_backward:
             states.append(STEPPED)
         for home in homes(implied) if unit.used_by and not unit.stays else ():
@@ -110,9 +113,7 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
             stays = [residencies(one, unit.used_by, len(units)) for one in (offload, buffer)]
             placements = [offload, buffer] if stays[0] != stays[1] else [offload]
             states += placements
-            # What trains little of a chunk, as adapters do, has next to no states to update.
-            mostly = trained and 2 * unit.gradient_bytes >= unit.parameter_bytes
-            if home == "host" and mostly and is_accelerator(settings.device):
+            if home == "host" and trained and is_accelerator(settings.device):
                 states += [replace(one, update_on_device=True) for one in placements]
         found.append(
             UnitOptions(

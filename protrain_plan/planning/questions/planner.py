@@ -62,7 +62,7 @@ from protrain_plan.records.writer import fingerprint
 from protrain_plan.simulation.memory import peak_bytes
 from protrain_plan.simulation.timeline import first_step_seconds
 
-MARGINS = (0.0, 0.01, 0.02, 0.04, 0.07, 0.12)
+MARGINS = (0.0, 0.01, 0.02, 0.04, 0.07, 0.12, 0.2, 0.25, 0.35)
 """Fractions of the budget that the relaxation leaves free for whole moves (docs/decisions.md)."""
 
 SPARE_SWAPS = (0, 2)
@@ -290,8 +290,11 @@ class _Planning:
     def _try_near(self, values: Mapping[str, float]) -> None:
         """Evaluate the roundings of a solution of the fluid model."""
         for choice in roundings(self.problem, self.fluid.choice_values(values)):
-            for below in moved_down(self.problem, choice):
-                self._try(repaired(self.problem, below, self.lean.choice))
+            # A last part that is partly in place is not: what gives it room moves whole chunks.
+            lean_last = (self.lean.choice[-1][0], choice[-1][1])
+            for variant in dict.fromkeys((choice, (*choice[:-1], lean_last))):
+                for below in moved_down(self.problem, variant):
+                    self._try(repaired(self.problem, below, self.lean.choice))
 
     def _round(self) -> None:
         self.fluid.prefer_few_moves()
