@@ -239,6 +239,11 @@ def _common_losses(plan: Plan, switches: Switches, *, in_backward: bool = False)
         losses.append(
             f"{_blocks(stepped)} would be updated in backward: here gradients stand until the step."
         )
+    streamed = sum(isinstance(u.states, Offload) and u.states.update_on_device for u in blocks)
+    if streamed:
+        losses.append(
+            f"{_blocks(streamed)} would be updated on the device: here the host updates them."
+        )
     if plan.num_devices > 1:
         nodes = f" in {plan.num_nodes} nodes" if plan.num_nodes > 1 else ""
         started = f"{plan.num_devices}{nodes}"
