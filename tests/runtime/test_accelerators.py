@@ -31,6 +31,7 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.profiling.measured import measure
+from protrain_plan.program.compiling import program_of
 from protrain_plan.records.hardware import Hardware, TierName
 from protrain_plan.records.plan import (
     Activations,
@@ -423,6 +424,30 @@ def test_measured_bytes_never_exceed_predicted(profile: Profile, seed: int, tmp_
     assert peak
     assert peak.host <= program.tier_bytes("host")
     assert peak.disk <= program.tier_bytes("disk")
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["apart", "overlapping"])
+def test_measured_bytes_of_updates_on_the_device_never_exceed_predicted(
+    profile: Profile, overlap: bool, tmp_path: Path
+) -> None:
+    """Of the first step, in which the optimizer makes its states, and of those that follow."""
+    schedule = Schedule(forward_lead=1, update_drain=1, update_late=overlap)
+    states = Offload(tier="host", update_on_device=True)
+    units = decided(described_by(profile), Recompute(), states, schedule)
+    plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
+    plan = replace(plan, piece_bytes=1 << 16, overlap_steps=overlap)
+    predicted = [slot.total for slot in device_bytes(program_of(plan, profile))]
+    others = bytes_of_others()
+    run = train(
+        plan, num_steps=3, plain=False, text=None, spill_directory=tmp_path, device=device()
+    )
+    measured = [size - others for size in run.slot_bytes]
+    over = [(n, m - p) for n, (p, m) in enumerate(zip(predicted, measured, strict=True))]
+    assert [(slot, more) for slot, more in over if more > 0] == []
+    # Of all steps, the first one too.
+    assert run.measured_peak_bytes
+    assert run.measured_peak_bytes.device - others <= max(predicted)
+    assert max(measured) >= 0.9 * max(predicted)
 
 
 def test_a_solved_plan_keeps_its_promise(profile: Profile, tmp_path: Path) -> None:

@@ -229,3 +229,32 @@ def test_an_update_runs_on_beside_the_next_forward(lead: int, period: float) -> 
     assert simulated_seconds(overlapping)[0] == pytest.approx(period)
     (update,) = (span for span in found.spans if span.name.startswith("update 2"))
     assert (update.start_s, update.end_s) == pytest.approx((period - 0.2, period + 0.3))
+
+
+def test_an_update_of_streamed_states_takes_turns_with_compute() -> None:
+    """A sixth of a second per GB: states come in 1 s, and leave with the parameters in 7/6 s.
+
+    Backward has 1 s of 2 left when the update begins, which takes 1 s alone: both end 2 s later.
+    """
+    profile = two_units(machine())
+    (tier,) = profile.hardware.tiers
+    link = replace(tier.link, read_bytes_per_s=6e9, write_bytes_per_s=6e9)
+    hardware = replace(profile.hardware, tiers=(replace(tier, link=link),))
+    optimizer = replace(profile.optimizer, device_parameters_per_s=5e8)
+    profile = replace(profile, hardware=hardware, optimizer=optimizer)
+    placements = (Persistent(), Offload(tier="host", update_on_device=True))
+    plans = [
+        UnitPlan(name=f"layers.{number}", activations=Keep(), states=placements[number])
+        for number in range(2)
+    ]
+    program = compile_units(plans, profile, piece_bytes=1 << 40)
+    found = times(simulate(program))
+    assert found["backward 0"] == [4.166667, 7.166667]
+    assert found["read states 1 @2 [0:500000000]"] == [4.166667, 5.166667]
+    assert found["update 1 @2 [0:500000000]"] == [5.166667, 7.166667]
+    assert found["write states 1 @2 [0:500000000]"] == [7.166667, 8.333333]
+    # Four pieces of staging; the chunk stands in place until its only piece is written.
+    slots, unit = device_bytes(program), profile.units[1]
+    assert slots[0].by_kind["staging"] >= 4 * unit.state_bytes
+    assert slots[3].by_kind["leaving"] == unit.parameter_bytes + unit.gradient_bytes
+    assert program.tier_bytes("host") < unit.parameter_bytes + unit.state_bytes + 2**20
