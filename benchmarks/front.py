@@ -23,6 +23,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
+from benchmarks.provenance import commit, today
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.planning.questions.planner import solve_problem
@@ -123,12 +124,16 @@ def solved(
 
 def run(label: str, work: Path, out: Path) -> None:
     """Ask every question that has no answer under this label."""
-    document: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    document: dict[str, Any] = {"runs": [], "cases": {}}
+    if out.exists():
+        document = json.loads(out.read_text())
+    others = [made for made in document["runs"] if made["label"] != label]
+    document["runs"] = [*others, {"label": label, "commit": commit(), "date": today()}]
     for adapter, model, machine in product(ADAPTERS, MODELS, MACHINES):
         question = Question(model, machine, adapter)
         profile = known_forms(question.profiled(work))
         for updates in UPDATES:
-            answers = document.setdefault(f"{question.name}, {updates}", {})
+            answers = document["cases"].setdefault(f"{question.name}, {updates}", {})
             if label in answers:
                 continue
             devices = answers.setdefault("budgets", sizes(profile, updates))
@@ -153,7 +158,7 @@ def known_forms(path: Path) -> Profile:
 def ratios(document: Mapping[str, Any], label: str) -> dict[str, list[float]]:
     """How many times our seconds the others take: earlier planners and baselines."""
     found: dict[str, list[float]] = defaultdict(list)
-    for answers in document.values():
+    for answers in document["cases"].values():
         for device, ours in answers.get(label, {}).items():
             others = {**ours["baselines"]}
             others |= {
@@ -169,15 +174,15 @@ def ratios(document: Mapping[str, Any], label: str) -> dict[str, list[float]]:
 
 def page(document: Mapping[str, Any]) -> str:
     """The page: ratios, the front, and what binds, of the label that was run last."""
-    labels = list(
-        dict.fromkeys(key for one in document.values() for key in one if key != "budgets")
-    )
+    labels = [made["label"] for made in document["runs"]]
     label = labels[-1]
+    made_at = ", ".join(f"{one['label']}: {one['commit']}" for one in document["runs"])
     lines = [
         "# The front of memory against time",
         "",
         "`python -m benchmarks.front` made it. All seconds are simulated, on estimated",
-        "profiles; a ratio above 1 says that the other takes longer than this planner.",
+        "profiles; a ratio above 1 says that the other takes longer than this planner. By commit:",
+        f"{made_at}.",
         "",
         "| | cases | least | median | most | below 1 |",
         "|---|---:|---:|---:|---:|---:|",
@@ -191,7 +196,7 @@ def page(document: Mapping[str, Any]) -> str:
     lines += ["", "## Seconds of a step", ""]
     lines.append(f"| case | device | {' | '.join(labels)} | gap | steps overlap | waits for |")
     lines.append("|---|---:|" + "---:|" * len(labels) + "---:|---|---|")
-    for case, answers in document.items():
+    for case, answers in document["cases"].items():
         for device, ours in answers.get(label, {}).items():
             before = [answers.get(other, {}).get(device, {}).get("seconds") for other in others]
             cells = [case, f"{int(device) / 2**30:.1f} GiB"]
@@ -204,7 +209,7 @@ def page(document: Mapping[str, Any]) -> str:
     lines += ["", "## Where the next second is", ""]
     lines += ["How busy each lane is, in the median of a machine's cases.", ""]
     lanes: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for case, answers in document.items():
+    for case, answers in document["cases"].items():
         machine = next(name for name in MACHINES if f"-{name}," in case)
         for ours in answers.get(label, {}).values():
             for lane, share in ours["lanes"].items():

@@ -15,14 +15,16 @@ import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks.accuracy_page import absolute_ratios, bars, memory_results, quantile
+from benchmarks.front import ratios
 from benchmarks.peers.tables import compared, markdown_table
 from benchmarks.reporting import BINDS, CaseResult
 from benchmarks.rounds import read_rounds
 from protrain_plan.planning.search.baselines import BASELINES
 from protrain_plan.records.files import replace_text
+from protrain_plan.records.plan import Updates
 from protrain_plan.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).parent.parent
@@ -250,11 +252,35 @@ def _paper(document: Document) -> Lines:
     yield f"({_source('paper', document)})"
 
 
+def _front(document: Document) -> Lines:
+    """Steps of an 8B in full: before, with what came since, and both under clipping."""
+    before, now = (run["label"] for run in document["runs"])
+    rows = [["machine", "device", "before", "now", "clipping: before", "now"]]
+    cases: Document = document["cases"]
+    for machine in ("rtx-4090", "a100-80gb", "h100-sxm", "gh200"):
+        alike = [cases[f"llama-3.1-8b-{machine}, {updates}"] for updates in get_args(Updates)]
+        for n, device in enumerate(alike[0]["budgets"]):
+            found = [list(one[label].values())[n] for one in alike for label in (before, now)]
+            seconds = [format_seconds(each["seconds"]) for each in found]
+            rows.append([machine, f"{device / 2**30:.1f} GiB", *seconds])
+    yield from markdown_table(rows, numbers_from=1)
+    yield ""
+    told = [
+        f"{name} {statistics.median(each):.2f} times ({min(each):.2f} to {max(each):.2f})"
+        for name, each in ratios(document, now).items()
+    ]
+    count = sum(len(one.get(now, {})) for one in cases.values())
+    yield f"What others take of this planner's seconds, in the median of {count} budgets of 8B and"
+    yield f"70B models, in full and with adapters: {', '.join(told)}."
+    yield f"({_source('front', document)})"
+
+
 # --- blocks ---------------------------------------------------------------------------------------
 
 BLOCKS: dict[str, tuple[str, Callable[[Document], Lines]]] = {
     "planner": ("planner", _planner),
     "planner in short": ("planner", _planner_in_short),
+    "front": ("front", _front),
     "accuracy": ("accuracy", _accuracy),
     "accuracy in short": ("accuracy", _accuracy_in_short),
     "runtime": ("runtime", _runtime),

@@ -16,6 +16,7 @@ from protrain_plan.program.group import ALONE
 from protrain_plan.records.plan import Budgets, Updates
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.memory import device_bytes
+from protrain_plan.simulation.timeline import _Simulation
 from tests.support.planning_cases import on_several, random_profile
 from tests.support.thinning import thinned
 
@@ -126,3 +127,22 @@ def test_bound_is_below_every_random_plan_within_its_budget(seed: int, *, severa
         if evaluation == 40:
             break
     assert evaluation
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**9))
+def test_the_simulated_step_of_many_is_the_one_that_repeats(seed: int) -> None:
+    """One more step takes as long as the one that is simulated, where steps overlap."""
+    rng = random.Random(seed)
+    problem = random_problem(random_profile(rng), PLENTY, rng).overlapping(True)
+    if not problem.settings.may_overlap:
+        return
+    choice = random_choice(problem, rng)
+    limit = round(max(problem.static_bytes(choice)) * (1 + rng.random()))
+    plans = schedule(problem, choice, limit=limit, rule=random_rule(rng))
+    assert plans is not None
+    simulation = _Simulation(problem.program(plans))
+    seconds, _ = simulation.run()
+    simulation._follow()
+    simulation._step()
+    assert simulation.now - simulation.began == pytest.approx(seconds, rel=1e-6)

@@ -13,7 +13,16 @@ import pytest
 import torch
 from torch.cuda._sanitizer import Access, AccessType, UnsynchronizedAccessError
 
-from benchmarks import accuracy_page, checkpoints, launching, paper, ranks, runtime_page, updates
+from benchmarks import (
+    accuracy_page,
+    checkpoints,
+    front,
+    launching,
+    paper,
+    ranks,
+    runtime_page,
+    updates,
+)
 from benchmarks.gpu import parts as gpu
 from benchmarks.gpu.suites import CARD, DRY, Suite
 from benchmarks.peers.building import built
@@ -468,6 +477,7 @@ STEMS = (
     "accuracy",
     "checkpoints",
     "cpu",
+    "front",
     "gpu",
     "launching",
     "paper",
@@ -486,6 +496,8 @@ def test_committed_tables_follow_from_committed_results(path: Path) -> None:
             expected = accuracy_page.page(document)
         case "checkpoints":
             expected = checkpoints.page(document)
+        case "front":
+            expected = front.page(document)
         case "launching":
             expected = launching.page(document)
         case "paper":

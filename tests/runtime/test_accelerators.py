@@ -484,7 +484,9 @@ def test_memory_that_runs_out_is_told_by_slot(profile: Profile, tmp_path: Path) 
     model = load_source("tiny-llama").build(dtype="bfloat16", device=device())
     model, _ = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
     inputs = next(load_source("tiny-llama").batches(batch_size=4, seq_len=64, device=device()))
-    held = [*filling(2**16), *filling(2**21)]  # the allocator's small and large blocks
+    bytes_of_others()
+    devices.free_cached(device())  # of other tests, blocks of sizes between those below
+    held = [*filling(2**16), *filling(2**20), *filling(2**21)]  # small and large blocks
     with (
         capped(torch.accelerator.memory_reserved(device())),
         pytest.raises(OutOfMemoryError) as caught,
