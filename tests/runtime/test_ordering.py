@@ -176,7 +176,7 @@ def trains(
     expected = plainly(micro_batches, clip=clip)
     units = decided(described(NAME), activations, states, schedule)
     with TemporaryDirectory() as folder, lateness():
-        changes |= {"micro_batches": micro_batches, "piece_bytes": 5_000}
+        changes = {"micro_batches": micro_batches, "piece_bytes": 5_000, **changes}
         model, optimizer = planned(units, folder, lane_delay=lane_delay, **changes)
         try:
             assert_bitwise(steps(model, optimizer, micro_batches, clip=clip), expected)
@@ -241,14 +241,11 @@ def micro_batches_with_late_lanes() -> None:
 
 
 ON_DEVICE = Offload(tier="host", update_on_device=True)
+MANY_BYTES = 50_000  # a few pieces per chunk: each of them comes late
 
 
 def on_the_device_with_late_lanes() -> None:
-    trains(LATE_LANES, "host", Recompute(), ON_DEVICE, overlap_steps=True)
-
-
-def on_the_device_with_late_compute() -> None:
-    trains(LATE_COMPUTE, "host", Keep(), ON_DEVICE, AT_ONCE)
+    trains(LATE_LANES, "host", Recompute(), ON_DEVICE, overlap_steps=True, piece_bytes=MANY_BYTES)
 
 
 def clipped_on_the_device_with_late_lanes() -> None:
@@ -260,6 +257,7 @@ def clipped_on_the_device_with_late_lanes() -> None:
         clip=True,
         updates="after backward",
         overlap_steps=True,
+        piece_bytes=MANY_BYTES,
     )
 
 
