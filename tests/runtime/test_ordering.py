@@ -746,6 +746,14 @@ MUTATIONS = (
         scenario=micro_batches_on_the_device_with_late_threads,
     ),
     Mutation(
+        owner=Engine,
+        name="_begin_slot",
+        line="gone = index >= self._program.num_units",
+        instead="gone = False",
+        keeps="what a step holds is freed when a move of the step before it has ended",
+        scenario=clipped_on_the_device_with_late_lanes,
+    ),
+    Mutation(
         owner=Moves,
         name="start",
         line="piece = self._working[number] = self._pieces.pop((move.unit, move.start))",
