@@ -15,16 +15,15 @@ import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from benchmarks.accuracy_page import absolute_ratios, bars, memory_results, quantile
-from benchmarks.front import ratios
+from benchmarks.front import MACHINES, UPDATES, ratios
 from benchmarks.peers.tables import compared, markdown_table
 from benchmarks.reporting import BINDS, CaseResult
 from benchmarks.rounds import read_rounds
 from protrain_plan.planning.search.baselines import BASELINES
 from protrain_plan.records.files import replace_text
-from protrain_plan.records.plan import Updates
 from protrain_plan.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).parent.parent
@@ -257,8 +256,8 @@ def _front(document: Document) -> Lines:
     before, now = (run["label"] for run in document["runs"])
     rows = [["machine", "device", "before", "now", "clipping: before", "now"]]
     cases: Document = document["cases"]
-    for machine in ("rtx-4090", "a100-80gb", "h100-sxm", "gh200"):
-        alike = [cases[f"llama-3.1-8b-{machine}, {updates}"] for updates in get_args(Updates)]
+    for machine in MACHINES:
+        alike = [cases[f"llama-3.1-8b-{machine}, {updates}"] for updates in UPDATES]
         for n, device in enumerate(alike[0]["budgets"]):
             found = [list(one[label].values())[n] for one in alike for label in (before, now)]
             seconds = [format_seconds(each["seconds"]) for each in found]

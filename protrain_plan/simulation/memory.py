@@ -93,9 +93,8 @@ def holdings(program: BoundProgram) -> Iterator[Holding]:
         gone = gone_at.get(number, end + 1)
         if size and gone > move.slot + 1:
             yield Holding("leaving", move.unit, move.slot + 1, gone - 1, size)
-        if number not in runs_on:
-            continue
-        if size and gone > end and (until := gone_after.get(move.unit, 0)):
+        until = gone_after.get(move.unit, 0) if number in runs_on else 0
+        if size and gone > end and until:
             yield Holding("leaving", move.unit, 0, until - 1, size)
     if staging := device_staging_bytes(program.states, program.implications):
         yield Holding("staging", 0, 0, end, staging)

@@ -145,4 +145,5 @@ def test_the_simulated_step_of_many_is_the_one_that_repeats(seed: int) -> None:
     seconds, _ = simulation.run()
     simulation._follow()
     simulation._step()
+    # Rounding: two steps count as alike where their moves are within a nanosecond of each other.
     assert simulation.now - simulation.began == pytest.approx(seconds, rel=1e-6)

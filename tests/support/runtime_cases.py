@@ -45,6 +45,7 @@ from protrain_plan.records.plan import (
     Prediction,
     Recompute,
     Schedule,
+    StateTier,
     Swap,
     SwapInput,
     TierBytes,
@@ -310,10 +311,10 @@ def placements(tier: TierName, *, stepped: bool = True) -> tuple[Placement, ...]
     return (*found, STEPPED) if stepped else found
 
 
-def offloads(tier: TierName) -> tuple[Offload, ...]:
-    """Every way to have states on a tier."""
+def offloads(tier: StateTier) -> tuple[Offload, ...]:
+    """Every way to have states on a tier, or shared over the devices."""
     found = (Offload(tier=tier), Offload(tier=tier, keep_gathered=True))
-    if tier == "disk":
+    if tier != "host":
         return found
     return (*found, *(replace(one, update_on_device=True) for one in found))
 

@@ -42,6 +42,7 @@ from tests.support.runtime_cases import (
     batch,
     build,
     device,
+    offloads,
     on_device,
     plan_of,
     random_schedule,
@@ -219,12 +220,7 @@ def overlapped(plan: Plan, seed: int = 0) -> Plan:
 
 
 def _placements(tier: StateTier, *, stepped: bool) -> list[Placement]:
-    placements: list[Placement] = [Persistent()]
-    for there in (False, True)[: 1 + (tier == "host")]:
-        placements += [
-            Offload(tier=tier, keep_gathered=gathered, update_on_device=there)
-            for gathered in (False, True)
-        ]
+    placements: list[Placement] = [Persistent(), *offloads(tier)]
     return [*placements, STEPPED] if stepped else placements
 
 
