@@ -46,29 +46,42 @@ def compile_plan(
     settings: Settings,
     *,
     updating: bool = True,
+    clipped: bool = False,
 ) -> Program:
     """The programme that `units` imply for chunks of the given sizes, as the runtime has them.
 
-    Without `updating`, that of a micro-batch before the last. ProtrainError where it would have
-    more pieces of states than anything looks at, or update a gradient that is not whole.
+    Without `updating`, that of a micro-batch before the last; with `clipped`, that of a step whose
+    speculative updates are done again. ProtrainError where it would have more pieces of states than
+    anything looks at, or update a gradient that is not whole.
     """
     states = [
         placed(index, unit.states, chunk, len(units), settings)
         for index, (unit, chunk) in enumerate(zip(units, chunks, strict=True))
     ]
     swaps = [(0,)] * len(units)
-    return _Compiler(units, chunks, states, swaps, settings, updating=updating).compile()
+    compiler = _Compiler(units, chunks, states, swaps, settings, updating=updating, clipped=clipped)
+    return compiler.compile()
 
 
 def bind(
-    units: Sequence[UnitPlan], implications: Implications, *, updating: bool = True
+    units: Sequence[UnitPlan],
+    implications: Implications,
+    *,
+    updating: bool = True,
+    clipped: bool = False,
 ) -> BoundProgram:
     """The programme that `units` imply for a profile. Otherwise as `compile_plan`."""
     activations = [implications.activations(n, unit.activations) for n, unit in enumerate(units)]
     states = [implications.states(n, unit.states) for n, unit in enumerate(units)]
     swaps = [option.swap_in.pieces if option.swap_in else () for option in activations]
     compiler = _Compiler(
-        units, implications.chunks, states, swaps, implications.settings, updating=updating
+        units,
+        implications.chunks,
+        states,
+        swaps,
+        implications.settings,
+        updating=updating,
+        clipped=clipped,
     )
     program = compiler.compile()
     return BoundProgram(
@@ -96,6 +109,7 @@ class _Compiler:
         settings: Settings,
         *,
         updating: bool,
+        clipped: bool,
     ) -> None:
         pieces = sum(one.num_updates for one in states if one.write_bytes)
         if pieces > MAX_PIECES_OF_STATES:
@@ -113,6 +127,14 @@ class _Compiler:
                     key=f"units[{index}].states",
                     fix="let it be persistent",
                 )
+        for index, unit in enumerate(() if settings.may_speculate else units):
+            if isinstance(unit.states, Offload) and unit.states.speculate:
+                raise ProtrainError(
+                    f"{unit.name} cannot be updated speculatively: that is for updates after"
+                    " backward, with one micro-batch, on one device",
+                    key=f"units[{index}].states",
+                    fix="let its update wait",
+                )
         late = [unit.schedule.update_late for unit in units]
         if settings.overlap_steps and not settings.may_overlap:
             raise ProtrainError(
@@ -127,7 +149,7 @@ class _Compiler:
                 fix="let it be false, or let overlap_steps be true",
             )
         self.units, self.chunks, self.states, self.swaps = units, chunks, states, swaps
-        self.settings, self.updating = settings, updating
+        self.settings, self.updating, self.clipped = settings, updating, clipped
         self.in_backward = updating and settings.updates == "in backward"
         self.sharded = settings.num_devices > 1
         self.end = 2 * len(units)
@@ -142,6 +164,7 @@ class _Compiler:
         self.written: dict[bool, list[int]] = {False: [], True: []}
         self.added: list[int] = []  # the "add gradients" moves so far, for the arriving buffers
         self.updates: dict[int, int] = {}  # by unit the last move of its update
+        self.speculative: list[int] = []
 
     def compile(self) -> Program:
         for unit in range(len(self.units)):
@@ -182,6 +205,7 @@ class _Compiler:
             updating=self.updating,
             reduced=tuple(self.reduced),
             updates=self.updates if self.settings.overlap_steps else {},
+            speculative=frozenset(self.speculative),
         )
 
     # Fetches
@@ -253,6 +277,11 @@ class _Compiler:
             self.reduced.append(self._leave(move, None))
         drain = self.units[unit].schedule.update_drain
         arrived, longest = self._add_gradients(index, unit, drain)
+        if self.updating and placement.speculates:
+            first = len(self.moves)
+            self._add_updates(index, unit, slot.finish, arrived)
+            self.speculative += range(first, len(self.moves))
+            return
         if not self.in_backward or not placement.num_updates or self._is_late(unit):
             return
         ends = self._add_updates(index, unit, slot.finish, arrived)
@@ -275,13 +304,18 @@ class _Compiler:
     def _add_late_updates(self) -> None:
         """Updates that begin when backward has ended; the one that is needed first begins first.
 
-        Where steps do not overlap, the order is that in which gradients came.
+        Where steps do not overlap, the order is that in which gradients came. What a clipped step
+        does again comes last: its programme begins as that of another step.
         """
-        order = range(len(self.units))
-        for unit in order if self.settings.overlap_steps else reversed(order):
+        order = list(range(len(self.units)))
+        if not self.settings.overlap_steps:
+            order.reverse()
+        waiting = [unit for unit in order if not self.states[unit].speculates]
+        again = [unit for unit in order if self.states[unit].speculates] if self.clipped else []
+        for unit in (*waiting, *again):
             if not self.states[unit].num_updates:
                 continue
-            slot = self.end - 1 - unit
+            slot = self.end if unit in again else self.end - 1 - unit
             if not self.in_backward:
                 self._add_updates(slot, unit, self.last, ())
             elif self._is_late(unit):

@@ -212,6 +212,11 @@ class StateOption:
         return isinstance(self.decision, Offload) and self.decision.update_on_device
 
     @property
+    def speculates(self) -> bool:
+        """Whether its update runs ahead of the norm of all gradients, to a second copy."""
+        return isinstance(self.decision, Offload) and self.decision.speculate
+
+    @property
     def parameters_read(self) -> int:
         """How often as many bytes as the gradients' are read with the states for an update.
 
@@ -368,11 +373,11 @@ def placed(
         fetches=tuple(fetches),
         gathers=tuple(gathers),
         step_slot=2 * count,
-        tier_bytes=_tier_bytes(tier, home, own, settings),
+        tier_bytes=_tier_bytes(decision, home, own, settings),
     )
     if not chunk.used_by or not chunk.num_parameters:
         return option
-    in_backward = settings.updates == "in backward"
+    in_backward = settings.updates == "in backward" or decision.speculate
     read = write = 0
     if decision.staged:
         write = own.state_bytes + own.gradient_bytes
@@ -416,17 +421,18 @@ def placed(
 
 
 def _tier_bytes(
-    tier: StateTier, home: GradientHome, own: ChunkSize, settings: Settings
+    states: Offload, home: GradientHome, own: ChunkSize, settings: Settings
 ) -> dict[TierName, int]:
     """What an offloaded chunk takes of tiers: its states, and gradients on their way."""
     found: dict[TierName, int] = {}
+    tier, copies = states.tier, 1 + states.speculate
     for name in get_args(TierName):
-        regions = [own.parameter_bytes, own.state_bytes] if tier == name else []
+        regions = [own.parameter_bytes, own.state_bytes] * copies if tier == name else []
         regions += [own.gradient_bytes] if home == name else []
         size = sum(regions)
         if name in PINNED and is_accelerator(settings.device):
             # Each region is pinned by itself, each of up to STATE_REGIONS optimizer states too.
-            parts = STATE_REGIONS if tier == name else 0
+            parts = copies * STATE_REGIONS if tier == name else 0
             size = sum(pinned_bytes(region) for region in regions) + parts * PAGE_BYTES
         if size and own.used_by:
             found[name] = size
@@ -443,7 +449,10 @@ def _staging(option: StateOption, num_updates: int, settings: Settings) -> Stagi
     adds = settings.micro_batches > 1 and settings.num_devices == 1
     width = 0
     if states.staged:
-        width = -(-own.state_bytes // own.num_parameters) + option.parameters_read * gradient_width
+        # What an optimizer may write to is a copy: a step that is clipped needs gradients again.
+        copied = states.speculate and option.home == "host" and states.tier == "disk"
+        width = -(-own.state_bytes // own.num_parameters)
+        width += (option.parameters_read + copied) * gradient_width
     return Staging(
         read_piece=largest * width,
         width=width,

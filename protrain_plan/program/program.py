@@ -16,7 +16,9 @@ What happens around a slot, in this order, in both readers:
 After the last slot the moves in `reduced` have ended, and the device updates the persistent chunks
 and its shares of those that are sharded over the devices. Where offloaded chunks are updated
 after backward, all moves end first (clipping needs the norm of all gradients), and the `last` moves
-enter their lanes when that update begins.
+enter their lanes when that update begins. `speculative` updates wait for none of it: they run in
+backward and on. A step that is clipped has another programme, which begins with the same moves; its
+`last` moves do those updates again.
 
 A step ends when every move has ended. Where steps overlap, updates of offloaded chunks run on into
 the next one (`running_on`). Its forward fetches what is updated, and by `updates` each fetch knows
@@ -44,6 +46,7 @@ from typing import Literal, NamedTuple
 
 from protrain_plan.records.hardware import DeviceKind, is_accelerator
 from protrain_plan.records.plan import (
+    CLIP_SHARE,
     Offload,
     Plan,
     StateTier,
@@ -133,6 +136,7 @@ class Settings:
     num_replicas   groups of ranks that each have a whole copy of the sharded states
     num_nodes      that the ranks are on, as many on each
     overlap_steps  updates of offloaded chunks may run on into the next step's forward
+    clip_share     of all steps, those that are clipped
     """
 
     device: DeviceKind
@@ -143,6 +147,7 @@ class Settings:
     num_replicas: int = 1
     num_nodes: int = 1
     overlap_steps: bool = False
+    clip_share: float = CLIP_SHARE
 
     @staticmethod
     def of(plan: Plan, device: DeviceKind) -> "Settings":
@@ -156,6 +161,7 @@ class Settings:
             num_replicas=plan.num_replicas,
             num_nodes=plan.num_nodes,
             overlap_steps=plan.overlap_steps,
+            clip_share=plan.clip_share,
         )
 
     @property
@@ -171,6 +177,14 @@ class Settings:
         micro-batches stand until the last one anyway, or where ranks sum them.
         """
         return self.updates == "in backward" and self.micro_batches == self.num_devices == 1
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether updates of offloaded chunks may run ahead of the norm that they wait for.
+
+        Not where micro-batches follow, or where ranks sum what they have of a gradient.
+        """
+        return self.updates == "after backward" and self.micro_batches == self.num_devices == 1
 
     @property
     def num_shards(self) -> int:
@@ -301,7 +315,8 @@ class Program:
 
     `updating` where an update follows: not in the micro-batches before the last, which end when
     every move has ended. Where steps overlap, `updates` has by unit the last move of its update,
-    for which the next step's fetches of it wait; else it is empty.
+    for which the next step's fetches of it wait; else it is empty. `speculative` are the moves of
+    updates that run in backward though all others wait for its end.
     """
 
     moves: tuple[Move, ...]
@@ -311,6 +326,7 @@ class Program:
     updating: bool
     reduced: tuple[int, ...] = ()  # that have ended before backward does: sums of gradients
     updates: Mapping[int, int] = field(default_factory=dict[int, int])
+    speculative: frozenset[int] = frozenset()
 
     @property
     def running_on(self) -> frozenset[int]:
@@ -319,6 +335,12 @@ class Program:
             return frozenset()
         chain = ("read states", "update", "write states")
         return frozenset(n for n, move in enumerate(self.moves) if move.kind in chain)
+
+    @property
+    def again(self) -> frozenset[int]:
+        """Of a step that is clipped, the moves that do its speculative updates again."""
+        units = {self.moves[number].unit for number in self.speculative}
+        return frozenset(n for n in self.last if self.moves[n].unit in units)
 
     def awaited(self, move: Move) -> int | None:
         """The move of the step before that a move waits for."""
@@ -456,7 +478,8 @@ def gradient_home(states: Offload, settings: Settings) -> GradientHome:
 
     Of several devices, each one's shard of the sum is in host memory (with its states) or on the
     device. For an update on the device after backward, or where micro-batches add up, gradients
-    wait in host memory, and come back with the states.
+    wait in host memory, and come back with the states. Those of a speculative update wait where
+    they would for one after backward: a step that is clipped needs them again.
     """
     if states.update_on_device:
         if settings.updates == "after backward":

@@ -121,21 +121,31 @@ def _placements() -> Iterator[Wording[Placement]]:
         decision = Offload(tier=tier, keep_gathered=gathered)
         yield Wording(decision, phrase, letter, does, doing)
         if tier == "host":
-            yield _updated_on_device(gathered=gathered)
+            yield _updated(tier, gathered=gathered, on_device=True, speculate=False)
+        if tier != "device":
+            yield _updated(tier, gathered=gathered, on_device=tier == "host", speculate=True)
 
 
-def _updated_on_device(*, gathered: bool) -> Wording[Placement]:
+def _updated(
+    tier: StateTier, *, gathered: bool, on_device: bool, speculate: bool
+) -> Wording[Placement]:
+    """Of chunks whose states move to be updated."""
     held, holds, holding = (
         (" and keep gathered", ", keep{s} them gathered", ", keeping them gathered")
         if gathered
         else ("", "", "")
     )
+    letter = "H" if gathered else "G"
+    if speculate:
+        letter = _sized("Y" if gathered else "X", tier)
+    where, there = (" on device", " on the device") if on_device else ("", "")
+    ahead = " speculatively" if speculate else ""
     return Wording(
-        Offload(tier="host", keep_gathered=gathered, update_on_device=True),
-        f"offload to host{held} and update on device",
-        "H" if gathered else "G",
-        f"offload{{s}} {{their}} states to host{holds} and update{{s}} them on the device",
-        f"offloading them to host{holding} and updating them on the device",
+        Offload(tier=tier, keep_gathered=gathered, update_on_device=on_device, speculate=speculate),
+        f"offload to {tier}{held} and update{where}{ahead}",
+        letter,
+        f"offload{{s}} {{their}} states to {tier}{holds} and update{{s}} them{there}{ahead}",
+        f"offloading them to {tier}{holding} and updating them{there}{ahead}",
     )
 
 

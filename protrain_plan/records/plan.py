@@ -79,6 +79,12 @@ class Offload:
     The optimizer runs in host memory. With `update_on_device`, which is for states in host memory,
     these stream to the device piece by piece, are updated there, and stream back.
 
+    Where updates come after backward, one with `speculate` runs in backward all the same, for
+    gradients that are not scaled. It reads the states and writes a second copy of them on their
+    tier, which `optimizer.step()` declares to be the states. Where gradients were scaled, as in a
+    step that is clipped, it is done again, from the first copy. It is for states that move to be
+    updated: there a second copy takes no time.
+
     On several devices each one has its share there, and all-gathers what was fetched. Shares on
     `device` only have to be gathered; see `Plan.num_devices`.
     """
@@ -86,6 +92,7 @@ class Offload:
     tier: StateTier
     keep_gathered: bool = False
     update_on_device: bool = False
+    speculate: bool = False
 
     @property
     def staged(self) -> bool:
@@ -97,6 +104,9 @@ Placement = Persistent | Offload
 
 Updates = Literal["in backward", "after backward"]
 """When the optimizer works on offloaded chunks; clipping by a global norm needs all gradients."""
+
+CLIP_SHARE = 0.05
+"""The part of all steps whose gradients are taken to be clipped, unless the user says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +183,9 @@ class Prediction:
 
     Where steps overlap, `step_seconds` are those from one step's start to the next one's, and
     `first_step_seconds` those of a step by itself, until its last update has ended.
+
+    Where updates are speculative, `step_seconds` are the mean of steps of which `Plan.clip_share`
+    are clipped, and `clipped_step_seconds` those of a step that is.
     """
 
     step_seconds: float
@@ -181,6 +194,7 @@ class Prediction:
     error_low: float = 0.0
     error_high: float = 0.0
     first_step_seconds: float = 0.0  # where steps overlap
+    clipped_step_seconds: float = 0.0  # where updates are speculative
 
     @property
     def expected_seconds(self) -> tuple[float, float] | None:
@@ -229,6 +243,7 @@ class Plan:
     num_replicas: int = 1  # of the sharded states; divides num_devices
     num_nodes: int = 1  # that the devices are in, as many in each
     overlap_steps: bool = False
+    clip_share: float = CLIP_SHARE  # of all steps, those whose gradients are clipped
     tensors: tuple[str, ...] = ()
 
     @property

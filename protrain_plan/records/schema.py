@@ -139,6 +139,8 @@ LIMITS: dict[tuple[type, str], Limits] = {
     (Prediction, "step_seconds"): STEPS,
     (Prediction, "lower_bound_seconds"): STEPS,
     (Prediction, "first_step_seconds"): Limits(low=1e-12, high=MAX_SECONDS, or_zero=True),
+    (Prediction, "clipped_step_seconds"): Limits(low=1e-12, high=MAX_SECONDS, or_zero=True),
+    (Plan, "clip_share"): Limits(low=1e-6, high=1.0, or_zero=True),
     (Plan, "piece_bytes"): Limits(low=1, high=MAX_BYTES),
     (Plan, "micro_batches"): Limits(low=1, high=10**6),
 }

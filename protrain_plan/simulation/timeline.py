@@ -268,10 +268,10 @@ class _Simulation:
         if self.program.reduced:
             self._wait(self.program.reduced, len(self.program.slots), "drain")
         moves = range(len(self.program.moves))
-        if self.program.last:
-            # Clipping: no update before the norm of all gradients is known.
-            last = set(self.program.last)
-            before = [number for number in moves if number not in last]
+        if self.program.last or self.program.speculative:
+            # Clipping: no other update before the norm of all gradients is known.
+            others = self.program.speculative.union(self.program.last)
+            before = [number for number in moves if number not in others]
             self._wait(before, len(self.program.slots), "drain")
             self._submit(self.program.last)
         self._compute(self.compute_work[-1])

@@ -300,7 +300,7 @@ def _attach(
         if isinstance(unit.states, Persistent) or not chunk.slices:
             continue
         store = stores.get(unit.states.tier)
-        offload(chunk, store, rules)
+        offload(chunk, store, rules, speculate=unit.states.speculate)
         home = gradient_home(unit.states, settings)
         if home in ("host", "disk"):
             mine = chunk.own
@@ -313,7 +313,7 @@ def _attach(
         chunk.unbind(chunk.every_group)
     per_parameter = {dtype: rule.element_bytes for dtype, rule in rules.items()}
     sizes = [chunk.size(per_parameter) for chunk in chunks]
-    program = compile_plan(plan.units, sizes, settings)
+    program = compile_plan(plan.units, sizes, settings, clipped=True)
     accumulating = compile_plan(plan.units, sizes, settings, updating=False)
     team = UpdateTeam(spare_threads(backend.device))
     undo.append(team.close)

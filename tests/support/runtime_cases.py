@@ -319,6 +319,17 @@ def offloads(tier: StateTier) -> tuple[Offload, ...]:
     return (*found, *(replace(one, update_on_device=True) for one in found))
 
 
+def speculative(plan: Plan) -> Plan:
+    """The plan with every update that may be speculative being so."""
+    units = [
+        replace(unit, states=replace(unit.states, speculate=True))
+        if isinstance(unit.states, Offload) and unit.states.staged
+        else unit
+        for unit in plan.units
+    ]
+    return replace(plan, units=tuple(units))
+
+
 def decisions(tier: TierName) -> list[tuple[Activations, Placement]]:
     """Every activation decision with every placement."""
     return list(itertools.product(activation_decisions(tier), placements(tier)))

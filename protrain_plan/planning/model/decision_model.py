@@ -307,7 +307,8 @@ def _state_name(decision: Placement) -> str:
     """
     if isinstance(decision, Offload) and decision.keep_gathered:
         name = f"gathered from {'shards' if decision.tier == 'device' else decision.tier}"
-        return f"{name} and updated on device" if decision.update_on_device else name
+        name += " and updated on device" * decision.update_on_device
+        return name + " speculatively" * decision.speculate
     return states_text(decision)
 
 

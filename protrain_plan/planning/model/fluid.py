@@ -425,12 +425,17 @@ class ForwardBackward:
             terms += [(y, -size) for y, size in updates.amounts[t]]
             self.row(f"{word}updates_from_{self.slot_name(t)}", terms, EQ)
         until = self._add_updates_until(chain) if self.overlap else []
+        # Of what waits for the end of backward, speculative updates may be through by then.
+        until_waiting = until
+        if self.overlap and any(option.speculates for _, option, _ in self.model.each_state()):
+            until_waiting = self._add_updates_until(chain, speculative=False)
         for unit, state, y in self.model.each_state():
             if not state.update_s or state.updated_on_device != (chain is ON_DEVICE):
                 continue
             # The update of a slot, and all updates behind it in the lane, wait for its gradients.
             t, waits = state.update_slot, 0.0
-            if state.gradients and self.problem.settings.updates == "in backward":
+            in_backward = self.problem.settings.updates == "in backward" or state.speculates
+            if state.gradients and in_backward:
                 flow = self.flows[f"leave_{state.gradients.tier}"]
                 waits = state.gradients.bytes / self.byte_unit * flow.rate
             if state.scattered and self.several and state.scattered.slot == t:
@@ -441,7 +446,8 @@ class ForwardBackward:
             if self.overlap:
                 # Until the next forward of the unit: its own updates and those of units before it.
                 ahead = [*self.stall[: unit + 1], *self.compute[:unit]]
-                behind = [*((seconds, 1.0) for seconds in ahead), (until[unit], -1.0)]
+                behind = [(seconds, 1.0) for seconds in ahead]
+                behind.append(((until if in_backward else until_waiting)[unit], -1.0))
             self.row(name, [(left[t], 1.0), *behind, (y, -waits)], GE)
         if not (writes := self.flows.get(chain.write)):
             return
@@ -463,13 +469,20 @@ class ForwardBackward:
                 terms = [(earlier.waiting[t], 1.0), (writes.waiting[t], -ratio)]
                 self.row(f"{word}{name}_before_written_{self.slot_name(t)}", terms, LE)
 
-    def _add_updates_until(self, chain: Chain) -> list[pulp.LpVariable]:
-        """Per unit the seconds of its updates, and of those of the units before it."""
+    def _add_updates_until(
+        self, chain: Chain, *, speculative: bool = True
+    ) -> list[pulp.LpVariable]:
+        """Per unit the seconds of its updates, and of those of the units before it.
+
+        Without `speculative`, of those that wait for the end of backward.
+        """
         name = "updates_until" if chain is BELOW else "device_updates_until"
+        name = name if speculative else f"waiting_{name}"
         until = [self.variable(f"{name}_{n}") for n in range(self.problem.count)]
         own: list[Terms] = [[] for _ in until]
         for unit, state, y in self.model.each_state():
-            if state.updated_on_device == (chain is ON_DEVICE):
+            counts = speculative or not state.speculates
+            if state.updated_on_device == (chain is ON_DEVICE) and counts:
                 own[unit].append((y, -state.update_s / self.second_unit))
         for unit, total in enumerate(until):
             before = [(until[unit - 1], -1.0)] if unit else []

@@ -112,9 +112,12 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
                 continue  # the optimizer of this chunk would run in host memory
             stays = [residencies(one, unit.used_by, len(units)) for one in (offload, buffer)]
             placements = [offload, buffer] if stays[0] != stays[1] else [offload]
-            states += placements
             if home == "host" and trained and is_accelerator(settings.device):
-                states += [replace(one, update_on_device=True) for one in placements]
+                placements += [replace(one, update_on_device=True) for one in placements]
+            states += placements
+            if trained and settings.may_speculate:
+                staged = (one for one in placements if one.staged)
+                states += [replace(one, speculate=True) for one in staged]
         found.append(
             UnitOptions(
                 unit,
@@ -268,6 +271,11 @@ def _cannot(
         problem = (
             f"{name} cannot take {phrase!r}: that is for accelerators, and for units most of whose"
             " parameters are trained"
+        )
+    elif isinstance(decision, Offload) and decision.speculate and not takers:
+        problem = (
+            f"{name} cannot take {phrase!r}: that is for updates after backward (--clip), with one"
+            " micro-batch, on one device, and for units most of whose parameters are trained"
         )
     elif isinstance(decision, Offload) and not unit.unit.used_by:
         problem = f"{name} cannot take {phrase!r}: it has no parameters of its own"

@@ -34,6 +34,7 @@ from protrain_plan.records.decisions import activations_text, states_text
 from protrain_plan.records.forms import FORMS
 from protrain_plan.records.hardware import Hardware, TierName, is_accelerator
 from protrain_plan.records.plan import (
+    CLIP_SHARE,
     Activations,
     Budgets,
     Keep,
@@ -266,11 +267,13 @@ class Problem:
         group: DeviceGroup = ALONE,
         allow: Sequence[Form] = (),
         overlap_steps: bool = True,
+        clip_share: float = CLIP_SHARE,
     ) -> "Problem":
         """What the budgets leave, and no more than the machine has below the device.
 
         Budgets are one device's. Forms of activations that are not exact are options only if
-        `allow` names them. Steps overlap only where they may (see `Settings`).
+        `allow` names them. Steps overlap only where they may (see `Settings`). Of updates that are
+        speculative, those of `clip_share` of all steps are done again.
         ProtrainError where the profile's machine does not say what joins several devices, or sparse
         gradients would have to be summed.
         """
@@ -292,6 +295,7 @@ class Problem:
             piece_bytes=piece_bytes or default_piece_bytes(profile),
             updates=updates,
             micro_batches=micro_batches,
+            clip_share=clip_share,
             **asdict(group),
         )
         return Problem(
@@ -318,6 +322,7 @@ class Problem:
             group=DeviceGroup.of(plan),
             allow=plan.inexact_forms,
             overlap_steps=plan.overlap_steps,
+            clip_share=plan.clip_share,
         )
 
     def overlapping(self, overlap_steps: bool) -> "Problem":
@@ -368,9 +373,14 @@ class Problem:
         """Whether some chunk's states may stream to the device to be updated there."""
         return any(o.updated_on_device for options in self.options for o in options.states)
 
-    def program(self, plans: Sequence[UnitPlan], *, updating: bool = True) -> BoundProgram:
-        """The programme of `plans`; without `updating`, of a micro-batch before the last."""
-        return bind(plans, self.implied, updating=updating)
+    def program(
+        self, plans: Sequence[UnitPlan], *, updating: bool = True, clipped: bool = False
+    ) -> BoundProgram:
+        """The programme of `plans`; without `updating`, of a micro-batch before the last.
+
+        With `clipped`, of a step that does its speculative updates again.
+        """
+        return bind(plans, self.implied, updating=updating, clipped=clipped)
 
     @cached_property
     def _described(self) -> tuple[UnitPlan, ...]:

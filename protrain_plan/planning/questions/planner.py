@@ -60,7 +60,7 @@ from protrain_plan.records.plan import Budgets, Plan, Prediction
 from protrain_plan.records.profile import Profile
 from protrain_plan.records.writer import fingerprint
 from protrain_plan.simulation.memory import peak_bytes
-from protrain_plan.simulation.timeline import first_step_seconds
+from protrain_plan.simulation.timeline import first_step_seconds, simulated_seconds
 
 MARGINS = (0.0, 0.01, 0.02, 0.04, 0.07, 0.12, 0.2, 0.25, 0.35)
 """Fractions of the budget that the relaxation leaves free for whole moves (docs/decisions.md)."""
@@ -217,6 +217,10 @@ class _Planning:
         program = self.problem.program(best.plans)
         peaks = peak_bytes(program)
         assert peaks.device <= self.problem.device, "the schedule and the peak function disagree"
+        clipped_s = 0.0
+        if program.speculative:
+            clipped = self.problem.program(best.plans, clipped=True)
+            clipped_s = max(best.seconds, simulated_seconds(clipped)[0])
         error_low, error_high = profile.error_band
         prediction = Prediction(
             step_seconds=best.seconds,
@@ -225,6 +229,7 @@ class _Planning:
             error_low=error_low,
             error_high=error_high,
             first_step_seconds=first_step_seconds(program) if settings.overlap_steps else 0.0,
+            clipped_step_seconds=clipped_s,
         )
         made = Plan(
             workload=profile.workload,
@@ -243,6 +248,7 @@ class _Planning:
             num_replicas=settings.num_replicas,
             num_nodes=settings.num_nodes,
             overlap_steps=settings.overlap_steps,
+            clip_share=settings.clip_share,
             tensors=profile.tensors,
         )
         return Solved(

@@ -394,8 +394,18 @@ class Evaluator:
 
 
 def step_seconds(problem: Problem, plans: Sequence[UnitPlan]) -> tuple[float, float]:
-    """A step's simulated seconds and those of its stalls, over all its micro-batches."""
-    seconds, stall = simulated_seconds(problem.program(plans))
+    """A step's simulated seconds and those of its stalls, over all its micro-batches.
+
+    Where updates are speculative, the mean of steps that are clipped, and others that are not.
+    """
+    program = problem.program(plans)
+    seconds, stall = simulated_seconds(program)
+    share = problem.settings.clip_share if program.speculative else 0.0
+    if share:
+        clipped, clipped_stall = simulated_seconds(problem.program(plans, clipped=True))
+        # Which takes no less: it does the same, and more.
+        seconds += share * max(0.0, clipped - seconds)
+        stall += share * max(0.0, clipped_stall - stall)
     if before := problem.settings.micro_batches - 1:
         more, more_stall = simulated_seconds(problem.program(plans, updating=False))
         seconds, stall = seconds + before * more, stall + before * more_stall

@@ -103,7 +103,8 @@ Observer = Callable[[str], None]
 class Engine:
     """Executes the programmes of a step.
 
-    `program` ends with the update of offloaded chunks, `accumulating` is that of a micro-batch
+    `program` ends with the update of offloaded chunks, and is that of a step that is clipped: what
+    does speculative updates again is left out of others. `accumulating` is that of a micro-batch
     before. `shared` are the storages of persistent parameters and of buffers. `step_on` is the
     optimizer's step on one persistent chunk. `checked`: whoever brings bytes to a tier or back
     looks at them, which the hardware by itself does not.
@@ -166,6 +167,14 @@ class Engine:
         updates = self._stepped or any(move.kind == "update" for move in program.moves)
         self._carried: dict[int, Ticket] = {}  # moves of the last step that run on
         self._runs_on = program.running_on
+        self._again = program.again
+        # By unit, where steps overlap: the last moves of its updates, for which fetches wait.
+        self._awaited: dict[int, set[int]] = {unit: {n} for unit, n in program.updates.items()}
+        for number in sorted(program.speculative):
+            unit, stop = program.moves[number].unit, program.moves[number].stop
+            if unit in self._awaited and stop == chunks[unit].num_trainable:
+                self._awaited[unit].add(number)
+        self._speculating = [chunk for chunk in chunks if chunk.spare is not None]
         self._state = StepState(
             program.num_units,
             program.settings.micro_batches,
@@ -298,6 +307,8 @@ class Engine:
             # Updates of a step run on into `optimizer.step()`, which waits for them; what a
             # micro-batch before it has moved is needed, or in the way, in the next forward.
             if not (self._state.updates_in_backward and self._program is self.program):
+                self._let_run(self._program.speculative)
+                self._moves.keep_speculated()
                 self._end_moves()
             for number in self._program.reduced:
                 if number in self._running:
@@ -454,6 +465,11 @@ class Engine:
 
     # ---- the end of a step ------------------------------------------------------------------
 
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether parameters have their next values before `optimizer.step()`."""
+        return self._in_backward
+
     def settle(self, what: str) -> None:
         """RuntimeError, saying `what`, where some parameters are updated and some are not.
 
@@ -466,6 +482,8 @@ class Engine:
             self.outside(what)
         self._state.settle(what)
         self.end_updates()
+        for chunk in self._speculating:  # whoever asks may change what the update has read
+            chunk.speculated = None
 
     def outside(self, what: str) -> None:
         """RuntimeError, saying `what`, inside `full_parameters(model)`."""
@@ -535,8 +553,30 @@ class Engine:
                     "a gradient was replaced between backward() and optimizer.step(): on several"
                     " devices each one has a part of it; clip it, unscale it, or set it to None"
                 )
+        # What ran ahead is what the step makes, or is done again: where gradients are scaled.
+        holds = self._moves.choose_options() and self._holds() if self._speculating else True
         for number in self.program.last:
-            self._submit(number)
+            if not (holds and number in self._again):
+                self._submit(number)
+        for chunk in self._speculating:
+            chunk.exchange()
+
+    def _holds(self) -> bool:
+        """Whether speculative updates used the gradients as they are now.
+
+        Their factors are read, for which the host waits: a factor is mostly one tensor for all.
+        """
+        if not all(chunk.holds for chunk in self._speculating):
+            return False
+        stored = (g for chunk in self._speculating for g in chunk.offloaded_gradients.values())
+        factors = {id(factor): factor for one in stored for factor in one.factors}
+        return all(factor.item() == 1 for factor in factors.values())
+
+    def _let_run(self, moves: Collection[int]) -> None:
+        """Do not wait for these, of those that run, until somebody needs what they do."""
+        going_on = self._running & set(moves)
+        self._carried |= {number: self._tickets[number] for number in going_on}
+        self._running -= going_on
 
     def end_updates(self) -> None:
         """Wait for updates of the last step that run on; LaneError where one has failed.
@@ -570,10 +610,10 @@ class Engine:
         """
         if self._times is not None:
             self._times.leave()
-        self.end_updates()
-        going_on = self._running & self._runs_on if self._times is None else set[int]()
-        self._carried = {number: self._tickets[number] for number in going_on}
-        self._running -= going_on
+        runs_on = self._runs_on if self._times is None else frozenset[int]()
+        for number in sorted(self._carried.keys() - runs_on):
+            self._end_carried(number, self._carried[number].synchronize)
+        self._let_run(runs_on)
         self._end_moves()
         if self._times is not None:
             self._times.end()
@@ -733,11 +773,14 @@ class Engine:
 
     def _submit(self, number: int) -> None:
         move = self._program.moves[number]
-        self._state.updating |= move.kind == "update"
+        self._state.updating |= move.kind == "update" and number not in self._program.speculative
         lane = self.lanes[move.lane]
-        after = [self._tickets[other] for other in move.after]
-        if (awaited := self._program.awaited(move)) in self._carried:
-            after.append(self._carried[awaited])
+        after = [self._tickets[other] for other in move.after if other in self._tickets]
+        # Of what ran ahead of the last moves, the others have ended.
+        after += [self._carried[other] for other in move.after if other in self._carried]
+        if self._program.awaited(move) is not None:
+            awaited = self._awaited[move.unit]
+            after += [self._carried[other] for other in awaited if other in self._carried]
         # This thread allocates what the move fills; until `_end` the moves own it, not the lane.
         work = self._moves.start(number)
         if self._times is not None:

@@ -18,7 +18,7 @@ has one.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 from weakref import ref
 
@@ -391,6 +391,7 @@ class Moves:
         self._working: dict[int, Piece] = {}
         self._gradients = GradientMoves(program, backend)
         self._reductions = None if ranks is None else Reductions(program, ranks, backend)
+        self._speculated: Options | None = None  # the hyperparameters of what ran ahead
         self.clear(program)
 
     def clear(self, program: Program) -> None:
@@ -407,6 +408,10 @@ class Moves:
         self._arriving: dict[int, list[SwappedStorage]] = {}
         self._pieces: dict[tuple[int, int], Piece] = {}
         self._chosen: Options | None = None  # the hyperparameters of this run's updates
+
+    def keep_speculated(self) -> None:
+        """Remember the hyperparameters of the updates that ran ahead, when the run is cleared."""
+        self._speculated = self._chosen
 
     @property
     def may_make_staging(self) -> bool:
@@ -453,6 +458,15 @@ class Moves:
         states = self._plans[unit].states
         return isinstance(states, Offload) and states.update_on_device
 
+    def choose_options(self) -> bool:
+        """Let updates from here on have the hyperparameters that hold now.
+
+        Returns whether they are those of the updates before.
+        """
+        before, self._speculated = self._speculated, None
+        self._chosen = self._options()
+        return before == self._chosen
+
     def in_transit(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The tensors that are on their way, and those that others pass through."""
         storages = [
@@ -494,10 +508,11 @@ class Moves:
         """What lies in a store: its unit and name, its offset and bytes."""
         for chunk in self._chunks:
             own = chunk.own
+            copies = [own.current] if own.spare is None else [own.current, own.spare]
             for part in own.slices:
-                if own.store is store:
-                    yield chunk.unit, f"parameter {part.name!r}", own.place(part), part.num_bytes
-                    for layout in own.states if part.trainable else ():
+                for copy in copies if own.store is store else ():
+                    yield chunk.unit, f"parameter {part.name!r}", copy.place(part), part.num_bytes
+                    for layout in copy.states if part.trainable else ():
                         what, size = f"{layout.key} of {part.name!r}", layout.dtype.itemsize
                         yield chunk.unit, what, layout.place(part.start), part.numel * size
                 if own.gradient_store is store and part.trainable:
@@ -517,7 +532,8 @@ class Moves:
         states = self._plans[chunk.unit].states
         assert not isinstance(states, Persistent)
         home = gradient_home(states, self._program.settings)
-        return home != "in place", home == states.tier
+        # An optimizer may write to gradients, and a step that is clipped needs them again.
+        return home != "in place", home == states.tier or states.speculate
 
     def start(self, number: int) -> Work:
         """The move's work; what it needs is allocated now."""
@@ -718,8 +734,15 @@ class Moves:
         return self._swap_stores[move.lane.tier]
 
     def _read_states(self, number: int, move: Move, chunk: Chunk) -> Work:
-        waiting = dict(chunk.offloaded_gradients)
-        piece = Piece(chunk, chunk.cut(move.start), chunk.cut(move.stop), waiting)
+        waiting, speculates = dict(chunk.offloaded_gradients), chunk.spare is not None
+        if speculates:
+            # With the factors that there are: later ones are for the update that is done again.
+            chunk.speculated = waiting
+            waiting = {
+                name: replace(stored, factors=list(stored.factors))
+                for name, stored in waiting.items()
+            }
+        piece = Piece(chunk, chunk.cut(move.start), chunk.cut(move.stop), waiting, apart=speculates)
         self._pieces[move.unit, move.start] = piece
         parameters, gradients = self._read_with_states(chunk)
         if not parameters:

@@ -226,7 +226,8 @@ class MovingAverage:
 
     def _exchange(self) -> None:
         for each in self._below:
-            each.chunk.offset, each.offset = each.offset, each.chunk.offset
+            copy = each.chunk.current
+            copy.offset, each.offset = each.offset, copy.offset
         parameters = dict(self._model.named_parameters())
         for name, held in self._held.items():
             self._held[name], parameters[name].data = parameters[name].data, held

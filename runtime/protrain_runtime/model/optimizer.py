@@ -122,7 +122,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         what, engine = "optimizer.step()", self._engine
         with engine.turns.taken(f"{what} was called", what):
             engine.check_step()
-            if self._used and self._used != self._group_options():
+            changed = self._used and self._used != self._group_options()
+            if changed and engine.updates_in_backward:
                 raise RuntimeError(
                     "a parameter group's options changed between backward() and step(): this plan"
                     " has updated parameters with the old ones; change them before"

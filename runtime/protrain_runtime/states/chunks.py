@@ -132,10 +132,32 @@ class StateLayout:
 
 
 @dataclass(slots=True)
+class Copy:
+    """A chunk's parameters and optimizer states in its store.
+
+    offset   of the parameters: bytes from the start of the store
+    scalars  what the optimizer keeps per parameter that is not elementwise (AdamW's step), by name
+    updated  parameters that have states
+    """
+
+    offset: int = 0
+    states: tuple[StateLayout, ...] = ()
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    updated: set[str] = field(default_factory=set[str])
+
+    def place(self, part: Slice, layout: StateLayout | None = None) -> int:
+        """Where a parameter, or one of its states, begins: bytes from the start of the store."""
+        return self.offset + part.offset if layout is None else layout.place(part.start)
+
+
+@dataclass(slots=True)
 class Chunk:
     """The states first used in one unit. Without a store, its placement is persistent.
 
     With `sharding`, this is what stands on the device, and `own` what this rank has in the store.
+
+    A chunk that is updated speculatively has a second copy of its states, `spare`. An update reads
+    the current copy and writes all of the spare one; `exchange` lets that be the current one.
     """
 
     unit: int
@@ -143,8 +165,11 @@ class Chunk:
     used_by: tuple[int, ...]
     slices: tuple[Slice, ...] = field(init=False)  # those of the groups
     store: Store | None = None
-    offset: int = 0  # of the parameters in the store
-    states: tuple[StateLayout, ...] = ()
+    current: Copy = field(default_factory=Copy)
+    spare: Copy | None = None
+    # The gradients that a speculative update has used, by name; None: it did not run, or what it
+    # read has changed.
+    speculated: dict[str, GradientInStore] | None = None
     # The groups on the device, or on their way there, by number.  # uint8 [group's bytes]
     buffers: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     # The groups whose parameters have their shapes and hold nothing.
@@ -160,9 +185,6 @@ class Chunk:
     hidden: dict[str, ConsumedGradient] = field(default_factory=dict[str, ConsumedGradient])
     gradient_store: Store | None = None
     gradient_offset: int = 0
-    # What the optimizer keeps per parameter that is not elementwise (AdamW's step), by name.
-    scalars: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
-    updated: set[str] = field(default_factory=set[str])  # parameters that have states
     # The values of a persistent chunk's parameters, while these are away after their update.
     aside: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     sharding: "Sharding | None" = None
@@ -188,7 +210,41 @@ class Chunk:
 
     def place(self, part: Slice, layout: StateLayout | None = None) -> int:
         """Where in the store a parameter, or one of its states, begins: bytes from the start."""
-        return self.offset + part.offset if layout is None else layout.place(part.start)
+        return self.current.place(part, layout)
+
+    @property
+    def offset(self) -> int:
+        """Of the parameters in the store."""
+        return self.current.offset
+
+    @property
+    def states(self) -> tuple[StateLayout, ...]:
+        """Where the optimizer's states are."""
+        return self.current.states
+
+    @property
+    def scalars(self) -> dict[str, dict[str, Any]]:
+        """What the optimizer keeps per parameter that is not elementwise, by name."""
+        return self.current.scalars
+
+    @property
+    def updated(self) -> set[str]:
+        """The parameters that have states."""
+        return self.current.updated
+
+    @property
+    def holds(self) -> bool:
+        """Whether a speculative update is what the step makes of the chunk."""
+        used, there = self.speculated, self.offloaded_gradients
+        if used is None or self.gradients or used.keys() != there.keys():
+            return False
+        return all(used[name] is there[name] for name in used)
+
+    def exchange(self) -> None:
+        """Let the copy that an update writes be the current one."""
+        assert self.spare is not None
+        self.current, self.spare = self.spare, self.current
+        self.speculated = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -356,6 +412,7 @@ class Chunk:
         if not in_use:
             self.gradients.clear()
         self.offloaded_gradients.clear()
+        self.speculated = None
         self.hidden.clear()
         self.drop_consumed()
 
@@ -468,7 +525,11 @@ def write_values(
         dtype = part.dtype if layout is None else layout.dtype
         source = dense(values.detach().resolve_conj().resolve_neg(), part.stride)
         flat = flat_storage_order(source)[mine.first : mine.first + mine.numel].to(dtype)
-        chunk.store.write(chunk.own.place(mine, layout), flat.contiguous().view(torch.uint8))
+        written = flat.contiguous().view(torch.uint8)
+        chunk.store.write(chunk.own.place(mine, layout), written)
+        chunk.speculated = None
+        if chunk.spare is not None and not part.trainable:  # no update writes it there
+            chunk.store.write(chunk.spare.place(mine), written)
 
 
 def aligned_bytes(tensor: torch.Tensor, alignment: int = ALIGNMENT) -> int:
@@ -476,23 +537,32 @@ def aligned_bytes(tensor: torch.Tensor, alignment: int = ALIGNMENT) -> int:
     return -(-tensor.numel() * tensor.itemsize // alignment) * alignment
 
 
-def offload(chunk: Chunk, store: Store, rules: Mapping[torch.dtype, UpdateRule]) -> None:
+def offload(
+    chunk: Chunk,
+    store: Store,
+    rules: Mapping[torch.dtype, UpdateRule],
+    *,
+    speculate: bool = False,
+) -> None:
     """Copy the parameters to `store`, and reserve room for them and their states there.
 
-    Of what ranks share, this rank's part. `rules` are those of each dtype of parameters. The
-    parameters themselves stay as they are until `unbind`.
+    Of what ranks share, this rank's part. `rules` are those of each dtype of parameters. With
+    `speculate` there is room for a second copy. The parameters themselves stay as they are until
+    `unbind`.
     """
     own = chunk.own
-    own.offset = store.reserve(own.parameter_bytes)
-    layouts: list[StateLayout] = []
     dtypes = {part.dtype for part in chunk.slices if part.trainable}
     assert len(dtypes) <= 1, "a chunk's trainable parameters share one dtype"
-    for dtype in dtypes:
-        for key, state_dtype in rules[dtype].states.items():
-            place = store.reserve(own.num_trainable * state_dtype.itemsize)
-            layouts.append(StateLayout(key=key, dtype=state_dtype, offset=place))
+    for copy in (own.current, *([Copy()] if speculate else [])):
+        copy.offset = store.reserve(own.parameter_bytes)
+        layouts: list[StateLayout] = []
+        for dtype in dtypes:
+            for key, state_dtype in rules[dtype].states.items():
+                place = store.reserve(own.num_trainable * state_dtype.itemsize)
+                layouts.append(StateLayout(key=key, dtype=state_dtype, offset=place))
+        copy.states = tuple(layouts)
+        own.spare = None if copy is own.current else copy
     chunk.store = own.store = store
-    own.states = tuple(layouts)
     for part in chunk.slices:
         write_values(chunk, part, part.parameter)
 
@@ -696,7 +766,7 @@ def make_sharded_chunk(
     whole.element_bytes = shard.element_bytes = widths[0] if widths else 0
     # One optimizer, one set of notes about it.
     shard.offloaded_gradients = whole.offloaded_gradients
-    shard.updated, shard.scalars = whole.updated, whole.scalars
+    shard.current.updated, shard.current.scalars = whole.updated, whole.scalars
     whole.sharding = Sharding(ranks, tuple(regions), shard)
     return whole
 

@@ -19,8 +19,8 @@ from torch import nn
 from protrain_plan.program.program import PIECE_ALIGNMENT
 from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import STACK_BYTES, take_one_thread
-from protrain_runtime.devices.stores import HostStore
-from protrain_runtime.states.chunks import Chunk, Slice
+from protrain_runtime.devices.stores import HostStore, Store
+from protrain_runtime.states.chunks import Chunk, Copy, Slice
 from protrain_runtime.states.stand_ins import GradientInStore, scaled
 from protrain_runtime.states.update_rules import MasterOptimizer, OptimizerFactory
 
@@ -174,6 +174,9 @@ class Piece:
     `parameters` are, by name, the elements that the piece covers, where the optimizer runs, and
     `gradients` those of gradients that waited on disk. A piece refers to nothing outside its range:
     what other pieces need may leave the device before it.
+
+    It reads the copy of the states that is current when it is made. One that is `apart` writes all
+    of its range to the chunk's spare copy, also what it does not change.
     """
 
     chunk: Chunk
@@ -187,6 +190,15 @@ class Piece:
         default_factory=list[tuple[Slice, int, int, dict[str, Any]]]
     )
     stands: bool = False
+    apart: bool = False
+    source: Copy = field(init=False)
+    target: Copy = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.source = self.target = self.chunk.current
+        if self.apart:
+            assert self.chunk.spare is not None
+            self.target = self.chunk.spare
 
     def parts(self) -> Iterable[tuple[Slice, int, int]]:
         """The parameters that the piece covers, with the element range within each."""
@@ -205,7 +217,7 @@ class Piece:
         """
         store = self.chunk.store
         assert store is not None
-        wanted = [(layout.key, layout.dtype) for layout in self.chunk.states]
+        wanted = [(layout.key, layout.dtype) for layout in self.source.states]
         for key in [_PARAMETERS] * parameters + [_GRADIENTS] * gradients:
             wanted += [(key, part.dtype) for part, _, _ in self.parts()][:1]
         regions: dict[str, torch.Tensor] = {}
@@ -215,7 +227,7 @@ class Piece:
             size = (self.stop - self.start) * dtype.itemsize
             regions[key] = ring[offset : offset + size].view(dtype)
             offset += size
-        for layout in self.chunk.states if self.chunk.updated else ():
+        for layout in self.source.states if self.source.updated else ():
             target = self.staging[layout.key] = regions[layout.key]
             place = layout.place(self.start)
             store.start_read(place, target.view(torch.uint8))
@@ -223,7 +235,7 @@ class Piece:
             here = slice(part.start + low - self.start, part.start + high - self.start)
             if parameters:
                 target = self.parameters[part.name] = regions[_PARAMETERS][here]
-                place = self.chunk.place(part) + low * part.dtype.itemsize
+                place = self.source.place(part) + low * part.dtype.itemsize
                 store.start_read(place, target.view(torch.uint8))
             stored = self.waiting.get(part.name)
             if gradients and stored is not None:
@@ -246,10 +258,10 @@ class Piece:
         with ExitStack() as stack:
             if parts and isinstance(chunk.store, HostStore):
                 (first, low, _), (last, _, high) = parts[0], parts[-1]
-                begin = chunk.place(first) + low * first.dtype.itemsize
-                end = chunk.place(last) + high * last.dtype.itemsize
+                begin = self.source.place(first) + low * first.dtype.itemsize
+                end = self.source.place(last) + high * last.dtype.itemsize
                 stack.enter_context(chunk.store.in_place(begin, end - begin))
-                for layout in chunk.states if chunk.updated else ():
+                for layout in self.source.states if self.source.updated else ():
                     begin, width = layout.place(self.start), layout.dtype.itemsize
                     stack.enter_context(chunk.store.in_place(begin, count * width))
             if parts and isinstance(chunk.gradient_store, HostStore):
@@ -265,9 +277,9 @@ class Piece:
         self.stands = True
         for part, low, high in self.parts():
             size = part.dtype.itemsize
-            place = store.view(self.chunk.place(part) + low * size, (high - low) * size)
+            place = store.view(self.source.place(part) + low * size, (high - low) * size)
             self.parameters[part.name] = place.view(part.dtype)
-        for layout in self.chunk.states if self.chunk.updated else ():
+        for layout in self.source.states if self.source.updated else ():
             size = (self.stop - self.start) * layout.dtype.itemsize
             place = store.view(layout.place(self.start), size)
             self.staging[layout.key] = place.view(layout.dtype)
@@ -344,7 +356,7 @@ class Piece:
         worker = factory(groups.values())
         for shadow, part, low, high in shadows:
             first = part.start + low - self.start
-            if part.name in self.chunk.updated:
+            if part.name in self.source.updated:
                 chosen = options[part.name]
                 # A fused optimizer has its counters where it steps.
                 moved = chosen.get("fused") or chosen.get("capturable")
@@ -352,7 +364,7 @@ class Piece:
                     key: value.to(shadow.device if moved else value.device, copy=True)
                     if isinstance(value, torch.Tensor)
                     else value
-                    for key, value in self.chunk.scalars[part.name].items()
+                    for key, value in self.source.scalars[part.name].items()
                 }
                 for key, values in self.staging.items():
                     state[key] = values[first : first + high - low]
@@ -367,7 +379,7 @@ class Piece:
         store = self.chunk.store
         assert store is not None
         for part, low, _, state in self.made:
-            for layout in self.chunk.states:
+            for layout in self.target.states:
                 values = state[layout.key]
                 if not self._staged(layout.key, part.start + low, values):
                     store.start_write(layout.place(part.start + low), values.view(torch.uint8))
@@ -390,20 +402,36 @@ class Piece:
         assert store is not None
         stepped = {part.name for part, *_ in self.made}
         for part, low, _ in self.parts() if parameters else ():
-            if part.name in stepped:
-                place = self.chunk.place(part) + low * part.dtype.itemsize
+            if part.name in stepped or self.apart:
+                place = self.target.place(part) + low * part.dtype.itemsize
                 store.start_write(place, self.parameters[part.name].view(torch.uint8))
+        for part, low, high in self.parts() if self.apart else ():
+            if part.name not in stepped:
+                self._copy(part, low, high, store)
         for part, low, high, state in self.made:
             first = part.start + low
-            for layout in self.chunk.states:
+            for layout in self.target.states:
                 values = state.pop(layout.key, None)
                 if values is None or (self.stands and self._staged(layout.key, first, values)):
                     continue  # it is there: written, or the store's own bytes
                 store.start_write(layout.place(first), values.view(torch.uint8))
             if high == part.numel:
-                self.chunk.scalars[part.name] = state
-                self.chunk.updated.add(part.name)
+                self.target.scalars[part.name] = state
+                self.target.updated.add(part.name)
         self.made.clear()
         self.staging.clear()
         self.parameters.clear()
         self.gradients.clear()
+
+    def _copy(self, part: Slice, low: int, high: int, store: Store) -> None:
+        """Bring the states of a parameter that had no gradient to the other copy as they are."""
+        if part.name not in self.source.updated:
+            self.target.updated.discard(part.name)
+            return
+        begin = part.start + low
+        for layout in self.target.states:
+            values = self.staging[layout.key][begin - self.start : part.start + high - self.start]
+            store.start_write(layout.place(begin), values.view(torch.uint8))
+        if high == part.numel:
+            self.target.scalars[part.name] = self.source.scalars[part.name]
+            self.target.updated.add(part.name)

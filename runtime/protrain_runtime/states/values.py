@@ -90,13 +90,18 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A dense tensor in a store, in the order of its strides."""
+    """A dense tensor in a store, in the order of its strides.
+
+    `twin` is where it stands once more: what no update changes is the same in both copies of a
+    chunk that is updated speculatively.
+    """
 
     store: Store
     offset: int  # bytes from the start of the store
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
+    twin: int | None = None
 
     def copy_to(self, write: Write) -> None:
         if not self._row_major:
@@ -112,11 +117,16 @@ class Stored:
         if not self._row_major:
             whole = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
             Held(whole).copy_from(fill)
-            self.store.write(self.offset, _bytes_of(whole))
+            self._write(0, _bytes_of(whole))
             return
         for start, piece in _pieces(num_bytes(self)):
             fill(piece)
-            self.store.write(self.offset + start, piece)
+            self._write(start, piece)
+
+    def _write(self, start: int, values: torch.Tensor) -> None:
+        for place in (self.offset, self.twin):
+            if place is not None:
+                self.store.write(place + start, values)
 
     @property
     def _row_major(self) -> bool:
@@ -179,6 +189,7 @@ def stored_value(chunk: Chunk, part: Slice, layout: StateLayout | None = None) -
             dtype=dtype,
             shape=part.shape,
             stride=part.stride,
+            twin=chunk.spare.place(part) if chunk.spare and not part.trainable else None,
         )
     local, mine = None, sharding.part_of(part.name)
     if mine is not None:
