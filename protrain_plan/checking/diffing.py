@@ -214,6 +214,7 @@ def _facts(old: Plan, new: Plan) -> Iterator[Fact]:
         ("host budget", lambda plan: _size(plan.budgets.host)),
         ("disk budget", lambda plan: _size(plan.budgets.disk)),
         ("updates", lambda plan: plan.updates),
+        ("clipped steps", lambda plan: f"{plan.clip_share:.3g}"),
         ("micro-batches", lambda plan: str(plan.micro_batches)),
         ("devices", lambda plan: str(DeviceGroup.of(plan))),
         ("pieces of states", lambda plan: _size(plan.piece_bytes)),
@@ -264,9 +265,10 @@ def _amounts(old: Plan, new: Plan) -> Iterator[Amount]:
         ("disk peak", lambda found: found.peak_bytes.disk, True),
         ("step", lambda found: found.step_seconds, False),
         ("first step", lambda found: found.first_step_seconds, False),
+        ("clipped step", lambda found: found.clipped_step_seconds, False),
         ("bound on the step", lambda found: found.lower_bound_seconds, False),
     )
     for name, number, in_bytes in numbers:
         before, after = number(old.prediction), number(new.prediction)
-        if before or after or name not in ("host peak", "disk peak", "first step"):
+        if before or after or name not in ("host peak", "disk peak", "first step", "clipped step"):
             yield Amount(name=name, before=before, after=after, in_bytes=in_bytes)

@@ -31,10 +31,10 @@ from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.program.group import DeviceGroup, not_joined
 from protrain_plan.records import commands as records
 from protrain_plan.records.hardware import Hardware, TierName
-from protrain_plan.records.plan import Budgets
+from protrain_plan.records.plan import CLIP_SHARE, Budgets
 from protrain_plan.records.profile import Profile
 from protrain_plan.records.reader import version_of
-from protrain_plan.records.tree import did_you_mean
+from protrain_plan.records.tree import did_you_mean, number_text
 from protrain_plan.units import exact_bytes, format_bytes, format_seconds
 
 Subject = TypeVar("Subject")
@@ -533,6 +533,8 @@ def plan_command(case: Case, budgets: Budgets) -> str:
     words += group.options
     if plan.updates == "after backward":
         words.append("--clip")
+        if plan.clip_share != CLIP_SHARE:
+            words += ["--clip-share", number_text(plan.clip_share)]
     if plan.micro_batches > 1:
         words += ["--accumulate", str(plan.micro_batches)]
     return records.command("plan", str(case.profile_path), [*words, "-o", str(case.path)])

@@ -45,11 +45,19 @@ UpdatesOption = Annotated[
     str | None,
     typer.Option(
         help="in-backward, the default; or after-backward, as clipping by the global norm needs:"
-        " updates then do not overlap with backward.",
+        " updates then wait for it, or run ahead to a second copy of the states.",
     ),
 ]
 ClipOption = Annotated[
     bool, typer.Option("--clip", help="The short form of --updates after-backward.")
+]
+ClipShareOption = Annotated[
+    float | None,
+    typer.Option(
+        help="The part of all steps whose gradients are scaled, by clipping or by a loss scaler:"
+        " these do updates that ran ahead again. 1: none runs ahead. Default: 0.05.",
+        show_default=False,
+    ),
 ]
 SpillOption = Annotated[
     Path | None,
@@ -120,6 +128,27 @@ def updates_of(text: str | None, *, clip: bool) -> "Updates":
     if clip:
         raise ProtrainError("--clip is --updates after-backward", key="--updates")
     return "in backward"
+
+
+def clip_share_of(share: float | None, updates: "Updates") -> float:
+    """What `--clip-share` says; ProtrainError where there is no such part, or no clipping."""
+    from protrain_plan.records.plan import CLIP_SHARE
+
+    if share is None:
+        return CLIP_SHARE
+    if updates == "in backward":
+        raise ProtrainError(
+            "it is for updates after backward", key="--clip-share", fix="add --clip"
+        )
+    if not (share == 0 or SMALLEST_SHARE <= share <= 1):
+        raise ProtrainError(
+            f"expected a part of all steps, from {SMALLEST_SHARE:g} to 1 or 0, got {share:g}",
+            key="--clip-share",
+        )
+    return share
+
+
+SMALLEST_SHARE = 1e-6
 
 
 def found_device(text: str) -> "torch.device":

@@ -10,6 +10,7 @@ import typer
 from protrain_plan.commands.options import (
     AccumulateOption,
     ClipOption,
+    ClipShareOption,
     DTypeOption,
     JsonOption,
     NoCacheOption,
@@ -17,6 +18,7 @@ from protrain_plan.commands.options import (
     UpdatesOption,
     budgets_of,
     choice,
+    clip_share_of,
     integers,
     refuse_host_memory,
     size,
@@ -80,6 +82,7 @@ def plan(
     accumulate: AccumulateOption = 1,
     updates: UpdatesOption = None,
     clip: ClipOption = False,
+    clip_share: ClipShareOption = None,
     overlap: Annotated[
         bool,
         typer.Option(help="Let updates run on into the next step's forward where that is faster."),
@@ -139,6 +142,7 @@ def plan(
     objectives = [option for option, is_asked in asked.items() if is_asked]
     if len(objectives) > 1:
         raise ProtrainError(f"{objectives[0]} and {objectives[1]} ask for different things")
+    when = updates_of(updates, clip=clip)
     record = read_profile(profile)
     refuse_host_memory(host_memory, [record.hardware])
     group = group_on(record.hardware, num_devices, num_nodes=nodes, num_replicas=replicas or 1)
@@ -149,7 +153,8 @@ def plan(
         budgets=budgets_of(
             profile_of_rank(record, group).hardware, group, device_memory, host_memory, disk
         ),
-        updates=updates_of(updates, clip=clip),
+        updates=when,
+        clip_share=clip_share_of(clip_share, when),
         micro_batches=accumulate,
         allow=tuple(allow or ()),
         overlap_steps=overlap,
@@ -221,6 +226,7 @@ def fit(
     ] = "1",
     updates: UpdatesOption = None,
     clip: ClipOption = False,
+    clip_share: ClipShareOption = None,
     accumulate: AccumulateOption = 1,
     no_cache: NoCacheOption = False,
     as_json: JsonOption = False,
@@ -242,6 +248,8 @@ def fit(
     from protrain_plan.program.group import group_on, profile_of_rank
     from protrain_plan.records.profile import DType, Precision
 
+    when = updates_of(updates, clip=clip)
+    share = clip_share_of(clip_share, when)
     machines = []
     for name in on.split(","):
         machine = load_hardware(name.strip())  # with as much below its device as was asked for
@@ -288,7 +296,8 @@ def fit(
                     group=group,
                     replicas=group.replica_counts,
                     budgets=budgets_of(machine, group, device_memory, host_memory, disk),
-                    updates=updates_of(updates, clip=clip),
+                    updates=when,
+                    clip_share=share,
                     micro_batches=accumulate,
                 )
             )

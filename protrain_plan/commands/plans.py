@@ -119,6 +119,7 @@ def _front(step: "Step", points: int) -> "tuple[FrontPoint, ...]":
         budgets=budgets,
         piece_bytes=plan.piece_bytes,
         updates=plan.updates,
+        clip_share=plan.clip_share,
         micro_batches=plan.micro_batches,
         group=DeviceGroup.of(plan),
     )

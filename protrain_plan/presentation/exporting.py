@@ -244,6 +244,11 @@ def _common_losses(plan: Plan, switches: Switches, *, in_backward: bool = False)
         losses.append(
             f"{_blocks(streamed)} would be updated on the device: here the host updates them."
         )
+    ahead = sum(isinstance(u.states, Offload) and u.states.speculate for u in blocks)
+    if ahead:
+        losses.append(
+            f"{_blocks(ahead)} would be updated before the norm is known: here all updates wait."
+        )
     if plan.num_devices > 1:
         nodes = f" in {plan.num_nodes} nodes" if plan.num_nodes > 1 else ""
         started = f"{plan.num_devices}{nodes}"

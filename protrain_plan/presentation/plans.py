@@ -14,7 +14,7 @@ from protrain_plan.program.group import DeviceGroup
 from protrain_plan.records import activations_text, states_text
 from protrain_plan.records.commands import profile_command
 from protrain_plan.records.hardware import is_accelerator
-from protrain_plan.records.plan import Plan, TierBytes
+from protrain_plan.records.plan import Plan, Prediction, TierBytes
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.memory import Excess, checkpoint_bytes
 from protrain_plan.simulation.report import in_words as report_in_words
@@ -36,6 +36,7 @@ def solved_json(solved: "Solved") -> dict[str, Any]:
         **devices_json(DeviceGroup.of(solved.plan)),
         "lower_bound_seconds": prediction.lower_bound_seconds,
         "step_seconds": prediction.step_seconds,
+        **clipped_json(prediction),
         "expected_seconds": prediction.expected_seconds,
         "stall_seconds": solved.stall_seconds,
         "solve_seconds": solved.solve_seconds,
@@ -43,6 +44,21 @@ def solved_json(solved: "Solved") -> dict[str, Any]:
         "solver": solved.solver,
         **({"replicas": [asdict(one) for one in solved.replicas]} if solved.replicas else {}),
     }
+
+
+def clipped_json(prediction: Prediction) -> dict[str, float]:
+    """A step that is clipped, where that is another one."""
+    seconds = prediction.clipped_step_seconds
+    return {"clipped_step_seconds": seconds} if seconds else {}
+
+
+def clipped_text(plan: Plan) -> str:
+    """The same in words; empty where there is no other one."""
+    seconds = plan.prediction.clipped_step_seconds
+    if not seconds:
+        return ""
+    share = f"{100 * plan.clip_share:.3g} %"
+    return f"a step that is clipped takes {format_seconds(seconds)}, as {share} of all are taken to"
 
 
 def devices_json(group: DeviceGroup) -> dict[str, int]:
@@ -91,6 +107,8 @@ def solved_text(solved: "Solved", profile: Profile, path: Path) -> RenderableTyp
         f" at most {solved.gap:.2%} above the fastest possible"
         f" ({solved.status}, {solved.solver}, {format_seconds(solved.solve_seconds)})"
     ]
+    if clipped := clipped_text(plan):
+        notes.append(clipped)
     if several:
         notes.insert(0, f"on {several}, each with batches of its own")
     if len(solved.replicas) > 1:

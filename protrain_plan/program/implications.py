@@ -207,6 +207,11 @@ class StateOption:
     device_workspace: float = 0.0
 
     @property
+    def tier(self) -> StateTier:
+        """Where the states are."""
+        return "device" if isinstance(self.decision, Persistent) else self.decision.tier
+
+    @property
     def updated_on_device(self) -> bool:
         """Whether the device's optimizer works on states that stream to it from host memory."""
         return isinstance(self.decision, Offload) and self.decision.update_on_device

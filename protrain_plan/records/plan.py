@@ -179,7 +179,8 @@ class Prediction:
     """What the planner promises: peaks are upper bounds, seconds are estimates.
 
     A measured step is expected within `error_low` and `error_high` times `step_seconds`, as far as
-    the profile knows (see `Profile.error_band`); zeros where it does not.
+    the profile knows (see `Profile.error_band`); zeros where it does not. One that is clipped may
+    take longer.
 
     Where steps overlap, `step_seconds` are those from one step's start to the next one's, and
     `first_step_seconds` those of a step by itself, until its last update has ended.
@@ -201,7 +202,8 @@ class Prediction:
         """The fastest and the slowest step to expect; None where the profile does not say."""
         if not self.error_high:
             return None
-        return self.error_low * self.step_seconds, self.error_high * self.step_seconds
+        longest = max(self.step_seconds, self.clipped_step_seconds)
+        return self.error_low * self.step_seconds, self.error_high * longest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

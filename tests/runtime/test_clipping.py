@@ -37,10 +37,13 @@ from tests.support.runtime_cases import (
     differences,
     outcome,
     plan_for,
+    speculative,
 )
 from tests.support.thinning import thinned
 
 NAME = "llama-tied"
+ROUNDS = [(1, False), (1, True), (2, False)]
+"""Micro-batches of a step, and whether its updates run ahead of the norm."""
 Step = Callable[[nn.Module, torch.optim.Optimizer], list[Tensor]]
 
 
@@ -59,7 +62,12 @@ def some_offloaded(units: tuple[UnitPlan, ...], tier: TierName) -> tuple[UnitPla
 
 
 def prepared(
-    spill: Path, *, tier: TierName = "disk", micro_batches: int = 1, factory: Factory = ADAMW
+    spill: Path,
+    *,
+    tier: TierName = "disk",
+    micro_batches: int = 1,
+    factory: Factory = ADAMW,
+    ahead: bool = False,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = build(NAME)
     plan = replace(
@@ -67,6 +75,7 @@ def prepared(
         updates="after backward",
         micro_batches=micro_batches,
     )
+    plan = speculative(plan) if ahead else plan
     return prepare(model, plan, optimizer=factory, spill_directory=spill)
 
 
@@ -80,12 +89,18 @@ def backward(model: nn.Module, number: int, scale: Tensor | float = 1.0) -> Tens
 
 
 @pytest.mark.parametrize(
-    ("micro_batches", "tier", "norm_type", "foreach"),
-    thinned([1, 2], ["disk", "host"], [2.0, 1.0, float("inf")], [None, False], every=6),
+    ("rounds", "tier", "norm_type", "foreach"),
+    thinned(ROUNDS, ["disk", "host"], [2.0, 1.0, float("inf")], [None, False], every=6),
 )
 def test_norms_and_clipped_steps_match_plain_torch_bitwise(
-    micro_batches: int, tier: TierName, norm_type: float, foreach: bool | None, tmp_path: Path
+    rounds: tuple[int, bool],
+    tier: TierName,
+    norm_type: float,
+    foreach: bool | None,
+    tmp_path: Path,
 ) -> None:
+    micro_batches, ahead = rounds
+
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         seen: list[Tensor] = []
         for step in range(2):
@@ -100,17 +115,18 @@ def test_norms_and_clipped_steps_match_plain_torch_bitwise(
     reference = build(NAME)
     plainly = ADAMW(reference.parameters())
     expected = outcome(reference, plainly, loop(reference, plainly))
-    model, optimizer = prepared(tmp_path, tier=tier, micro_batches=micro_batches)
+    model, optimizer = prepared(tmp_path, tier=tier, micro_batches=micro_batches, ahead=ahead)
     assert_bitwise(outcome(model, optimizer, loop(model, optimizer)), expected)
 
 
-def test_a_learning_rate_may_change_until_the_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_learning_rate_may_change_until_the_step(tmp_path: Path, *, ahead: bool) -> None:
     results = []
     for planned in (False, True):
         model = build(NAME)
         optimizer: torch.optim.Optimizer = ADAMW(model.parameters())
         if planned:
-            model, optimizer = prepared(tmp_path)
+            model, optimizer = prepared(tmp_path, ahead=ahead)
         backward(model, 0)
         optimizer.param_groups[0]["lr"] = 5e-4
         optimizer.step()
@@ -118,13 +134,16 @@ def test_a_learning_rate_may_change_until_the_step(tmp_path: Path) -> None:
     assert_bitwise(results[1], results[0])
 
 
-def test_a_gradient_that_its_owner_removed_or_replaced_counts_as_such(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_gradient_that_its_owner_removed_or_replaced_counts_as_such(
+    tmp_path: Path, *, ahead: bool
+) -> None:
     results = []
     for planned in (False, True):
         model = build(NAME)
         optimizer: torch.optim.Optimizer = ADAMW(model.parameters())
         if planned:
-            model, optimizer = prepared(tmp_path)
+            model, optimizer = prepared(tmp_path, ahead=ahead)
         for number in range(3):
             backward(model, number)
             for place, parameter in enumerate(model.parameters()):
@@ -170,12 +189,13 @@ def test_other_uses_of_a_waiting_gradient_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("tier", "micro_batches", "clips"), thinned(["disk", "host"], [1, 2], [False, True], every=2)
+    ("tier", "rounds", "clips"), thinned(["disk", "host"], ROUNDS, [False, True], every=2)
 )
 def test_a_gradient_scaler_unscales_clips_and_skips_as_in_plain_torch_bitwise(
-    tier: TierName, micro_batches: int, clips: bool, tmp_path: Path
+    tier: TierName, rounds: tuple[int, bool], clips: bool, tmp_path: Path
 ) -> None:
     """The first scale overflows: that step is skipped, and the next one has a smaller scale."""
+    micro_batches, ahead = rounds
 
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         scaler = torch.amp.GradScaler("cpu", init_scale=3 * 2.0**126, backoff_factor=0.7 * 2**-60)
@@ -202,7 +222,9 @@ def test_a_gradient_scaler_unscales_clips_and_skips_as_in_plain_torch_bitwise(
     reference = build(NAME)
     plainly = factory(reference.parameters())
     expected = outcome(reference, plainly, loop(reference, plainly))
-    model, optimizer = prepared(tmp_path, tier=tier, micro_batches=micro_batches, factory=factory)
+    model, optimizer = prepared(
+        tmp_path, tier=tier, micro_batches=micro_batches, factory=factory, ahead=ahead
+    )
     assert_bitwise(outcome(model, optimizer, loop(model, optimizer)), expected)
 
 
@@ -265,14 +287,19 @@ OPTIMIZERS: dict[str, Factory] = {
 
 
 @pytest.mark.parametrize(
-    ("tier", "micro_batches", "updates"),
-    thinned(["disk", "host"], [1, 2], ["in backward", "after backward"], every=2),
+    ("tier", "rounds", "updates"),
+    thinned(["disk", "host"], ROUNDS, ["in backward", "after backward"], every=2),
 )
 @pytest.mark.parametrize("factory", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_parameters_without_gradients_are_left_alone_bitwise(
-    tier: TierName, micro_batches: int, updates: Updates, factory: Factory, tmp_path: Path
+    tier: TierName,
+    rounds: tuple[int, bool],
+    updates: Updates,
+    factory: Factory,
+    tmp_path: Path,
 ) -> None:
     """Some experts get a gradient in one micro-batch, some in another, some in none of a step."""
+    micro_batches, ahead = rounds
     rng = random.Random(0)
     routes = [rng.randrange(8) for _ in range(5 * micro_batches)]
     routes[:micro_batches] = [0] * micro_batches  # the other experts have no states for a while
@@ -301,6 +328,8 @@ def test_parameters_without_gradients_are_left_alone_bitwise(
     model: nn.Module = routed()
     plan = plan_for(model, some_offloaded(routed_units(), tier), piece_bytes=3_000)
     plan = replace(plan, updates=updates, micro_batches=micro_batches)
+    if ahead and updates == "after backward":
+        plan = speculative(plan)
     model, optimizer = prepare(
         model,
         plan,

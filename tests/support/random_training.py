@@ -34,6 +34,7 @@ from tests.support.runtime_cases import (
     on_device,
     outcome,
     plan_for,
+    speculative,
     units_of,
 )
 
@@ -118,6 +119,8 @@ def assert_trains_like_plain(shape: Shape, seed: int, folder: Path) -> None:
         micro_batches=micro_batches,
         updates=updates,
     )
+    if updates == "after backward" and micro_batches == 1 and rng.random() < 0.5:
+        plan = speculative(plan)
     before = attached(model)
     model, optimizer = prepare(
         model,

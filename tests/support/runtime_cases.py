@@ -320,13 +320,14 @@ def offloads(tier: StateTier) -> tuple[Offload, ...]:
 
 
 def speculative(plan: Plan) -> Plan:
-    """The plan with every update that may be speculative being so."""
-    units = [
-        replace(unit, states=replace(unit.states, speculate=True))
-        if isinstance(unit.states, Offload) and unit.states.staged
-        else unit
-        for unit in plan.units
-    ]
+    """The plan with every update below the device speculative; of host memory, on the device."""
+    units: list[UnitPlan] = []
+    for unit in plan.units:
+        if isinstance(states := unit.states, Offload):
+            on_device = states.tier == "host"
+            ahead = replace(states, speculate=True, update_on_device=on_device)
+            unit = replace(unit, states=ahead)
+        units.append(unit)
     return replace(plan, units=tuple(units))
 
 

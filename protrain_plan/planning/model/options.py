@@ -115,9 +115,10 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
             if home == "host" and trained and is_accelerator(settings.device):
                 placements += [replace(one, update_on_device=True) for one in placements]
             states += placements
-            if trained and settings.may_speculate:
-                staged = (one for one in placements if one.staged)
-                states += [replace(one, speculate=True) for one in staged]
+        if trained and settings.may_speculate and settings.clip_share < 1:
+            # Last: what there is without has the same numbers.
+            offloads = [one for one in states if isinstance(one, Offload) and one.staged]
+            states += [replace(one, speculate=True) for one in offloads]
         found.append(
             UnitOptions(
                 unit,
@@ -126,6 +127,12 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
             )
         )
     return tuple(found)
+
+
+def speculating_on(tiers: Sequence[StateTier], options: UnitOptions) -> UnitOptions:
+    """The unit's options without speculative updates elsewhere, where that leaves some."""
+    left = tuple(one for one in options.states if not one.speculates or one.tier in tiers)
+    return replace(options, states=left) if 0 < len(left) < len(options.states) else options
 
 
 KIND = "pins"

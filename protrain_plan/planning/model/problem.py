@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.model.options import (
@@ -11,6 +11,7 @@ from protrain_plan.planning.model.options import (
     Pin,
     UnitOptions,
     pinned_options,
+    speculating_on,
     unit_options,
 )
 from protrain_plan.program.compiling import bind
@@ -42,6 +43,7 @@ from protrain_plan.records.plan import (
     Placement,
     Plan,
     Schedule,
+    StateTier,
     UnitPlan,
     Updates,
 )
@@ -254,6 +256,7 @@ class Problem:
     device: int
     tiers: dict[TierName, int]
     pins: tuple[Pin, ...] = ()
+    ahead_on: tuple[StateTier, ...] = get_args(TierName)  # where states may be so updated
 
     @staticmethod
     def of(
@@ -366,7 +369,17 @@ class Problem:
 
     @cached_property
     def options(self) -> tuple[UnitOptions, ...]:
-        return pinned_options(unit_options(self.implied), self.pins)
+        found = pinned_options(unit_options(self.implied), self.pins)
+        return tuple(speculating_on(self.ahead_on, options) for options in found)
+
+    def speculating(self, *tiers: StateTier) -> "Problem":
+        """The same with speculative updates of states on these tiers alone, and pinned ones."""
+        return replace(self, ahead_on=tiers)
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether there is a choice of updates that run ahead of the norm."""
+        return any(speculating_on((), options) != options for options in self.options)
 
     @cached_property
     def may_update_on_device(self) -> bool:

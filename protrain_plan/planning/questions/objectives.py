@@ -26,7 +26,7 @@ from protrain_plan.planning.search.baselines import kept_seconds
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.program.group import ALONE, DeviceGroup
-from protrain_plan.records.plan import Budgets, Updates
+from protrain_plan.records.plan import CLIP_SHARE, Budgets, Updates
 from protrain_plan.records.profile import Form, Profile
 from protrain_plan.simulation.report import StepReport, report
 from protrain_plan.units import format_bytes
@@ -45,6 +45,7 @@ class Question:
     budgets: Budgets
     piece_bytes: int | None = None
     updates: Updates = "in backward"
+    clip_share: float = CLIP_SHARE
     micro_batches: int = 1
     pins: tuple[Pin, ...] = ()
     group: DeviceGroup = ALONE
@@ -71,6 +72,7 @@ class Question:
             self.budgets,
             piece_bytes=self.piece_bytes,
             updates=self.updates,
+            clip_share=self.clip_share,
             micro_batches=self.micro_batches,
             pins=self.pins,
             group=group,

@@ -24,7 +24,8 @@ the least memory.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf, isfinite
 from typing import Literal
@@ -56,7 +57,7 @@ from protrain_plan.planning.search.improving import (
 )
 from protrain_plan.program.group import ALONE, DeviceGroup
 from protrain_plan.records.forms import FORMS
-from protrain_plan.records.plan import Budgets, Plan, Prediction
+from protrain_plan.records.plan import Budgets, Offload, Plan, Prediction, StateTier
 from protrain_plan.records.profile import Profile
 from protrain_plan.records.writer import fingerprint
 from protrain_plan.simulation.memory import peak_bytes
@@ -131,7 +132,7 @@ def solve_problem(
     started = time.monotonic()
     if solver != "milp":
         problem = problem.overlapping(False)
-    lean = min_memory(problem)
+    lean = min_memory(problem.speculating())  # a second copy makes no plan leaner
     if lean is None or lean.bytes > problem.device:
         return infeasible(problem, budgets, lean)
     planning = _Planning(problem, lean, effort, progress)
@@ -164,23 +165,10 @@ class _Planning:
 
     def solve(self, hints: Sequence[Choice]) -> Evaluation:
         """The best plan of all stages."""
-        for choice in (*hints, *plain_choices(self.problem)):
-            self._try(choice)
-        self._tell("plain policies")
-        self._find_bound()
-        stages = (
-            self._place_whole_chunks,
-            self._count,
-            self._round,
-            lambda: self._count(margin=MARGINS[2]),
-            self._improve,
-        )
-        for stage in stages if self.on_device or self.effort.enough_s is None else stages[:2]:
-            if self._good_enough() or self.effort.spent() or self._beaten():
-                break
-            if self.effort.enough_s is not None and self.bound > self.effort.enough_s:
-                break  # no plan takes what the effort asks for
-            stage()
+        if self.problem.may_speculate:
+            self._search((*hints, *self._running_ahead(hints)), found_before=True)
+        else:
+            self._search(hints)
         if self._beaten() and self.best.seconds >= self.effort.below_s:
             return self.best
         self._keep(self.evaluator.best_schedule(self.best.choice, rule=self.best.rule))
@@ -201,6 +189,58 @@ class _Planning:
         if found := apart(self.problem, best, slowest_s=slowest):
             self.problem, best = self.problem.overlapping(False), found
         return simplified(self.problem, best, slowest_s=slowest)
+
+    def _running_ahead(self, hints: Sequence[Choice]) -> Iterator[Choice]:
+        """The best choice without speculative updates, what follows from it, and one with such.
+
+        Its last units' are speculative, by ever more of them: their gradients come first. That with
+        such has them on the tier of which most chunks were staged.
+        """
+        waiting = self._searched(self.problem.speculating(), hints)
+        decided = list(waiting.best.plans)
+        staged = Counter[StateTier]()
+        for unit in reversed(range(self.problem.count)):
+            states = decided[unit].states
+            if isinstance(states, Offload) and states.staged:
+                staged[states.tier] += 1
+                states = replace(states, speculate=True)
+                if states in self.problem.options[unit].numbers[1]:
+                    decided[unit] = replace(decided[unit], states=states)
+                    yield self.problem.choice_of(decided)
+        yield self.problem.choice_of(waiting.best.plans)
+        if staged:
+            (tier, _), *_ = staged.most_common(1)
+            ahead = self._searched(self.problem.speculating(tier), ())
+            yield self.problem.choice_of(ahead.best.plans)
+
+    def _searched(self, problem: Problem, hints: Sequence[Choice]) -> "_Planning":
+        """The same search with fewer options, for those hints that it has them for."""
+        other = _Planning(problem, self.lean, self.effort, self.progress)
+        known = [len(options.states) for options in problem.options]
+        other._search([c for c in hints if all(s < n for (_, s), n in zip(c, known, strict=True))])
+        return other
+
+    def _search(self, hints: Sequence[Choice], *, found_before: bool = False) -> None:
+        """All stages up to the last polish; few, where the hints come from such searches."""
+        for choice in (*hints, *plain_choices(self.problem)):
+            self._try(choice)
+        self._tell("plain policies")
+        self._find_bound()
+        stages: tuple[Callable[[], None], ...] = (
+            self._place_whole_chunks,
+            self._count,
+            self._round,
+            lambda: self._count(margin=MARGINS[2]),
+            self._improve,
+        )
+        if found_before:
+            stages = (self._place_whole_chunks, self._improve)
+        for stage in stages if self.on_device or self.effort.enough_s is None else stages[:2]:
+            if self._good_enough() or self.effort.spent() or self._beaten():
+                break
+            if self.effort.enough_s is not None and self.bound > self.effort.enough_s:
+                break  # no plan takes what the effort asks for
+            stage()
 
     def solve_baseline(self, name: Baseline) -> Evaluation | None:
         """The best plan of a baseline, None where it has none within the budgets."""
