@@ -205,9 +205,7 @@ def test_frozen_parameters_are_the_same_in_both_copies(tmp_path: Path) -> None:
     plainly = ADAMW([p for p in reference.parameters() if p.requires_grad])
     expected = outcome(reference, plainly, loop(reference, plainly))
     model = half(build(NAME))
-    model, optimizer = prepare(
-        model, made_plan(model), optimizer=ADAMW, spill_directory=tmp_path
-    )
+    model, optimizer = prepare(model, made_plan(model), optimizer=ADAMW, spill_directory=tmp_path)
     assert_bitwise(outcome(model, optimizer, loop(model, optimizer)), expected)
 
 
