@@ -15,7 +15,7 @@ from protrain_plan.planning.questions.planner import plan, solve_problem
 from protrain_plan.planning.search.baselines import BASELINES, baseline
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.evaluation import Evaluator
-from protrain_plan.planning.search.improving import Effort
+from protrain_plan.planning.search.improving import TOLERANCE, Effort
 from protrain_plan.records.hardware import Hardware, Link
 from protrain_plan.records.plan import (
     Budgets,
@@ -190,15 +190,36 @@ def test_more_forms_are_never_slower() -> None:
     assert decided & {Recompute(form="lite"), SwapInput(tier="host", form="lite")}
 
 
-def test_clipping_forfeits_the_overlap_of_updates() -> None:
+def test_updates_that_wait_for_the_norm_forfeit_their_overlap_with_backward() -> None:
     profile = model(gpu())
-    question = Question(profile=profile, budgets=within(profile, 700 * MB))
+    question = Question(profile=profile, budgets=within(profile, 700 * MB), clip_share=1.0)
     seconds = []
     for updates in ("in backward", "after backward"):
         answer = ask(replace(question, updates=updates), Objective(), effort=CLOSE)
         assert answer.solved is not None
         seconds.append(answer.solved.plan.prediction.step_seconds)
     assert seconds[1] > seconds[0] * 1.05
+
+
+def test_the_more_steps_are_clipped_the_less_is_gained_by_running_ahead() -> None:
+    profile = model(gpu(), blocks=3)
+    question = Question(
+        profile=profile, budgets=within(profile, 500 * MB), updates="after backward"
+    )
+    seconds: list[float] = []
+    ahead: list[int] = []
+    for share in (0.0, 0.3, 1.0):
+        effort = Effort(gap_target=0.02)
+        answer = ask(replace(question, clip_share=share), Objective(), effort=effort)
+        assert answer.solved is not None
+        plan = answer.solved.plan
+        states = [unit.states for unit in plan.units]
+        ahead.append(sum(isinstance(one, Offload) and one.speculate for one in states))
+        seconds.append(plan.prediction.step_seconds)
+        clipped = plan.prediction.clipped_step_seconds
+        assert (clipped >= seconds[-1]) if ahead[-1] else clipped == 0
+    assert seconds[0] < seconds[1] <= seconds[2] * (1 + TOLERANCE)
+    assert ahead[0] > 0 and ahead[2] == 0
 
 
 def test_micro_batches_share_one_update() -> None:

@@ -273,6 +273,23 @@ def micro_batches_on_the_device_with_late_threads() -> None:
     )
 
 
+def ahead_of_the_norm_with_late_lanes(*, clip: bool = False) -> None:
+    trains(
+        LATE_LANES,
+        "host",
+        Recompute(),
+        replace(ON_DEVICE, speculate=True),
+        clip=clip,
+        updates="after backward",
+        overlap_steps=True,
+        piece_bytes=MANY_BYTES,
+    )
+
+
+def again_after_the_norm_with_late_lanes() -> None:
+    ahead_of_the_norm_with_late_lanes(clip=True)
+
+
 def loaded_and_read() -> None:
     """What is loaded is what is read, while copies come late."""
     units = decided(described(NAME), Keep(), Offload(tier="host"), AHEAD)
@@ -716,10 +733,26 @@ MUTATIONS = (
     Mutation(
         owner=Engine,
         name="_submit",
-        line="after.append(self._carried[awaited])",
+        line="after += [self._carried[other] for other in awaited if other in self._carried]",
         instead="pass",
         keeps="the next step fetches parameters that are being updated",
         scenario=overlapping_with_late_threads,
+    ),
+    Mutation(
+        owner=Engine,
+        name="__init__",
+        line="self._awaited[unit].add(number)",
+        instead="pass",
+        keeps="the next step fetches parameters that an update ahead of the norm still writes",
+        scenario=ahead_of_the_norm_with_late_lanes,
+    ),
+    Mutation(
+        owner=Moves,
+        name="_read_states",
+        line="factors=list(stored.factors)",
+        instead="factors=stored.factors",
+        keeps="an update ahead of the norm multiplies by a factor that comes later",
+        scenario=again_after_the_norm_with_late_lanes,
     ),
     Mutation(
         owner=Engine,

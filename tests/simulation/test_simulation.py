@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from protrain_plan.program.compiling import bind
-from protrain_plan.program.implications import Implications
+from protrain_plan.program.implications import BoundProgram, Implications
 from protrain_plan.program.program import Settings
 from protrain_plan.records.hardware import Contention, Hardware, Link, Tier
 from protrain_plan.records.plan import (
@@ -258,3 +258,51 @@ def test_an_update_of_streamed_states_takes_turns_with_compute() -> None:
     assert slots[0].by_kind["staging"] >= 4 * unit.state_bytes
     assert slots[3].by_kind["leaving"] == unit.parameter_bytes + unit.gradient_bytes
     assert program.tier_bytes("host") < unit.parameter_bytes + unit.state_bytes + 2**20
+
+
+def test_a_clipped_step_does_speculative_updates_again() -> None:
+    """As above, but gradients leave first, for 1/6 s, and come back with states and parameters.
+
+    A step that is clipped reads all again when backward has ended. Its second update takes turns
+    with the rest of the device's own.
+    """
+    profile = two_units(machine())
+    (tier,) = profile.hardware.tiers
+    link = replace(tier.link, read_bytes_per_s=6e9, write_bytes_per_s=6e9)
+    hardware = replace(profile.hardware, tiers=(replace(tier, link=link),))
+    optimizer = replace(profile.optimizer, device_parameters_per_s=5e8)
+    profile = replace(profile, hardware=hardware, optimizer=optimizer)
+    ahead = Offload(tier="host", update_on_device=True, speculate=True)
+    placements: tuple[Placement, ...] = (Persistent(), ahead)
+    plans = [
+        UnitPlan(name=f"layers.{number}", activations=Keep(), states=states)
+        for number, states in enumerate(placements)
+    ]
+
+    def program(*, clipped: bool = False, states: Offload = ahead) -> BoundProgram:
+        units = [plans[0], replace(plans[1], states=states)]
+        return compile_units(
+            units, profile, piece_bytes=1 << 40, updates="after backward", clipped=clipped
+        )
+
+    first, second = program(), program(clipped=True)
+    assert second.moves[: len(first.moves)] == first.moves
+    assert second.again == set(range(len(first.moves), len(second.moves))) and not first.again
+    found, clipped = times(simulate(first)), times(simulate(second))
+    assert found["spill gradients 1 @2"] == [4.166667, 4.333333]
+    assert found["read states 1 @2 [0:500000000]"] == [4.333333, 5.666667]
+    assert found["update 1 @2 [0:500000000]"] == [5.666667, 7.666667]
+    assert found["backward 0"] == [4.166667, 6.666667]
+    assert found["update on the device"] == [6.666667, 8.166667]
+    assert found["write states 1 @2 [0:500000000]"] == [7.666667, 8.833333]
+    assert clipped["write states 1 @2 [0:500000000]"] == [7.666667, 8.833333]
+    assert clipped["read states 1 @4 [0:500000000]"] == [6.666667, 8.0]
+    assert clipped["update 1 @4 [0:500000000]"] == [8.0, 9.166667]
+    assert clipped["write states 1 @4 [0:500000000]"] == [9.166667, 10.333333]
+    waiting = program(states=replace(ahead, speculate=False))
+    assert simulate(first).step_seconds < simulate(waiting).step_seconds
+    # The same stands on the device; below it, parameters and states do twice.
+    assert device_bytes(first) == device_bytes(second) == device_bytes(waiting)
+    unit = profile.units[1]
+    more = first.tier_bytes("host") - waiting.tier_bytes("host")
+    assert 0 <= more - unit.parameter_bytes - unit.state_bytes < 2**20

@@ -18,6 +18,7 @@ def compile_units(
     micro_batches: int = 1,
     updating: bool = True,
     overlap_steps: bool = False,
+    clipped: bool = False,
 ) -> BoundProgram:
     """The programme of `units` for the model and machine of `profile`."""
     settings = Settings(
@@ -27,4 +28,5 @@ def compile_units(
         micro_batches=micro_batches,
         overlap_steps=overlap_steps,
     )
-    return bind(units, Implications(profile, settings), updating=updating)
+    implied = Implications(profile, settings)
+    return bind(units, implied, updating=updating, clipped=clipped)

@@ -165,7 +165,8 @@ class Engine:
         ]
         self._in_backward = program.settings.updates == "in backward"
         updates = self._stepped or any(move.kind == "update" for move in program.moves)
-        self._carried: dict[int, Ticket] = {}  # moves of the last step that run on
+        self._carried: dict[int, Ticket] = {}  # moves that run on, mostly of the last step
+        self._ahead: dict[int, Ticket] = {}  # moves of the last backward's speculative updates
         self._runs_on = program.running_on
         self._again = program.again
         # By unit, where steps overlap: the last moves of its updates, for which fetches wait.
@@ -307,6 +308,7 @@ class Engine:
             # Updates of a step run on into `optimizer.step()`, which waits for them; what a
             # micro-batch before it has moved is needed, or in the way, in the next forward.
             if not (self._state.updates_in_backward and self._program is self.program):
+                self._ahead = {n: self._tickets[n] for n in self._program.speculative}
                 self._let_run(self._program.speculative)
                 self._moves.keep_speculated()
                 self._end_moves()
@@ -775,9 +777,7 @@ class Engine:
         move = self._program.moves[number]
         self._state.updating |= move.kind == "update" and number not in self._program.speculative
         lane = self.lanes[move.lane]
-        after = [self._tickets[other] for other in move.after if other in self._tickets]
-        # Of what ran ahead of the last moves, the others have ended.
-        after += [self._carried[other] for other in move.after if other in self._carried]
+        after = [self._ticket(other) for other in move.after]
         if self._program.awaited(move) is not None:
             awaited = self._awaited[move.unit]
             after += [self._carried[other] for other in awaited if other in self._carried]
@@ -787,6 +787,10 @@ class Engine:
             work = self._times.timed(number, work, lane)
         self._tickets[number] = lane.submit(self._program.move_name(number), work, after)
         self._running.add(number)
+
+    def _ticket(self, number: int) -> Ticket:
+        """That of a move of this step, also of one that ran ahead of the norm."""
+        return self._tickets[number] if number in self._tickets else self._ahead[number]
 
     def _end(self, number: int) -> None:
         self._tickets[number].wait()  # on a stream: what is freed below serves again behind it
