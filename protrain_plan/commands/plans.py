@@ -89,6 +89,7 @@ def report(
     from protrain_plan.presentation.report.page import page_text
     from protrain_plan.presentation.report.step import read_step
     from protrain_plan.presentation.terminal import wrote
+    from protrain_plan.program.compiling import program_of
     from protrain_plan.program.recording import check_recording, read_recording
     from protrain_plan.records.files import replace_text
 
@@ -97,7 +98,8 @@ def report(
     recorded = None
     if recording is not None:
         recorded = read_recording(recording)
-        check_recording(recorded, step.plan, step.program, str(recording))
+        every_move = program_of(step.plan, step.profile, clipped=True)
+        check_recording(recorded, step.plan, every_move, str(recording))
     front = _front(step, points) if pareto else ()
     replace_text(target, page_text(step, recording=recorded, front=front))
     print_rendered(wrote(output), wrap=False)

@@ -93,10 +93,13 @@ def bind(
     )
 
 
-def program_of(plan: Plan, profile: Profile) -> BoundProgram:
-    """The programme of a plan for the model and machine of its profile."""
+def program_of(plan: Plan, profile: Profile, *, clipped: bool = False) -> BoundProgram:
+    """The programme of a plan for the model and machine of its profile.
+
+    With `clipped`, that of a step whose speculative updates are done again.
+    """
     settings = Settings.of(plan, profile.hardware.device.kind)
-    return bind(plan.units, Implications(profile, settings))
+    return bind(plan.units, Implications(profile, settings), clipped=clipped)
 
 
 class _Compiler:

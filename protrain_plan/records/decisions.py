@@ -53,6 +53,8 @@ class Wording(Generic[D]):
 _ONE = {"s": "s", "their": "its", "inputs": "input"}
 _MANY = {"s": "", "their": "their", "inputs": "inputs"}
 _TIERS: tuple[TierName, ...] = get_args(TierName)
+SPECULATIVELY = " speculatively"
+"""How the phrases of placements end whose updates run ahead of the norm."""
 FORM_WORDS = tuple(form for form in FORMS if form not in ("keep", "full"))
 """How the phrases of decisions end that name a form of recomputation."""
 
@@ -139,7 +141,7 @@ def _updated(
     if speculate:
         letter = _sized("Y" if gathered else "X", tier)
     where, there = (" on device", " on the device") if on_device else ("", "")
-    ahead = " speculatively" if speculate else ""
+    ahead = SPECULATIVELY if speculate else ""
     return Wording(
         Offload(tier=tier, keep_gathered=gathered, update_on_device=on_device, speculate=speculate),
         f"offload to {tier}{held} and update{where}{ahead}",

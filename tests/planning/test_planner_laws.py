@@ -95,6 +95,12 @@ def test_every_plan_is_a_valid_programme_within_its_budgets(seed: int) -> None:
         seconds += times * timeline.step_seconds
         slots = device_bytes(program)
         assert max(slot.total for slot in slots) <= prediction.peak_bytes.device <= device
+        if program.speculative:
+            clipped = problem.program(made.units, clipped=True)
+            assert max(s.total for s in device_bytes(clipped)) <= prediction.peak_bytes.device
+            longer_s = simulate(clipped).step_seconds - timeline.step_seconds
+            seconds += made.clip_share * max(0.0, longer_s)
+            assert prediction.clipped_step_seconds >= prediction.step_seconds
     assert prediction.step_seconds == pytest.approx(seconds, rel=1e-12)
     assert prediction.lower_bound_seconds <= prediction.step_seconds
     for tier in problem.tiers:

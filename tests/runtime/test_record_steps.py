@@ -33,6 +33,7 @@ from tests.support.runtime_cases import (
     device,
     mixed,
     plan_for,
+    speculative,
     step,
 )
 
@@ -88,6 +89,31 @@ def test_a_recorded_step_is_the_programme(
                 optimizer.zero_grad()
     assert_possible(recorder.recording(), plan, engine.program)
     assert engine.recorder is None
+
+
+@pytest.mark.parametrize("norm", [1e6, 0.01])
+def test_a_recorded_step_has_what_ran_ahead_and_what_was_done_again(
+    norm: float, tmp_path: Path
+) -> None:
+    model = build(NAME)
+    units = mixed(described(NAME), random.Random(7), "disk", "host")
+    plan = speculative(replace(plan_for(model, units), updates="after backward"))
+    model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+    engine = engine_of(model)
+    assert engine is not None
+    with record(model) as recorder:
+        for number in range(3):
+            micro_batch(model, number)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    every, again = engine.program, engine.program.again
+    if norm > 1:
+        left = [number for number in range(len(every.moves)) if number not in again]
+        assert left == list(range(len(left)))
+        every = replace(every, moves=every.moves[: len(left)])
+    assert again
+    assert_possible(recorder.recording(), plan, every)
 
 
 def test_steps_that_are_given_up_are_not_recorded(tmp_path: Path, assert_says: Speaker) -> None:

@@ -29,6 +29,7 @@ from protrain_plan.records.decisions import (
     ACTIVATIONS,
     FORM_WORDS,
     OLD_PHRASES,
+    SPECULATIVELY,
     STATES,
     WORDINGS,
     activations_text,
@@ -201,11 +202,12 @@ def _decisions(text: str) -> tuple[Activations | None, Placement | None]:
         phrase = OLD_PHRASES.get(phrase, phrase)
         if phrase not in ACTIVATIONS and phrase not in STATES:
             plain = [known for known in ACTIVATIONS if not known.endswith(FORM_WORDS)]
+            states = [known for known in STATES if not known.endswith(SPECULATIVELY)]
             raise ProtrainError(
                 f"expected a decision, got {phrase!r}",
                 fix=did_you_mean(phrase, (*ACTIVATIONS, *STATES))
                 or f"the decisions are {listed(plain, 'or')} for activations"
-                f" and {listed(STATES, 'or')} for states",
+                f" and {listed(states, 'or')} for states",
             )
         kind = "activations" if phrase in ACTIVATIONS else "states"
         if kind in found:

@@ -25,7 +25,7 @@ the least memory.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf, isfinite
 from typing import Literal
@@ -45,7 +45,7 @@ from protrain_plan.planning.search.choices import (
     repaired,
     roundings,
 )
-from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
+from protrain_plan.planning.search.evaluation import QUICK_GRID, Evaluation, Evaluator
 from protrain_plan.planning.search.improving import (
     TOLERANCE,
     Effort,
@@ -165,10 +165,8 @@ class _Planning:
 
     def solve(self, hints: Sequence[Choice]) -> Evaluation:
         """The best plan of all stages."""
-        if self.problem.may_speculate:
-            self._search((*hints, *self._running_ahead(hints)), found_before=True)
-        else:
-            self._search(hints)
+        before = self._searched_before(hints)
+        self._search(hints, found_before=bool(before))
         if self._beaten() and self.best.seconds >= self.effort.below_s:
             return self.best
         self._keep(self.evaluator.best_schedule(self.best.choice, rule=self.best.rule))
@@ -186,39 +184,45 @@ class _Planning:
         slowest = max(slowest, self.best.seconds)
         best = in_runs(self.problem, self.evaluator, self.best, slowest_s=slowest)
         best = at_the_step(self.problem, self.evaluator, best, slowest_s=slowest)
-        if found := apart(self.problem, best, slowest_s=slowest):
+        alone = (apart(self.problem, one, slowest_s=slowest) for one in (best, *before))
+        if found := min(filter(None, alone), key=lambda one: one.seconds, default=None):
             self.problem, best = self.problem.overlapping(False), found
         return simplified(self.problem, best, slowest_s=slowest)
 
-    def _running_ahead(self, hints: Sequence[Choice]) -> Iterator[Choice]:
-        """The best choice without speculative updates, what follows from it, and one with such.
+    def _searched_before(self, hints: Sequence[Choice]) -> list[Evaluation]:
+        """The best plans without speculative updates, and with some, where they are an option.
 
-        Its last units' are speculative, by ever more of them: their gradients come first. That with
-        such has them on the tier of which most chunks were staged.
+        The latter are on the tier of which the former stages most chunks. They are kept, and so is
+        what follows from the former: that the last units' updates are speculative, by ever more of
+        them, since their gradients come first.
         """
+        if not self.problem.may_speculate:
+            return []
         waiting = self._searched(self.problem.speculating(), hints)
-        decided = list(waiting.best.plans)
-        staged = Counter[StateTier]()
+        rules, staged = (waiting.rule, *QUICK_GRID), Counter[StateTier]()
+        decided = list(waiting.plans)
         for unit in reversed(range(self.problem.count)):
             states = decided[unit].states
             if isinstance(states, Offload) and states.staged:
                 staged[states.tier] += 1
-                states = replace(states, speculate=True)
-                if states in self.problem.options[unit].numbers[1]:
-                    decided[unit] = replace(decided[unit], states=states)
-                    yield self.problem.choice_of(decided)
-        yield self.problem.choice_of(waiting.best.plans)
-        if staged:
-            (tier, _), *_ = staged.most_common(1)
-            ahead = self._searched(self.problem.speculating(tier), ())
-            yield self.problem.choice_of(ahead.best.plans)
+                ahead = replace(states, speculate=True)
+                if ahead in self.problem.options[unit].numbers[1]:
+                    decided[unit] = replace(decided[unit], states=ahead)
+                    choice = self.problem.choice_of(decided)
+                    self._keep(self.evaluator.evaluate(choice, rules=rules))
+        if not staged:
+            return [waiting]
+        (tier, _), *_ = staged.most_common(1)
+        return [waiting, self._searched(self.problem.speculating(tier), ())]
 
-    def _searched(self, problem: Problem, hints: Sequence[Choice]) -> "_Planning":
-        """The same search with fewer options, for those hints that it has them for."""
+    def _searched(self, problem: Problem, hints: Sequence[Choice]) -> Evaluation:
+        """The best plan with fewer options, found from those hints that it has them for."""
         other = _Planning(problem, self.lean, self.effort, self.progress)
         known = [len(options.states) for options in problem.options]
         other._search([c for c in hints if all(s < n for (_, s), n in zip(c, known, strict=True))])
-        return other
+        best = other.best._replace(choice=self.problem.choice_of(other.best.plans))
+        self._keep(best)
+        return best
 
     def _search(self, hints: Sequence[Choice], *, found_before: bool = False) -> None:
         """All stages up to the last polish; few, where the hints come from such searches."""

@@ -127,7 +127,7 @@ def bars(step: Step, ran: Iterable[Span | Event]) -> dict[str, tuple[Bar, ...]]:
 
 def named(step: Step) -> dict[str, Bar]:
     """What the programme's names mean, as bars without a time."""
-    program = step.program
+    program = program_of(step.plan, step.profile, clipped=True)  # with the moves of other steps
     end = len(program.slots)
     update = program.slot_name(end)
     known = {update: Bar(0.0, 0.0, update, 0, end, 0)}

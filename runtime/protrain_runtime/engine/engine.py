@@ -577,6 +577,7 @@ class Engine:
     def _let_run(self, moves: Collection[int]) -> None:
         """Do not wait for these, of those that run, until somebody needs what they do."""
         going_on = self._running & set(moves)
+        assert self._carried.keys().isdisjoint(going_on), "those of the last step have ended"
         self._carried |= {number: self._tickets[number] for number in going_on}
         self._running -= going_on
 
