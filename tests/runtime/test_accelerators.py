@@ -426,16 +426,19 @@ def test_measured_bytes_never_exceed_predicted(profile: Profile, seed: int, tmp_
     assert peak.disk <= program.tier_bytes("disk")
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["apart", "overlapping"])
+@pytest.mark.parametrize("how", ["apart", "overlapping", "ahead of the norm"])
 def test_measured_bytes_of_updates_on_the_device_never_exceed_predicted(
-    profile: Profile, overlap: bool, tmp_path: Path
+    profile: Profile, how: str, tmp_path: Path
 ) -> None:
     """Of the first step, in which the optimizer makes its states, and of those that follow."""
-    schedule = Schedule(forward_lead=1, update_drain=1, update_late=overlap)
-    states = Offload(tier="host", update_on_device=True)
+    ahead, overlap = how == "ahead of the norm", how != "apart"
+    schedule = Schedule(forward_lead=1, update_drain=1, update_late=how == "overlapping")
+    states = Offload(tier="host", update_on_device=True, speculate=ahead)
     units = decided(described_by(profile), Recompute(), states, schedule)
     plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
     plan = replace(plan, piece_bytes=1 << 16, overlap_steps=overlap)
+    if ahead:
+        plan = replace(plan, updates="after backward")
     predicted = [slot.total for slot in device_bytes(program_of(plan, profile))]
     others = bytes_of_others()
     run = train(
@@ -448,6 +451,7 @@ def test_measured_bytes_of_updates_on_the_device_never_exceed_predicted(
     assert run.measured_peak_bytes
     assert run.measured_peak_bytes.device - others <= max(predicted)
     assert max(measured) >= 0.9 * max(predicted)
+    assert run.measured_peak_bytes.host <= program_of(plan, profile).tier_bytes("host")
 
 
 def test_a_solved_plan_keeps_its_promise(profile: Profile, tmp_path: Path) -> None:

@@ -303,6 +303,16 @@ def test_measured_bytes_of_other_steps_never_exceed_predicted(
     assert_within_the_promise(found)
 
 
+@pytest.mark.parametrize("gathered", [False, True])
+def test_measured_bytes_of_speculative_updates_never_exceed_predicted(
+    profile: Profile, tmp_path: Path, *, gathered: bool
+) -> None:
+    """Of steps that are clipped, as those of random weights are."""
+    states = Offload(tier="disk", keep_gathered=gathered, speculate=True)
+    units = decided(described_by(profile), Recompute(), states)
+    assert_within_the_promise(peaks(profile, units, tmp_path, updates="after backward"))
+
+
 @pytest.mark.parametrize(
     ("profile", "seed"), thinned(list(SOURCES.values()), range(3)), indirect=["profile"]
 )
