@@ -131,9 +131,11 @@ class Reserve:
         self._seen.append((reserved, torch.accelerator.max_memory_allocated(self._device)))
 
 
-ALLOWANCE_BYTES = 2 * 2**20
-"""What a run's context may exceed the rehearsal's by: the Python heap is not the same twice. Runs
-of one plan exceeded it by up to 0.4 MiB (tests/runtime/test_peaks.py compares them)."""
+ALLOWANCE_BYTES = 6 * 2**20
+"""What a run's context may exceed the rehearsal's by: the heap is not the same twice. Runs of one
+plan exceeded it by up to 0.4 MiB (tests/runtime/test_peaks.py compares them), steps after the
+second by up to 1.9 MiB more, and plans with updates after backward by 4.9 MiB in all (tiny-llama
+with all states on disk, six steps, ten runs; PyTorch 2.13 on an x86 machine)."""
 
 ABSENT_UNIT_BYTES = 2**20
 """Added for a unit that does not run: its hooks, moves and counted operators. A layer of SmolLM2

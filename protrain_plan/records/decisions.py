@@ -139,7 +139,7 @@ def _updated(
     )
     letter = "H" if gathered else "G"
     if speculate:
-        letter = _sized("Y" if gathered else "X", tier)
+        letter = _sized("Y" if gathered else "V", tier)
     where, there = (" on device", " on the device") if on_device else ("", "")
     ahead = SPECULATIVELY if speculate else ""
     return Wording(
