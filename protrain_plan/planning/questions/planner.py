@@ -210,7 +210,8 @@ class _Planning:
                     decided[unit] = replace(decided[unit], states=ahead)
                     choice = self.problem.choice_of(decided)
                     self._keep(self.evaluator.evaluate(choice, rules=rules))
-        if not staged:
+        self._find_bound()
+        if not staged or self._good_enough():
             return [waiting]
         (tier, _), *_ = staged.most_common(1)
         return [waiting, self._searched(self.problem.speculating(tier), ())]
@@ -229,7 +230,8 @@ class _Planning:
         for choice in (*hints, *plain_choices(self.problem)):
             self._try(choice)
         self._tell("plain policies")
-        self._find_bound()
+        if not found_before:
+            self._find_bound()
         stages: tuple[Callable[[], None], ...] = (
             self._place_whole_chunks,
             self._count,
@@ -238,7 +240,7 @@ class _Planning:
             self._improve,
         )
         if found_before:
-            stages = (self._place_whole_chunks, self._improve)
+            stages = (self._place_whole_chunks,)
         for stage in stages if self.on_device or self.effort.enough_s is None else stages[:2]:
             if self._good_enough() or self.effort.spent() or self._beaten():
                 break

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from math import ceil, floor
+from math import ceil, floor, inf, isinf
 from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
@@ -365,10 +365,12 @@ class Evaluator:
             schedules = fill(problem, choice, list(free), rule)
             if schedules not in seen:
                 plans = plans_of(problem, choice, schedules)
-                seconds, stall_s = step_seconds(problem, plans)
+                seconds, stall_s = step_seconds(problem, plans, within_s=faster_than_s)
                 self.num_simulations += 1
+                if isinf(seconds):
+                    continue  # it is not known how long it takes
                 seen[schedules] = Evaluation(seconds, stall_s, choice, rule, plans)
-        return min(seen.values(), key=lambda evaluation: evaluation.seconds)
+        return min(seen.values(), key=lambda evaluation: evaluation.seconds, default=None)
 
     def best_schedule(
         self, choice: Choice, *, rule: ScheduleRule = QUICK_GRID[0]
@@ -393,15 +395,20 @@ class Evaluator:
         return best
 
 
-def step_seconds(problem: Problem, plans: Sequence[UnitPlan]) -> tuple[float, float]:
+def step_seconds(
+    problem: Problem, plans: Sequence[UnitPlan], *, within_s: float = inf
+) -> tuple[float, float]:
     """A step's simulated seconds and those of its stalls, over all its micro-batches.
 
-    Where updates are speculative, the mean of steps that are clipped, and others that are not.
+    Where updates are speculative, the mean of steps that are clipped, and others that are not;
+    infinity, where already these take `within_s`.
     """
     program = problem.program(plans)
     seconds, stall = simulated_seconds(program)
     share = problem.settings.clip_share if program.speculative else 0.0
     if share:
+        if seconds >= within_s:
+            return inf, inf
         clipped, clipped_stall = simulated_seconds(problem.program(plans, clipped=True))
         # Which takes no less: it does the same, and more.
         seconds += share * max(0.0, clipped - seconds)
