@@ -26,6 +26,10 @@ AGAINST: dict[Comparison, tuple[str, str]] = {
         "a plan with all blocks' states on disk, updated after backward, whose steps overlap",
         "the same, whose steps do not",
     ),
+    "ahead": (
+        "a plan with all blocks' states on disk, updated ahead of the norm",
+        "the same, updated after it",
+    ),
 }
 MOST: dict[Comparison, float] = {"keep": 1.01, "recompute": 1.02, "recording": 1.01}
 """What the ratio may be."""

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -133,6 +133,7 @@ Comparison = Literal[
     "recording",
     "checked",
     "overlap",
+    "ahead",
 ]
 COMPARISONS: tuple[Comparison, ...] = get_args(Comparison)
 """
@@ -149,6 +150,8 @@ checked       a plan with the blocks' states and activations on disk and `check=
               itself without
 overlap       a plan with the blocks' states on disk and updates after backward, which run on into
               the next forward, against the same where a step waits for them
+ahead         a plan with the blocks' states on disk, whose updates run ahead of the norm, against
+              one in which they wait for it; no step is clipped
 """
 
 
@@ -167,7 +170,7 @@ def plan_of(
 ) -> Plan:
     """The same decisions for every block; parts keep their activations and persist."""
     budgets = Budgets(device=AMPLE, host=0, disk=AMPLE)
-    problem = Problem.of(profile, budgets, updates=updates, overlap_steps=overlap)
+    problem = Problem.of(profile, budgets, updates=updates, overlap_steps=overlap, clip_share=0.0)
     units = tuple(
         problem.unit_plan(
             index,
@@ -286,7 +289,7 @@ def compare(
     For what is compared with the simulator, freed memory goes back to the system: so it is
     profiled, and so `protrain run` has it on a CPU.
     """
-    if comparison in ("offload", "overlap"):
+    if comparison in ("offload", "overlap", "ahead"):
         return_freed_memory()
     profiled = read_profile(folder / PROFILE)
     with TemporaryDirectory(dir=folder) as spill, ExitStack() as stack:
@@ -355,6 +358,14 @@ def ways_of(specimen: Specimen, comparison: Comparison, profiled: Profile, spill
             ours, apart = after(overlap=True), after(overlap=False)
             simulated = ours.prediction.step_seconds, apart.prediction.step_seconds
             return Ways(planned(ours), planned(apart), simulated)
+        case "ahead":
+            states = Offload(tier="disk")
+            waiting, ahead = (
+                plan_of(profiled, Keep(), one, updates="after backward")
+                for one in (states, replace(states, speculate=True))
+            )
+            simulated = ahead.prediction.step_seconds, waiting.prediction.step_seconds
+            return Ways(planned(ahead), planned(waiting), simulated)
         case "recording":
             offloaded = planned(plan_of(profiled, Recompute(), Offload(tier="disk")))
             return Ways(offloaded, offloaded)
