@@ -4,6 +4,8 @@
     PYTHONPATH=OTHER_TREE python benchmarks/front.py --label before
     python -m benchmarks.front --page
 
+`waiting` in the results is the planner at 2fe6aba, in which no update ran ahead of the norm.
+
 Llama-3.1 8B and 70B, whole and with adapters, with updates in backward and with clipping, on
 machines of the catalogue. Profiles are estimated once, in `--work`, so that all planners read the
 same; one that does not know a form of activations reads them without it. Seconds are simulated.

@@ -253,13 +253,14 @@ def _paper(document: Document) -> Lines:
 
 def _front(document: Document) -> Lines:
     """Steps of an 8B in full: before, with what came since, and both under clipping."""
-    before, now = (run["label"] for run in document["runs"])
-    rows = [["machine", "device", "before", "now", "clipping: before", "now"]]
+    before, *_, now = (run["label"] for run in document["runs"])
+    rows = [["machine", "device", "before", "now", "clipping: before", "waiting", "now"]]
     cases: Document = document["cases"]
     for machine in MACHINES:
         alike = [cases[f"llama-3.1-8b-{machine}, {updates}"] for updates in UPDATES]
         for n, device in enumerate(alike[0]["budgets"]):
-            found = [list(one[label].values())[n] for one in alike for label in (before, now)]
+            labels = [(one, label) for one in alike for label in (before, "waiting", now)]
+            found = [list(one[label].values())[n] for one, label in labels if label in one]
             seconds = [format_seconds(each["seconds"]) for each in found]
             rows.append([machine, f"{device / 2**30:.1f} GiB", *seconds])
     yield from markdown_table(rows, numbers_from=1)
