@@ -413,7 +413,7 @@ class _Compiler:
                 # The staging buffer is free again when the piece that had it is written.
                 ring_is_full = len(written) >= STAGING_PIECES
                 free = (written[-STAGING_PIECES],) if ring_is_full else ()
-                if placement.parameters_read > 1:
+                if placement.reads_gradients:
                     free = (*free, *gradients)  # which it reads, too
                 read = states + placement.parameters_read * parameters
                 came = add("read states", reading, read, free)

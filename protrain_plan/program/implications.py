@@ -231,6 +231,15 @@ class StateOption:
         return (self.home not in (None, "in place")) + gradients
 
     @property
+    def reads_gradients(self) -> bool:
+        """Whether an update brings gradients with the states, from where they wait.
+
+        They wait on the same tier, or an optimizer may not write to them: a clipped step needs them
+        again.
+        """
+        return self.home == self.tier or self.speculates
+
+    @property
     def state_lanes(self) -> tuple[Lane, Lane, Lane] | None:
         """The lanes that read, update and write its states; None: they do not move."""
         if not self.write_bytes:

@@ -286,6 +286,18 @@ def ahead_of_the_norm_with_late_lanes(*, clip: bool = False) -> None:
     )
 
 
+def ahead_of_the_norm_from_disk_with_late_lanes() -> None:
+    trains(
+        LATE_LANES,
+        "disk",
+        Recompute(),
+        Offload(tier="disk", speculate=True),
+        replace(AHEAD, update_drain=None),
+        updates="after backward",
+        piece_bytes=MANY_BYTES,
+    )
+
+
 def again_after_the_norm_with_late_lanes() -> None:
     ahead_of_the_norm_with_late_lanes(clip=True)
 
@@ -777,6 +789,14 @@ MUTATIONS = (
         instead="pass",
         keeps="gradients are read with the states before they are in host memory",
         scenario=micro_batches_on_the_device_with_late_threads,
+    ),
+    Mutation(
+        owner=_Compiler,
+        name="_add_updates",
+        line="free = (*free, *gradients)  # which it reads, too",
+        instead="pass",
+        keeps="gradients are copied for an update ahead of the norm before they are in host memory",
+        scenario=ahead_of_the_norm_from_disk_with_late_lanes,
     ),
     Mutation(
         owner=Engine,
