@@ -132,7 +132,8 @@ def updates_of(text: str | None, *, clip: bool) -> "Updates":
 
 def clip_share_of(share: float | None, updates: "Updates") -> float:
     """What `--clip-share` says; ProtrainError where there is no such part, or no clipping."""
-    from protrain_plan.records.plan import CLIP_SHARE
+    from protrain_plan.records.plan import CLIP_SHARE, Plan
+    from protrain_plan.records.schema import limits_of
 
     if share is None:
         return CLIP_SHARE
@@ -140,15 +141,11 @@ def clip_share_of(share: float | None, updates: "Updates") -> float:
         raise ProtrainError(
             "it is for updates after backward", key="--clip-share", fix="add --clip"
         )
-    if not (share == 0 or SMALLEST_SHARE <= share <= 1):
+    if share not in (limits := limits_of(Plan, "clip_share")):
         raise ProtrainError(
-            f"expected a part of all steps, from {SMALLEST_SHARE:g} to 1 or 0, got {share:g}",
-            key="--clip-share",
+            f"expected a part of all steps {limits}, got {share:g}", key="--clip-share"
         )
     return share
-
-
-SMALLEST_SHARE = 1e-6
 
 
 def found_device(text: str) -> "torch.device":

@@ -24,6 +24,7 @@ from protrain_plan.program.program import (
     Settings,
     Slot,
     pieces_in,
+    reads_gradients,
     residencies,
     shares,
     written_share,
@@ -413,7 +414,7 @@ class _Compiler:
                 # The staging buffer is free again when the piece that had it is written.
                 ring_is_full = len(written) >= STAGING_PIECES
                 free = (written[-STAGING_PIECES],) if ring_is_full else ()
-                if placement.reads_gradients:
+                if reads_gradients(placement.decision, self.settings):
                     free = (*free, *gradients)  # which it reads, too
                 read = states + placement.parameters_read * parameters
                 came = add("read states", reading, read, free)

@@ -25,6 +25,7 @@ from protrain_plan.program.program import (
     gradient_home,
     padded,
     pinned_bytes,
+    reads_gradients,
     residencies,
     shard_of,
 )
@@ -229,15 +230,6 @@ class StateOption:
         """
         gradients = self.home == "disk" or (self.home == "host" and self.updated_on_device)
         return (self.home not in (None, "in place")) + gradients
-
-    @property
-    def reads_gradients(self) -> bool:
-        """Whether an update brings gradients with the states, from where they wait.
-
-        They wait on the same tier, or an optimizer may not write to them: a clipped step needs them
-        again.
-        """
-        return self.home == self.tier or self.speculates
 
     @property
     def state_lanes(self) -> tuple[Lane, Lane, Lane] | None:
@@ -463,10 +455,9 @@ def _staging(option: StateOption, num_updates: int, settings: Settings) -> Stagi
     adds = settings.micro_batches > 1 and settings.num_devices == 1
     width = 0
     if states.staged:
-        # What an optimizer may write to is a copy: a step that is clipped needs gradients again.
-        copied = states.speculate and option.home == "host" and states.tier == "disk"
         width = -(-own.state_bytes // own.num_parameters)
-        width += (option.parameters_read + copied) * gradient_width
+        width += (option.home != "in place") * gradient_width  # parameters
+        width += reads_gradients(states, settings) * gradient_width
     return Staging(
         read_piece=largest * width,
         width=width,

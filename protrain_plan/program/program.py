@@ -497,6 +497,15 @@ def gradient_home(states: Offload, settings: Settings) -> GradientHome:
     return "disk" if settings.micro_batches == 1 else "device"
 
 
+def reads_gradients(states: Offload, settings: Settings) -> bool:
+    """Whether an update that moves states brings gradients with them, from where they wait.
+
+    They wait on the same tier, or an optimizer may not write to them: a clipped step needs them
+    again.
+    """
+    return gradient_home(states, settings) == states.tier or states.speculate
+
+
 def written_share(chunk: ChunkSize, start: int, stop: int) -> tuple[float, float]:
     """The part of a chunk's parameters that no later piece needs, once `start:stop` is written."""
     sizes = chunk.each_parameters

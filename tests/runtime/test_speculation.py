@@ -61,8 +61,8 @@ def watched(optimizer: torch.optim.Optimizer) -> list[bool]:
     steps: list[bool] = []
     begin, again = engine.begin_update, engine._again
 
-    def told() -> None:
-        begin()
+    def told(*, same_options: bool) -> None:
+        begin(same_options=same_options)
         steps.append(bool(engine._running & again))
 
     engine.begin_update = told  # type: ignore[method-assign]

@@ -231,17 +231,22 @@ def test_an_update_runs_on_beside_the_next_forward(lead: int, period: float) -> 
     assert (update.start_s, update.end_s) == pytest.approx((period - 0.2, period + 0.3))
 
 
-def test_an_update_of_streamed_states_takes_turns_with_compute() -> None:
-    """A sixth of a second per GB: states come in 1 s, and leave with the parameters in 7/6 s.
-
-    Backward has 1 s of 2 left when the update begins, which takes 1 s alone: both end 2 s later.
-    """
+def two_units_that_stream() -> Profile:
+    """Two units whose states take a sixth of a second per GB, and 1 s of the device's optimizer."""
     profile = two_units(machine())
     (tier,) = profile.hardware.tiers
     link = replace(tier.link, read_bytes_per_s=6e9, write_bytes_per_s=6e9)
     hardware = replace(profile.hardware, tiers=(replace(tier, link=link),))
     optimizer = replace(profile.optimizer, device_parameters_per_s=5e8)
-    profile = replace(profile, hardware=hardware, optimizer=optimizer)
+    return replace(profile, hardware=hardware, optimizer=optimizer)
+
+
+def test_an_update_of_streamed_states_takes_turns_with_compute() -> None:
+    """A sixth of a second per GB: states come in 1 s, and leave with the parameters in 7/6 s.
+
+    Backward has 1 s of 2 left when the update begins, which takes 1 s alone: both end 2 s later.
+    """
+    profile = two_units_that_stream()
     placements = (Persistent(), Offload(tier="host", update_on_device=True))
     plans = [
         UnitPlan(name=f"layers.{number}", activations=Keep(), states=placements[number])
@@ -266,12 +271,7 @@ def test_a_clipped_step_does_speculative_updates_again() -> None:
     A step that is clipped reads all again when backward has ended. Its second update takes turns
     with the rest of the device's own.
     """
-    profile = two_units(machine())
-    (tier,) = profile.hardware.tiers
-    link = replace(tier.link, read_bytes_per_s=6e9, write_bytes_per_s=6e9)
-    hardware = replace(profile.hardware, tiers=(replace(tier, link=link),))
-    optimizer = replace(profile.optimizer, device_parameters_per_s=5e8)
-    profile = replace(profile, hardware=hardware, optimizer=optimizer)
+    profile = two_units_that_stream()
     ahead = Offload(tier="host", update_on_device=True, speculate=True)
     placements: tuple[Placement, ...] = (Persistent(), ahead)
     plans = [

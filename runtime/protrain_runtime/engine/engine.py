@@ -310,7 +310,6 @@ class Engine:
             if not (self._state.updates_in_backward and self._program is self.program):
                 self._ahead = {n: self._tickets[n] for n in self._program.speculative}
                 self._let_run(self._program.speculative)
-                self._moves.keep_speculated()
                 self._end_moves()
             for number in self._program.reduced:
                 if number in self._running:
@@ -540,8 +539,11 @@ class Engine:
         """What is for all ranks: it ends well on all of them or on none."""
         return nullcontext() if self._ranks is None else self._ranks.meeting.telling(what)
 
-    def begin_update(self) -> None:
-        """Let the updates start that waited for the end of backward."""
+    def begin_update(self, *, same_options: bool) -> None:
+        """Let the updates start that waited for the end of backward.
+
+        `same_options`: the optimizer's are those that updates ahead of the norm had.
+        """
         self._state.begin_step()
         if self._times is not None:
             self._times.enter(len(self._program.slots))
@@ -556,7 +558,7 @@ class Engine:
                     " devices each one has a part of it; clip it, unscale it, or set it to None"
                 )
         # What ran ahead is what the step makes, or is done again: where gradients are scaled.
-        holds = self._moves.choose_options() and self._holds() if self._speculating else True
+        holds = same_options and self._holds()
         for number in self.program.last:
             if not (holds and number in self._again):
                 self._submit(number)

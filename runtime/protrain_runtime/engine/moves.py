@@ -32,6 +32,7 @@ from protrain_plan.program.program import (
     gradient_home,
     grouped,
     pieces_in,
+    reads_gradients,
 )
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import Offload, Persistent, Placement, Swap, SwapInput, UnitPlan
@@ -391,7 +392,6 @@ class Moves:
         self._working: dict[int, Piece] = {}
         self._gradients = GradientMoves(program, backend)
         self._reductions = None if ranks is None else Reductions(program, ranks, backend)
-        self._speculated: Options | None = None  # the hyperparameters of what ran ahead
         self.clear(program)
 
     def clear(self, program: Program) -> None:
@@ -408,10 +408,6 @@ class Moves:
         self._arriving: dict[int, list[SwappedStorage]] = {}
         self._pieces: dict[tuple[int, int], Piece] = {}
         self._chosen: Options | None = None  # the hyperparameters of this run's updates
-
-    def keep_speculated(self) -> None:
-        """Remember the hyperparameters of the updates that ran ahead, when the run is cleared."""
-        self._speculated = self._chosen
 
     @property
     def may_make_staging(self) -> bool:
@@ -457,15 +453,6 @@ class Moves:
         """Whether a chunk's states stream to the device to be updated there."""
         states = self._plans[unit].states
         return isinstance(states, Offload) and states.update_on_device
-
-    def choose_options(self) -> bool:
-        """Let updates from here on have the hyperparameters that hold now.
-
-        Returns whether they are those of the updates before.
-        """
-        before, self._speculated = self._speculated, None
-        self._chosen = self._options()
-        return before == self._chosen
 
     def in_transit(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The tensors that are on their way, and those that others pass through."""
@@ -532,8 +519,7 @@ class Moves:
         states = self._plans[chunk.unit].states
         assert not isinstance(states, Persistent)
         home = gradient_home(states, self._program.settings)
-        # An optimizer may write to gradients, and a step that is clipped needs them again.
-        return home != "in place", home == states.tier or states.speculate
+        return home != "in place", reads_gradients(states, self._program.settings)
 
     def start(self, number: int) -> Work:
         """The move's work; what it needs is allocated now."""

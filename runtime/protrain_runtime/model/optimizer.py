@@ -122,7 +122,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         what, engine = "optimizer.step()", self._engine
         with engine.turns.taken(f"{what} was called", what):
             engine.check_step()
-            changed = self._used and self._used != self._group_options()
+            changed = bool(self._used) and self._used != self._group_options()
             if changed and engine.updates_in_backward:
                 raise RuntimeError(
                     "a parameter group's options changed between backward() and step(): this plan"
@@ -130,7 +130,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
                     " backward()"
                 )
             with engine.stepping():
-                engine.begin_update()
+                engine.begin_update(same_options=not changed)
                 used = [each for chunk in self._consumed for each in chunk.drop_consumed()]
                 engine.update_shards()
                 self._make_room(self._persistent)
