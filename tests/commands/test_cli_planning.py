@@ -145,6 +145,22 @@ def test_clipping_and_micro_batches_stand_in_the_plan(profile: Path, tmp_path: P
     assert "updates: after backward\nmicro_batches: 4\n" in (tmp_path / "plan.yaml").read_text()
 
 
+def test_the_share_of_clipped_steps_stands_in_the_plan_and_in_what_is_said_of_it(
+    tmp_path: Path,
+) -> None:
+    write_profile(decoder(gpu(), blocks=2, pieces=4), tmp_path / "profile.yaml")
+    pin = "layers.1: offload to host and update on device speculatively"
+    options = ("--clip", "--clip-share", "0.25", "--pin", pin)
+    answer = printed(protrain("plan", "profile.yaml", *options, "--json", folder=tmp_path))
+    plan = read_plan(tmp_path / "plan.yaml")
+    assert plan.clip_share == 0.25
+    assert answer["clipped_step_seconds"] == plan.prediction.clipped_step_seconds
+    assert answer["step_seconds"] < answer["clipped_step_seconds"]
+    text = protrain("plan", "profile.yaml", *options, folder=tmp_path).stdout
+    assert "a step that is clipped takes" in text
+    assert "as 25 % of all are taken to" in text
+
+
 def test_several_devices_stand_in_the_plan_and_in_what_is_said_of_it(tmp_path: Path) -> None:
     hardware = joined(gpu(), devices_per_node=4, below="of the node")
     write_profile(decoder(hardware, blocks=6, pieces=4), tmp_path / "profile.yaml")
@@ -223,6 +239,14 @@ def test_the_programme_can_be_read(profile: Path, tmp_path: Path) -> None:
         (
             ("--updates", "in-backward", "--clip"),
             "error: --updates: --clip is --updates after-backward\n",
+        ),
+        (
+            ("--clip-share", "0.2"),
+            "error: --clip-share: it is for updates after backward\n  fix: add --clip\n",
+        ),
+        (
+            ("--clip", "--clip-share", "1.2"),
+            "error: --clip-share: expected a part of all steps from 1e-06 to 1, or 0, got 1.2\n",
         ),
         (
             ("--solver", "cplex"),
