@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.program.implications import (
@@ -19,7 +21,6 @@ from protrain_plan.program.program import (
     ChunkSize,
     Lane,
     Move,
-    MoveKind,
     Program,
     Settings,
     Slot,
@@ -101,6 +102,16 @@ def program_of(plan: Plan, profile: Profile, *, clipped: bool = False) -> BoundP
     """
     settings = Settings.of(plan, profile.hardware.device.kind)
     return bind(plan.units, Implications(profile, settings), clipped=clipped)
+
+
+class _Piece(NamedTuple):
+    """A piece of an update: its parameters, the bytes read and written, see `Move.share`."""
+
+    start: int
+    stop: int
+    read: int
+    write: int
+    share: tuple[float, float]
 
 
 class _Compiler:
@@ -384,45 +395,50 @@ class _Compiler:
         `gradients` are the moves that bring them to the optimizer.
         """
         placement = self.states[unit]
-        own, home, lanes = placement.own, placement.home, placement.state_lanes
+        lanes = placement.state_lanes
         assert isinstance(placement.decision, Offload) and placement.decision.tier != "device"
         written = self.written[placement.updated_on_device]
 
-        def add(kind: MoveKind, lane: Lane, size: int, after: tuple[int, ...]) -> int:
-            share = (0.0, 1.0)
-            if kind == "write states":
-                in_place = home == "in place"
-                share = written_share(own, start, stop) if in_place else (0.0, 0.0)
-            into.append(self._add(Move(kind, unit, index, lane, size, start, stop, after, share)))
+        def add(move: Move) -> int:
+            into.append(self._add(move))
             return into[-1]
 
         ends: list[int] = []
-        bounds = [
-            own.num_parameters * n // placement.num_updates
-            for n in range(placement.num_updates + 1)
-        ]
-        for start, stop in pairwise(bounds):
-            after = gradients
+        waits = gradients if reads_gradients(placement.decision, self.settings) else ()
+        for start, stop, read, write, share in _pieces(placement):
             if lanes is None:
                 lane = Lane("update", placement.decision.tier)
-                ends.append(add("update", lane, 0, after))
-            else:
-                reading, updating, writing = lanes
-                # Trainable parameters are as many bytes as their gradients.
-                states = _part(own.state_bytes, start, stop, own)
-                parameters = _part(own.gradient_bytes, start, stop, own)
-                # The staging buffer is free again when the piece that had it is written.
-                ring_is_full = len(written) >= STAGING_PIECES
-                free = (written[-STAGING_PIECES],) if ring_is_full else ()
-                if reads_gradients(placement.decision, self.settings):
-                    free = (*free, *gradients)  # which it reads, too
-                read = states + placement.parameters_read * parameters
-                came = add("read states", reading, read, free)
-                updated = add("update", updating, 0, (*gradients, came))
-                ends.append(add("write states", writing, states + parameters, (updated,)))
-                written.append(ends[-1])
+                ends.append(add(Move("update", unit, index, lane, 0, start, stop, gradients)))
+                continue
+            reading, updating, writing = lanes
+            # The staging buffer is free again when the piece that had it is written.
+            ring_is_full = len(written) >= STAGING_PIECES
+            free = (written[-STAGING_PIECES], *waits) if ring_is_full else waits
+            came = add(Move("read states", unit, index, reading, read, start, stop, free))
+            after = (*gradients, came)
+            updated = add(Move("update", unit, index, updating, 0, start, stop, after))
+            move = Move("write states", unit, index, writing, write, start, stop, (updated,), share)
+            ends.append(add(move))
+            written.append(ends[-1])
         self.updates[unit] = ends[-1]
         return ends
+
+
+@lru_cache(maxsize=10_000)
+def _pieces(placement: StateOption) -> tuple[_Piece, ...]:
+    """The pieces of a chunk's update, in order. (Searches ask for the same again and again.)"""
+    own, count = placement.own, placement.num_updates
+    found: list[_Piece] = []
+    for start, stop in pairwise(own.num_parameters * n // count for n in range(count + 1)):
+        # Trainable parameters are as many bytes as their gradients.
+        states = _part(own.state_bytes, start, stop, own)
+        parameters = _part(own.gradient_bytes, start, stop, own)
+        read = states + placement.parameters_read * parameters
+        share = (0.0, 0.0)
+        if placement.home == "in place":
+            share = written_share(own, start, stop)
+        found.append(_Piece(start, stop, read, states + parameters, share))
+    return tuple(found)
 
 
 def _part(size: int, start: int, stop: int, chunk: ChunkSize) -> int:

@@ -7,13 +7,12 @@ chunk's sizes alone (`placed`), as the runtime has them; seconds and what stands
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from protrain_plan.program.program import (
     ARRIVING_GRADIENTS,
     PAGE_BYTES,
-    PASSAGE_BYTES,
-    PASSAGES,
+    PASSING_BYTES,
     PIECE_ALIGNMENT,
     STAGING_PIECES,
     UPDATE_ON_DEVICE,
@@ -154,7 +153,7 @@ class ActivationOption:
         return self.cost.backward_s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StateOption:
     """One placement of one chunk.
 
@@ -261,6 +260,9 @@ class Implications:
         self.chunks = [
             ChunkSize(**{name: getattr(unit, name) for name in names}) for unit in profile.units
         ]
+        # What the simulator has found out about moves and lanes like these.
+        self.known_seconds: dict[object, float] = {}
+        self.known_rates: dict[object, tuple[dict[int, Any], dict[int, Any]]] = {}
         self._activations: dict[tuple[int, Activations], ActivationOption] = {}
         self._states: dict[tuple[int, Placement], StateOption] = {}
 
@@ -617,7 +619,7 @@ def host_staging_bytes(
 ) -> int:
     """What passes through host memory beside an accelerator: to the optimizer, and to files."""
     sizes = [option.tier_bytes for options in (activations, states) for option in options]
-    passing = PASSAGES * PASSAGE_BYTES if any("disk" in one for one in sizes) else 0
+    passing = PASSING_BYTES if any("disk" in one for one in sizes) else 0
     return staging_bytes(states, profile) + passing
 
 

@@ -420,6 +420,9 @@ PASSAGES = 3
 """Threads whose bytes pass so: the lanes that fetch from disk and spill there, and the one that
 loads and saves."""
 
+PASSING_BYTES = PASSAGES * PASSAGE_BYTES
+"""What host memory holds of that, as soon as anything is on disk."""
+
 PAGE_BYTES = 4096
 
 

@@ -13,6 +13,7 @@ Where steps overlap, they run until one leaves to the next what it found itself:
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Literal
 
 from protrain_plan.program.group import collective_seconds
@@ -87,6 +88,18 @@ def move_seconds(move: Move, profile: Profile, settings: Settings) -> float:
     )
 
 
+def _work(program: BoundProgram) -> list[float]:
+    """The seconds of every move; most are like others, and known."""
+    known, work = program.implications.known_seconds, list[float]()
+    for move in program.moves:
+        like = (move.kind, move.lane, move.bytes, move.stop - move.start)
+        seconds = known.get(like)
+        if seconds is None:
+            seconds = known[like] = move_seconds(move, program.profile, program.settings)
+        work.append(seconds)
+    return work
+
+
 def slot_seconds(program: BoundProgram) -> list[float]:
     """Compute seconds of every slot, recomputation and updates in backward included."""
     costs = [option.cost for option in program.activations]
@@ -115,9 +128,12 @@ def simulate(program: BoundProgram) -> Timeline:
     return Timeline(run.spans(), seconds, stall, run.stalls(), run.computed())
 
 
-def simulated_seconds(program: BoundProgram) -> tuple[float, float]:
-    """`step_seconds` and `stall_s` of the same run, without its spans."""
-    return _Simulation(program).run()
+def simulated_seconds(program: BoundProgram, *, within_s: float = inf) -> tuple[float, float]:
+    """`step_seconds` and `stall_s` of the same run, without its spans.
+
+    Infinity, where a step that finds nothing left by another already takes `within_s`.
+    """
+    return _Simulation(program).run(within_s)
 
 
 def first_step_seconds(program: BoundProgram) -> float:
@@ -125,7 +141,7 @@ def first_step_seconds(program: BoundProgram) -> float:
     return simulated_seconds(replace(program, updates={}))[0]
 
 
-_NEVER = float("inf")
+_NEVER = inf
 _CRUMB = 1e-12
 """Seconds of work that count as none."""
 
@@ -170,8 +186,12 @@ class _Simulation:
         self.program, self.profile = program, program.profile
         self.now = self.stall = self.began = 0.0
         moves = program.moves
-        self.work = [move_seconds(move, program.profile, program.settings) for move in moves]
+        self.work = _work(program)
         self.after = [move.after for move in moves]
+        # The moves of the step before that moves wait for. Of moves, these lists are of one step;
+        # numbers go on from step to step.
+        self.awaited: dict[int, int] = {}
+        self.num_moves = len(moves)
         self.first = 0  # the number of the running step's first move
         # What a step does not wait for at its end, counted from its first move.
         self.runs_on = program.running_on
@@ -197,14 +217,19 @@ class _Simulation:
         self.ended: list[float | None] = [None] * len(moves)
         self.spent: list[tuple[float, float]] = []  # each slot's compute
         self.waited: list[tuple[int, Reason, Sequence[int], float]] = []  # for moves, seconds
-        # By the running lanes, beside compute and while it waits.
-        self.computing_rates: dict[int, _Rates] = {}
-        self.waiting_rates: dict[int, _Rates] = {}
+        # By the running lanes, beside compute and while it waits; programmes of one problem that
+        # have the same lanes know the same.
+        known = program.implications.known_rates.setdefault(tuple(self.lanes), ({}, {}))
+        self.computing_rates: dict[int, _Rates] = known[0]
+        self.waiting_rates: dict[int, _Rates] = known[1]
 
-    def run(self) -> tuple[float, float]:
-        """The seconds of a step, and of its stalls."""
+    def run(self, within_s: float = inf) -> tuple[float, float]:
+        """The seconds of a step, and of its stalls; see `simulated_seconds`."""
         self._step()
-        seconds, before = self.now - self.began, self._left_over()
+        seconds = self.now - self.began
+        if seconds >= within_s:
+            return inf, inf
+        before = self._left_over()
         longer, steps = seconds, 0
         while before and steps < MOST_STEPS:
             self._follow()
@@ -219,7 +244,7 @@ class _Simulation:
         """By move, counted from its step's first, the work that a step leaves to the next one."""
         left: dict[int, float] = {}
         for lane, queue in enumerate(self.queues):
-            left |= {number - self.first: self.work[number] for number in queue}
+            left |= {n - self.first: self.work[n % self.num_moves] for n in queue}
             if self.running[lane] >= 0:
                 left[self.running[lane] - self.first] = self.left[lane]
         return left
@@ -237,17 +262,15 @@ class _Simulation:
 
     def _follow(self) -> None:
         """Begin the next step, in which updates of this one run on."""
-        moves, count, before = self.program.moves, len(self.program.moves), self.first
-        first = before + count
-        for move in moves:
-            awaited = self.program.awaited(move)
-            after = tuple(first + other for other in move.after)
-            self.after.append(after if awaited is None else (*after, before + awaited))
-        self.work += self.work[:count]
-        self.lane_of += self.lane_of[:count]
-        self.started += [0.0] * count
-        self.ended += [None] * count
-        self.first, self.began, self.stall = first, self.now, 0.0
+        if not self.first:
+            for slot in self.program.slots[: self.program.num_units]:
+                for number in slot.submit:
+                    awaited = self.program.awaited(self.program.moves[number])
+                    if awaited is not None:
+                        self.awaited[number] = awaited
+        self.started += [0.0] * self.num_moves
+        self.ended += [None] * self.num_moves
+        self.first, self.began, self.stall = self.first + self.num_moves, self.now, 0.0
         self.spent.clear()
         self.waited.clear()
 
@@ -297,18 +320,18 @@ class _Simulation:
         found: list[Stall] = []
         for slot, reason, awaited, seconds in self.waited:
             last = max(awaited, key=lambda number: self.ended[number] or 0.0)
+            last %= self.num_moves
             lane = str(self.lanes[self.lane_of[last]])
-            name = self.program.move_name(last % len(self.program.moves))
+            name = self.program.move_name(last)
             found.append(Stall(slot, seconds, name, lane, reason))
         return tuple(found)
 
     def _submit(self, moves: Sequence[int]) -> None:
         lane_of, queues, running, first = self.lane_of, self.queues, self.running, self.first
         for move in moves:
-            number = first + move
-            lane = lane_of[number]
+            lane = lane_of[move]
             queue = queues[lane]
-            queue.append(number)
+            queue.append(first + move)
             if running[lane] < 0 and len(queue) == 1:
                 self._start_next(lane)
 
@@ -408,13 +431,20 @@ class _Simulation:
 
     def _start_next(self, lane: int) -> None:
         """Start the lane's next move, or note which move it waits for."""
-        number = self.queues[lane][0]
-        for other in self.after[number]:
-            if self.ended[other] is None:
+        number, ended = self.queues[lane][0], self.ended
+        move = number % self.num_moves
+        first = number - move
+        for other in self.after[move]:
+            if ended[first + other] is None:
+                self.held.setdefault(first + other, []).append(lane)
+                return
+        if first and move in self.awaited:
+            other = first - self.num_moves + self.awaited[move]
+            if ended[other] is None:
                 self.held.setdefault(other, []).append(lane)
                 return
         self.queues[lane].popleft()
         self.running[lane] = number
-        self.left[lane] = self.work[number]
+        self.left[lane] = self.work[move]
         self.started[number] = self.now
         self.bits += 1 << lane

@@ -1,9 +1,10 @@
 """Why no plan meets the budgets, and what would help; solved, not guessed."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import AMPLE, Problem
 from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.planning.search.choices import Leanest, min_memory
 from protrain_plan.planning.search.evaluation import ScheduleRule, schedule
@@ -28,26 +29,23 @@ def infeasible(problem: Problem, budgets: Budgets, lean: Leanest | None) -> Infe
         )
     besides = problem.profile.hardware.device.besides_bytes
     slot, occupants = _tightest(problem, lean)
-    below: tuple[tuple[TierName, int], ...] = (("host", budgets.host), ("disk", budgets.disk))
-    for tier, budget in below:
-        needs = min_memory(problem, of=tier) if tier in problem.tiers else None
-        if needs is None or max(problem.static_bytes(needs.choice)) > problem.device:
-            continue
-        # More of this tier would make the device's budget enough.
+    needed = lean.bytes + besides
+    if lacking := _lacking(problem):
+        # More of these would make the device's budget enough.
+        (tier, needs), *others = lacking.needs
+        lines = [f"raise the {tier} budget to {enough(needs.bytes)}"]
+        word = "and" if lacking.together else "or"
+        lines += [f"{word} the {other} budget to {enough(n.bytes)}" for other, n in others]
         return Infeasible(
             tier=tier,
             slot=slot,
             occupants=occupants,
-            budget_bytes=budget,
+            budget_bytes=budgets.host if tier == "host" else budgets.disk,
             shortfall_bytes=needs.bytes - problem.tiers[tier],
             smallest_budget_bytes=needs.bytes,
             proven_budget_bytes=needs.proven_bytes,
-            advice=(
-                f"raise the {tier} budget to {enough(needs.bytes)}",
-                f"or the device budget to {enough(lean.bytes + besides)}",
-            ),
+            advice=(*lines, f"or the device budget to {enough(needed)}"),
         )
-    needed = lean.bytes + besides
     return Infeasible(
         tier="device",
         slot=slot,
@@ -58,6 +56,46 @@ def infeasible(problem: Problem, budgets: Budgets, lean: Leanest | None) -> Infe
         proven_budget_bytes=lean.proven_bytes + besides,
         advice=_advice(problem, lean, dict(occupants)),
     )
+
+
+class _Lacking(NamedTuple):
+    """Tiers below the device of which more would do, each by itself or all together."""
+
+    needs: tuple[tuple[TierName, Leanest], ...]
+    together: bool
+
+
+def _lacking(problem: Problem) -> _Lacking | None:
+    """The least that is enough of a tier below the device; None where the device is too small.
+
+    First what the machine is known to have, then what lacks least.
+    """
+    each = ((tier, _enough_of(tier, problem)) for tier in problem.tiers)
+    if found := [(tier, needs) for tier, needs in each if needs]:
+        there = {tier.name: tier.capacity_bytes for tier in problem.profile.hardware.tiers}
+
+        def lacks(one: tuple[TierName, Leanest]) -> tuple[bool, int]:
+            tier, needs = one
+            return needs.bytes > there[tier], needs.bytes - problem.tiers[tier]
+
+        return _Lacking(tuple(sorted(found, key=lacks)), together=False)
+    if len(problem.tiers) < 2:
+        return None
+    first, second = problem.tiers
+    ample = replace(problem, tiers={**problem.tiers, second: AMPLE})
+    if (needs := _enough_of(first, ample)) is None:
+        return None
+    raised = replace(problem, tiers={**problem.tiers, first: needs.bytes})
+    more = _enough_of(second, raised)
+    return _Lacking(((first, needs), (second, more)), together=True) if more else None
+
+
+def _enough_of(tier: TierName, problem: Problem) -> Leanest | None:
+    """The least of a tier that is enough for some plan; None: no amount is."""
+    needs = min_memory(problem, of=tier)
+    if needs is None or max(problem.static_bytes(needs.choice)) > problem.device:
+        return None
+    return needs if needs.bytes > problem.tiers[tier] else None
 
 
 def _tightest(problem: Problem, lean: Leanest) -> tuple[str, tuple[tuple[str, int], ...]]:

@@ -9,15 +9,14 @@ else: whole numbers of units are found at once.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 import pulp
 
 from protrain_plan.planning.model.problem import Problem
-from protrain_plan.planning.model.solver import solve
+from protrain_plan.planning.model.solver import Stopped, solve
 from protrain_plan.program.implications import (
     NO_STAGING,
     ActivationOption,
@@ -25,7 +24,7 @@ from protrain_plan.program.implications import (
     StateOption,
     staging_pieces,
 )
-from protrain_plan.program.program import PIECE_ALIGNMENT
+from protrain_plan.program.program import PASSING_BYTES, PIECE_ALIGNMENT
 from protrain_plan.records import activations_text, states_text
 from protrain_plan.records.files import replace_text
 from protrain_plan.records.hardware import TierName, is_accelerator
@@ -39,22 +38,11 @@ LE, EQ, GE = pulp.LpConstraintLE, pulp.LpConstraintEQ, pulp.LpConstraintGE
 COUNTED = 3
 """Equal units from which on their numbers are worth variables of their own."""
 
-MAX_NODES = 50
-"""Of the search trees over whole numbers of units."""
-
-DISK_WEIGHT = 10.0
-"""What a byte more that is written to disk counts for, in bytes that are placed otherwise."""
+SHORT_OF_PASSAGES = 100
+"""A host budget of more passages than that is not decided by one of them."""
 
 SAFE = 1e-6
 """What a proven least amount gives away for the solver's tolerance."""
-
-
-class Placed(NamedTuple):
-    """The variable that counts the units of a class in a placement; `unit` is the first of them."""
-
-    unit: int
-    option: StateOption
-    number: pulp.LpVariable
 
 
 class DecisionModel:
@@ -68,7 +56,6 @@ class DecisionModel:
         self.activations: list[list[pulp.LpVariable]] = []
         self.states: list[list[pulp.LpVariable]] = []
         self.uses: list[pulp.LpVariable] = []
-        self.placed: dict[str, Placed] = {}
         self.tier_rows: dict[TierName, pulp.LpConstraint] = {}
         for unit, options in enumerate(problem.options):
             for kind, into, decisions in (
@@ -141,15 +128,10 @@ class DecisionModel:
             variable.cat = pulp.LpInteger
         for number, units in enumerate(self.problem.classes):
             if len(units) < COUNTED:
-                for unit in units:
-                    options = self.problem.options[unit].states
-                    for option, y in zip(options, self.states[unit], strict=True):
-                        self.placed[y.name] = Placed(unit, option, y)
                 continue
             for kind, variables in (("act", self.activations), ("states", self.states)):
                 for k, first in enumerate(variables[units[0]]):
-                    words = first.name.split("_", 2)[2]
-                    name = f"count_{number}_{kind}_{words}"
+                    name = self.count_name(number, kind, first)
                     count = self.pulp.add_variable(name, 0, len(units), pulp.LpInteger)
                     terms: Terms = [(count, 1.0)]
                     for unit in units:
@@ -157,9 +139,11 @@ class DecisionModel:
                         terms.append((variables[unit][k], -1.0))
                     # The number of the class's units that take the option.
                     self.row(name, terms, EQ)
-                    if kind == "states":
-                        option = self.problem.options[units[0]].states[k]
-                        self.placed[name] = Placed(units[0], option, count)
+
+    @staticmethod
+    def count_name(number: int, kind: str, one: pulp.LpVariable) -> str:
+        """The name of how many units of a class take an option, from one unit's binary of it."""
+        return f"count_{number}_{kind}_{one.name.split('_', 2)[2]}"
 
     # Memory
 
@@ -204,9 +188,25 @@ class DecisionModel:
             # States, swapped activations and gradients in passing fit the tier's budget.
             terms = self.tier_terms(tier)
             if tier == "host" and is_accelerator(problem.settings.device):
-                terms += staging
+                terms += [*staging, *self._passing(limit)]
             self.tier_rows[tier] = self.row(f"budget_{tier}", terms, LE, limit / unit)
         return memory
+
+    def _passing(self, limit: int) -> Terms:
+        """The host memory that bytes on their way to disk and back pass through, where it matters.
+
+        See `implications.host_staging_bytes`.
+        """
+        if "disk" not in self.problem.tiers or limit > SHORT_OF_PASSAGES * PASSING_BYTES:
+            return []
+        passes = self.pulp.add_variable("passes", 0, 1)
+        self.uses.append(passes)
+        every = [(x, o.tier_bytes) for _, o, x in self.each_activation()]
+        every += [(y, o.tier_bytes) for _, o, y in self.each_state()]
+        for one, sizes in every:
+            if "disk" in sizes:
+                self.row(f"passes_{one.name}", [(passes, 1.0), (one, -1.0)], GE)
+        return [(passes, PASSING_BYTES / self.byte_unit)]
 
     def _staging(
         self, used: Sequence[tuple[StateOption, pulp.LpVariable]], *, on_device: bool
@@ -312,20 +312,6 @@ def _state_name(decision: Placement) -> str:
     return states_text(decision)
 
 
-def written_to_disk(option: StateOption) -> float:
-    """Bytes that an update writes to disk."""
-    return 0.0 if option.updated_on_device else float(option.write_bytes)
-
-
-def updated_below(option: StateOption) -> float:
-    """Seconds of the optimizer on the host."""
-    return 0.0 if option.updated_on_device else option.update_s
-
-
-WORK: tuple[Callable[[StateOption], float], ...] = (written_to_disk, updated_below)
-"""What whole numbers of chunks can leave to slower tiers."""
-
-
 class CountModel(DecisionModel):
     """The decisions that meet all budgets with leads and drains of 0, whole numbers per class."""
 
@@ -336,47 +322,8 @@ class CountModel(DecisionModel):
             self.row(f"fits_{self.slot_name(t)}", terms, LE, 1.0)
         self.count_units()
 
-    def least(self, amount: Callable[[StateOption], float]) -> float:
-        """The least of a kind of work that any decisions leave, 0 where none is proven."""
-        amounts = [(y, amount(option)) for _, option, y in self.each_state()]
-        scale = max(size for _, size in amounts)
-        if not scale:
-            return 0.0
-        terms: Terms = [(y, size / scale) for y, size in amounts if size]
-        self.minimise(terms)
-        answer = solve(self.pulp, integer=True, max_nodes=MAX_NODES, gap=1e-6)
-        return max(0.0, answer.bound * scale * (1 - SAFE))
 
-    def nearest(self, values: Mapping[str, float]) -> dict[str, int] | None:
-        """Whole numbers of units per placement, near those in `values`, that meet all budgets.
-
-        Near by the bytes of chunks that are placed otherwise, and much nearer where no more is
-        written to disk. To be asked once per model.
-        """
-        more_written = self.variable("more_written")
-        distance: Terms = [(more_written, DISK_WEIGHT)]
-        written: Terms = [(more_written, -1.0)]
-        before = 0.0
-        for name, (unit, option, number) in self.placed.items():
-            cost = self.problem.profile.units[unit]
-            away = self.variable(f"away_{name}")
-            distance.append((away, (cost.parameter_bytes + cost.state_bytes) / self.byte_unit))
-            # How many units more, or fewer, take the placement.
-            more = [(number, 1.0), (away, -1.0)]
-            self.row(f"more_{name}", more, LE, values[name])
-            fewer = [(number, 1.0), (away, 1.0)]
-            self.row(f"fewer_{name}", fewer, GE, values[name])
-            written.append((number, written_to_disk(option) / self.byte_unit))
-            before += values[name] * written_to_disk(option)
-        self.row("more_written", written, LE, before / self.byte_unit)
-        self.minimise(distance)
-        answer = solve(self.pulp, integer=True, max_nodes=MAX_NODES, gap=1e-3)
-        if not answer.values:
-            return None
-        return {name: round(answer.values[name]) for name in self.placed}
-
-
-def least_lane_seconds(problem: Problem) -> float | None:
+def least_lane_seconds(problem: Problem, *, stopped: Stopped | None = None) -> float | None:
     """No plan within the budgets takes less; None where there is no plan.
 
     The fluid model knows when bytes are needed, and its bound is tighter; for a hundred units on a
@@ -396,7 +343,7 @@ def least_lane_seconds(problem: Problem) -> float | None:
     for lane, terms in busy.items():
         model.row(f"busy_{lane}", [*terms, (busiest, -1.0)], LE)
     model.minimise([(busiest, 1.0)])
-    answer = solve(model.pulp, integer=False)
+    answer = solve(model.pulp, integer=False, stopped=stopped)
     if answer.status == "infeasible":
         return None
     return answer.bound * (1 - SAFE) if answer.status == "optimal" else 0.0

@@ -30,8 +30,7 @@ bounds the seconds of every plan within the budgets (a test holds this).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -40,7 +39,6 @@ import pulp
 
 from protrain_plan.planning.model.decision_model import EQ, GE, LE, DecisionModel, Terms
 from protrain_plan.planning.model.problem import Problem
-from protrain_plan.program.implications import StateOption
 from protrain_plan.records.hardware import Contention, TierName
 
 
@@ -518,13 +516,13 @@ class ForwardBackward:
         """The seconds of the phase."""
         return [(variable, 1.0) for variable in (*self.stall, *self.compute)]
 
-    def seconds_and_moves(self) -> Terms:
-        """The same, and a little of all that moves."""
+    def seconds_and_moves(self, weight: float) -> Terms:
+        """The same, and so much of all that stalls and moves."""
         terms: Terms = [(variable, 1.0) for variable in self.compute]
-        terms += [(variable, 1.0 + 1e-3) for variable in self.stall]
+        terms += [(variable, 1.0 + weight) for variable in self.stall]
         for name, flow in self.flows.items():
             if name not in ("read", "write", "read_host", "write_host"):
-                terms += [(moved, 1e-3 * flow.rate) for moved in (*flow.stall, *flow.compute)]
+                terms += [(moved, weight * flow.rate) for moved in (*flow.stall, *flow.compute)]
         return terms
 
 
@@ -546,15 +544,15 @@ class Fluid(DecisionModel):
         if problem.settings.micro_batches > 1:
             self.phases.append(ForwardBackward(self, static, updating=False))
         self.count_units()
-        self.minimise_seconds()
+        self.minimise(self.seconds())
 
-    def minimise_seconds(self) -> None:
+    def seconds(self) -> Terms:
         """The step's seconds alone: what bounds are made of."""
-        self.minimise(self._of_step(ForwardBackward.seconds))
+        return self._of_step(ForwardBackward.seconds)
 
-    def prefer_few_moves(self) -> None:
-        """Among equally fast solutions, those that stall and move least; for choices, no bounds."""
-        self.minimise(self._of_step(ForwardBackward.seconds_and_moves))
+    def seconds_and_moves(self, weight: float) -> Terms:
+        """The same, and so much of all that stalls and moves; for choices, no bounds."""
+        return self._of_step(lambda phase: phase.seconds_and_moves(weight))
 
     def _of_step(self, terms: Callable[[ForwardBackward], Terms]) -> Terms:
         times = (1.0, float(self.problem.settings.micro_batches - 1))
@@ -563,40 +561,6 @@ class Fluid(DecisionModel):
             for phase, weight in zip(self.phases, times, strict=False)
             for variable, factor in terms(phase)
         ]
-
-    def set_margin(self, margin: float) -> None:
-        """Leave a fraction of the device's budget free, for what the model does not see."""
-        for phase in self.phases:
-            for row in phase.memory_rows:
-                row.changeRHS(1.0 - margin)
-
-    def at_least(self, name: str, amount: Callable[[StateOption], float], least: float) -> None:
-        """Say that every plan within the budgets leaves this much of a kind of work.
-
-        A fact about whole chunks that their fractions do not know: see `CountModel`.
-        """
-        amounts = [(y, amount(option) / least) for _, option, y in self.each_state()]
-        self.row(name, [(y, part) for y, part in amounts if part], GE, 1.0)
-
-    @contextmanager
-    def placing(self, numbers: Mapping[str, int], *, spare_swaps: int) -> Iterator[None]:
-        """Meanwhile, so many units take each placement (see `placed`).
-
-        Tiers also have room for `spare_swaps` units' activations more than the fractions take.
-        """
-        variables = [(self.placed[name].number, fixed) for name, fixed in numbers.items()]
-        limits = [variable.upBound for variable, _ in variables]
-        for variable, fixed in variables:
-            variable.bounds(fixed, fixed)
-        for tier, row in self.tier_rows.items():
-            largest = max(option.tier_bytes.get(tier, 0) for _, option, _ in self.each_activation())
-            limit = self.problem.tiers[tier] - spare_swaps * largest
-            row.changeRHS(max(0, limit) / self.byte_unit)
-        yield
-        for (variable, _), highest in zip(variables, limits, strict=True):
-            variable.bounds(0, highest)
-        for tier, row in self.tier_rows.items():
-            row.changeRHS(self.problem.tiers[tier] / self.byte_unit)
 
     def minimise_memory(self, limit_s: float) -> None:
         """Ask for the least budget of the device, in the model's own bytes, within `limit_s`."""

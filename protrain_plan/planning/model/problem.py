@@ -33,7 +33,7 @@ from protrain_plan.program.implications import (
 from protrain_plan.program.program import Settings
 from protrain_plan.records.decisions import activations_text, states_text
 from protrain_plan.records.forms import FORMS
-from protrain_plan.records.hardware import Hardware, TierName, is_accelerator
+from protrain_plan.records.hardware import Hardware, Tier, TierName, is_accelerator
 from protrain_plan.records.plan import (
     CLIP_SHARE,
     Activations,
@@ -61,6 +61,9 @@ three of them stand in host memory (docs/decisions.md)."""
 MANY_PIECES = {False: 5_000, True: 25_000}
 """Pieces of a step of which no more are asked for, by whether there is an accelerator: a search
 looks at thousands of steps. (Frozen parameters count, and stay in pieces that are small.)"""
+
+AMPLE = 2**62
+"""More bytes than there are anywhere."""
 
 Choice = tuple[Decision, ...]
 """The decisions of all units."""
@@ -105,6 +108,11 @@ def _with_leave(profile: Profile, allow: Sequence[Form]) -> Profile:
             for unit in profile.units
         ),
     )
+
+
+def most_of(tier: Tier, profile: Profile) -> int:
+    """The most that a budget for a tier may be; there is no limit to what is assumed."""
+    return tier.capacity_bytes if profile.method == "measured" else AMPLE
 
 
 class Misfit(NamedTuple):
@@ -272,9 +280,10 @@ class Problem:
         overlap_steps: bool = True,
         clip_share: float = CLIP_SHARE,
     ) -> "Problem":
-        """What the budgets leave, and no more than the machine has below the device.
+        """What the budgets leave, and no more than was measured of the machine below the device.
 
-        Budgets are one device's. Forms of activations that are not exact are options only if
+        An estimated profile assumes what its machine has there: the budgets know better. Budgets
+        are one device's. Forms of activations that are not exact are options only if
         `allow` names them. Steps overlap only where they may (see `Settings`). Of updates that are
         speculative, those of `clip_share` of all steps are done again.
         ProtrainError where the profile's machine does not say what joins several devices, or sparse
@@ -308,7 +317,7 @@ class Problem:
             pins=tuple(pins),
             device=budgets.device - profile.hardware.device.besides_bytes,
             tiers={
-                tier.name: min(tier.capacity_bytes, limits[tier.name])
+                tier.name: min(limits[tier.name], most_of(tier, profile))
                 for tier in profile.hardware.tiers
             },
         )

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.explain.explaining import LaneLimit, lane_words, limits_of
 from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.options import Pin
-from protrain_plan.planning.model.problem import Choice, Problem
+from protrain_plan.planning.model.problem import Choice, Problem, most_of
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.growth import Largest, Quantity, largest
@@ -25,7 +26,8 @@ from protrain_plan.planning.questions.planner import (
 from protrain_plan.planning.search.baselines import kept_seconds
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.improving import Effort
-from protrain_plan.program.group import ALONE, DeviceGroup
+from protrain_plan.program.group import ALONE, DeviceGroup, profile_of_rank
+from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import CLIP_SHARE, Budgets, Updates
 from protrain_plan.records.profile import Form, Profile
 from protrain_plan.simulation.report import StepReport, report
@@ -67,6 +69,18 @@ class Question:
         return largest(self.profile, quantity, lambda profile: self._problem(profile, self.group))
 
     def _problem(self, profile: Profile, group: DeviceGroup) -> Problem:
+        hardware = profile_of_rank(profile, group).hardware
+        asked: dict[TierName, int] = {"host": self.budgets.host, "disk": self.budgets.disk}
+        for tier in hardware.tiers:
+            most = most_of(tier, profile)
+            if asked[tier.name] > most:
+                times = group.in_node
+                raise ProtrainError(
+                    f"{format_bytes(asked[tier.name] * times)} of {tier.name} were asked for, and"
+                    f" {format_bytes(most * times)} were found when {hardware.name} was measured",
+                    key="--host-memory" if tier.name == "host" else "--disk",
+                    fix="ask for as much as there is, or profile the model on a machine with more",
+                )
         return Problem.of(
             profile,
             self.budgets,
@@ -159,9 +173,9 @@ def ask(
         )
         return replace(answer, infeasible=outcome)
     if question.pins and objective == Objective():
-        free = solve_any(
-            replace(question, pins=()).problems(), budgets, effort=effort, progress=progress
-        )
+        unpinned = replace(question, pins=()).problems()
+        known = [unpinned[0].choice_of(outcome.plan.units)]
+        free = solve_any(unpinned, budgets, effort=effort, progress=progress, hints=known)
         assert isinstance(free, Solved), "a plan with pins fits, so one without them does"
         answer = replace(answer, seconds_without_pins=free.plan.prediction.step_seconds)
     problem = problem_of(outcome, problems)
@@ -206,7 +220,7 @@ def least_memory(
     step = fastest.plan.prediction.step_seconds
     limit_s = step * max_slowdown
     besides = fewest.profile.hardware.device.besides_bytes
-    least = int(min(_least_bytes(problem, limit_s) for problem in problems))
+    least = int(min(_least_bytes(problem, limit_s, effort) for problem in problems))
     best, best_bytes = fastest, _needed(fastest)
     hints = [fewest.choice_of(fastest.plan.units)]
     inner = replace(effort, enough_s=limit_s)
@@ -225,7 +239,7 @@ def least_memory(
             best, best_bytes = found, _needed(found)
         return True
 
-    low = max(least, getattr(min_memory(fewest), "bytes", 0))
+    low = max(least, getattr(min_memory(fewest, stopped=effort.spent), "bytes", 0))
     grow, high = FIRST_STEP, low
     while high < best_bytes and not planned(high) and not effort.spent():
         low, high = high, int(high * (1 + grow))
@@ -250,14 +264,14 @@ def _needed(solved: Solved) -> int:
     return solved.plan.prediction.peak_bytes.device
 
 
-def _least_bytes(problem: Problem, limit_s: float) -> float:
+def _least_bytes(problem: Problem, limit_s: float, effort: Effort) -> float:
     """A bound on the bytes of the device, context excluded, at a step of `limit_s` or less.
 
     Infinity where no plan is that fast.
     """
     fluid = Fluid(problem)
     fluid.minimise_memory(limit_s)
-    answer = solve(fluid.pulp, integer=True, max_nodes=50, gap=1e-3)
+    answer = solve(fluid.pulp, integer=False, stopped=effort.spent)
     return max(0.0, answer.bound * fluid.byte_unit * (1 - 1e-6))
 
 
@@ -283,7 +297,7 @@ def pareto(
     smaller one beats is left out.
     """
     problem = problems[0]  # with the fewest replicas, which needs least
-    lean = min_memory(problem)
+    lean = min_memory(problem, stopped=effort.spent)
     if lean is None or lean.bytes > problem.device:
         found = solve_problem(problem, budgets, effort=effort)
         assert isinstance(found, Infeasible)

@@ -27,18 +27,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import inf, isfinite
+from math import inf
 from typing import Literal
 
+from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.explain.advice import infeasible
-from protrain_plan.planning.model.decision_model import WORK, CountModel, least_lane_seconds
-from protrain_plan.planning.model.fluid import Fluid
+from protrain_plan.planning.model.counting import Counting, Room
+from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.planning.model.solver import solve, solver_name
+from protrain_plan.planning.model.solver import solver_name
 from protrain_plan.planning.outcome import Infeasible, Replicas, Solved, Status
 from protrain_plan.planning.search.baselines import BASELINES, Baseline, baseline, leanest_variant
 from protrain_plan.planning.search.choices import (
     Leanest,
+    arranged,
     min_memory,
     moved_down,
     plain_choices,
@@ -63,27 +65,41 @@ from protrain_plan.records.writer import fingerprint
 from protrain_plan.simulation.memory import peak_bytes
 from protrain_plan.simulation.timeline import first_step_seconds, simulated_seconds
 
-MARGINS = (0.0, 0.01, 0.02, 0.04, 0.07, 0.12, 0.2, 0.25, 0.35)
-"""Fractions of the budget that the relaxation leaves free for whole moves (docs/decisions.md)."""
+ROOMS = (
+    *(Room(0.0, 1e-3), Room(0.0, 0.08), Room(0.1, 0.02), Room(0.25, 1e-3), Room(0.2, 0.05)),
+    *(Room(0.05, 1e-3), Room(0.02, 0.02), Room(0.35, 1e-3)),
+)
+"""What relaxations leave for whole moves, one after the other (docs/decisions/planner.md)."""
 
-SPARE_SWAPS = (0, 2)
-"""Spare swap slots per tier when the relaxation is rounded: units' swapped activations that fit
-besides, so that rounding up moves no chunk, which may be a hundred times as large."""
+PROBED_UNITS, PROVED_UNITS = 250, 400
+"""How often, times units, the fluid model is asked for numbers, and for what they promise. A model
+of thirty units takes 0.2 s for an answer, one of a hundred 3 s."""
 
-LARGE = {False: 4000, True: 1500}
-"""Variables of a fluid model from which on a search tree takes more than some seconds, up to a
-minute (66 units on a machine with two tiers), for a bound that is at most 0.7 % better. By whether
-chunks may be updated on the device: its nodes take several times as long then."""
+MOST_PLAIN = 24
+"""Plain policies that are simulated, those of the least busy lanes first."""
+
+ROUNDS = 12
+"""Of numbers that promise more than all before."""
+
+SMALL = 1500
+"""Variables of a fluid model for which a search tree over it takes a second or two. It knows what
+whole numbers there are together, and not from slopes alone."""
 
 BRANCHED_UNITS = {False: 2000, True: 600}
-"""Nodes of a search tree times units, by whether steps overlap: about the same seconds for small
-and large models. A node of steps that overlap takes about three times as long."""
+"""Nodes of that tree times units, by whether steps overlap, which makes a node three times as
+long."""
 
-SIMULATED_UNITS = {False: 8_000, True: 40_000}
+IN_VAIN = 3
+"""Rounds after which neither the bound nor the plan is better, before they end."""
+
+PROMISING = 1.01
+"""Numbers are tried whose value is at most so many times the least known."""
+
+SIMULATED_UNITS = {False: 14_000, True: 40_000}
 """Plans that the local search may simulate times units: about a second. More where chunks may be
 updated on the device: no search tree has found good numbers of them before."""
 
-LEAST_SIMULATED, MOST_SIMULATED = 400, 1500
+LEAST_SIMULATED, MOST_SIMULATED = 120, 1200
 """Plans that it may simulate of any model, at least (a large one has thousands of neighbours), and
 at most."""
 
@@ -132,7 +148,10 @@ def solve_problem(
     started = time.monotonic()
     if solver != "milp":
         problem = problem.overlapping(False)
-    lean = min_memory(problem.speculating())  # a second copy makes no plan leaner
+    # A second copy makes no plan leaner.
+    lean = min_memory(problem.speculating(), stopped=effort.spent)
+    if (lean is None or lean.bytes > problem.device) and effort.spent():
+        lean = _first_plain(problem)
     if lean is None or lean.bytes > problem.device:
         return infeasible(problem, budgets, lean)
     planning = _Planning(problem, lean, effort, progress)
@@ -148,6 +167,17 @@ def solve_problem(
     return planning.solved(best, budgets, solver, time.monotonic() - started)
 
 
+def _first_plain(problem: Problem) -> Leanest:
+    """A plain policy that meets the budgets; ProtrainError where none does, and time is up."""
+    for choice in plain_choices(problem):
+        if problem.fits(choice):
+            peak = max(problem.static_bytes(choice))
+            return Leanest(choice=choice, bytes=peak, proven_bytes=0)
+    raise ProtrainError(
+        "the search ended before it had found any plan", fix="let it have more time"
+    )
+
+
 class _Planning:
     """The pipeline of one problem that some plan meets."""
 
@@ -157,17 +187,18 @@ class _Planning:
         self.problem, self.lean = problem, lean
         self.effort, self.progress = effort, progress
         self.evaluator = Evaluator(problem)
-        self.bound = 0.0
+        self.bound, self.room = 0.0, ROOMS[0]
         self.on_device = problem.may_update_on_device
         first = self.evaluator.evaluate(lean.choice)
         assert first, "the leanest choice meets the budgets"
+        self.evaluator.stopped = effort.spent  # from here on there is a plan
         self.best: Evaluation = first
 
     def solve(self, hints: Sequence[Choice]) -> Evaluation:
         """The best plan of all stages."""
         before = self._searched_before(hints)
         self._search(hints, found_before=bool(before))
-        if self._beaten() and self.best.seconds >= self.effort.below_s:
+        if self.best.seconds >= self.effort.below_s:
             return self.best
         self._keep(self.evaluator.best_schedule(self.best.choice, rule=self.best.rule))
         slowest = self.best.seconds * (1 + TOLERANCE)
@@ -177,17 +208,20 @@ class _Planning:
         for name in BASELINES:
             if self.effort.spent() or self.effort.enough_s is not None:
                 break
-            found = baseline(name, self.problem, Evaluator(self.problem))
+            found = baseline(name, self.problem, self.evaluator, below_s=self.best.seconds)
             self._keep(found)
             slowest = min(slowest, found.seconds if found else slowest)
         self._tell("baselines")
         slowest = max(slowest, self.best.seconds)
         best = in_runs(self.problem, self.evaluator, self.best, slowest_s=slowest)
         best = at_the_step(self.problem, self.evaluator, best, slowest_s=slowest)
-        alone = (apart(self.problem, one, slowest_s=slowest) for one in (best, *before))
+        stopped = self.effort.spent
+        alone = (
+            apart(self.problem, one, slowest_s=slowest, stopped=stopped) for one in (best, *before)
+        )
         if found := min(filter(None, alone), key=lambda one: one.seconds, default=None):
             self.problem, best = self.problem.overlapping(False), found
-        return simplified(self.problem, best, slowest_s=slowest)
+        return simplified(self.problem, best, slowest_s=slowest, stopped=stopped)
 
     def _searched_before(self, hints: Sequence[Choice]) -> list[Evaluation]:
         """The best plans without speculative updates, and with some, where they are an option.
@@ -227,23 +261,26 @@ class _Planning:
 
     def _search(self, hints: Sequence[Choice], *, found_before: bool = False) -> None:
         """All stages up to the last polish; few, where the hints come from such searches."""
-        for choice in (*hints, *plain_choices(self.problem)):
+        for choice in hints:
+            self._try(choice)
+        plain = [choice for choice in plain_choices(self.problem) if self.problem.fits(choice)]
+        for choice in sorted(plain, key=self.problem.least_seconds)[:MOST_PLAIN]:
             self._try(choice)
         self._tell("plain policies")
         if not found_before:
             self._find_bound()
         stages: tuple[Callable[[], None], ...] = (
-            self._place_whole_chunks,
-            self._count,
-            self._round,
-            lambda: self._count(margin=MARGINS[2]),
+            self._number,
+            self._prove,
             self._improve,
         )
         if found_before:
-            stages = (self._place_whole_chunks,)
+            stages = (self._number, self._prove)
         for stage in stages if self.on_device or self.effort.enough_s is None else stages[:2]:
             if self._good_enough() or self.effort.spent() or self._beaten():
                 break
+            if stage != stages[0] and self.best.seconds >= self.effort.below_s:
+                break  # another number of replicas is as good
             if self.effort.enough_s is not None and self.bound > self.effort.enough_s:
                 break  # no plan takes what the effort asks for
             stage()
@@ -263,6 +300,7 @@ class _Planning:
         program = self.problem.program(best.plans)
         peaks = peak_bytes(program)
         assert peaks.device <= self.problem.device, "the schedule and the peak function disagree"
+        assert self.bound <= best.seconds, "no plan is faster than the bound"
         clipped_s = 0.0
         if program.speculative:
             clipped = self.problem.program(best.plans, clipped=True)
@@ -270,7 +308,7 @@ class _Planning:
         error_low, error_high = profile.error_band
         prediction = Prediction(
             step_seconds=best.seconds,
-            lower_bound_seconds=min(self.bound, best.seconds),
+            lower_bound_seconds=self.bound,
             peak_bytes=peaks,
             error_low=error_low,
             error_high=error_high,
@@ -307,10 +345,10 @@ class _Planning:
         )
 
     def _find_bound(self) -> None:
-        self.fluid = Fluid(self.problem)
-        answer = solve(self.fluid.pulp, integer=False)
-        if answer.status == "optimal":
-            self.bound = self.fluid.lower_bound_seconds(answer.bound)
+        self.counting = Counting(self.problem, stopped=self.effort.spent)
+        self.fluid = self.counting.fluid
+        if self.counting.relax():
+            self.bound = self.counting.bound_seconds
         self._tell("lower bound")
 
     def _good_enough(self) -> bool:
@@ -337,28 +375,69 @@ class _Planning:
             self.best = evaluation
 
     def _try(self, choice: Choice) -> None:
-        self._keep(self.evaluator.evaluate(choice, faster_than_s=self.best.seconds))
+        rules = (*QUICK_GRID, self.best.rule) if self.best.rule not in QUICK_GRID else QUICK_GRID
+        enough = self.best.seconds
+        self._keep(self.evaluator.evaluate(choice, rules=rules, faster_than_s=enough))
 
-    def _try_near(self, values: Mapping[str, float]) -> None:
-        """Evaluate the roundings of a solution of the fluid model."""
-        for choice in roundings(self.problem, self.fluid.choice_values(values)):
-            # A last part that is partly in place is not: what gives it room moves whole chunks.
-            lean_last = (self.lean.choice[-1][0], choice[-1][1])
-            for variant in dict.fromkeys((choice, (*choice[:-1], lean_last))):
-                for below in moved_down(self.problem, variant):
-                    self._try(repaired(self.problem, below, self.lean.choice))
-
-    def _round(self) -> None:
-        self.fluid.prefer_few_moves()
-        large = len(self.fluid.pulp.variables()) > LARGE[False] // 2
-        for margin in MARGINS[::2] if large else MARGINS:
+    def _number(self) -> None:
+        """Whole numbers of units per option, near the relaxation's with more and more room."""
+        counting = self.counting
+        for room in ROOMS[: max(2, PROBED_UNITS // self.problem.count)]:
             if self._good_enough() or self.effort.spent():
                 break
-            self.fluid.set_margin(margin)
-            answer = solve(self.fluid.pulp, integer=False)
-            if answer.values:
-                self._try_near(answer.values)
-        self._polish("roundings")
+            values = counting.amounts(room)
+            if numbers := counting.near(values):
+                self._try_numbers(numbers, values, room)
+            self._tell("whole numbers of units near the bound's")
+        self._polish("whole numbers of units")
+
+    def _prove(self) -> None:
+        """Lift the bound: numbers that promise more, until what they promise is what they take."""
+        counting, least = self.counting, inf
+        close = 1 + self.effort.gap_target / 4
+        if counting.size <= SMALL:
+            branched = BRANCHED_UNITS[self.problem.settings.overlap_steps]
+            found = counting.branch(
+                max_nodes=max(10, branched // self.problem.count),
+                gap=self.effort.gap_target / 4,
+                time_limit_s=self.effort.left_s(),
+            )
+            self.bound = max(self.bound, counting.bound_seconds)
+            if found:
+                self._try_numbers(*found, self.room)
+            self._tell("a search tree")
+        in_vain = 0
+        for _ in range(min(ROUNDS, max(3, PROVED_UNITS // self.problem.count))):
+            if self._good_enough() or self.effort.spent() or in_vain == IN_VAIN:
+                break
+            known = self.bound, self.best.seconds
+            numbers = counting.promising(self.effort.gap_target / 4)
+            self.bound = max(self.bound, counting.bound_seconds)
+            if numbers is None or least <= counting.bound * close:
+                break
+            value = counting.learn(numbers)
+            if value <= least * PROMISING:
+                self._try_numbers(numbers, counting.spread(numbers, self.room), self.room)
+            least = min(least, value)
+            in_vain = in_vain + 1 if known == (self.bound, self.best.seconds) else 0
+            self._tell("numbers that promise more")
+        self._polish("numbers that promise more")
+
+    def _try_numbers(
+        self, numbers: Mapping[str, int], values: Mapping[str, float], room: Room
+    ) -> None:
+        """Evaluate arrangements of so many units per option, by fractions that the model takes."""
+        if not values:
+            return
+        fractions, before = self.fluid.choice_values(values), self.best.seconds
+        found = dict.fromkeys(arranged(self.problem, fractions, self.counting.of_classes(numbers)))
+        if self.counting.size <= SMALL:
+            found |= dict.fromkeys(roundings(self.problem, fractions))
+        for choice in found:
+            for below in moved_down(self.problem, choice):
+                self._try(repaired(self.problem, below, self.lean.choice))
+        if self.best.seconds < before:
+            self.room = room
 
     def _improve(self) -> None:
         longer = self.on_device and self.effort.enough_s is None
@@ -376,55 +455,9 @@ class _Planning:
                 effort=self.effort,
                 max_simulations=last - self.evaluator.num_simulations,
                 enough_s=max(self._enough(), self.effort.enough_s or 0.0),
-                again=longer,
+                again=self.effort.enough_s is None,
             )
             self._polish("local search")
-
-    def _place_whole_chunks(self) -> None:
-        """The relaxation that knows what whole chunks leave to slower tiers; its roundings."""
-        model = CountModel(self.problem)
-        for amount in WORK:
-            if least := model.least(amount):
-                self.fluid.at_least(amount.__name__, amount, least)
-        answer = solve(self.fluid.pulp, integer=False)
-        if answer.status == "optimal":
-            self.bound = max(self.bound, self.fluid.lower_bound_seconds(answer.bound))
-            if numbers := model.nearest(answer.values):
-                for spare in SPARE_SWAPS:
-                    with self.fluid.placing(numbers, spare_swaps=spare):
-                        placed = solve(self.fluid.pulp, integer=False)
-                    if placed.values and not self._good_enough():
-                        self._try_near(placed.values)
-        if not self._good_enough():
-            self._polish("whole chunks")
-
-    def _count(self, *, margin: float = 0.0) -> None:
-        """Branch and bound over how many units of a class take which option.
-
-        With a margin few moves are preferred, with room for whole ones: for its solution alone.
-        """
-        limit = LARGE[self.on_device]
-        if len(self.fluid.pulp.variables()) > (limit // 2 if margin else limit):
-            return
-        if margin:
-            self.fluid.prefer_few_moves()
-        else:
-            self.fluid.minimise_seconds()
-        self.fluid.set_margin(margin)
-        branched = BRANCHED_UNITS[self.problem.settings.overlap_steps]
-        answer = solve(
-            self.fluid.pulp,
-            integer=True,
-            max_nodes=max(10, branched // self.problem.count),
-            time_limit_s=min(self.effort.left_s(), 1e6),
-            gap=self.effort.gap_target / 4,
-        )
-        if answer.values:
-            self._try_near(answer.values)
-        # At the smallest budget, where one plan is left, solvers may find none: infinity then.
-        if not margin and isfinite(answer.bound):
-            self.bound = max(self.bound, self.fluid.lower_bound_seconds(answer.bound))
-        self._polish("whole numbers of units" + (", with room for pieces" if margin else ""))
 
 
 def status_of(gap: float, effort: Effort) -> Status:
@@ -469,7 +502,7 @@ def solve_any(
 
     bounds: dict[int, float] = {}  # of all that may have plans
     for number, problem in enumerate(problems):
-        if (bound := least_lane_seconds(problem)) is None:
+        if (bound := least_lane_seconds(problem, stopped=effort.spent)) is None:
             break  # more replicas need more memory
         bounds[number] = bound
     seconds: dict[int, float] = {}  # of the plans found

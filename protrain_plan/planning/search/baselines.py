@@ -15,6 +15,7 @@ largest n_buffer that fit, then steps of halving size in all four numbers from t
 """
 
 from collections.abc import Iterator
+from math import inf
 from typing import Literal, NamedTuple, get_args
 
 from protrain_plan.planning.model.options import homes
@@ -43,12 +44,20 @@ GRID = 8
 STARTS = 2
 """Points of the coarse grid that are refined."""
 
+NEARLY = 1.05
+"""What a search for another schedule may be worth."""
+
 MAX_TRIED = 8_000
 """Plans that the search may judge, times units: about a second for models of all sizes."""
 
 
-def baseline(name: Baseline, problem: Problem, evaluator: Evaluator) -> Evaluation | None:
+def baseline(
+    name: Baseline, problem: Problem, evaluator: Evaluator, *, below_s: float = inf
+) -> Evaluation | None:
     """The best variant of a baseline; None where no variant meets the budgets.
+
+    With `below_s`, variants are left out that take longer, or nearly as long before their schedule
+    is searched (`NEARLY`).
 
     recompute-all   every block recomputed; states all persistent, or all offloaded
     offload-all     states offloaded, activations (or the blocks' inputs) swapped
@@ -60,7 +69,8 @@ def baseline(name: Baseline, problem: Problem, evaluator: Evaluator) -> Evaluati
     tiers = list(problem.tiers)
     if name == "four-parameter":
         for home in homes(problem.implied) if tiers else ():
-            if best := _FourParameterSearch(problem, evaluator, home, tiers[0]).best():
+            search = _FourParameterSearch(problem, evaluator, home, tiers[0], below_s)
+            if best := search.best():
                 return evaluator.best_schedule(best.choice, rule=best.rule)
         return None
     if name == "offload-all" and not tiers:
@@ -70,13 +80,17 @@ def baseline(name: Baseline, problem: Problem, evaluator: Evaluator) -> Evaluati
     persistent: list[Placement] = [Persistent()] if name == "recompute-all" else []
     for placements in (persistent, offloads):
         for placement in placements:  # the first that any policy fits with
+            choices = [uniform(problem, policy, placement) for policy in _policies(name, problem)]
+            if not any(problem.fits(choice) for choice in choices):
+                continue
             found = [
-                evaluator.best_schedule(uniform(problem, policy, placement))
-                for policy in _policies(name, problem)
+                evaluator.best_schedule(choice)
+                for choice in choices
+                if problem.least_seconds(choice) < below_s
+                and evaluator.evaluate(choice, faster_than_s=below_s * NEARLY)
             ]
-            if fitting := [one for one in found if one]:
-                fastest.append(min(fitting, key=lambda one: one.seconds))
-                break
+            fastest += [one for one in found if one]
+            break
     return min(fastest, key=lambda one: one.seconds, default=None)
 
 
@@ -123,8 +137,14 @@ class _FourParameterSearch:
     """The search with states on one tier, and swapped activations on another."""
 
     def __init__(
-        self, problem: Problem, evaluator: Evaluator, tier: StateTier, swap_tier: TierName
+        self,
+        problem: Problem,
+        evaluator: Evaluator,
+        tier: StateTier,
+        swap_tier: TierName,
+        below_s: float,
     ) -> None:
+        self.below_s = below_s * NEARLY
         self.problem, self.evaluator = problem, evaluator
         self.offload, self.buffer = Offload(tier=tier), Offload(tier=tier, keep_gathered=True)
         self.swap = Swap(tier=swap_tier)
@@ -236,7 +256,7 @@ class _FourParameterSearch:
     def _try(self, numbers: Numbers) -> float:
         """Seconds of the plan; infinite where it does not fit or cannot be the fastest."""
         if numbers not in self.seconds:
-            limit = self.fastest.seconds if self.fastest else float("inf")
+            limit = self.fastest.seconds if self.fastest else self.below_s
             evaluation = self.evaluator.evaluate(self.choice(numbers), faster_than_s=limit)
             self.seconds[numbers] = evaluation.seconds if evaluation else float("inf")
             self.tried += evaluation is not None

@@ -12,8 +12,8 @@ from typing import Literal, get_args
 
 from protrain_plan.planning.model.decision_model import COUNTED, LE, DecisionModel, Terms
 from protrain_plan.planning.model.options import Decision, UnitOptions
-from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.planning.model.solver import solve
+from protrain_plan.planning.model.problem import AMPLE, Choice, Problem
+from protrain_plan.planning.model.solver import Stopped, solve
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     Activations,
@@ -27,6 +27,9 @@ from protrain_plan.records.plan import (
 
 Fractions = Sequence[tuple[Sequence[float], Sequence[float]]]
 """Per unit: how much of each activation option and of each state option the model takes."""
+
+Amounts = tuple[Sequence[int], Sequence[int]]
+"""Of a class, how many units take each activation option, and each state option."""
 
 Relief = Literal["chunk below", "swap below", "no swap"]
 """How a tier is relieved: a chunk, or activations, to the next one, or these not swapped at all."""
@@ -97,6 +100,64 @@ def roundings(problem: Problem, fractions: Fractions) -> Iterator[Choice]:
         if choice not in found:
             found.add(choice)
             yield choice
+
+
+def arranged(
+    problem: Problem, fractions: Fractions, numbers: Sequence[Amounts]
+) -> Iterator[Choice]:
+    """Several choices with these numbers of each option per class, near `fractions`.
+
+    Units that take the same stand together, in the order of their middle; or each unit takes in
+    turn what is owed most. Without repetition.
+    """
+    found: set[Choice] = set()
+    for way in ("runs", "runs of states", 0.0, 0.25, -0.25):
+        for backwards in (False, True):
+            chosen: dict[int, Decision] = {}
+            for units, amounts in zip(problem.classes, numbers, strict=True):
+                ordered = list(reversed(units)) if backwards else list(units)
+                of_kinds = []
+                for kind, wanted in enumerate(amounts):
+                    shares = [fractions[unit][kind] for unit in ordered]
+                    together = way == "runs" or (way == "runs of states" and kind == 1)
+                    if together:
+                        of_kinds.append(_in_runs(shares, wanted))
+                    else:
+                        start = way if isinstance(way, float) else 0.0
+                        of_kinds.append(_in_turn(shares, wanted, start))
+                chosen |= dict(zip(ordered, zip(*of_kinds, strict=True), strict=True))
+            choice = tuple(chosen[unit] for unit in range(problem.count))
+            if choice not in found:
+                found.add(choice)
+                yield choice
+
+
+def _in_runs(shares: Sequence[Sequence[float]], wanted: Sequence[int]) -> list[int]:
+    """So many of each option, one after the other in the order of where their shares lie."""
+    middles = {}
+    for option, number in enumerate(wanted):
+        weights = [share[option] for share in shares]
+        total = sum(weights)
+        middle = sum(n * weight for n, weight in enumerate(weights)) / total if total else 0.0
+        if number:
+            middles[option] = middle
+    order = sorted(middles, key=lambda option: (round(middles[option], 6), option))
+    return [option for option in order for _ in range(wanted[option])]
+
+
+def _in_turn(shares: Sequence[Sequence[float]], wanted: Sequence[int], start: float) -> list[int]:
+    """What is owed most, as long as there is some of it; the first option has a head start."""
+    owed, left, taken = [0.0] * len(wanted), list(wanted), []
+    owed[0] = start
+    for share in shares:
+        for option, fraction in enumerate(share):
+            owed[option] += fraction
+        open_to = [option for option, number in enumerate(left) if number]
+        best = max(open_to, key=lambda option: round(owed[option], 6))
+        owed[best] -= 1.0
+        left[best] -= 1
+        taken.append(best)
+    return taken
 
 
 def moved_down(problem: Problem, choice: Choice) -> Iterator[Choice]:
@@ -197,23 +258,30 @@ class Leanest:
     proven_bytes: int
 
 
-def min_memory(problem: Problem, *, of: StateTier = "device") -> Leanest | None:
-    """The decisions that need least of a tier while all others' budgets are met; None: none do."""
+def min_memory(
+    problem: Problem, *, of: StateTier = "device", stopped: Stopped | None = None
+) -> Leanest | None:
+    """The decisions that need least of a tier while all others' budgets are met; None: none do.
+
+    Where it is `stopped`, None may also mean that none are known.
+    """
     # Whole numbers of units decide, unless their orders matter.
     if any(len(units) >= COUNTED for units in problem.classes):
-        found = _leanest(problem, of, 1.0, counted=True)
+        found = _leanest(problem, of, 1.0, counted=True, stopped=stopped)
         certain = CERTAIN if problem.count < MANY else NEARLY
         if found and found.bytes <= found.proven_bytes * (1 + certain):
             return found
     # The solver may overstep a limit by its tolerance: then a little less is asked for.
     for slack in (0.0, 3e-7, 3e-6):
-        found = _leanest(problem, of, 1.0 - slack, counted=False)
+        found = _leanest(problem, of, 1.0 - slack, counted=False, stopped=stopped)
         if found:
             return found
     return None
 
 
-def _leanest(problem: Problem, of: StateTier, part: float, *, counted: bool) -> Leanest | None:
+def _leanest(
+    problem: Problem, of: StateTier, part: float, *, counted: bool, stopped: Stopped | None
+) -> Leanest | None:
     """The same, within `part` of every limit.
 
     With whole decisions, or (`counted`) with whole numbers of units per option.
@@ -222,7 +290,7 @@ def _leanest(problem: Problem, of: StateTier, part: float, *, counted: bool) -> 
     scale = min(max(problem.static_bytes(choice)) for choice in plain_choices(problem))
     tiers = {tier: int(size * part) for tier, size in problem.tiers.items()}
     if of != "device":
-        tiers[of] = problem.profile.hardware.tier(of).capacity_bytes
+        tiers[of] = AMPLE
     model = DecisionModel(replace(problem, device=max(1, scale), tiers=tiers))
     needs, peak = model.add_needs(), model.variable("peak")
     asked: Terms = [(peak, -1.0)]
@@ -239,7 +307,7 @@ def _leanest(problem: Problem, of: StateTier, part: float, *, counted: bool) -> 
     model.minimise([(peak, 1.0), *plain])
     if counted:
         model.count_units()
-    answer = solve(model.pulp, integer=True, max_nodes=MAX_NODES, gap=1e-9)
+    answer = solve(model.pulp, integer=True, max_nodes=MAX_NODES, gap=1e-9, stopped=stopped)
     if not answer.values:
         return None
     # What the solver proved, less its tolerance and what the tie-break may have taken off.

@@ -16,6 +16,7 @@ from math import ceil, floor, inf, isinf
 from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
+from protrain_plan.planning.model.solver import Stopped
 from protrain_plan.program.implications import Fetch, Gathered, StateOption
 from protrain_plan.records.plan import Persistent, Schedule, UnitPlan
 from protrain_plan.simulation.timeline import simulated_seconds
@@ -336,10 +337,10 @@ class Evaluation(NamedTuple):
 
 
 class Evaluator:
-    """Simulates schedules of one problem, each at most once."""
+    """Simulates schedules of one problem, each at most once; when `stopped`, none any more."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, stopped: Stopped = lambda: False) -> None:
+        self.problem, self.stopped = problem, stopped
         self.num_simulations = 0
         self._seen: dict[Choice, dict[tuple[Schedule, ...], Evaluation]] = {}
 
@@ -362,6 +363,8 @@ class Evaluator:
             return None
         seen = self._seen.setdefault(choice, {})
         for rule in rules if moves_anything(problem, choice) else rules[:1]:
+            if self.stopped():
+                break
             schedules = fill(problem, choice, list(free), rule)
             if schedules not in seen:
                 plans = plans_of(problem, choice, schedules)
@@ -386,12 +389,12 @@ class Evaluator:
         while before is None or best.seconds < before:
             before = best.seconds
             windows = [best.rule._replace(window=window) for window in WINDOWS]
-            best = self.evaluate(choice, rules=windows) or best
+            best = self.evaluate(choice, rules=windows, faster_than_s=best.seconds) or best
             depths = [best.rule._replace(depth=depth) for depth in DEPTHS]
-            best = self.evaluate(choice, rules=depths) or best
+            best = self.evaluate(choice, rules=depths, faster_than_s=best.seconds) or best
             if self.problem.settings.overlap_steps:
                 lates = [best.rule._replace(late=late) for late in LATES]
-                best = self.evaluate(choice, rules=lates) or best
+                best = self.evaluate(choice, rules=lates, faster_than_s=best.seconds) or best
         return best
 
 
@@ -400,23 +403,26 @@ def step_seconds(
 ) -> tuple[float, float]:
     """A step's simulated seconds and those of its stalls, over all its micro-batches.
 
-    Where updates are speculative, the mean of steps that are clipped, and others that are not;
-    infinity, where already these take `within_s`.
+    Where updates are speculative, the mean of steps that are clipped, and others that are not.
+    Infinity, where one that is not already takes `within_s`.
     """
+    more = more_stall = 0.0
+    if before := problem.settings.micro_batches - 1:
+        rest = problem.program(plans, updating=False)
+        more, more_stall = simulated_seconds(rest, within_s=within_s / before)
+        if before * more >= within_s:
+            return inf, inf
     program = problem.program(plans)
-    seconds, stall = simulated_seconds(program)
+    seconds, stall = simulated_seconds(program, within_s=within_s - before * more)
+    if seconds + before * more >= within_s:
+        return inf, inf
     share = problem.settings.clip_share if program.speculative else 0.0
     if share:
-        if seconds >= within_s:
-            return inf, inf
         clipped, clipped_stall = simulated_seconds(problem.program(plans, clipped=True))
         # Which takes no less: it does the same, and more.
         seconds += share * max(0.0, clipped - seconds)
         stall += share * max(0.0, clipped_stall - stall)
-    if before := problem.settings.micro_batches - 1:
-        more, more_stall = simulated_seconds(problem.program(plans, updating=False))
-        seconds, stall = seconds + before * more, stall + before * more_stall
-    return seconds, stall
+    return seconds + before * more, stall + before * more_stall
 
 
 def moves_anything(problem: Problem, choice: Choice) -> bool:

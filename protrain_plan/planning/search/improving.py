@@ -18,6 +18,7 @@ from math import inf
 from typing import Any
 
 from protrain_plan.planning.model.problem import Choice, Problem
+from protrain_plan.planning.model.solver import Stopped
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator, step_seconds
 from protrain_plan.records.hardware import Collectives, Hardware
 from protrain_plan.records.plan import STEPPED, Persistent, Schedule, Swap, SwapInput, UnitPlan
@@ -34,12 +35,15 @@ the planner's prototype were run at half and double bandwidth (docs/decisions.md
 VALUES = (1, 2, 3, 4, 6, 9, 14, 0)
 """In order of preference: 0 makes compute wait for the whole transfer, and is for want of room."""
 
-MAX_ORDERS = 24
-MAX_SLOTS = 40_000
+MAX_ORDERS = 12
+MAX_SLOTS = 30_000
 """Slots simulated in all, which bounds the time that tidying takes."""
 
 CHANGED, IN_VAIN = 3, 4
 """How many changes a search goes further on, and how often in vain."""
+
+NEARLY = 1.03
+"""What another schedule may be worth to an order of decisions."""
 
 IMPROVEMENT = 1e-7
 """A step must be faster by this fraction to count: less is rounding in the simulator."""
@@ -169,7 +173,7 @@ def in_runs(
             evaluation = evaluator.evaluate(tuple(choice), rules=(best.rule,))
             if evaluation and (fastest is None or evaluation.seconds < fastest.seconds):
                 fastest = evaluation
-        if fastest and fastest.seconds > slowest_s:
+        if fastest and slowest_s < fastest.seconds < slowest_s * NEARLY:
             fastest = evaluator.best_schedule(fastest.choice, rule=fastest.rule)
         if fastest and fastest.seconds <= slowest_s:
             best = fastest
@@ -199,7 +203,9 @@ def at_the_step(
     return best
 
 
-def apart(problem: Problem, best: Evaluation, *, slowest_s: float) -> Evaluation | None:
+def apart(
+    problem: Problem, best: Evaluation, *, slowest_s: float, stopped: Stopped = lambda: False
+) -> Evaluation | None:
     """`best` with steps that do not overlap, where those take up to `slowest_s`.
 
     A step that has ended when it says so can be looked at, and tells of its own faults.
@@ -207,11 +213,14 @@ def apart(problem: Problem, best: Evaluation, *, slowest_s: float) -> Evaluation
     if not problem.settings.overlap_steps:
         return None
     rule = best.rule._replace(late=0.0)
-    found = Evaluator(problem.overlapping(False)).best_schedule(best.choice, rule=rule)
+    evaluator = Evaluator(problem.overlapping(False), stopped)
+    found = evaluator.best_schedule(best.choice, rule=rule)
     return found if found and found.seconds <= slowest_s else None
 
 
-def simplified(problem: Problem, best: Evaluation, *, slowest_s: float) -> Evaluation:
+def simplified(
+    problem: Problem, best: Evaluation, *, slowest_s: float, stopped: Stopped = lambda: False
+) -> Evaluation:
     """`best` with leads and drains made uniform and small, within the budgets and `slowest_s`.
 
     With slower lanes, too, the step takes no longer than it did.
@@ -219,18 +228,18 @@ def simplified(problem: Problem, best: Evaluation, *, slowest_s: float) -> Evalu
     plans, num_slots = best.plans, 0
     problems = (problem, replace(problem, profile=_with_slower_lanes(problem.profile)))
 
-    def seconds(plans: tuple[UnitPlan, ...]) -> list[float]:
-        nonlocal num_slots
-        num_slots += 4 * len(plans)
-        return [step_seconds(one, plans)[0] for one in problems]
-
-    limits = [slowest_s, seconds(plans)[1] * (1 + TOLERANCE)]
+    slow_s = step_seconds(problems[1], plans)[0] * (1 + TOLERANCE)
 
     def accepted(plans: tuple[UnitPlan, ...]) -> bool:
+        nonlocal num_slots
         slots = device_bytes(problem.program(plans))
         if max(slot.total for slot in slots) > problem.device:
             return False
-        return all(one <= limit for one, limit in zip(seconds(plans), limits, strict=True))
+        for one, limit in zip(problems, (slowest_s, slow_s), strict=True):
+            num_slots += 2 * len(plans)
+            if step_seconds(one, plans, within_s=limit * (1 + IMPROVEMENT))[0] > limit:
+                return False
+        return True
 
     groups: dict[object, list[int]] = {}
     for index, unit in enumerate(plans):  # a part is a group of its own
@@ -246,7 +255,7 @@ def simplified(problem: Problem, best: Evaluation, *, slowest_s: float) -> Evalu
             if number.type is bool:
                 continue
             for candidate in _candidates(plans, group, number.name):
-                if candidate == plans or num_slots > MAX_SLOTS:
+                if candidate == plans or num_slots > MAX_SLOTS or stopped():
                     break
                 if accepted(candidate):
                     plans = candidate

@@ -1,0 +1,210 @@
+"""The grid that users have: machines of the catalogue with what they have, and what is trained.
+
+Six setups on every machine, six budgets each. A setup is a published model with all parameters
+trained or adapters alone, clipped or not, so many micro-batches, devices and tokens. The full
+product would be ten thousands of setups; drawn are those in which every pair of values meets on
+some machine, from a fixed seed, and only those that fit the machine.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations, product
+
+from benchmarks.costs import UTILISATION
+from benchmarks.machines import Machine
+from benchmarks.shapes import SHAPES, profile
+from protrain_plan.hardware.catalogue import hardware_names, load_hardware
+from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.search.choices import min_memory
+from protrain_plan.program.group import ALONE, DeviceGroup, group_on, profile_of_rank
+from protrain_plan.records.plan import Budgets, Updates
+from protrain_plan.records.profile import Profile
+
+SHARES = (0.0, 0.1, 0.25, 0.45, 0.7, 1.0)
+"""Where budgets lie between the smallest and the largest, on a logarithmic scale."""
+
+SMALLEST = 1.01
+"""The smallest budget, in times what the leanest plan needs."""
+
+SETUPS = 6
+"""Of every machine."""
+
+MODELS = tuple(shape.name for shape in SHAPES if not shape.adapter_rank)
+ADAPTER_RANKS = (0, 16)
+UPDATES: tuple[Updates, ...] = ("in backward", "after backward")
+MICRO_BATCHES = (1, 4, 16)
+DEVICES = (1, 8)
+TOKENS = (1024, 4096, 16384, 32768, 131072)
+DRAWN = 400
+"""Setups that are looked at for one that fits a machine and has pairs that no other has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What is trained where; `tokens` is one sequence, which is the micro-batch."""
+
+    machine: str
+    model: str
+    adapter_rank: int
+    updates: Updates
+    micro_batches: int
+    num_devices: int
+    tokens: int
+
+    def __str__(self) -> str:
+        words = [self.model, "LoRA" if self.adapter_rank else "full"]
+        words += ["clipped"] if self.updates == "after backward" else []
+        words.append(f"{self.micro_batches} x {self.tokens}")
+        words += [f"{self.num_devices} devices"] if self.num_devices > 1 else []
+        return f"{self.machine}: {', '.join(words)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A setup with one budget of the device, context included."""
+
+    setup: Setup
+    share: float
+    device: int
+
+    def __str__(self) -> str:
+        return f"{self.setup}, {self.device / 2**30:.1f} GiB ({self.share:g})"
+
+    def problems(self) -> list[Problem]:
+        """The planning problems, one for each number of replicas to choose from."""
+        return problems(self.setup, self.device)
+
+    @property
+    def budgets(self) -> Budgets:
+        """The device's, and all that the machine has below it."""
+        return budgets(self.setup, self.device)
+
+
+@cache
+def machine(name: str) -> Machine:
+    """A machine of the catalogue; its rates are what operators reach."""
+    hardware = load_hardware(name)
+    rates = hardware.rates
+    assert rates, "the catalogue's machines have rates"
+    return Machine(
+        hardware=hardware,
+        flops_per_s=rates.bfloat16_flops_per_s * rates.compute_efficiency / UTILISATION,
+        memory_bytes_per_s=rates.memory_bytes_per_s * rates.memory_efficiency,
+        host_parameters_per_s=rates.host_parameters_per_s,
+    )
+
+
+@cache
+def profiled(setup: Setup) -> Profile:
+    """The analytic profile of a setup's model on its machine."""
+    shape = next(shape for shape in SHAPES if shape.name == setup.model)
+    shape = replace(shape, adapter_rank=setup.adapter_rank)
+    found = profile(shape, machine(setup.machine), batch_size=1, seq_len=setup.tokens)
+    workload = replace(found.workload, device=found.hardware.device.kind)
+    return replace(found, workload=workload)
+
+
+def group_of(setup: Setup) -> DeviceGroup:
+    """The setup's devices, on as few nodes as they fit."""
+    if setup.num_devices == 1:
+        return ALONE
+    return group_on(load_hardware(setup.machine), setup.num_devices)
+
+
+def budgets(setup: Setup, device: int) -> Budgets:
+    """One device's: all that its part of the machine has below it."""
+    hardware = profile_of_rank(profiled(setup), group_of(setup)).hardware
+    there = {tier.name: tier.capacity_bytes for tier in hardware.tiers}
+    return Budgets(device=device, host=there.get("host", 0), disk=there.get("disk", 0))
+
+
+def problems(setup: Setup, device: int) -> list[Problem]:
+    """The planning problems of a setup, one for each number of replicas to choose from."""
+    group = group_of(setup)
+    counts = group.replica_counts if setup.num_devices > 1 else (1,)
+    return [
+        Problem.of(
+            profiled(setup),
+            budgets(setup, device),
+            updates=setup.updates,
+            micro_batches=setup.micro_batches,
+            group=replace(group, num_replicas=number),
+        )
+        for number in counts
+    ]
+
+
+def cases_of(setup: Setup) -> list[Case]:
+    """A case for each share; none where the machine cannot train the setup.
+
+    The largest budget is what everything kept and persistent needs, or the device's memory.
+    """
+    device = machine(setup.machine).hardware.device
+    problem = problems(setup, device.memory_bytes)[0]
+    lean = min_memory(problem.speculating())
+    if lean is None:
+        return []
+    besides = problem.profile.hardware.device.besides_bytes
+    smallest = round((lean.bytes + besides) * SMALLEST)
+    plain = tuple((0, 0) for _ in problem.options)
+    largest = min(device.memory_bytes, max(problem.static_bytes(plain)) + besides)
+    if smallest > largest:
+        return []
+    sizes = [round(smallest * (largest / smallest) ** share) for share in SHARES]
+    return [
+        Case(setup=setup, share=share, device=size)
+        for share, size in zip(SHARES, sizes, strict=True)
+    ]
+
+
+def _drawn(name: str, order: random.Random) -> Setup:
+    hardware = load_hardware(name)
+    most = hardware.interconnect.devices_per_node if hardware.interconnect else 1
+    return Setup(
+        machine=name,
+        model=order.choice(MODELS),
+        adapter_rank=order.choice(ADAPTER_RANKS),
+        updates=order.choice(UPDATES),
+        micro_batches=order.choice(MICRO_BATCHES),
+        num_devices=min(order.choice(DEVICES), most),
+        tokens=order.choice(TOKENS),
+    )
+
+
+def _values(setup: Setup) -> list[tuple[str, object]]:
+    several = setup.num_devices > 1
+    return [
+        ("machine", setup.machine),
+        ("model", setup.model),
+        ("adapters", setup.adapter_rank),
+        ("updates", setup.updates),
+        ("micro-batches", setup.micro_batches),
+        ("several", several),
+        ("tokens", setup.tokens),
+    ]
+
+
+def grid() -> Iterator[list[Case]]:
+    """The cases of every setup, machine by machine."""
+    order, met = random.Random(0), Counter[object]()
+    for _, name in product(range(SETUPS), hardware_names()):
+        drawn = [_drawn(name, order) for _ in range(DRAWN)]
+
+        def rare(setup: Setup) -> float:
+            return sum(1 / (1 + met[pair]) for pair in combinations(_values(setup), 2))
+
+        for setup in sorted(dict.fromkeys(drawn), key=rare, reverse=True):
+            if cases := cases_of(setup):
+                met.update(combinations(_values(setup), 2))
+                yield cases
+                break
+
+
+def sample(count: int) -> list[Case]:
+    """So many of the grid's cases, from all its parts."""
+    cases = [case for setup in grid() for case in setup]
+    random.Random(1).shuffle(cases)
+    return cases[:count]

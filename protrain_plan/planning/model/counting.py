@@ -1,0 +1,412 @@
+"""Whole numbers of units per option: their integer programme, which learns from the fluid model.
+
+What matters to a step is how many units of a class take an option; which ones is worth little.
+So the fluid model's value is taken as a function of these numbers alone. It is convex: wherever it
+is known, its slope bounds it everywhere (Benders 1962, Partitioning procedures for solving
+mixed-variables programming problems). The programme has the numbers, the budgets as far as numbers
+say what they take, the seconds that each lane works, and the slopes found so far:
+
+    numbers  = those for which all of this promises the fastest step: a bound on every plan
+    slope    = the fluid model's at these numbers; once more with it
+
+until the numbers' own value is close to the bound. A number of thirty units takes the place of
+thirty decisions in a hundred slots each, so that the integer programme is a small one.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import NamedTuple
+
+import pulp
+
+from protrain_plan.planning.model.decision_model import (
+    COUNTED,
+    EQ,
+    GE,
+    LE,
+    SHORT_OF_PASSAGES,
+    Terms,
+)
+from protrain_plan.planning.model.fluid import Fluid, crossing
+from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.solver import LinearProgram, Solution, Stopped
+from protrain_plan.program.implications import (
+    NO_STAGING,
+    ActivationOption,
+    StateOption,
+    staging_pieces,
+)
+from protrain_plan.program.program import PASSING_BYTES, PIECE_ALIGNMENT
+from protrain_plan.records.hardware import is_accelerator
+from protrain_plan.simulation.memory import base_bytes
+
+SLACK = 1e-7
+"""What a slope gives away for the solver's tolerance, of the model's plain compute time: for each
+decision of each unit, since slopes are as uncertain."""
+
+MAX_NODES, MAX_NODES_NEAR = 400, 30
+"""Of the search tree over the numbers of one round, and of one for near ones."""
+
+NEAR = 0.1
+"""Numbers are near enough that are at most so much farther than the nearest."""
+
+ALONE = 2.0
+"""What it counts that a unit alone decides otherwise, in units of a class that do."""
+
+TIE_BREAK = 1e-3
+"""What a step counts beside distances, of the model's plain compute time."""
+
+NEAR_STEPS = (0.002, 0.01, 0.03, 0.1, 1.0)
+"""How much slower than the bound numbers may promise to be: the first that has some."""
+
+EXCESS = 50.0
+"""What as much memory again as there is costs, in plain compute times: more than it is worth."""
+
+_Binaries = Sequence[Sequence[pulp.LpVariable]]
+
+Numbers = Mapping[str, int]
+"""How many units take an option, by the name of the fluid model's variable that counts them."""
+
+
+class Room(NamedTuple):
+    """What a relaxation leaves for what it does not see: that moves are whole, and in order.
+
+    margin   fraction of the device's budget that it leaves free
+    moving   what a second of a lane costs, in seconds of a step
+    """
+
+    margin: float
+    moving: float
+
+
+PLAIN = Room(0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """An option with the units that may take it; `name` is that of the fluid model's variable."""
+
+    name: str
+    units: tuple[int, ...]
+    option: ActivationOption | StateOption
+    choice: int  # the option's number in the units' options
+    number: pulp.LpVariable
+
+
+class CountProgram:
+    """The integer programme of one problem's numbers."""
+
+    def __init__(self, problem: Problem, fluid: Fluid, stopped: Stopped | None = None) -> None:
+        self.problem, self.second_unit = problem, fluid.second_unit
+        self.byte_unit = float(max(1, problem.device))
+        self.pulp = pulp.LpProblem("numbers", pulp.LpMinimize)
+        self._num_rows = 0
+        self.step = self.pulp.add_variable("step", 0.0)
+        self.counted = list(self._counted(fluid))
+        self._add_tiers()
+        self._add_memory()
+        self._add_lanes()
+        self.pulp.setObjective(pulp.LpAffineExpression([(self.step, 1.0)]))
+        self._away = [self.pulp.add_variable(f"away_{one.name}", 0.0) for one in self.counted]
+        first = self._num_rows
+        self._distances = range(first, first + 2 * len(self.counted), 2)
+        for one, away in zip(self.counted, self._away, strict=True):
+            for sign in (-1.0, 1.0):  # at least as far away as there are more, or fewer
+                self._row([(one.number, sign), (away, 1.0)], GE, -len(one.units))
+        self.program = LinearProgram(self.pulp, stopped=stopped)
+
+    def _counted(self, fluid: Fluid) -> Iterable[Counted]:
+        """Every option of every class; those of units that are alone are binaries."""
+        for number, members in enumerate(self.problem.classes):
+            alike = len(members) >= COUNTED
+            for units in [members] if alike else [(unit,) for unit in members]:
+                options = self.problem.options[units[0]]
+                kinds: tuple[
+                    tuple[str, Sequence[ActivationOption | StateOption], _Binaries], ...
+                ] = (
+                    ("act", options.activations, fluid.activations),
+                    ("states", options.states, fluid.states),
+                )
+                for kind, of_kind, variables in kinds:
+                    found = []
+                    of_unit = zip(of_kind, variables[units[0]], strict=True)
+                    for choice, (option, x) in enumerate(of_unit):
+                        name = fluid.count_name(number, kind, x) if alike else x.name
+                        count = self.pulp.add_variable(name, 0, len(units), pulp.LpInteger)
+                        found.append(
+                            Counted(
+                                name=name,
+                                units=units,
+                                option=option,
+                                choice=choice,
+                                number=count,
+                            )
+                        )
+                    # Every unit takes exactly one option.
+                    self._row([(one.number, 1.0) for one in found], EQ, len(units))
+                    yield from found
+
+    def _row(self, terms: Terms, sense: int, right: float = 0.0) -> None:
+        merged: dict[pulp.LpVariable, float] = defaultdict(float)
+        for variable, factor in terms:
+            merged[variable] += factor
+        expression = pulp.LpAffineExpression(list(merged.items()))
+        self.pulp.addConstraint(
+            pulp.LpConstraint(expression, sense, f"row_{self._num_rows}", right)
+        )
+        self._num_rows += 1
+
+    def _states(self) -> list[tuple[Counted, StateOption]]:
+        return [(one, one.option) for one in self.counted if isinstance(one.option, StateOption)]
+
+    def _staging(self, *, on_device: bool) -> Terms:
+        """The bytes of `implications.staging_bytes`, of budgets; workspaces are rounded down."""
+        unit, name = self.byte_unit, "on_device_" if on_device else ""
+        fraction = self.problem.profile.optimizer.workspace_fraction
+        largest = {
+            part: self.pulp.add_variable(f"{name}{part}", 0.0)
+            for part in ("piece", "width", "workspace", "arriving")
+        }
+        for one, option in self._states():
+            needs = option.staging
+            if needs == NO_STAGING or option.updated_on_device != on_device:
+                continue
+            used = one.number
+            if len(one.units) > 1:  # 1 as soon as one unit takes it
+                used = self.pulp.add_variable(f"used_{one.name}", 0, 1, pulp.LpInteger)
+                self._row([(one.number, 1.0), (used, -len(one.units))], LE)
+            for part, size in (
+                ("piece", needs.read_piece),
+                ("width", needs.width),
+                ("workspace", needs.workspace * fraction - 1),
+                ("arriving", 0 if on_device else needs.arriving),
+            ):
+                if size > 0:
+                    self._row([(largest[part], 1.0), (used, -size / unit)], GE)
+        count = staging_pieces(on_device=on_device)
+        return [
+            (largest["piece"], float(count)),
+            (largest["width"], float(count * PIECE_ALIGNMENT)),
+            (largest["workspace"], 1.0),
+            (largest["arriving"], 2.0),
+        ]
+
+    def _add_tiers(self) -> None:
+        """States, swapped activations and gradients in passing fit each tier's budget."""
+        beside = is_accelerator(self.problem.settings.device)
+        self.below = self._staging(on_device=False)
+        for tier, limit in self.problem.tiers.items():
+            terms: Terms = [
+                (one.number, one.option.tier_bytes[tier] / self.byte_unit)
+                for one in self.counted
+                if one.option.tier_bytes.get(tier)
+            ]
+            if tier == "host" and beside:
+                terms += [*self.below, *self._passing(limit)]
+            self._row(terms, LE, limit / self.byte_unit)
+
+    def _passing(self, limit: int) -> Terms:
+        """See `DecisionModel`."""
+        if "disk" not in self.problem.tiers or limit > SHORT_OF_PASSAGES * PASSING_BYTES:
+            return []
+        passes = self.pulp.add_variable("passes", 0, 1, pulp.LpInteger)
+        for one in self.counted:
+            if "disk" in one.option.tier_bytes:
+                self._row([(one.number, 1.0), (passes, -len(one.units))], LE)
+        return [(passes, PASSING_BYTES / self.byte_unit)]
+
+    def _add_memory(self) -> None:
+        """In some slots: what any units that take an option hold at least, whichever they are."""
+        problem, end = self.problem, 2 * self.problem.count
+        staging: Terms = [] if is_accelerator(problem.settings.device) else list(self.below)
+        if any(option.updated_on_device for _, option in self._states()):
+            staging += self._staging(on_device=True)
+        base = base_bytes(problem.profile, problem.settings) / self.byte_unit
+        for slot in (0, problem.count - 1, problem.count, end - 1, end):
+            terms = list(staging)
+            for one in self.counted:
+                least = min(self._standing(unit, one, slot) for unit in one.units)
+                terms.append((one.number, least / self.byte_unit))
+            self._row(terms, LE, 1.0 - base)
+
+    def _standing(self, unit: int, one: Counted, slot: int) -> int:
+        options = self.problem.options[unit]
+        kind = options.states if isinstance(one.option, StateOption) else options.activations
+        return sum(h.bytes for h in kind[one.choice].holdings if h.first <= slot <= h.last)
+
+    def _add_lanes(self) -> None:
+        """No step is shorter than a lane's work, or than that of a link's two directions."""
+        lanes, last = self.problem.lane_seconds, self.problem.count - 1
+        busy: dict[str, Terms] = defaultdict(list)
+        for one in self.counted:
+            if isinstance(one.option, StateOption):
+                seconds = lanes.of_states(one.option)
+                if not one.option.updated_on_device:
+                    moved = lanes.moved_states(one.option)
+                    for way, states in (("from_disk", "read"), ("to_disk", "write")):
+                        busy[f"all {way}"].append((one.number, moved.get(states, 0.0)))
+            else:
+                seconds = lanes.of_activations(one.option, last=one.units == (last,))
+            for lane, taken in seconds.items():
+                busy[lane].append((one.number, taken / self.second_unit))
+        step = (self.step, -1.0)
+        for lane in lanes.lanes:
+            self._row([*busy[lane], step], LE)
+        for tier in self.problem.profile.hardware.tiers:
+            k = crossing(tier.link.duplex)
+            ways = []
+            for way in (f"from_{tier.name}", f"to_{tier.name}"):
+                more = [(n, taken / self.second_unit) for n, taken in busy[f"all {way}"]]
+                ways.append([*busy[way], *more])
+            for first, second in (ways, ways[::-1]):
+                crossed = [(variable, k * taken) for variable, taken in second]
+                self._row([*first, *crossed, step], LE)
+
+    def learn(self, value: float, slopes: Mapping[str, float], at: Mapping[str, float]) -> None:
+        """Add what the fluid model's value and slopes say of all numbers, from those it is `at`."""
+        slack = SLACK * 2 * self.problem.count
+        right = value - slack - sum(slope * at[name] for name, slope in slopes.items())
+        terms = [(one.number, -slopes[one.name]) for one in self.counted if slopes[one.name]]
+        self.program.add_row([(self.step, 1.0), *terms], at_least=right)
+
+    def best(self, gap: float) -> tuple[float, dict[str, int]] | None:
+        """A bound on every step, and the numbers that promise the fastest; None: there are none."""
+        answer = self.program.solve(integer=True, max_nodes=MAX_NODES, gap=gap)
+        if not answer.values:
+            return None
+        return answer.bound, self._numbers(answer.values)
+
+    def nearest(self, amounts: Mapping[str, float], within: float) -> dict[str, int] | None:
+        """The numbers nearest to `amounts`, which are no numbers, that promise `within` or less.
+
+        None where there are none.
+        """
+        terms: Terms = []
+        for one, row, away in zip(self.counted, self._distances, self._away, strict=True):
+            self.program.between(row, -amounts[one.name], inf)
+            self.program.between(row + 1, amounts[one.name], inf)
+            terms.append((away, 1.0 if len(one.units) > 1 else ALONE))
+        self.program.minimise([*terms, (self.step, TIE_BREAK)])
+        self.program.bound(self.step, 0.0, within)
+        answer = self.program.solve(integer=True, max_nodes=MAX_NODES_NEAR, gap=NEAR)
+        self.program.minimise([(self.step, 1.0)])
+        self.program.bound(self.step, 0.0, inf)
+        return self._numbers(answer.values) if answer.values else None
+
+    def _numbers(self, values: Mapping[str, float]) -> dict[str, int]:
+        return {one.name: round(values[one.name]) for one in self.counted}
+
+
+class Counting:
+    """The fluid model and its numbers: relaxed, rounded to whole ones, with those fixed.
+
+    All in the model's plain compute time. `bound` is one on every plan's step.
+    """
+
+    def __init__(self, problem: Problem, *, stopped: Stopped | None = None) -> None:
+        self.problem, self.fluid = problem, Fluid(problem)
+        self.bound = 0.0
+        self._lp = LinearProgram(self.fluid.pulp, interior=True, stopped=stopped)
+        self._rows = [row for phase in self.fluid.phases for row in phase.memory_rows]
+        self._numbers = CountProgram(problem, self.fluid, stopped)
+        named = self.fluid.pulp.variablesDict()
+        self._lp.add_excess(self._rows, EXCESS)
+        self._counts = {one.name: named[one.name] for one in self._numbers.counted}
+        self._fixed: Numbers | None = None
+        self._room = PLAIN
+
+    @property
+    def bound_seconds(self) -> float:
+        """The bound in seconds."""
+        return self.fluid.lower_bound_seconds(self.bound)
+
+    def _solve(self, numbers: Numbers | None, room: Room) -> Solution:
+        if numbers is not self._fixed:
+            for one in self._numbers.counted:
+                low, high = (0, len(one.units)) if numbers is None else [numbers[one.name]] * 2
+                self._lp.bound(self._counts[one.name], low, high)
+        if room.margin != self._room.margin:
+            for row in self._rows:
+                self._lp.limit(row, 1.0 - room.margin)
+        if room.moving != self._room.moving:
+            fluid, weight = self.fluid, room.moving
+            self._lp.minimise(fluid.seconds_and_moves(weight) if weight else fluid.seconds())
+        self._fixed, self._room = numbers, room
+        # Numbers may need more memory than there is: what exceeds it costs much instead.
+        self._lp.allow_excess(allowed=numbers is not None)
+        return self._lp.solve()
+
+    def relax(self) -> bool:
+        """Find the bound of the relaxation; whether it has one."""
+        answer = self._solve(None, PLAIN)
+        if answer.status != "optimal":
+            return False
+        self.bound = answer.bound
+        self._numbers.learn(answer.bound, self._lp.reduced_costs(self._counts), answer.values)
+        return True
+
+    @property
+    def size(self) -> int:
+        """Variables of the fluid model."""
+        return len(self.fluid.pulp.variables())
+
+    def branch(
+        self, *, max_nodes: int, gap: float, time_limit_s: float
+    ) -> tuple[dict[str, int], Mapping[str, float]] | None:
+        """Whole numbers by a search tree over the fluid model itself, with their solution."""
+        self._solve(None, PLAIN)
+        answer = self._lp.solve(
+            integer=True, max_nodes=max_nodes, gap=gap, time_limit_s=time_limit_s
+        )
+        # At the smallest budget, where one plan is left, solvers may find none: infinity then.
+        if isfinite(answer.bound):
+            self.bound = max(self.bound, answer.bound)
+        if not answer.values:
+            return None
+        return {name: round(answer.values[name]) for name in self._counts}, answer.values
+
+    def amounts(self, room: Room) -> Mapping[str, float]:
+        """The relaxation's numbers, with room for what it does not see."""
+        return self._solve(None, room).values
+
+    def near(self, amounts: Mapping[str, float]) -> dict[str, int] | None:
+        """Whole numbers near the relaxation's, which the bound allows to be as fast, or nearly."""
+        if not amounts:
+            return None
+        for slower in NEAR_STEPS:
+            if found := self._numbers.nearest(amounts, self.bound * (1 + slower)):
+                return found
+        return None
+
+    def promising(self, gap: float) -> dict[str, int] | None:
+        """The numbers that promise the fastest step, as far as is known; the bound is theirs."""
+        if (found := self._numbers.best(gap)) is None:
+            return None
+        self.bound = max(self.bound, found[0])
+        return found[1]
+
+    def learn(self, numbers: Numbers) -> float:
+        """The value of these numbers, which the programme knows from now on; infinity: unknown."""
+        answer = self._solve(numbers, PLAIN)
+        if answer.status != "optimal":
+            return inf
+        self._numbers.learn(answer.bound, self._lp.reduced_costs(self._counts), numbers)
+        return answer.bound
+
+    def of_classes(self, numbers: Numbers) -> list[tuple[list[int], list[int]]]:
+        """Per class how many units take each activation option, and each state option."""
+        found: list[tuple[list[int], list[int]]] = []
+        for units in self.problem.classes:
+            options = self.problem.options[units[0]]
+            found.append(([0] * len(options.activations), [0] * len(options.states)))
+        place = {unit: n for n, units in enumerate(self.problem.classes) for unit in units}
+        for one in self._numbers.counted:
+            kind = isinstance(one.option, StateOption)
+            found[place[one.units[0]]][kind][one.choice] += numbers[one.name]
+        return found
+
+    def spread(self, numbers: Numbers, room: Room) -> Mapping[str, float]:
+        """Which units take which option, in fractions, where so many do."""
+        return self._solve(numbers, room).values
