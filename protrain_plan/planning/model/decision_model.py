@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import pulp
 
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import SAFE, Problem
 from protrain_plan.planning.model.solver import Stopped, solve
 from protrain_plan.program.implications import (
     NO_STAGING,
@@ -40,9 +40,6 @@ COUNTED = 3
 
 SHORT_OF_PASSAGES = 100
 """A host budget of more passages than that is not decided by one of them."""
-
-SAFE = 1e-6
-"""What a proven least amount gives away for the solver's tolerance."""
 
 
 class DecisionModel:
@@ -346,4 +343,5 @@ def least_lane_seconds(problem: Problem, *, stopped: Stopped | None = None) -> f
     answer = solve(model.pulp, integer=False, stopped=stopped)
     if answer.status == "infeasible":
         return None
-    return answer.bound * (1 - SAFE) if answer.status == "optimal" else 0.0
+    known = problem.compute_seconds
+    return max(known, answer.bound * (1 - SAFE)) if answer.status == "optimal" else known

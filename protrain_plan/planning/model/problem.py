@@ -62,6 +62,9 @@ MANY_PIECES = {False: 5_000, True: 25_000}
 """Pieces of a step of which no more are asked for, by whether there is an accelerator: a search
 looks at thousands of steps. (Frozen parameters count, and stay in pieces that are small.)"""
 
+SAFE = 1e-6
+"""What a proven least amount gives away for rounding and the solver's tolerance."""
+
 AMPLE = 2**62
 """More bytes than there are anywhere."""
 
@@ -366,6 +369,15 @@ class Problem:
             )
             for unit, options in enumerate(self.options)
         ]
+
+    @cached_property
+    def compute_seconds(self) -> float:
+        """What any plan computes at least, over all micro-batches: a bound that needs no search."""
+        both = (
+            min(option.forward_s + option.backward_s for option in options.activations)
+            for options in self.options
+        )
+        return self.settings.micro_batches * sum(both) * (1 - SAFE)
 
     def least_seconds(self, choice: Choice) -> float:
         """A bound on the seconds of every schedule of a choice: no lane is faster than its work."""

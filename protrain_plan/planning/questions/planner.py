@@ -149,8 +149,9 @@ def solve_problem(
     if solver != "milp":
         problem = problem.overlapping(False)
     # A second copy makes no plan leaner.
-    lean = min_memory(problem.speculating(), stopped=effort.spent)
-    if (lean is None or lean.bytes > problem.device) and effort.spent():
+    late = effort.late()
+    lean = min_memory(problem.speculating(), stopped=late)
+    if (lean is None or lean.bytes > problem.device) and late():
         lean = _first_plain(problem)
     if lean is None or lean.bytes > problem.device:
         return infeasible(problem, budgets, lean)
@@ -187,7 +188,7 @@ class _Planning:
         self.problem, self.lean = problem, lean
         self.effort, self.progress = effort, progress
         self.evaluator = Evaluator(problem)
-        self.bound, self.room = 0.0, ROOMS[0]
+        self.bound, self.room = problem.compute_seconds, ROOMS[0]
         self.on_device = problem.may_update_on_device
         first = self.evaluator.evaluate(lean.choice)
         assert first, "the leanest choice meets the budgets"
@@ -348,7 +349,7 @@ class _Planning:
         self.counting = Counting(self.problem, stopped=self.effort.spent)
         self.fluid = self.counting.fluid
         if self.counting.relax():
-            self.bound = self.counting.bound_seconds
+            self.bound = max(self.bound, self.counting.bound_seconds)
         self._tell("lower bound")
 
     def _good_enough(self) -> bool:
@@ -501,7 +502,11 @@ def solve_any(
         )
 
     bounds: dict[int, float] = {}  # of all that may have plans
+    looked_at = len(problems)
     for number, problem in enumerate(problems):
+        if number and effort.spent():
+            looked_at = number
+            break
         if (bound := least_lane_seconds(problem, stopped=effort.spent)) is None:
             break  # more replicas need more memory
         bounds[number] = bound
@@ -530,7 +535,8 @@ def solve_any(
             known.append(problems[number].choice_of(found.plan.units))
     if best is None:
         return reason or solve_one(problems[0])
-    bound = min(bounds.values())
+    # What was not looked at computes as much.
+    bound = min([*bounds.values(), *(one.compute_seconds for one in problems[looked_at:])])
     prediction = replace(best.plan.prediction, lower_bound_seconds=bound)
     proven = replace(best.plan, prediction=prediction)
     return replace(

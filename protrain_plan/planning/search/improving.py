@@ -39,6 +39,9 @@ MAX_ORDERS = 12
 MAX_SLOTS = 30_000
 """Slots simulated in all, which bounds the time that tidying takes."""
 
+GRACE_S = 0.7
+"""What a search without any plan may take when it should end."""
+
 CHANGED, IN_VAIN = 3, 4
 """How many changes a search goes further on, and how often in vain."""
 
@@ -72,6 +75,20 @@ class Effort:
     def spent(self) -> bool:
         """Whether the search has to end now."""
         return self.stopped() or self.left_s() <= 0
+
+    def late(self) -> Callable[[], bool]:
+        """Asked often: whether the search should have ended some time ago.
+
+        Without any plan at all it goes on for as long: most first plans are a moment's work.
+        """
+        since: list[float] = []
+
+        def late() -> bool:
+            if not since and self.spent():
+                since.append(time.monotonic())
+            return bool(since) and time.monotonic() - since[0] > GRACE_S
+
+        return late
 
     def left_s(self) -> float:
         """Seconds until the time limit."""
