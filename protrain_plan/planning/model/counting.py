@@ -325,7 +325,9 @@ class Counting:
     def _solve(self, numbers: Numbers | None, room: Room) -> Solution:
         if numbers is not self._fixed:
             for one in self._numbers.counted:
-                low, high = (0, len(one.units)) if numbers is None else [numbers[one.name]] * 2
+                low, high = 0, len(one.units)
+                if numbers is not None and one.name in numbers:
+                    low = high = numbers[one.name]
                 self._lp.bound(self._counts[one.name], low, high)
         if room.margin != self._room.margin:
             for row in self._rows:
@@ -410,3 +412,8 @@ class Counting:
     def spread(self, numbers: Numbers, room: Room) -> Mapping[str, float]:
         """Which units take which option, in fractions, where so many do."""
         return self._solve(numbers, room).values
+
+    def placed(self, numbers: Numbers, room: Room) -> Mapping[str, float]:
+        """The same where so many take each placement; what is done with activations is open."""
+        states = (one for one in self._numbers.counted if isinstance(one.option, StateOption))
+        return self._solve({one.name: numbers[one.name] for one in states}, room).values

@@ -25,8 +25,9 @@ the least memory.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from math import inf
 from typing import Literal
 
@@ -198,7 +199,7 @@ class _Planning:
     def solve(self, hints: Sequence[Choice]) -> Evaluation:
         """The best plan of all stages."""
         before = self._searched_before(hints)
-        self._search(hints, found_before=bool(before))
+        self._search(hints)
         if self.best.seconds >= self.effort.below_s:
             return self.best
         self._keep(self.evaluator.best_schedule(self.best.choice, rule=self.best.rule))
@@ -249,39 +250,39 @@ class _Planning:
         if not staged or self._good_enough():
             return [waiting]
         (tier, _), *_ = staged.most_common(1)
-        return [waiting, self._searched(self.problem.speculating(tier), ())]
+        ahead_on = self.problem.speculating(tier)
+        known = self.best.plans
+        of_units = zip(known, ahead_on.options, strict=True)
+        same = all(unit.states in options.numbers[1] for unit, options in of_units)
+        return [waiting, self._searched(ahead_on, [ahead_on.choice_of(known)] if same else [])]
 
     def _searched(self, problem: Problem, hints: Sequence[Choice]) -> Evaluation:
         """The best plan with fewer options, found from those hints that it has them for."""
         other = _Planning(problem, self.lean, self.effort, self.progress)
         known = [len(options.states) for options in problem.options]
-        other._search([c for c in hints if all(s < n for (_, s), n in zip(c, known, strict=True))])
+        open_to = [c for c in hints if all(s < n for (_, s), n in zip(c, known, strict=True))]
+        other._search(open_to, last=False)
         best = other.best._replace(choice=self.problem.choice_of(other.best.plans))
         self._keep(best)
         return best
 
-    def _search(self, hints: Sequence[Choice], *, found_before: bool = False) -> None:
-        """All stages up to the last polish; few, where the hints come from such searches."""
+    def _search(self, hints: Sequence[Choice], *, last: bool = True) -> None:
+        """All stages up to the last polish; without the last, whose plan others go on from."""
         for choice in hints:
             self._try(choice)
         plain = [choice for choice in plain_choices(self.problem) if self.problem.fits(choice)]
         for choice in sorted(plain, key=self.problem.least_seconds)[:MOST_PLAIN]:
             self._try(choice)
         self._tell("plain policies")
-        if not found_before:
-            self._find_bound()
-        stages: tuple[Callable[[], None], ...] = (
-            self._number,
-            self._prove,
-            self._improve,
-        )
-        if found_before:
-            stages = (self._number, self._prove)
-        for stage in stages if self.on_device or self.effort.enough_s is None else stages[:2]:
+        self._find_bound()
+        stages = [self._number, self._prove]
+        if last and (self.on_device or self.effort.enough_s is None):
+            stages.append(self._improve)
+        for stage in stages:
             if self._good_enough() or self.effort.spent() or self._beaten():
                 break
-            if stage != stages[0] and self.best.seconds >= self.effort.below_s:
-                break  # another number of replicas is as good
+            if stage != stages[0] and self.best.seconds * (1 + TOLERANCE) >= self.effort.below_s:
+                break  # another number of replicas is as good, or nearly
             if self.effort.enough_s is not None and self.bound > self.effort.enough_s:
                 break  # no plan takes what the effort asks for
             stage()
@@ -345,11 +346,15 @@ class _Planning:
             solver=solver_name() if solver == "milp" else solver,
         )
 
+    @cached_property
+    def counting(self) -> Counting:
+        """The fluid model and its numbers, relaxed once."""
+        counting = Counting(self.problem, stopped=self.effort.spent)
+        counting.relax()
+        return counting
+
     def _find_bound(self) -> None:
-        self.counting = Counting(self.problem, stopped=self.effort.spent)
-        self.fluid = self.counting.fluid
-        if self.counting.relax():
-            self.bound = max(self.bound, self.counting.bound_seconds)
+        self.bound = max(self.bound, self.counting.bound_seconds)
         self._tell("lower bound")
 
     def _good_enough(self) -> bool:
@@ -389,6 +394,8 @@ class _Planning:
             values = counting.amounts(room)
             if numbers := counting.near(values):
                 self._try_numbers(numbers, values, room)
+                if not self._good_enough():
+                    self._try_rounded(counting.placed(numbers, room), room)
             self._tell("whole numbers of units near the bound's")
         self._polish("whole numbers of units")
 
@@ -428,13 +435,19 @@ class _Planning:
         self, numbers: Mapping[str, int], values: Mapping[str, float], room: Room
     ) -> None:
         """Evaluate arrangements of so many units per option, by fractions that the model takes."""
-        if not values:
-            return
-        fractions, before = self.fluid.choice_values(values), self.best.seconds
-        found = dict.fromkeys(arranged(self.problem, fractions, self.counting.of_classes(numbers)))
-        if self.counting.size <= SMALL:
-            found |= dict.fromkeys(roundings(self.problem, fractions))
-        for choice in found:
+        if values:
+            fractions = self.counting.fluid.choice_values(values)
+            amounts = self.counting.of_classes(numbers)
+            self._try_all(arranged(self.problem, fractions, amounts), room)
+
+    def _try_rounded(self, values: Mapping[str, float], room: Room) -> None:
+        """Evaluate roundings of fractions that the model takes."""
+        if values:
+            self._try_all(roundings(self.problem, self.counting.fluid.choice_values(values)), room)
+
+    def _try_all(self, choices: Iterable[Choice], room: Room) -> None:
+        before = self.best.seconds
+        for choice in choices:
             for below in moved_down(self.problem, choice):
                 self._try(repaired(self.problem, below, self.lean.choice))
         if self.best.seconds < before:
