@@ -1,27 +1,35 @@
 """The grid that users have: machines of the catalogue with what they have, and what is trained.
 
+    python -m benchmarks.grid        draw it again, in some ten minutes (benchmarks/grid.json)
+
 Six setups on every machine, six budgets each. A setup is a published model with all parameters
 trained or adapters alone, clipped or not, so many micro-batches, devices and tokens. The full
 product would be ten thousands of setups; drawn are those in which every pair of values meets on
 some machine, from a fixed seed, and only those that fit the machine.
 """
 
+import json
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import combinations, product
+from pathlib import Path
 
 from benchmarks.costs import UTILISATION
 from benchmarks.machines import Machine
 from benchmarks.shapes import SHAPES, profile
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
+from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.program.group import ALONE, DeviceGroup, group_on, profile_of_rank
+from protrain_plan.records.files import replace_text
 from protrain_plan.records.plan import Budgets, Updates
 from protrain_plan.records.profile import Profile
+
+DRAWN_GRID = Path(__file__).parent / "grid.json"
 
 SHARES = (0.0, 0.1, 0.25, 0.45, 0.7, 1.0)
 """Where budgets lie between the smallest and the largest, on a logarithmic scale."""
@@ -144,6 +152,8 @@ def cases_of(setup: Setup) -> list[Case]:
     """
     device = machine(setup.machine).hardware.device
     problem = problems(setup, device.memory_bytes)[0]
+    if least_lane_seconds(problem.speculating()) is None:
+        return []
     lean = min_memory(problem.speculating())
     if lean is None:
         return []
@@ -203,8 +213,31 @@ def grid() -> Iterator[list[Case]]:
                 break
 
 
+def cases() -> list[Case]:
+    """The grid's cases, as they were drawn."""
+    return [
+        Case(setup=Setup(**drawn["setup"]), share=share, device=size)
+        for drawn in json.loads(DRAWN_GRID.read_text())
+        for share, size in zip(SHARES, drawn["devices"], strict=True)
+    ]
+
+
 def sample(count: int) -> list[Case]:
-    """So many of the grid's cases, from all its parts."""
-    cases = [case for setup in grid() for case in setup]
-    random.Random(1).shuffle(cases)
-    return cases[:count]
+    """So many of the grid's cases, from all its parts; more are the same and others."""
+    found = cases()
+    random.Random(1).shuffle(found)
+    return found[:count]
+
+
+def main() -> None:
+    drawn = []
+    for of_setup in grid():
+        print(of_setup[0].setup, flush=True)
+        devices = [case.device for case in of_setup]
+        drawn.append({"setup": asdict(of_setup[0].setup), "devices": devices})
+    lines = ",\n".join(json.dumps(one) for one in drawn)
+    replace_text(DRAWN_GRID, f"[\n{lines}\n]\n")
+
+
+if __name__ == "__main__":
+    main()
