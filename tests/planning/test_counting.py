@@ -1,6 +1,7 @@
 """Whole numbers of units per option, and what they prove, against every plan of small problems."""
 
 import random
+from dataclasses import replace
 from functools import cache
 from itertools import groupby, product
 from math import inf
@@ -15,9 +16,18 @@ from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search.choices import arranged, moved_down
+from protrain_plan.planning.search.evaluation import schedule, step_seconds
 from protrain_plan.records.plan import Budgets, Offload, Persistent, Swap
 from protrain_plan.records.profile import Profile
-from tests.support.planning_cases import MB, cpu, decoder, gpu
+from protrain_plan.simulation.memory import device_bytes
+from tests.planning.test_planning_bound import (
+    PLENTY,
+    random_choice,
+    random_problem,
+    random_rule,
+)
+from tests.support.planning_cases import MB, cpu, decoder, gpu, random_profile
+from tests.support.thinning import thinned
 
 DEVICE = 3_300 * MB
 
@@ -100,6 +110,29 @@ def _whole(problem: Problem) -> pulp.LpProblem:
 def test_whole_numbers_raise_the_bound_and_plans_stay_above_it() -> None:
     before, bound = proved(Problem.of(*on_two_tiers(24_000 * MB)), rounds=8)
     assert before * 1.02 < bound <= planned().plan.prediction.step_seconds
+
+
+@pytest.mark.parametrize(("seed", "several"), thinned(range(60), [False, True], every=6))
+def test_no_plan_is_faster_than_the_bound_over_whole_numbers(seed: int, *, several: bool) -> None:
+    """Ranks, clipping, micro-batches, both tiers; budgets are those that a random plan takes."""
+    rng = random.Random(seed)
+    problem = random_problem(random_profile(rng, max_blocks=5), PLENTY, rng, several=several)
+    known = random_choice(problem, rng)
+    least = max(problem.static_bytes(known))
+    limit = least + int(rng.random() ** 3 * least)
+    plans = schedule(problem, known, limit=limit, rule=random_rule(rng))
+    assert plans is not None
+    peak = max(slot.total for slot in device_bytes(problem.program(plans)))
+    tiers = {tier: problem.tier_use(tier, known) for tier in problem.tiers}
+    problem = replace(problem, device=peak, tiers=tiers)
+    _, bound = proved(problem, rounds=4)
+    assert bound <= step_seconds(problem, plans)[0]
+    for _ in range(40):
+        choice = random_choice(problem, rng)
+        if problem.fits(choice):
+            others = schedule(problem, choice, limit=peak, rule=random_rule(rng))
+            assert others is not None
+            assert bound <= step_seconds(problem, others)[0]
 
 
 def test_near_numbers_are_whole_and_meet_the_budgets_of_tiers() -> None:

@@ -37,6 +37,8 @@ from tests.support.program_graph import waits_in_a_circle
 from tests.support.thinning import thinned
 
 CLOSE = Effort(gap_target=0.001)
+WITH_A_PLAN = 300  # times asked after which any search of these has one
+STAGES = 50
 MODES: list[tuple[Updates, int]] = [
     ("in backward", 1),
     ("after backward", 1),
@@ -358,20 +360,81 @@ def test_infeasible_names_the_largest_sizes_that_fit() -> None:
     assert 0 < no.largest_seq_len < profile.workload.seq_len
 
 
-def test_an_interrupted_search_gives_the_best_plan_so_far() -> None:
-    profile = model(gpu(), blocks=12)
+@pytest.mark.parametrize("asked_before", [0, 3, 30, 300, 3000, 10_000])
+def test_an_interrupted_search_gives_the_best_plan_so_far(asked_before: int) -> None:
+    profile = model(gpu(disk_gb=1000), blocks=12)
     asked = 0
 
     def stopped() -> bool:
         nonlocal asked
         asked += 1
-        return asked > 3
+        return asked > asked_before
 
     answer = plan(profile, within(profile, 800 * MB), effort=Effort(stopped=stopped))
-    whole = plan(profile, within(profile, 800 * MB))
+    if asked_before >= WITH_A_PLAN:  # every stage asks, and goes no further
+        assert asked - asked_before < STAGES
     assert isinstance(answer, Solved)
-    assert isinstance(whole, Solved)
-    assert answer.gap >= whole.gap >= 0
+    assert answer.gap >= 0
+    peaks = answer.plan.prediction.peak_bytes
+    assert peaks.device + peaks.context <= answer.plan.budgets.device
+
+
+def test_a_search_for_less_memory_ends_when_it_is_asked_to() -> None:
+    question = Question(profile=model(gpu()), budgets=within(model(gpu()), 3000 * MB))
+    answer = ask(question, Objective(max_slowdown=1.2), effort=Effort(time_limit_s=0.05))
+    assert answer.least_memory is not None
+
+
+def test_budgets_above_what_an_estimate_assumes_are_the_users_to_say() -> None:
+    profile = model(gpu(host_gb=1))
+    budgets = replace(within(profile, 800 * MB), disk=0)
+    assert Question(profile=profile, budgets=budgets).problem().tiers["host"] == budgets.host
+    answer = ask(Question(profile=profile, budgets=budgets), Objective(), effort=Effort())
+    assert answer.solved is not None
+    assert answer.solved.plan.prediction.peak_bytes.host > 10**9
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_budgets_above_what_was_measured_are_refused_with_both_numbers(tier: str) -> None:
+    profile = replace(model(gpu(host_gb=1, disk_gb=1)), method="measured")
+    budgets = replace(within(profile, 800 * MB), host=10**9, disk=10**9)
+    assert Question(profile=profile, budgets=budgets).problem().tiers == {
+        "host": 10**9,
+        "disk": 10**9,
+    }
+    with pytest.raises(ProtrainError) as refused:
+        Question(profile=profile, budgets=replace(budgets, **{tier: 2 * 10**9})).problem()
+    assert refused.value.key == {"host": "--host-memory", "disk": "--disk"}[tier]
+    assert "1.86 GiB" in refused.value.message
+    assert "953.67 MiB" in refused.value.message
+
+
+def lacking(*, host: int, disk: int) -> Infeasible:
+    """The answer where the device has room for nothing, and there is so much below it."""
+    profile = model(gpu(host_gb=64, disk_gb=1000))
+    budgets = replace(within(profile, 800 * MB), host=host, disk=disk)
+    answer = plan(profile, budgets)
+    assert isinstance(answer, Infeasible)
+    enough = replace(budgets, **{answer.tier: answer.smallest_budget_bytes})
+    if len(answer.advice) < 3 or " and " not in " ".join(answer.advice[1:2]):
+        assert isinstance(plan(profile, enough), Solved)
+        less = replace(budgets, **{answer.tier: answer.proven_budget_bytes - 10 * MB})
+        assert isinstance(plan(profile, less), Infeasible)
+    return answer
+
+
+def test_what_lacks_is_named_with_what_is_enough_of_it() -> None:
+    nothing = lacking(host=10**9, disk=0)
+    assert nothing.tier in ("host", "disk")
+    assert nothing.advice[0].startswith(f"raise the {nothing.tier} budget to ")
+    assert nothing.advice[1].startswith("or the ")
+
+
+def test_bytes_on_their_way_to_disk_need_host_memory() -> None:
+    """A disk alone is not enough: states pass through host memory, and so do all bytes."""
+    no_host = lacking(host=0, disk=10**12)
+    assert no_host.tier == "host"
+    assert no_host.shortfall_bytes > 0
 
 
 def test_swaps_go_where_they_are_told() -> None:

@@ -75,8 +75,9 @@ class Question:
             most = most_of(tier, profile)
             if asked[tier.name] > most:
                 times = group.in_node
+                words = "host memory" if tier.name == "host" else "disk"
                 raise ProtrainError(
-                    f"{format_bytes(asked[tier.name] * times)} of {tier.name} were asked for, and"
+                    f"{format_bytes(asked[tier.name] * times)} of {words} were asked for, and"
                     f" {format_bytes(most * times)} were found when {hardware.name} was measured",
                     key="--host-memory" if tier.name == "host" else "--disk",
                     fix="ask for as much as there is, or profile the model on a machine with more",
