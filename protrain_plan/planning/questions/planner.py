@@ -96,13 +96,11 @@ IN_VAIN = 3
 PROMISING = 1.01
 """Numbers are tried whose value is at most so many times the least known."""
 
-SIMULATED_UNITS = {False: 14_000, True: 40_000}
-"""Plans that the local search may simulate times units: about a second. More where chunks may be
-updated on the device: no search tree has found good numbers of them before."""
+SIMULATED_MOVES = 1_000_000
+"""Moves of the plans that the local search simulates: some eight seconds."""
 
-LEAST_SIMULATED, MOST_SIMULATED = 120, 1200
-"""Plans that it may simulate of any model, at least (a large one has thousands of neighbours), and
-at most."""
+LEAST_SIMULATED, MOST_SIMULATED = 60, 3000
+"""Plans that it simulates of any model, at least, and at most."""
 
 Solver = Literal["milp"] | Baseline
 SOLVERS: tuple[Solver, ...] = ("milp", *BASELINES)
@@ -455,9 +453,9 @@ class _Planning:
 
     def _improve(self) -> None:
         longer = self.on_device and self.effort.enough_s is None
-        asked = min(MOST_SIMULATED, SIMULATED_UNITS[longer] // self.problem.count)
-        most = max(LEAST_SIMULATED, asked)
-        last = self.evaluator.num_simulations + most
+        num_moves = 1 + len(self.problem.program(self.best.plans).moves)
+        most = min(MOST_SIMULATED, SIMULATED_MOVES // num_moves)
+        last = self.evaluator.num_simulations + max(LEAST_SIMULATED, most)
         before = None
         # Other decisions may want another schedule, and under that yet other ones.
         while before is None or (longer and self.best.seconds < before):

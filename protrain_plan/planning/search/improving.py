@@ -42,7 +42,7 @@ MAX_SLOTS = 30_000
 GRACE_S = 0.7
 """What a search without any plan may take when it should end."""
 
-CHANGED, IN_VAIN = 3, 4
+CHANGED, IN_VAIN = 3, 12
 """How many changes a search goes further on, and how often in vain."""
 
 NEARLY = 1.03
