@@ -142,6 +142,11 @@ def print_any(result: RenderableType | str | dict[str, Any]) -> None:
             print_rendered(result)
 
 
+def print_beside(text: str) -> None:
+    """A line on standard error, above a progress bar if there is one."""
+    _err.print(one_line(text))
+
+
 def print_text(text: str) -> None:
     """Print lines as they are: for programs, and never wrapped.
 

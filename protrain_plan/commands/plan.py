@@ -120,8 +120,14 @@ def plan(
     | protrain plan profile.yaml --device-memory 24GiB --maximize batch-size
     | protrain plan profile.yaml --pin 'layers.0-3: recompute' --explain
     """
-    from protrain_plan.commands.output import destination, interruptible, progress, show
-    from protrain_plan.presentation.plans import answer_json, answer_text, search_text
+    from protrain_plan.commands.output import (
+        destination,
+        interruptible,
+        print_beside,
+        progress,
+        show,
+    )
+    from protrain_plan.presentation.plans import answer_json, answer_text, point_text, search_text
     from protrain_plan.records import read_profile, write_plan
 
     target = output if pareto else destination(output)  # a front is printed
@@ -177,6 +183,7 @@ def plan(
             effort=effort,
             solver=solver_name,
             progress=lambda *found: report(search_text(*found), 0.5),
+            told=None if as_json else lambda point: print_beside(point_text(point)),
         )
     if answer.solved is not None and not pareto:
         write_plan(answer.solved.plan, target)

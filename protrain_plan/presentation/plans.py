@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from protrain_plan.commands.training import Run
     from protrain_plan.planning.explain.explaining import Explanation
     from protrain_plan.planning.outcome import Infeasible, Solved
-    from protrain_plan.planning.questions.objectives import Answer, Fit
+    from protrain_plan.planning.questions.objectives import Answer, Fit, Point
 
 
 def solved_json(solved: "Solved") -> dict[str, Any]:
@@ -238,6 +238,17 @@ def answer_text(answer: "Answer", explanation: "Explanation | None", path: Path)
     return Group(*map(Text, head), solved, *map(Text, notes))
 
 
+def point_text(point: "Point") -> str:
+    """One point of a front in a line, while others are looked for."""
+    seconds = format_seconds(point.solved.plan.prediction.step_seconds)
+    return f"{_typed(point)}: a step of {seconds}"
+
+
+def _typed(point: "Point") -> str:
+    """A point's memory as one would type it, rounded up."""
+    return f"{-(-point.device_bytes // 2**20)}MiB"
+
+
 def _front_text(answer: "Answer") -> RenderableType:
     """Memory against time, the bars in proportion to the slowest step."""
     table = table_of("device memory", "step", "gap", "")
@@ -245,7 +256,7 @@ def _front_text(answer: "Answer") -> RenderableType:
     for point in answer.front:
         seconds = point.solved.plan.prediction.step_seconds
         table.add_row(
-            f"{-(-point.device_bytes // 2**20)}MiB",  # as one would type it, rounded up
+            _typed(point),
             format_seconds(seconds),
             f"{point.solved.gap:.2%}",
             Text("█" * max(1, round(30 * seconds / slowest)), justify="left"),

@@ -87,9 +87,24 @@ def test_the_front_is_a_table_and_no_plan(profile: Path, tmp_path: Path) -> None
     assert sizes == sorted(sizes)
     assert seconds == sorted(seconds, reverse=True)
     assert not (tmp_path / "plan.yaml").exists()
-    text = protrain("plan", profile, "--pareto", "--points", 3, folder=tmp_path).stdout
-    assert text.splitlines()[0].split() == ["device", "memory", "step", "gap"]
-    assert "█" in text
+    result = protrain("plan", profile, "--pareto", "--points", 3, folder=tmp_path)
+    assert result.stdout.splitlines()[0].split() == ["device", "memory", "step", "gap"]
+    assert "█" in result.stdout
+    told = [line.split(": a step of ")[0] for line in result.stderr.splitlines()]
+    assert len(told) >= 2  # as they come
+    assert all(size in result.stdout for size in told)
+
+
+def test_host_memory_above_what_was_measured_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    measured = replace(decoder(gpu(host_gb=64), blocks=2), method="measured")
+    write_profile(measured, tmp_path / "profile.yaml")
+    result = protrain("plan", "profile.yaml", "--host-memory", "2TiB", folder=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == (
+        "error: --host-memory: 2.00 TiB of host memory were asked for, and 59.60 GiB were found"
+        " when gpu was measured\n"
+        "  fix: ask for as much as there is, or profile the model on a machine with more\n"
+    )
 
 
 def test_least_memory_for_a_speed(profile: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -17,8 +18,10 @@ from benchmarks import (
     accuracy_page,
     checkpoints,
     front,
+    grid,
     launching,
     paper,
+    planner,
     ranks,
     runtime_page,
     updates,
@@ -71,6 +74,22 @@ def test_one_case_of_the_planners_grid(tmp_path: Path) -> None:
     assert case["gap"] == case["step_seconds"] / case["lower_bound_seconds"] - 1
     assert 0 <= case["gap"] <= 0.05
     assert f"| {case['machine']} | {case['setup']} |" in out.with_suffix(".md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_sixty_cases_of_the_planners_grid_keep_what_plans_promise() -> None:
+    """Bounds are below, baselines above, and most plans are near their bounds."""
+    gaps: list[float] = []
+    for case in grid.sample(60):
+        found = planner.run(case, None)
+        assert found.step_seconds is not None, case
+        assert found.lower_bound_seconds is not None
+        assert found.lower_bound_seconds <= found.step_seconds
+        for name, seconds in found.baseline_seconds.items():
+            assert seconds is None or found.step_seconds <= seconds * 1.005, (case, name)
+        gaps.append(found.step_seconds / found.lower_bound_seconds - 1)
+    assert statistics.median(gaps) <= 0.02
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 And whether a workload trains on a machine at all, how fast, and what binds (`fit`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -137,8 +137,12 @@ def ask(
     effort: Effort,
     solver: Solver = "milp",
     progress: Progress | None = None,
+    told: "Callable[[Point], None] | None" = None,
 ) -> Answer:
-    """The answer to a question; ProtrainError where a pin does not fit it."""
+    """The answer to a question; ProtrainError where a pin does not fit it.
+
+    Of a front, each point is `told` as soon as it is known.
+    """
     found_largest = None
     if objective.maximize:
         found_largest = question.largest(objective.maximize)
@@ -158,7 +162,9 @@ def ask(
             outcome, answer = least.solved, replace(answer, least_memory=least)
     elif objective.pareto_points is not None:
         points = objective.pareto_points
-        front = pareto(problems, budgets, num_points=points, effort=effort, progress=progress)
+        front = pareto(
+            problems, budgets, num_points=points, effort=effort, progress=progress, told=told
+        )
         if isinstance(front, Infeasible):
             outcome = front
         else:
@@ -291,11 +297,12 @@ def pareto(
     num_points: int,
     effort: Effort,
     progress: Progress | None = None,
+    told: Callable[[Point], None] | None = None,
 ) -> tuple[Point, ...] | Infeasible:
     """Plans from the least memory to what `budgets` allow, each faster than those of less.
 
     Budgets are in equal ratios between the least and the largest that helps; a plan that a
-    smaller one beats is left out.
+    smaller one beats is left out. Each point is `told` as soon as it is known.
     """
     problem = problems[0]  # with the fewest replicas, which needs least
     lean = min_memory(problem, stopped=effort.spent)
@@ -326,6 +333,8 @@ def pareto(
         step = found.plan.prediction.step_seconds
         if not points or step < points[-1].solved.plan.prediction.step_seconds:
             points.append(Point(device_bytes=_needed(found) + besides, solved=found))
+            if told:
+                told(points[-1])
     return tuple(points)
 
 
