@@ -1,11 +1,6 @@
 """The linear model of decisions and of the bytes that stand for them, slot by slot.
 
 Bytes are fractions of the device's budget. `fluid.py` adds transfers and time to it.
-
-Large chunks fit a tier in whole numbers only, and what does not fit goes to a slower one. The fluid
-model's relaxation leaves fractions of chunks there, and takes too little time. In the `CountModel`
-the decisions, their bytes in every slot and the tiers' budgets are the same, and there is nothing
-else: whole numbers of units are found at once.
 """
 
 from collections import defaultdict
@@ -53,7 +48,6 @@ class DecisionModel:
         self.activations: list[list[pulp.LpVariable]] = []
         self.states: list[list[pulp.LpVariable]] = []
         self.uses: list[pulp.LpVariable] = []
-        self.tier_rows: dict[TierName, pulp.LpConstraint] = {}
         for unit, options in enumerate(problem.options):
             for kind, into, decisions in (
                 (
@@ -186,7 +180,7 @@ class DecisionModel:
             terms = self.tier_terms(tier)
             if tier == "host" and is_accelerator(problem.settings.device):
                 terms += [*staging, *self._passing(limit)]
-            self.tier_rows[tier] = self.row(f"budget_{tier}", terms, LE, limit / unit)
+            self.row(f"budget_{tier}", terms, LE, limit / unit)
         return memory
 
     def _passing(self, limit: int) -> Terms:
@@ -309,24 +303,16 @@ def _state_name(decision: Placement) -> str:
     return states_text(decision)
 
 
-class CountModel(DecisionModel):
-    """The decisions that meet all budgets with leads and drains of 0, whole numbers per class."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        for t, terms in enumerate(self.add_needs()):
-            # What the decisions alone need in a slot fits the device.
-            self.row(f"fits_{self.slot_name(t)}", terms, LE, 1.0)
-        self.count_units()
-
-
 def least_lane_seconds(problem: Problem, *, stopped: Stopped | None = None) -> float | None:
     """No plan within the budgets takes less; None where there is no plan.
 
     The fluid model knows when bytes are needed, and its bound is tighter; for a hundred units on a
     machine with two tiers it takes half a minute, and this a second.
     """
-    model, lanes = CountModel(problem), problem.lane_seconds
+    model, lanes = DecisionModel(problem), problem.lane_seconds
+    for t, terms in enumerate(model.add_needs()):
+        # What the decisions alone need in a slot fits the device.
+        model.row(f"fits_{model.slot_name(t)}", terms, LE, 1.0)
     busiest = model.variable("step")
     busy: dict[str, Terms] = {lane: [] for lane in lanes.lanes}
     for unit, activation, x in model.each_activation():

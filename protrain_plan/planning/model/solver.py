@@ -130,9 +130,14 @@ class LinearProgram:
         steps = ITERATIONS if not integer and not self._interior and self._hard else 2**31 - 1
         self._highs.setOptionValue("simplex_iteration_limit", steps)
         self._highs.run()
+        self._highs.setOptionValue("simplex_iteration_limit", 2**31 - 1)
         if self._highs.getModelStatus() == _KINDS.kIterationLimit:
-            self._highs.setOptionValue("simplex_iteration_limit", 2**31 - 1)
             self._highs.setOptionValue("solver", "ipm")
+            self._highs.run()
+        ended = (_KINDS.kOptimal, _KINDS.kInterrupt, _KINDS.kTimeLimit)
+        if not integer and self._hard and self._highs.getModelStatus() not in ended:
+            # Where hardly any solution is left, an interior point may find none.
+            self._highs.setOptionValue("solver", "simplex")
             self._highs.run()
         self._interior = self._interior and integer
         return self._solution(integer=integer)

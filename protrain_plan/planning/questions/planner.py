@@ -1,11 +1,10 @@
-"""The planner: bound, rounding, evaluation, local search, and a search tree where those fall short.
+"""The planner: a bound, whole numbers of units, their arrangements, evaluation, local search.
 
-    bound   = the fluid model's relaxation, the same with what whole chunks leave to slower tiers,
-              and that with whole numbers of units per option
-    choices = plain policies, the paper's four parameters, and roundings of these solutions and of
-              some that leave a margin of memory
-    best    = the fastest of them in the simulator; while it is not close enough to the bound:
-              relaxations with more margins, local search
+    bound   = the fluid model's relaxation, then that over whole numbers of units per option
+    choices = plain policies, the paper's four parameters, and arrangements of whole numbers near
+              the relaxation's (with more and less room for whole moves) or that promise more
+    best    = the fastest of them in the simulator, each stage only while it is not close enough to
+              the bound; then local search
 
 The model only proposes; every plan is judged by the simulator under the byte limits of its slots.
 Work is limited by counts, never by time, unless the user sets a time limit: the same input gives
@@ -90,7 +89,10 @@ BRANCHED_UNITS = {False: 2000, True: 600}
 """Nodes of that tree times units, by whether steps overlap, which makes a node three times as
 long."""
 
-IN_VAIN = 3
+LEARNT = 2
+"""Numbers near the relaxation's that the programme learns from before it is asked."""
+
+IN_VAIN = 4
 """Rounds after which neither the bound nor the plan is better, before they end."""
 
 PROMISING = 1.01
@@ -189,6 +191,7 @@ class _Planning:
         self.evaluator = Evaluator(problem)
         self.bound, self.room = problem.compute_seconds, ROOMS[0]
         self.on_device = problem.may_update_on_device
+        self.near: dict[tuple[int, ...], dict[str, int]] = {}  # numbers near the relaxation's
         first = self.evaluator.evaluate(lean.choice)
         assert first, "the leanest choice meets the budgets"
         self.evaluator.stopped = effort.spent  # from here on there is a plan
@@ -391,6 +394,7 @@ class _Planning:
                 break
             values = counting.amounts(room)
             if numbers := counting.near(values):
+                self.near.setdefault(tuple(numbers.values()), numbers)
                 self._try_numbers(numbers, values, room)
                 if not self._good_enough():
                     self._try_rounded(counting.placed(numbers, room), room)
@@ -412,6 +416,9 @@ class _Planning:
             if found:
                 self._try_numbers(*found, self.room)
             self._tell("a search tree")
+        for numbers in list(self.near.values())[:LEARNT]:
+            if not self._good_enough() and not self.effort.spent():
+                least = min(least, counting.learn(numbers))
         in_vain = 0
         for _ in range(min(ROUNDS, max(3, PROVED_UNITS // self.problem.count))):
             if self._good_enough() or self.effort.spent() or in_vain == IN_VAIN:
