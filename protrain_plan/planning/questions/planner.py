@@ -416,9 +416,9 @@ class _Planning:
             if found:
                 self._try_numbers(*found, self.room)
             self._tell("a search tree")
-        for numbers in list(self.near.values())[:LEARNT]:
+        for near in list(self.near.values())[:LEARNT]:
             if not self._good_enough() and not self.effort.spent():
-                least = min(least, counting.learn(numbers))
+                least = min(least, counting.learn(near))
         in_vain = 0
         for _ in range(min(ROUNDS, max(3, PROVED_UNITS // self.problem.count))):
             if self._good_enough() or self.effort.spent() or in_vain == IN_VAIN:
