@@ -227,7 +227,9 @@ def least_memory(
     step = fastest.plan.prediction.step_seconds
     limit_s = step * max_slowdown
     besides = fewest.profile.hardware.device.besides_bytes
-    least = int(min(_least_bytes(problem, limit_s, effort) for problem in problems))
+    least = 0
+    if not effort.spent():
+        least = int(min(_least_bytes(problem, limit_s, effort) for problem in problems))
     best, best_bytes = fastest, _needed(fastest)
     hints = [fewest.choice_of(fastest.plan.units)]
     inner = replace(effort, enough_s=limit_s)
@@ -248,7 +250,7 @@ def least_memory(
 
     low = max(least, getattr(min_memory(fewest, stopped=effort.spent), "bytes", 0))
     grow, high = FIRST_STEP, low
-    while high < best_bytes and not planned(high) and not effort.spent():
+    while not effort.spent() and high < best_bytes and not planned(high):
         low, high = high, int(high * (1 + grow))
         grow *= 2
     for _ in range(BISECTIONS):
