@@ -405,7 +405,11 @@ class _Compiler:
 
         ends: list[int] = []
         waits = gradients if reads_gradients(placement.decision, self.settings) else ()
-        for start, stop, read, write, share in _pieces(placement):
+        in_place = placement.home == "in place"
+        of_update = _pieces(
+            placement.own, placement.num_updates, placement.parameters_read, in_place=in_place
+        )
+        for start, stop, read, write, share in of_update:
             if lanes is None:
                 lane = Lane("update", placement.decision.tier)
                 ends.append(add(Move("update", unit, index, lane, 0, start, stop, gradients)))
@@ -425,18 +429,17 @@ class _Compiler:
 
 
 @lru_cache(maxsize=10_000)
-def _pieces(placement: StateOption) -> tuple[_Piece, ...]:
+def _pieces(
+    own: ChunkSize, count: int, parameters_read: int, *, in_place: bool
+) -> tuple[_Piece, ...]:
     """The pieces of a chunk's update, in order. (Searches ask for the same again and again.)"""
-    own, count = placement.own, placement.num_updates
     found: list[_Piece] = []
     for start, stop in pairwise(own.num_parameters * n // count for n in range(count + 1)):
         # Trainable parameters are as many bytes as their gradients.
         states = _part(own.state_bytes, start, stop, own)
         parameters = _part(own.gradient_bytes, start, stop, own)
-        read = states + placement.parameters_read * parameters
-        share = (0.0, 0.0)
-        if placement.home == "in place":
-            share = written_share(own, start, stop)
+        read = states + parameters_read * parameters
+        share = written_share(own, start, stop) if in_place else (0.0, 0.0)
         found.append(_Piece(start, stop, read, states + parameters, share))
     return tuple(found)
 

@@ -153,7 +153,7 @@ class ActivationOption:
         return self.cost.backward_s
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class StateOption:
     """One placement of one chunk.
 

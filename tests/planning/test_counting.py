@@ -20,13 +20,8 @@ from protrain_plan.planning.search.evaluation import schedule, step_seconds
 from protrain_plan.records.plan import Budgets, Offload, Persistent, Swap
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.memory import device_bytes
-from tests.planning.test_planning_bound import (
-    PLENTY,
-    random_choice,
-    random_problem,
-    random_rule,
-)
 from tests.support.planning_cases import MB, cpu, decoder, gpu, random_profile
+from tests.support.random_problems import PLENTY, random_choice, random_problem, random_rule
 from tests.support.thinning import thinned
 
 DEVICE = 3_300 * MB

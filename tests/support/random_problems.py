@@ -1,0 +1,52 @@
+"""Random planning problems, choices within them, and rules for their schedules."""
+
+import random
+
+from protrain_plan.planning.model.problem import Choice, Problem
+from protrain_plan.planning.search.evaluation import ALL, ScheduleRule
+from protrain_plan.program.group import ALONE
+from protrain_plan.records.plan import Budgets, Updates
+from protrain_plan.records.profile import Profile
+from tests.support.planning_cases import on_several
+
+STEPS: list[tuple[Updates, int]] = [
+    ("in backward", 1),
+    ("in backward", 1),
+    ("after backward", 1),
+    ("in backward", 3),
+    ("after backward", 2),
+]
+PLENTY = Budgets(device=10**14, host=10**14, disk=10**14)
+
+
+def random_choice(problem: Problem, rng: random.Random) -> Choice:
+    return tuple(
+        (rng.randrange(len(options.activations)), rng.randrange(len(options.states)))
+        for options in problem.options
+    )
+
+
+def random_problem(
+    profile: Profile, budgets: Budgets, rng: random.Random, *, several: bool = False
+) -> Problem:
+    updates, micro_batches = rng.choice(STEPS)
+    group = ALONE
+    if several:
+        profile, group = on_several(profile, rng)
+    return Problem.of(
+        profile,
+        budgets,
+        piece_bytes=rng.choice([16 << 20, 64 << 20, 1 << 40]),
+        updates=updates,
+        micro_batches=micro_batches,
+        group=group,
+        overlap_steps=rng.random() < 0.7,
+    )
+
+
+def random_rule(rng: random.Random) -> ScheduleRule:
+    return ScheduleRule(
+        rng.choice([0, 1, 2, 3, 9, ALL]),
+        rng.choice([0, 0.3, 1, 1.6, 2, 5, ALL]),
+        rng.choice([0, 0.3, 1, rng.random()]),
+    )
