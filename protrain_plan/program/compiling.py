@@ -404,7 +404,9 @@ class _Compiler:
             return into[-1]
 
         ends: list[int] = []
-        waits = gradients if reads_gradients(placement.decision, self.settings) else ()
+        waits: tuple[int, ...] = ()
+        if reads_gradients(placement.decision, self.settings):
+            waits = gradients  # which it reads, too
         in_place = placement.home == "in place"
         of_update = _pieces(
             placement.own, placement.num_updates, placement.parameters_read, in_place=in_place

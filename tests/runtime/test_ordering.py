@@ -785,7 +785,7 @@ MUTATIONS = (
     Mutation(
         owner=_Compiler,
         name="_add_updates",
-        line="free = (*free, *gradients)  # which it reads, too",
+        line="waits = gradients  # which it reads, too",
         instead="pass",
         keeps="gradients are read with the states before they are in host memory",
         scenario=micro_batches_on_the_device_with_late_threads,
@@ -793,7 +793,7 @@ MUTATIONS = (
     Mutation(
         owner=_Compiler,
         name="_add_updates",
-        line="free = (*free, *gradients)  # which it reads, too",
+        line="waits = gradients  # which it reads, too",
         instead="pass",
         keeps="gradients are copied for an update ahead of the norm before they are in host memory",
         scenario=ahead_of_the_norm_from_disk_with_late_lanes,
