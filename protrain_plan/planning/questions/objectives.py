@@ -11,7 +11,7 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.explain.explaining import LaneLimit, lane_words, limits_of
 from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.options import Pin
-from protrain_plan.planning.model.problem import Choice, Problem, most_of
+from protrain_plan.planning.model.problem import SAFE, Choice, Problem, most_of
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.growth import Largest, Quantity, largest
@@ -281,7 +281,7 @@ def _least_bytes(problem: Problem, limit_s: float, effort: Effort) -> float:
     fluid = Fluid(problem)
     fluid.minimise_memory(limit_s)
     answer = solve(fluid.pulp, integer=False, stopped=effort.spent)
-    return max(0.0, answer.bound * fluid.byte_unit * (1 - 1e-6))
+    return max(0.0, answer.bound * fluid.byte_unit * (1 - SAFE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
