@@ -24,6 +24,13 @@ and of several devices
 Where steps overlap, the first slot follows the last one: what waits of updates after slot 2U waits
 before slot 0, and has an end by the forward slot that fetches what is updated.
 
+Over a window of several slots, stalls, compute and flows may be sums. What waits is known at its
+end then, and its sum over the window's slots: rows of the window are the sums of its slots' rows,
+which every schedule meets as well. Decisions and what stands for them stay per slot. So a model of
+a hundred units has a tenth of the flows, and a bound that is a little lower:
+
+    J_all, Q_all ...   what waits after each slot, summed over the slots of a window
+
 The model relaxes the programme: moves are divisible and without latency, a lane serves them in any
 order, a swap may return before it left, states waiting in place leave bit by bit. So its optimum
 bounds the seconds of every plan within the budgets (a test holds this).
@@ -76,8 +83,10 @@ class Flow:
     stall: list[pulp.LpVariable]
     compute: list[pulp.LpVariable]
     waiting: list[pulp.LpVariable]
+    all: list[pulp.LpVariable]  # what waits after each slot, summed over a window
     rate: float
-    amounts: dict[int, Terms] = field(default_factory=lambda: defaultdict(list))
+    of_slot: dict[int, Terms] = field(default_factory=lambda: defaultdict(list))
+    amounts: dict[int, Terms] = field(default_factory=lambda: defaultdict(list))  # of a window
 
 
 class LaneFlows(NamedTuple):
@@ -116,11 +125,13 @@ class ForwardBackward:
     """One forward and backward: transfers and time of a model's decisions."""
 
     def __init__(self, model: "Fluid", static: list[pulp.LpVariable], *, updating: bool) -> None:
-        self.model, self.problem, self.end = model, model.problem, model.end
+        self.model, self.problem = model, model.problem
+        self.windows, self.window_of = model.windows, model.window_of
+        self.last = len(self.windows) - 1  # the window of the device's update alone
         self.prefix, self.updating = "" if updating else "micro_", updating
         self.byte_unit, self.second_unit = model.byte_unit, model.second_unit
         self.memory_rows: list[pulp.LpConstraint] = []
-        self.stall, self.compute = self.per_slot("s"), self.per_slot("d")
+        self.stall, self.compute = self.per_window("s"), self.per_window("d")
         self.flows: dict[str, Flow] = {}
         self.several = self.problem.settings.num_devices > 1
         self.overlap = updating and self.problem.settings.overlap_steps
@@ -138,21 +149,26 @@ class ForwardBackward:
             self._add_chains()
         self._add_limits(static)
 
-    def slot_name(self, slot: int) -> str:
-        return self.model.slot_name(slot)
+    def name(self, window: int) -> str:
+        """A window goes by its last slot."""
+        return self.model.slot_name(self.windows[window][-1])
 
     def variable(self, name: str) -> pulp.LpVariable:
         return self.model.variable(f"{self.prefix}{name}")
 
-    def per_slot(self, name: str) -> list[pulp.LpVariable]:
-        return self.model.per_slot(f"{self.prefix}{name}")
+    def per_window(self, name: str) -> list[pulp.LpVariable]:
+        return [self.variable(f"{name}_{self.name(w)}") for w in range(len(self.windows))]
 
     def row(self, name: str, terms: Terms, sense: int, right: float = 0.0) -> pulp.LpConstraint:
         return self.model.row(f"{self.prefix}{name}", terms, sense, right)
 
     def _add_flow(self, name: str, lane: str, names: str, rate: float, *, ahead: bool) -> None:
-        stall, compute, waiting = map(self.per_slot, names.split())
-        self.flows[name] = Flow(lane, ahead, stall, compute, waiting, rate)
+        stall, compute, waiting = map(self.per_window, names.split())
+        every = list(waiting)
+        for number, window in enumerate(self.windows):
+            if len(window) > 1:
+                every[number] = self.variable(f"{names.split()[2]}_all_{self.name(number)}")
+        self.flows[name] = Flow(lane, ahead, stall, compute, waiting, every, rate)
 
     def on(self, lane: str) -> list[Flow]:
         """What runs on a lane."""
@@ -199,7 +215,8 @@ class ForwardBackward:
         several, updating = self.several, self.updating
 
         def ask(name: str, slot: int, binary: pulp.LpVariable, amount: float) -> None:
-            self.flows[name].amounts[slot].append((binary, amount))
+            self.flows[name].of_slot[slot].append((binary, amount))
+            self.flows[name].amounts[self.window_of[slot]].append((binary, amount))
 
         unit = self.byte_unit
         for _, activation, x in self.model.each_activation():
@@ -208,7 +225,8 @@ class ForwardBackward:
                 ask(fetch.tier, fetch.slot, x, fetch.bytes / unit)
                 ask(f"leave_{leaving.tier}", leaving.slot, x, leaving.bytes / unit)
         for unit_index, state, y in self.model.each_state():
-            slot, update_s = self.end - 1 - unit_index, state.update_s / self.second_unit
+            slot = self.model.end - 1 - unit_index
+            update_s = state.update_s / self.second_unit
             for fetch in state.fetches:
                 ask(f"{fetch.tier}{'_shards' * several}", fetch.slot, y, fetch.bytes / unit)
             for gather in state.gathers:
@@ -236,44 +254,52 @@ class ForwardBackward:
                     self.held_per_written[chain.write] = min(held, known)
 
     def _add_balances(self) -> None:
-        """What waits after each slot, of what is fetched ahead, then of what is left to be done."""
+        """What waits after each window, of what is fetched ahead, then of what is left to do."""
         for name, flow in sorted(self.flows.items(), key=lambda item: not item[1].ahead):
             goes_round = self.overlap and name in _UPDATES
-            for t in range(self.end + 1):
-                slot = self.slot_name(t)
-                before: Terms = [(flow.waiting[t - 1], 1.0)] if t or goes_round else []
-                after = (flow.waiting[t], -1.0)
+            for w in range(self.last + 1):
+                slot = self.name(w)
+                before: Terms = [(flow.waiting[w - 1], 1.0)] if w or goes_round else []
+                after = (flow.waiting[w], -1.0)
+                # What waits before each slot, summed.
+                each = [*before, (flow.all[w], 1.0), after]
                 if flow.ahead:
-                    needed = [(binary, -size) for binary, size in flow.amounts[t]]
+                    needed = [(binary, -size) for binary, size in flow.amounts[w]]
                     # What the slot reads is there when its compute starts.
-                    self.row(f"arrive_{name}_{slot}", [*before, (flow.stall[t], 1.0), *needed], GE)
+                    self.row(f"arrive_{name}_{slot}", [*each, (flow.stall[w], 1.0), *needed], GE)
                     # J_t = J_{t-1} + hs_t + hc_t - needed_t
-                    came = [(flow.stall[t], 1.0), (flow.compute[t], 1.0)]
+                    came = [(flow.stall[w], 1.0), (flow.compute[w], 1.0)]
                     self.row(f"ahead_{name}_{slot}", [*before, *came, *needed, after], EQ)
                 else:
-                    done = [(flow.stall[t], -1.0), (flow.compute[t], -1.0)]
+                    done = [(flow.stall[w], -1.0), (flow.compute[w], -1.0)]
                     # Only what earlier slots produced can be done by the end of this one.
-                    self.row(f"{name}_produced_{slot}", [*before, *done], GE)
+                    self.row(f"{name}_produced_{slot}", [*each, *done], GE)
                     # waiting_t = waiting_{t-1} - done_t + produced_t
-                    produced = flow.amounts[t]
+                    produced = flow.amounts[w]
                     self.row(f"{name}_waiting_{slot}", [*before, *done, *produced, after], EQ)
+                if flow.all[w] is not flow.waiting[w]:
+                    # What waits after the last slot is one of the amounts that are summed.
+                    self.row(f"{name}_all_{slot}", [(flow.all[w], 1.0), after], GE)
             if goes_round:
                 self._add_deadlines(name, flow)
             elif not flow.ahead:  # the step ends when every move has ended
-                self.row(f"{name}_all", [(flow.waiting[self.end], 1.0)], EQ)
+                self.row(f"{name}_all", [(flow.waiting[self.last], 1.0)], EQ)
         # The device's update waits for the sums of gradients.
         if self.several and self.updating:
             sums = (self.flows["scatter"], self.flows["sum"])
-            self.row("summed_before_update", [(f.compute[self.end], 1.0) for f in sums], EQ)
+            self.row("summed_before_update", [(f.compute[self.last], 1.0) for f in sums], EQ)
 
     def _add_deadlines(self, name: str, flow: Flow) -> None:
         """When a forward slot computes, what waits is of units after it alone."""
         of_unit = {y: unit for unit, _, y in self.model.each_state()}
         amounts = [pair for terms in flow.amounts.values() for pair in terms]
-        for unit in range(self.problem.count):
+        for w, window in enumerate(self.windows):
+            unit = window[0]
+            if unit >= self.problem.count:
+                break
             later = [(y, -size) for y, size in amounts if of_unit[y] > unit]
-            left: Terms = [(flow.waiting[unit - 1], 1.0), (flow.stall[unit], -1.0)]
-            self.row(f"{name}_by_{self.slot_name(unit)}", [*left, *later], LE)
+            left: Terms = [(flow.waiting[w - 1], 1.0), (flow.stall[w], -1.0)]
+            self.row(f"{name}_by_{self.model.slot_name(unit)}", [*left, *later], LE)
 
     def _add_lanes(self) -> None:
         """During a stall a lane does no more than its time; a link's directions share it.
@@ -283,8 +309,8 @@ class ForwardBackward:
         """
         tiers, across = self.problem.profile.hardware.tiers, crossing(self.link_share)
         collectives = self.on("collect")
-        for t in range(self.end + 1) if self.several else ():
-            slot = self.slot_name(t)
+        for t in range(self.last + 1) if self.several else ():
+            slot = self.name(t)
             terms = [(f.stall[t], f.rate) for f in collectives]
             self.row(f"lane_network_{slot}", [*terms, (self.stall[t], -1.0)], LE)
             for tier in tiers if across else ():
@@ -298,17 +324,17 @@ class ForwardBackward:
         for tier in tiers:
             k = crossing(tier.link.duplex)
             fetches, spills = self.on(f"fetch {tier.name}"), self.on(f"spill {tier.name}")
-            for t in range(self.end + 1):
+            for t in range(self.last + 1):
                 for word, first, second in (("in", 1.0, k), ("out", k, 1.0)):
                     terms = [(f.stall[t], first * f.rate) for f in fetches]
                     terms += [(f.stall[t], second * f.rate) for f in spills]
                     terms.append((self.stall[t], -1.0))
-                    self.row(f"lane_{word}_{tier.name}_{self.slot_name(t)}", terms, LE)
+                    self.row(f"lane_{word}_{tier.name}_{self.name(t)}", terms, LE)
         for lane in ("update", "update on device"):
-            for t in range(self.end + 1) if self.on(lane) else ():
+            for t in range(self.last + 1) if self.on(lane) else ():
                 (updates,) = self.on(lane)
                 terms = [(updates.stall[t], 1.0), (self.stall[t], -1.0)]
-                self.row(f"lane_{lane.replace(' ', '_')}_{self.slot_name(t)}", terms, LE)
+                self.row(f"lane_{lane.replace(' ', '_')}_{self.name(t)}", terms, LE)
 
     def _add_compute(self) -> None:
         """Compute's time is divided among the sets of lanes that slow it down and run beside it.
@@ -324,13 +350,15 @@ class ForwardBackward:
         Updates on the device take turns with compute: they are seconds of it, in whichever slot.
         Lanes that leave compute alone take up no time of it; their links' rows are those of stalls.
         """
-        seconds: list[Terms] = [[] for _ in range(self.end + 1)]
+        seconds: list[Terms] = [[] for _ in range(self.last + 1)]
         for unit, activation, x in self.model.each_activation():
-            seconds[unit].append((x, activation.forward_s / self.second_unit))
-            seconds[self.end - 1 - unit].append((x, activation.backward_s / self.second_unit))
+            forward, backward = self.window_of[unit], self.window_of[self.model.end - 1 - unit]
+            seconds[forward].append((x, activation.forward_s / self.second_unit))
+            seconds[backward].append((x, activation.backward_s / self.second_unit))
         for _, state, y in self.model.each_state():
             if state.device_s and self.updating:
-                seconds[state.step_slot].append((y, state.device_s / self.second_unit))
+                step = self.window_of[state.step_slot]
+                seconds[step].append((y, state.device_s / self.second_unit))
         all_lanes = self._lanes()
         lanes = [lane for lane in all_lanes if lane.contention.compute < 1]
         sets = [
@@ -338,8 +366,8 @@ class ForwardBackward:
             for number in range(1 << len(lanes))
         ]
         rates = [rates_of(running, self.link_share) for running in sets]
-        for t in range(self.end + 1):
-            slot = self.slot_name(t)
+        for t in range(self.last + 1):
+            slot = self.name(t)
             spent = [self.variable(f"r{number}_{slot}") for number in range(len(sets))]
             self.row(f"time_{slot}", [*((r, 1.0) for r in spent), (self.compute[t], -1.0)], EQ)
             slowed = [(r, -rate) for r, (rate, _) in zip(spent, rates, strict=True)]
@@ -371,14 +399,14 @@ class ForwardBackward:
 
     def _add_beside(self, name: str, lanes: Sequence[LaneFlows], k: float) -> None:
         """Work of one lane, or of two that share a link, takes no longer than compute beside it."""
-        for t in range(self.end + 1):
+        for t in range(self.last + 1):
             for factors, word in (((1.0, k), ""), ((k, 1.0), "_shared"))[: len(lanes)]:
                 terms = [
                     (flow.compute[t], factor * flow.rate / lane.contention.lane)
                     for lane, factor in zip(lanes, factors, strict=False)
                     for flow in lane.flows
                 ]
-                row = f"beside_{name}{word}_{self.slot_name(t)}"
+                row = f"beside_{name}{word}_{self.name(t)}"
                 self.row(row, [*terms, (self.compute[t], -1.0)], LE)
 
     def _lanes(self) -> list[LaneFlows]:
@@ -400,28 +428,28 @@ class ForwardBackward:
         """Updates run in the order of backward, and a piece is read, updated, then written."""
         if "up" not in self.flows:
             return
-        left = self.per_slot("left")
+        left = self.per_window("left")
         # left_t: seconds from the end of slot t to the end of the step.
-        self.row("left_end", [(left[self.end], 1.0)], EQ)
-        for t, following in pairwise(range(self.end + 1)):
+        self.row("left_end", [(left[self.last], 1.0)], EQ)
+        for t, following in pairwise(range(self.last + 1)):
             step = [(left[t], 1.0), (left[following], -1.0)]
             step += [(self.stall[following], -1.0), (self.compute[following], -1.0)]
-            self.row(f"left_{self.slot_name(t)}", step, EQ)
+            self.row(f"left_{self.name(t)}", step, EQ)
         self._add_chain(BELOW, left)
         if self.on_device:
             self._add_chain(ON_DEVICE, left)
 
     def _add_chain(self, chain: Chain, left: Sequence[pulp.LpVariable]) -> None:
         """The same of updates of one kind; `left` are seconds from a slot's end to the step's."""
-        updates, end = self.flows[chain.update], self.end
+        updates, end = self.flows[chain.update], self.last
         word = "" if chain is BELOW else "device_"
-        after = self.per_slot(f"{word}updates_from")
+        after = self.per_window(f"{word}updates_from")
         self.row(f"{word}updates_from_end", [(after[end], 1.0)], EQ)
         for t, following in pairwise(range(end + 1)):
             # updates_from_t = updates_from_{t+1} + the updates of slot t
             terms = [(after[t], 1.0), (after[following], -1.0)]
             terms += [(y, -size) for y, size in updates.amounts[t]]
-            self.row(f"{word}updates_from_{self.slot_name(t)}", terms, EQ)
+            self.row(f"{word}updates_from_{self.name(t)}", terms, EQ)
         until = self._add_updates_until(chain) if self.overlap else []
         # Of what waits for the end of backward, speculative updates may be through by then.
         until_waiting = until
@@ -431,22 +459,29 @@ class ForwardBackward:
             if not state.update_s or state.updated_on_device != (chain is ON_DEVICE):
                 continue
             # The update of a slot, and all updates behind it in the lane, wait for its gradients.
-            t, waits = state.update_slot, 0.0
+            slot, waits = state.update_slot, 0.0
+            window = self.windows[t := self.window_of[slot]]
             in_backward = self.problem.settings.updates == "in backward" or state.speculates
             if state.gradients and in_backward:
                 flow = self.flows[f"leave_{state.gradients.tier}"]
                 waits = state.gradients.bytes / self.byte_unit * flow.rate
-            if state.scattered and self.several and state.scattered.slot == t:
+            if state.scattered and self.several and state.scattered.slot == slot:
                 # Its pieces leave one after the other, while the next are summed.
                 summed_s = self.network.scattered * state.scattered.bytes
                 waits = max(waits, summed_s / self.second_unit)
+            # Of a window that ends later, no more is left than when it began.
+            ends = left[t] if slot == window[-1] else left[t - 1]
             name, behind = f"tail_{y.name}", [(after[t], -1.0)]
+            if slot != window[0]:  # at least its own, and those of windows behind
+                behind = [(after[t + 1], -1.0), (y, -state.update_s / self.second_unit)]
             if self.overlap:
                 # Until the next forward of the unit: its own updates and those of units before it.
-                ahead = [*self.stall[: unit + 1], *self.compute[:unit]]
+                until_unit = self.window_of[unit]
+                computed = until_unit + (unit != self.windows[until_unit][0])
+                ahead = [*self.stall[: until_unit + 1], *self.compute[:computed]]
                 behind = [(seconds, 1.0) for seconds in ahead]
                 behind.append(((until if in_backward else until_waiting)[unit], -1.0))
-            self.row(name, [(left[t], 1.0), *behind, (y, -waits)], GE)
+            self.row(name, [(ends, 1.0), *behind, (y, -waits)], GE)
         if not (writes := self.flows.get(chain.write)):
             return
         written = {t: dict(terms) for t, terms in writes.amounts.items()}
@@ -465,7 +500,7 @@ class ForwardBackward:
             for t in range(end + 1):
                 # What is still to be read or updated is still to be written.
                 terms = [(earlier.waiting[t], 1.0), (writes.waiting[t], -ratio)]
-                self.row(f"{word}{name}_before_written_{self.slot_name(t)}", terms, LE)
+                self.row(f"{word}{name}_before_written_{self.name(t)}", terms, LE)
 
     def _add_updates_until(
         self, chain: Chain, *, speculative: bool = True
@@ -491,26 +526,64 @@ class ForwardBackward:
         """In every slot: what the decisions need, what is ahead and what waits fit the budget.
 
         Compute waits for what drains before it starts (os, ws); what a slot fetches ahead counts
-        in full, since its bytes are reserved from the slot that submits the move.
+        in full, since its bytes are reserved from the slot that submits the move. Of a window, the
+        mean of its slots fits, and its first and its last slot by what is known of them.
         """
         # A rank's shard is read into its place among the others', which are gathered there.
         ahead = [f for n, f in self.flows.items() if f.ahead and not n.endswith("_shards")]
-        for t in range(self.end + 1):
-            terms: Terms = [(static[t], 1.0)]
-            terms += [(flow.waiting[t], 1.0) for flow in ahead]
-            flows = [(f, 1.0) for name, f in self.flows.items() if name.startswith("leave_")]
-            if "scatter" in self.flows and t < self.end:  # the device's update waits for sums
-                flows.append((self.flows["scatter"], 1.0))
-            writes = [self.flows[name] for name in self.held_per_written]
-            flows += zip(writes, self.held_per_written.values(), strict=True)
-            for flow, held in flows:
+        flows = [(f, 1.0) for name, f in self.flows.items() if name.startswith("leave_")]
+        writes = [self.flows[name] for name in self.held_per_written]
+        held_writes = list(zip(writes, self.held_per_written.values(), strict=True))
+        for w, window in enumerate(self.windows):
+            leaving = [pair for pair in (*flows, *held_writes) if pair[1]]
+            if "scatter" in self.flows and w < self.last:  # the device's update waits for sums
+                leaving.append((self.flows["scatter"], 1.0))
+            part = 1.0 / len(window)
+            terms: Terms = [(static[t], part) for t in window]
+            terms += [(flow.all[w], part) for flow in ahead]
+            for flow, held in leaving:
                 goes_round = self.overlap and any(flow is one for one in writes)
-                if (t or goes_round) and held:
-                    terms.append((flow.waiting[t - 1], held))
+                if not w and not goes_round:
+                    continue
+                terms.append((flow.waiting[w - 1], part * held))
                 # Nothing waits before the device's update.
-                if (t or goes_round) and t < self.end and held:
-                    terms.append((flow.stall[t], -held))
-            self.memory_rows.append(self.row(f"memory_{self.slot_name(t)}", terms, LE, 1.0))
+                if w < self.last:
+                    terms.append((flow.stall[w], -part * held))
+                if len(window) > 1:
+                    terms += [(flow.all[w], part * held), (flow.waiting[w], -part * held)]
+            self.memory_rows.append(self.row(f"memory_{self.name(w)}", terms, LE, 1.0))
+            if len(window) > 1:
+                self._add_edges(w, static, ahead, leaving)
+
+    def _add_edges(
+        self,
+        w: int,
+        static: list[pulp.LpVariable],
+        ahead: Sequence[Flow],
+        leaving: Sequence[tuple[Flow, float]],
+    ) -> None:
+        """The first and the last slot of a window, and for the decisions alone all of them."""
+        first, last = self.windows[w][0], self.windows[w][-1]
+        begins: Terms = [(static[first], 1.0)]
+        ends: Terms = [(static[last], 1.0)]
+        for flow in ahead:
+            # Of what was ahead before the window, its first slot takes no more than it needs.
+            begins.append((flow.waiting[w - 1], 1.0))
+            begins += [(x, -size) for x, size in flow.of_slot[first]]
+            ends.append((flow.waiting[w], 1.0))
+        for flow, held in leaving:
+            begins += [(flow.waiting[w - 1], held), (flow.stall[w], -held)]
+            # What waits after the last slot, but for what that slot leaves, did before.
+            ends.append((flow.waiting[w], held))
+            ends += [(x, -held * size) for x, size in flow.of_slot[last]]
+        names = self.model.slot_name(first), self.model.slot_name(last)
+        self.memory_rows.append(self.row(f"memory_from_{names[0]}", begins, LE, 1.0))
+        self.memory_rows.append(self.row(f"memory_until_{names[1]}", ends, LE, 1.0))
+        if not self.updating:
+            return  # decisions are those of the other phase
+        for t in self.windows[w]:
+            name = f"memory_static_{self.model.slot_name(t)}"
+            self.memory_rows.append(self.row(name, [(static[t], 1.0)], LE, 1.0))
 
     def seconds(self) -> Terms:
         """The seconds of the phase."""
@@ -526,15 +599,33 @@ class ForwardBackward:
         return terms
 
 
+def windows(count: int, size: int) -> list[range]:
+    """The slots of a step, up to `size` of them together, as in forward so in backward.
+
+    The first and the last slot, and the two between which forward turns into backward, are alone:
+    there the most stands, or something begins or ends.
+    """
+    forward = [range(0, 1)]
+    forward += [range(t, min(t + size, count - 1)) for t in range(1, count - 1, size)]
+    forward += [range(count - 1, count)] if count > 1 else []
+    end = 2 * count
+    backward = [range(end - one.stop, end - one.start) for one in reversed(forward)]
+    return [*forward, *backward, range(end, end + 1)]
+
+
 class Fluid(DecisionModel):
     """Decisions, memory, transfers and time of one problem; minimises the step's seconds.
+
+    `window` is how many slots share their flows (1: none, for the tightest bound).
 
     With micro-batches there are two phases with the same decisions: the last one, with the update,
     and those before it.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, *, window: int = 1) -> None:
         super().__init__(problem)
+        self.windows = windows(problem.count, window)
+        self.window_of = {t: w for w, slots in enumerate(self.windows) for t in slots}
         self.second_unit = sum(
             min(o.forward_s + o.backward_s for o in options.activations)
             for options in problem.options
