@@ -6,21 +6,20 @@ it would hold room and gain nothing. What leaves stays as long as nobody needs i
 room is needed, compute waits for the oldest. The slots in which that happens become a schedule, and
 the clocks say about how long the step takes.
 
-The clocks are simple: lanes serve in turn, and neither share links nor slow compute down. So the
-seconds are for comparing choices, and the simulator has the last word.
+The clocks are simple: a lane serves in turn, and what shares a link with it, or the processor, makes
+it slower by what is known when it begins. So the seconds are for comparing choices, in a
+millisecond where the simulator takes ten, and the simulator has the last word.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
-from math import ceil
+from itertools import product
 from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.planning.search.evaluation import _schedule
+from protrain_plan.planning.search.scheduling import late_units, schedule_of
 from protrain_plan.program.implications import ActivationOption, StateOption
+from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import Schedule
 
 LOOKED_AHEAD = 6
@@ -52,6 +51,7 @@ class _Departure(NamedTuple):
     kept: int
     clocks: tuple[Clock, ...]
     in_place: bool
+    until: int  # in the next step, before which slot it has left where steps overlap
 
 
 class _Update(NamedTuple):
@@ -64,7 +64,6 @@ class _Update(NamedTuple):
     pieces: int
     on_device: bool
     waits: bool  # for the end of backward
-    reads: int  # slot of the forward that fetches what it updates, or -1
 
 
 class _Option(NamedTuple):
@@ -80,16 +79,17 @@ class _Option(NamedTuple):
 class Pace(NamedTuple):
     """How the walk looks at lanes.
 
-    slower  times as long as by themselves, since a link's directions share it
     ahead   seconds after the running slot within which a lane must be free to be given more
     care    the part of what is about to leave that counts before something is fetched ahead of it
     late    of the chunks that are updated, those updated late, where steps overlap
     """
 
-    slower: float = 1.0
     ahead: float = 0.0
     care: float = 1.0
     late: float = 0.0
+
+
+PLAIN = Pace()
 
 
 class Paced(NamedTuple):
@@ -109,12 +109,9 @@ class Pacer:
         for tier in tiers:
             names += [f"{lane} {tier}" for lane in ("fetch", "read", "spill", "write")]
         self.lanes = {name: number for number, name in enumerate(names)}
-        # States share a link's direction with all else.
-        self.beside = [-1] * len(names)
-        for tier in tiers:
-            for one, other in (("fetch", "read"), ("spill", "write")):
-                first, second = self.lanes[f"{one} {tier}"], self.lanes[f"{other} {tier}"]
-                self.beside[first], self.beside[second] = second, first
+        self.of_gradients = [0, *(self.lanes[f"spill {tier}"] for tier in tiers)]
+        self.against = self._against(tiers)
+        self.slowing = self._slowing(tiers)
         self.read = {t.name: 1 / t.link.read_bytes_per_s for t in problem.profile.hardware.tiers}
         self.write = {t.name: 1 / t.link.write_bytes_per_s for t in problem.profile.hardware.tiers}
         self.options = [
@@ -125,6 +122,52 @@ class Pacer:
             for unit, options in enumerate(problem.options)
         ]
 
+    def _against(self, tiers: Sequence[TierName]) -> list[tuple[Clock, ...]]:
+        """Per lane those that slow it down, by the seconds that one second of both adds to each.
+
+        States share a link's direction with all else, the two directions and the network share the
+        link in parts.
+        """
+        hardware, found = self.problem.profile.hardware, [dict[int, float]() for _ in self.lanes]
+        joined = hardware.interconnect
+
+        def slow(one: str, other: str, share: float) -> None:
+            first, second = self.lanes[one], self.lanes[other]
+            if share < 1:
+                found[first][second] = found[second][first] = 1 / share - 1
+
+        for tier in hardware.tiers:
+            inwards, outwards = ("fetch", "read"), ("spill", "write")
+            slow(f"fetch {tier.name}", f"read {tier.name}", 0.5)
+            slow(f"spill {tier.name}", f"write {tier.name}", 0.5)
+            for one, other in product(inwards, outwards):
+                slow(f"{one} {tier.name}", f"{other} {tier.name}", tier.link.duplex)
+            for one in (*inwards, *outwards) if joined else ():
+                assert joined
+                slow(f"{one} {tier.name}", "network", joined.link_share)
+        slow("update host", "update disk", 0.5)
+        return [tuple(one.items()) for one in found]
+
+    def _slowing(self, tiers: Sequence[TierName]) -> tuple[tuple[tuple[int, ...], float], ...]:
+        """Lanes that slow compute down, by the seconds that one of compute takes longer."""
+        hardware, joined = self.problem.profile.hardware, self.problem.profile.hardware.interconnect
+        kinds = [
+            *(((f"fetch {t}", f"read {t}"), hardware.read_contention) for t in tiers),
+            *(((f"spill {t}", f"write {t}"), hardware.write_contention) for t in tiers),
+            (("update host", "update disk"), hardware.update_contention),
+        ]
+        if joined:
+            kinds.append((("network",), joined.contention))
+        self.by_itself = [1.0] * len(self.lanes)
+        found: list[tuple[tuple[int, ...], float]] = []
+        for names, contention in kinds:
+            numbers = tuple(self.lanes[name] for name in names)
+            for number in numbers:
+                self.by_itself[number] = 1 / contention.lane
+            if contention.compute < 1:
+                found.append((numbers, 1 / contention.compute - 1))
+        return tuple(found)
+
     def _of_activations(self, unit: int, option: ActivationOption) -> _Option:
         served = 2 * self.problem.count - 1 - unit
         arrivals: tuple[_Arrival, ...] = ()
@@ -133,7 +176,7 @@ class Pacer:
             come = (self.lanes[f"fetch {fetch.tier}"], fetch.bytes * self.read[fetch.tier])
             go = (self.lanes[f"spill {fetch.tier}"], out.bytes * self.write[fetch.tier])
             arrivals = (_Arrival(served, unit, 2, unit + 1, fetch.bytes, fetch.pieces, (come,)),)
-            departures = (_Departure(unit, unit, True, out.bytes, 0, (go,), False),)
+            departures = (_Departure(unit, unit, True, out.bytes, 0, (go,), False, 0),)
         compute = ((unit, option.forward_s), (served, option.backward_s))
         return _Option(compute, _changes(option), arrivals, departures, None)
 
@@ -159,7 +202,7 @@ class Pacer:
         if option.summed_bytes:
             clocks.append((0, option.summed_bytes * network.summed))
             slot = 2 * count - 1 - unit
-            departures.append(_Departure(slot, unit, False, 0, 0, tuple(clocks), False))
+            departures.append(_Departure(slot, unit, False, 0, 0, tuple(clocks), False, 0))
         elif leaving := option.leaving:
             if option.scattered:
                 clocks.append((0, sum(leaving.pieces) * network.scattered))
@@ -175,6 +218,7 @@ class Pacer:
                     leaving.kept,
                     tuple(clocks),
                     option.home == "in place",
+                    unit,
                 )
             )
         compute = ((option.step_slot, option.device_s),) if option.device_s else ()
@@ -193,17 +237,11 @@ class Pacer:
             write = (self.lanes[f"write {tier}"], option.write_bytes * self.write[tier])
         lane = self.lanes["update device" if on_device else f"update {tier}"]
         waits = self.problem.settings.updates == "after backward" and not option.speculates
-        forward = min((come.slot for come in option.arriving), default=-1)
         seconds = (lane, option.update_s)
-        return _Update(unit, read, seconds, write, option.num_updates, on_device, waits, forward)
+        return _Update(unit, read, seconds, write, option.num_updates, on_device, waits)
 
-    @cached_property
-    def _base(self) -> int:
-        problem = self.problem
-        return problem.static_bytes(tuple((0, 0) for _ in problem.options))[0]
-
-    def walk(self, choice: Choice, pace: Pace = Pace()) -> Paced | None:
-        """The schedule of a choice, whose decisions fit the tiers; None where the device is full."""
+    def walk(self, choice: Choice, pace: Pace = PLAIN) -> Paced | None:
+        """The schedule of a choice that fits the tiers; None where the device is full."""
         problem = self.problem
         room = [problem.device - total for total in problem.static_bytes(choice)]
         if min(room) < 0:
@@ -224,8 +262,9 @@ class _Walk:
 
     def __init__(self, pacer: Pacer, choice: Choice, room: list[int], pace: Pace) -> None:
         problem = pacer.problem
-        self.pacer, self.problem, self.room, self.pace = pacer, problem, room, pace
+        self.pacer, self.problem, self.pace = pacer, problem, pace
         self.count, self.end = problem.count, 2 * problem.count
+        self.room_at_first = room
         options = [
             of_unit[kind][number]
             for of_unit, decision in zip(pacer.options, choice, strict=True)
@@ -245,148 +284,194 @@ class _Walk:
             if option.update:
                 self.updates.append(option.update)
         self.free = [0.0] * len(pacer.lanes)
+        self.late = self._late(choice)
+        self.updated: dict[int, float] = {}  # by unit, when its update ends
+
+    def _late(self, choice: Choice) -> set[int]:
+        """Units that are updated late; what waits in place for that takes its room at once."""
+        _, states = self.problem.chosen(choice)
+        late: set[int] = set()
+        for unit in late_units(self.problem, states, self.pace.late):
+            if states[unit].home == "in place":
+                leaving = states[unit].in_place
+                assert leaving, "it leaves when it is updated"
+                held, room = leaving.held, self.room_at_first
+                stands = [*range(unit), *range(leaving.slot + 1, self.end)]
+                if min([room[slot] for slot in stands], default=held) < held:
+                    continue
+                if room[self.end] < leaving.kept:
+                    continue
+                for slot in stands:
+                    room[slot] -= held
+                room[self.end] -= leaving.kept
+            late.add(unit)
+        return late
 
     def paced(self) -> Paced:
+        """What the walk finds. Micro-batches before the last have no updates."""
         settings = self.problem.settings
-        self.updating = settings.micro_batches == 1
-        seconds = self.run()
-        if settings.micro_batches > 1:
-            first = seconds
-            return Paced(self.schedules(), first * settings.micro_batches + self.tail(0.0))
-        return Paced(self.schedules(), seconds)
+        if before := settings.micro_batches - 1:
+            ended = self.run(updating=False)
+            schedules = self.schedules()
+            self.free = [0.0] * len(self.free)
+            return Paced(schedules, before * ended + self.tail(self.run(updating=True)))
+        ended = self.run(updating=True)
+        if not settings.overlap_steps or not self.updates:
+            return Paced(self.schedules(), self.tail(ended))
+        # The next step finds the updates that this one has left.
+        self.tail(ended)
+        self.free = [max(0.0, free - ended) for free in self.free]
+        self.updated = {unit: seconds - ended for unit, seconds in self.updated.items()}
+        return Paced(self.schedules(), self.run(updating=True))
 
     def serve(self, start: float, clocks: Sequence[Clock]) -> float:
         """Let lanes work on something, one after the other; returns when it has ended."""
-        free, beside, slower = self.free, self.pacer.beside, self.pace.slower
+        free, against, alone = self.free, self.pacer.against, self.pacer.by_itself
         for lane, taken in clocks:
-            taken *= slower
+            taken *= alone[lane]
             begin = free[lane]
             if begin < start:
                 begin = start
-            other = beside[lane]
-            if other >= 0 and free[other] > begin:
-                shared = min(taken, free[other] - begin)
-                free[other] += taken
-                taken += shared
-            start = free[lane] = begin + taken
+            more = 0.0
+            for other, slower in against[lane]:
+                if (both := free[other] - begin) > 0:
+                    if both > taken:
+                        both = taken
+                    more += both * slower
+                    free[other] += both * slower
+            start = free[lane] = begin + taken + more
         return start
 
-    def run(self) -> float:
-        end, room, compute, free = self.end, self.room, self.compute, self.free
-        leaves, due, pace = self.leaves, self.due, self.pace
+    def run(self, *, updating: bool) -> float:
+        """Walk over the slots; returns when the last one has computed."""
+        end, compute, free = self.end, self.compute, self.free
+        leaves, due, pace, slowing = self.leaves, self.due, self.pace, self.pacer.slowing
+        room = self.room = list(self.room_at_first)
         queues: dict[int, deque[_Arrival]] = {}
         for arrivals in due:
             for arrival in arrivals:
                 queues.setdefault(arrival.clocks[0][0], deque()).append(arrival)
-        self.submitted: dict[tuple[int, int], float] = {}
-        self.gone: dict[tuple[int, bool], int] = {}
+        submitted = self.submitted = {}
+        gone = self.gone = {}
         came: dict[tuple[int, int, int], float] = {}
         out: deque[tuple[float, _Departure]] = deque()
-        standing, now, gone = 0, 0.0, self.gone
+        standing, now = 0, 0.0
         in_backward: dict[int, _Update] = {}
-        if self.updating:
-            in_backward = {one.unit: one for one in self.updates if not one.waits}
+        if updating:
+            late = self.late
+            in_backward = {
+                one.unit: one for one in self.updates if not one.waits and one.unit not in late
+            }
+        reduces = updating or self.problem.settings.num_devices == 1
         on_device = 0.0  # seconds of updates there that compute takes turns with
         for t in range(end):
             while out and standing > room[t]:
                 ended, left = out.popleft()
-                now = max(now, ended)
+                if ended > now:
+                    now = ended
                 gone[left.unit, left.swap] = t
                 standing -= left.bytes
             horizon = now + compute[t] + pace.ahead
             for lane, queue in queues.items():
                 while queue:
                     arrival = queue[0]
-                    served, unit, kind, earliest, size, pieces, clocks = arrival
+                    served, unit, kind, earliest, size, _, clocks = arrival
                     if served > t:
                         if free[lane] >= horizon or earliest > t:
                             break
+                        retired = -1  # up to here, what waits to leave is found gone
                         if kind == 2 and (unit, True) not in gone:
                             # What comes back needs its room again: the last of it is gone.
-                            place = next(
-                                (n for n, (_, o) in enumerate(out) if o.unit == unit and o.swap), -1
-                            )
-                            if place < 0 or out[place][0] > now:
+                            for place, (ended, left) in enumerate(out):
+                                if left.unit == unit and left.swap:
+                                    retired = place if ended <= now else -1
+                                    break
+                            if retired < 0:
                                 break
-                            for _ in range(place + 1):
-                                _, left = out.popleft()
-                                gone[left.unit, left.swap] = t
-                                standing -= left.bytes
-                        while out and standing + size > room[t] and out[0][0] <= now:
+                        while retired >= 0 or (
+                            out and standing + size > room[t] and out[0][0] <= now
+                        ):
                             _, left = out.popleft()
                             gone[left.unit, left.swap] = t
                             standing -= left.bytes
+                            retired -= 1
                         if standing + size > room[t] or min(room[t:served]) < size:
                             break
                         if pace.care and not self.has_room(t, served, size, now, out):
                             break
                     queue.popleft()
-                    self.submitted[unit, kind] = served - min(t, served)
-                    came[served, unit, kind] = self.serve(now, clocks)
-                    for slot in range(t, served):
-                        room[slot] -= size
+                    slot = served if served < t else t
+                    submitted[unit, kind] = served - slot
+                    start = now
+                    if kind == 0 and (ready := self.updated.get(unit, 0.0)) > now:
+                        start = ready
+                    came[served, unit, kind] = self.serve(start, clocks)
+                    for ahead in range(t, served):
+                        room[ahead] -= size
             for arrival in due[t]:
                 there = came[t, arrival.unit, arrival.kind]
                 if there > now:
                     now = there
             taken = compute[t]
+            for numbers, slower in slowing:
+                busy = max([free[number] for number in numbers]) - now
+                if busy > 0:
+                    taken += min(busy, compute[t]) * slower
             if on_device:
                 turns = min(on_device, taken)
                 on_device -= turns
                 taken += turns
             now += taken
             for left in leaves[t]:
-                ended = self.serve(now, left.clocks)
-                if update := in_backward.get(left.unit) if not left.swap else None:
+                ended = now
+                if left.swap or reduces:
+                    ended = self.serve(now, left.clocks)
+                if not left.swap and (update := in_backward.get(left.unit)):
                     done = self.update(update, now, ended)
                     ended = done if left.in_place else ended
                     on_device += update.update[1] * update.on_device
+                elif left.in_place and left.unit in self.late:
+                    continue  # its room is taken already
                 if t < end - 1 and left.bytes:
                     out.append((ended, left))
                     standing += left.bytes
+        # No slot is left to wait for what stands in the device's update, or in the next step.
+        overlap = self.problem.settings.overlap_steps
         kept = sum(left.kept for _, left in out)
-        while out and kept > room[end]:
+        last = max((n for n, (_, left) in enumerate(out) if overlap and left.in_place), default=-1)
+        while out and (kept > room[end] or last >= 0):
             ended, left = out.popleft()
             now = max(now, ended)
             gone[left.unit, left.swap] = end - 1
             kept -= left.kept
-        now += compute[end] + on_device
-        if self.updating:
-            now = self.tail(now)
-        return now
+            last -= 1
+        if any(one.waits for one in self.updates):  # for all gradients, and their norm
+            now = max(now, *(free[lane] for lane in self.pacer.of_gradients))
+        return now + compute[end] + on_device
 
     def tail(self, now: float) -> float:
-        """The end of all updates, in order."""
-        for lane, free in enumerate(self.free):
-            now = max(now, free)
-        start = now
-        for update in self.updates:
-            if update.waits or not self.updating:
-                now = max(now, self.update(update, start, start))
-        return now
+        """The end of all updates, in the order in which they are made."""
+        overlap = self.problem.settings.overlap_steps
+        late = [one for one in self.updates if one.waits or one.unit in self.late]
+        for one in late if overlap else reversed(late):
+            self.update(one, now, now)
+        return max(now, *self.free)
 
     def update(self, one: _Update, start: float, gradients: float) -> float:
-        """The end of an update that may begin at `start`, with its gradients there."""
-        free, beside, slower = self.free, self.pacer.beside, self.pace.slower
+        """The end of an update that may begin at `start`, and works once gradients are there."""
         lane, taken = one.update
         if one.write[0] < 0:
-            free[lane] = max(free[lane], gradients) + taken
-            return free[lane]
-        read, reading = one.read
-        write, writing = one.write
-        reading *= slower
-        writing *= slower
-        came = max(free[read], start) + reading
-        if (other := free[beside[read]] - max(free[read], start)) > 0:
-            came += min(other, reading)
-        free[read] = came
-        pieces = one.pieces
-        done = max(free[lane], gradients, came - reading) + taken
-        done = max(done, came + taken / pieces)
-        free[lane] = done
-        ended = max(free[write], start) + writing
-        ended = max(ended, done + writing / pieces)
-        free[write] = ended
+            ended = self.serve(gradients, (one.update,))
+        else:
+            free, pieces = self.free, one.pieces
+            began = max(free[one.read[0]], start)
+            came = self.serve(start, (one.read,))
+            # The optimizer begins with the first piece, and ends after the last.
+            done = max(free[lane], gradients, began + (came - began) / pieces) + taken
+            free[lane] = done = max(done, came + taken / pieces)
+            ended = self.serve(max(start, done - taken), (one.write,))
+            ended = max(ended, done + one.write[1] / pieces)
+        self.updated[one.unit] = ended
         return ended
 
     def has_room(
@@ -396,24 +481,24 @@ class _Walk:
         until = min(served, t + LOOKED_AHEAD)
         if until <= t + 1:
             return True
-        free, begins, room = self.free, now + self.compute[t], self.room
+        free, begins, room, care = self.free, now + self.compute[t], self.room, self.pace.care
         ends: list[tuple[float, int]] = [(ended, left.bytes) for ended, left in out]
         lanes: dict[int, float] = {}
-        slower, care = self.pace.slower, self.pace.care
         for slot in range(t + 1, until):
             for left in self.leaves[slot - 1]:
                 ended = begins
                 for lane, taken in left.clocks:
-                    ended = max(lanes.get(lane, free[lane]), ended) + taken * slower
+                    ended = max(lanes.get(lane, free[lane]), ended) + taken
                     lanes[lane] = ended
                 ends.append((ended, left.bytes))
-            still = sum(size for ended, size in ends if ended > begins)
+            still = sum([held for ended, held in ends if ended > begins])
             if size + care * still > room[slot]:
                 return False
             begins += self.compute[slot]
         return True
 
     def schedules(self) -> tuple[Schedule, ...]:
+        """The slots of the walk as a plan says them."""
         submitted, gone, end = self.submitted, self.gone, self.end
         drains: dict[int, int] = {}
         for departures in self.leaves:
@@ -422,22 +507,9 @@ class _Walk:
                     drains[left.unit] = gone[left.unit, False] - left.slot - 1
         found: list[Schedule] = []
         for unit in range(self.count):
-            swap_lead = submitted.get((unit, 2), 0)
-            drain = None
-            if (unit, True) in gone:
-                slot = gone[unit, True]
-                if slot < end - 1 - unit - swap_lead:
-                    drain = slot - unit - 1
-            found.append(
-                _schedule(
-                    (
-                        submitted.get((unit, 0), 0),
-                        submitted.get((unit, 1), 0),
-                        swap_lead,
-                        drain,
-                        drains.get(unit),
-                        False,
-                    )
-                )
-            )
+            lead, drain = submitted.get((unit, 2), 0), None
+            if (slot := gone.get((unit, True))) is not None and slot < end - 1 - unit - lead:
+                drain = slot - unit - 1
+            leads = submitted.get((unit, 0), 0), submitted.get((unit, 1), 0), lead
+            found.append(schedule_of((*leads, drain, drains.get(unit), unit in self.late)))
         return tuple(found)

@@ -1,0 +1,187 @@
+"""Layouts: how many units of a class take each option, and in which order.
+
+Units of a class cost the same, so a plan is told by numbers: of 48 blocks 30 swap and 18 recompute,
+one after the other or spread evenly. A search over layouts makes steps of many units, and what it
+finds is short enough to be read.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from protrain_plan.planning.model.options import Decision
+from protrain_plan.planning.model.problem import Choice, Problem
+
+PHASES = (0.0, 0.3, -0.3, 0.5, -0.5)
+"""Head starts of the first option where options are spread: which units are its own."""
+
+
+class Row(NamedTuple):
+    """One kind of decisions of a class: options with numbers of units, in this order or spread."""
+
+    runs: tuple[tuple[int, int], ...]
+    spread: bool = False
+    phase: float = 0.0
+
+    def moved(self, option: int, into: int, count: int, *, before: bool) -> "Row":
+        """The same with `count` units of one option in another, next to them if it is new."""
+        runs: list[tuple[int, int]] = []
+        known = any(one == into for one, _ in self.runs)
+        for one, number in self.runs:
+            if one == option:
+                rest = [(one, number - count)] if number > count else []
+                new = [] if known else [(into, count)]
+                runs += [*new, *rest] if before else [*rest, *new]
+            else:
+                runs.append((one, number + count * (one == into)))
+        return self._replace(runs=tuple(runs))
+
+
+Layout = tuple[tuple[Row, Row], ...]
+"""Of each class the activations and the states."""
+
+
+@lru_cache(maxsize=10_000)
+def decided(row: Row) -> tuple[int, ...]:
+    """The option of every unit of the class."""
+    count = sum(number for _, number in row.runs)
+    if not row.spread or len(row.runs) == 1:
+        return tuple(option for option, number in row.runs for _ in range(number))
+    owed, left = [0.0] * len(row.runs), [number for _, number in row.runs]
+    owed[0], taken = row.phase, []
+    for _ in range(count):
+        for place, (_, number) in enumerate(row.runs):
+            owed[place] += number / count
+        open_to = [place for place, number in enumerate(left) if number]
+        best = max(open_to, key=lambda place: round(owed[place], 6))
+        owed[best] -= 1.0
+        left[best] -= 1
+        taken.append(row.runs[best][0])
+    return tuple(taken)
+
+
+def choice_of(problem: Problem, layout: Layout) -> Choice:
+    """The decisions of all units."""
+    choice: list[Decision] = [(0, 0)] * problem.count
+    for units, (activations, states) in zip(problem.classes, layout, strict=True):
+        decisions = zip(decided(activations), decided(states), strict=True)
+        for unit, decision in zip(units, decisions, strict=True):
+            choice[unit] = decision
+    return tuple(choice)
+
+
+def layout_of(problem: Problem, choice: Choice) -> Layout:
+    """The layout with a choice's numbers; spread, where its options stand in more than a few runs."""
+    rows: list[tuple[Row, Row]] = []
+    for units in problem.classes:
+        pair = []
+        for kind in (0, 1):
+            taken = [choice[unit][kind] for unit in units]
+            counts: dict[int, int] = {}
+            for option in taken:
+                counts[option] = counts.get(option, 0) + 1
+            breaks = sum(one != other for one, other in zip(taken, taken[1:], strict=False))
+            pair.append(Row(tuple(counts.items()), spread=breaks >= len(counts) + 1))
+        rows.append((pair[0], pair[1]))
+    return tuple(rows)
+
+
+def layouts_near(
+    problem: Problem,
+    amounts: Sequence[tuple[Mapping[int, float], Mapping[int, float]]],
+    places: Sequence[tuple[Mapping[int, float], Mapping[int, float]]],
+) -> Iterator[Layout]:
+    """Layouts with about these amounts of each option per class, runs in the order of `places`."""
+    for spread in ((False, True), (False, False), (True, True), (True, False)):
+        rows: list[tuple[Row, Row]] = []
+        for units, of_class, middles in zip(problem.classes, amounts, places, strict=True):
+            pair = [
+                Row(
+                    _whole(of_class[kind], middles[kind], len(units)),
+                    spread[kind] and len(units) > 1,
+                )
+                for kind in (0, 1)
+            ]
+            rows.append((pair[0], pair[1]))
+        yield tuple(rows)
+
+
+def _whole(
+    amounts: Mapping[int, float], places: Mapping[int, float], count: int
+) -> tuple[tuple[int, int], ...]:
+    """Whole numbers near the amounts that are `count` together: the largest rests are rounded up."""
+    numbers = {option: int(amount + 1e-6) for option, amount in amounts.items()}
+    rests = sorted(amounts, key=lambda option: (numbers[option] - amounts[option], option))
+    for option in rests[: count - sum(numbers.values())]:
+        numbers[option] += 1
+    taken = [option for option, number in numbers.items() if number]
+    taken.sort(key=lambda option: (round(places[option], 6), option))
+    return tuple((option, numbers[option]) for option in taken)
+
+
+class Move(NamedTuple):
+    """A layout next to another one.
+
+    Of class `group`, `number` units might take `into` in place of `option`; without a name for
+    either, orders alone differ.
+    """
+
+    layout: Layout
+    group: int
+    kind: int
+    option: int = -1
+    into: int = -1
+    number: int = 0
+
+    @property
+    def of_order(self) -> bool:
+        return self.into < 0
+
+    def times(self, layout: Layout, count: int) -> Layout:
+        """The layout with so many units moved."""
+        row = layout[self.group][self.kind].moved(self.option, self.into, count, before=False)
+        return _with_row(layout, self.group, self.kind, row)
+
+
+def _with_row(layout: Layout, group: int, kind: int, row: Row) -> Layout:
+    first, second = layout[group]
+    pair = (first, row) if kind else (row, second)
+    return (*layout[:group], pair, *layout[group + 1 :])
+
+
+def steps(
+    layout: Layout, open_to: Sequence[tuple[Sequence[int], Sequence[int]]], *, single: bool = False
+) -> Iterator[Move]:
+    """Layouts with 1, 2, 4, ... units of a class in another option; `single`: with one alone."""
+    for group, pair in enumerate(layout):
+        for kind, row in enumerate(pair):
+            present = {option for option, _ in row.runs}
+            for option, number in row.runs:
+                for into in open_to[group][kind]:
+                    if into == option:
+                        continue
+                    sides = (False,) if single or row.spread or into in present else (False, True)
+                    count = 1
+                    while count < 2 * number and (count == 1 or not single):
+                        for before in sides:
+                            new = row.moved(option, into, min(count, number), before=before)
+                            other = _with_row(layout, group, kind, new)
+                            yield Move(other, group, kind, option, into, number)
+                        count *= 2
+
+
+def reordered(layout: Layout) -> Iterator[Move]:
+    """Layouts with the same numbers in another order."""
+    for group, pair in enumerate(layout):
+        for kind, row in enumerate(pair):
+            if len(row.runs) == 1:
+                continue
+            rows = [row._replace(spread=not row.spread)]
+            if row.spread:
+                rows += [row._replace(phase=phase) for phase in PHASES if phase != row.phase]
+            for place in range(len(row.runs) - 1):
+                runs = list(row.runs)
+                runs[place], runs[place + 1] = runs[place + 1], runs[place]
+                rows.append(row._replace(runs=tuple(runs)))
+            for new in rows:
+                yield Move(_with_row(layout, group, kind, new), group, kind)
