@@ -250,6 +250,10 @@ class Pacer:
         return run.paced()
 
 
+def _needed(queue: Sequence[_Arrival]) -> int:
+    return queue[0].slot
+
+
 def _changes(option: ActivationOption | StateOption) -> tuple[tuple[int, int], ...]:
     found: list[tuple[int, int]] = []
     for held in option.holdings:
@@ -350,7 +354,7 @@ class _Walk:
         queues: dict[int, deque[_Arrival]] = {}
         for arrivals in due:
             for arrival in arrivals:
-                queues.setdefault(arrival.clocks[0][0], deque()).append(arrival)
+                queues.setdefault(arrival.clocks[-1][0], deque()).append(arrival)
         submitted = self.submitted = {}
         gone = self.gone = {}
         came: dict[tuple[int, int, int], float] = {}
@@ -371,47 +375,60 @@ class _Walk:
                     now = ended
                 gone[left.unit, left.swap] = t
                 standing -= left.bytes
-            horizon = now + compute[t] + pace.ahead
-            for lane, queue in queues.items():
-                while queue:
-                    arrival = queue[0]
-                    served, unit, kind, earliest, size, _, clocks = arrival
-                    if served > t:
-                        if free[lane] >= horizon or earliest > t:
-                            break
-                        retired = -1  # up to here, what waits to leave is found gone
-                        if kind == 2 and (unit, True) not in gone:
-                            # What comes back needs its room again: the last of it is gone.
-                            for place, (ended, left) in enumerate(out):
-                                if left.unit == unit and left.swap:
-                                    retired = place if ended <= now else -1
-                                    break
-                            if retired < 0:
+            # The slot ends when it has computed, which waits for what it needs.
+            there = [came.get((t, one.unit, one.kind), now) for one in due[t]]
+            horizon = max(now, *there) if there else now
+            horizon += compute[t] + pace.ahead
+            active = [queue for queue in queues.values() if queue]
+            while active:
+                # What is needed first goes first: what comes later takes no room from it.
+                queue = min(active, key=_needed) if len(active) > 1 else active[0]
+                arrival = queue[0]
+                served, unit, kind, earliest, size, _, clocks = arrival
+                if served > t:
+                    lane, taken = clocks[0]
+                    waits = free[lane] >= horizon or earliest > t
+                    if not waits and len(clocks) > 1:
+                        waits = free[clocks[1][0]] - taken >= horizon
+                    retired = -1  # up to here, what waits to leave is found gone
+                    if not waits and kind == 2 and (unit, True) not in gone:
+                        # What comes back needs its room again: the last of it is gone.
+                        for place, (ended, left) in enumerate(out):
+                            if left.unit == unit and left.swap:
+                                retired = place if ended <= now else -1
                                 break
-                        while retired >= 0 or (
-                            out and standing + size > room[t] and out[0][0] <= now
-                        ):
-                            _, left = out.popleft()
-                            gone[left.unit, left.swap] = t
-                            standing -= left.bytes
-                            retired -= 1
-                        if standing + size > room[t] or min(room[t:served]) < size:
-                            break
-                        if pace.care and not self.has_room(t, served, size, now, out):
-                            break
-                    queue.popleft()
-                    slot = served if served < t else t
-                    submitted[unit, kind] = served - slot
-                    start = now
-                    if kind == 0 and (ready := self.updated.get(unit, 0.0)) > now:
-                        start = ready
-                    came[served, unit, kind] = self.serve(start, clocks)
-                    for ahead in range(t, served):
-                        room[ahead] -= size
+                        waits = retired < 0
+                    if waits:
+                        active.remove(queue)
+                        continue
+                    while retired >= 0 or (out and standing + size > room[t] and out[0][0] <= now):
+                        _, left = out.popleft()
+                        gone[left.unit, left.swap] = t
+                        standing -= left.bytes
+                        retired -= 1
+                    if standing + size > room[t] or min(room[t:served]) < size:
+                        break
+                    if pace.care and not self.has_room(t, served, size, now, out):
+                        break
+                queue.popleft()
+                if not queue:
+                    active.remove(queue)
+                slot = served if served < t else t
+                # Several stays of a chunk have one lead.
+                lead = served - slot
+                submitted[unit, kind] = min(submitted.get((unit, kind), lead), lead)
+                start = now
+                if kind == 0 and (ready := self.updated.get(unit, 0.0)) > now:
+                    start = ready
+                arrives = came[served, unit, kind] = self.serve(start, clocks)
+                if served <= t:
+                    horizon = max(horizon, arrives + compute[t] + pace.ahead)
+                for ahead in range(t, served):
+                    room[ahead] -= size
             for arrival in due[t]:
-                there = came[t, arrival.unit, arrival.kind]
-                if there > now:
-                    now = there
+                arrives = came[t, arrival.unit, arrival.kind]
+                if arrives > now:
+                    now = arrives
             taken = compute[t]
             for numbers, slower in slowing:
                 busy = max([free[number] for number in numbers]) - now
