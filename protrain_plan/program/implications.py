@@ -609,9 +609,19 @@ def tier_bytes(
     """The most that a tier below the device holds: states, swapped activations, and staging."""
     total = sum(option.tier_bytes.get(tier, 0) for option in activations)
     total += sum(option.tier_bytes.get(tier, 0) for option in states)
+    return total + tier_staging_bytes(tier, activations, states, implications)
+
+
+def tier_staging_bytes(
+    tier: TierName,
+    activations: Sequence[ActivationOption],
+    states: Sequence[StateOption],
+    implications: Implications,
+) -> int:
+    """The staging alone: of units that do the same, one is as much as all."""
     if tier in PINNED and is_accelerator(implications.settings.device):
-        total += host_staging_bytes(activations, states, implications.profile)
-    return total
+        return host_staging_bytes(activations, states, implications.profile)
+    return 0
 
 
 def host_staging_bytes(

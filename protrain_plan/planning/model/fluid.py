@@ -605,7 +605,7 @@ def windows(count: int, size: int) -> list[range]:
     The first and the last slot, and the two between which forward turns into backward, are alone:
     there the most stands, or something begins or ends.
     """
-    forward = [range(0, 1)]
+    forward = [range(1)]
     forward += [range(t, min(t + size, count - 1)) for t in range(1, count - 1, size)]
     forward += [range(count - 1, count)] if count > 1 else []
     end = 2 * count

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple, get_args
 
 from protrain_plan.errors import ProtrainError
@@ -28,7 +29,7 @@ from protrain_plan.program.implications import (
     Implications,
     StateOption,
     device_staging_bytes,
-    tier_bytes,
+    tier_staging_bytes,
 )
 from protrain_plan.program.program import Settings
 from protrain_plan.records.decisions import activations_text, states_text
@@ -460,6 +461,7 @@ class Problem:
                 bool(unit.used_by),
                 unit.forms,
                 unit.parameter_pieces,
+                unit.gradient_pieces,
                 len(options.activations),
                 len(options.states),
                 options.activations[0].decision,
@@ -483,9 +485,63 @@ class Problem:
             for options, plan in zip(self.options, plans, strict=True)
         )
 
+    @cached_property
+    def _changes(self) -> list[tuple[list[tuple[tuple[int, int], ...]], ...]]:
+        """Per unit, kind and option: slots from which on it holds so many bytes more on the device."""
+
+        def changes(option: ActivationOption | StateOption) -> tuple[tuple[int, int], ...]:
+            sums: dict[int, int] = {}
+            for held in option.holdings:
+                sums[held.first] = sums.get(held.first, 0) + held.bytes
+                sums[held.last + 1] = sums.get(held.last + 1, 0) - held.bytes
+            return tuple((slot, size) for slot, size in sums.items() if size)
+
+        return [
+            ([changes(o) for o in unit.activations], [changes(o) for o in unit.states])
+            for unit in self.options
+        ]
+
+    def _kinds(self, choice: Choice) -> tuple[list[ActivationOption], list[StateOption]]:
+        """One option of each kind that a choice has: others like it have the same maxima."""
+        activations: dict[tuple[int, int], ActivationOption] = {}
+        states: dict[tuple[int, int], StateOption] = {}
+        for unit, ((activation, state), group) in enumerate(
+            zip(choice, self._class_of, strict=True)
+        ):
+            if (group, activation) not in activations:
+                activations[group, activation] = self.options[unit].activations[activation]
+            if (group, state) not in states:
+                states[group, state] = self.options[unit].states[state]
+        return list(activations.values()), list(states.values())
+
+    @cached_property
+    def _class_of(self) -> list[int]:
+        groups = [0] * self.count
+        for number, units in enumerate(self.classes):
+            for unit in units:
+                groups[unit] = number
+        return groups
+
+    @cached_property
+    def _tier_bytes(self) -> dict[TierName, list[tuple[list[int], list[int]]]]:
+        """Per tier, unit, kind and option what it takes, staging apart."""
+        return {
+            tier: [
+                (
+                    [option.tier_bytes.get(tier, 0) for option in unit.activations],
+                    [option.tier_bytes.get(tier, 0) for option in unit.states],
+                )
+                for unit in self.options
+            ]
+            for tier in self.tiers
+        }
+
     def tier_use(self, tier: TierName, choice: Choice) -> int:
         """What a choice takes of a tier below the device."""
-        return tier_bytes(tier, *self.chosen(choice), self.implied)
+        total = 0
+        for (of_activations, of_states), (a, s) in zip(self._tier_bytes[tier], choice, strict=True):
+            total += of_activations[a] + of_states[s]
+        return total + tier_staging_bytes(tier, *self._kinds(choice), self.implied)
 
     def within_tiers(self, choice: Choice) -> bool:
         """Whether a choice meets the budgets of the tiers below the device."""
@@ -501,20 +557,18 @@ class Problem:
         Entry 2U is the device's update of the persistent chunks.
         """
         end = 2 * self.count
-        activations, states = self.chosen(choice)
         change = [0] * (end + 2)
         change[0] = base_bytes(self.profile, self.settings)
-        for held in (h for options in (activations, states) for o in options for h in o.holdings):
-            change[held.first] += held.bytes
-            change[held.last + 1] -= held.bytes
+        for (of_activations, of_states), (a, s) in zip(self._changes, choice, strict=True):
+            for slot, size in of_activations[a]:
+                change[slot] += size
+            for slot, size in of_states[s]:
+                change[slot] += size
+        _, states = self._kinds(choice)
         change[0] += device_staging_bytes(states, self.implied)
         change[end] += round(max(state.device_workspace for state in states))
-        for state in states:
-            # No slot is left that could wait for what the last one produced.
-            if (leaving := state.leaving) and leaving.slot == end - 1:
-                change[end] += leaving.kept
-        total, totals = 0, []
-        for step in change[: end + 1]:
-            total += step
-            totals.append(total)
-        return totals
+        # No slot is left that could wait for what the last one produced: that of the first unit.
+        leaving = self.options[0].states[choice[0][1]].leaving
+        if leaving and leaving.slot == end - 1:
+            change[end] += leaving.kept
+        return list(accumulate(change[: end + 1]))

@@ -7,13 +7,14 @@ one that frees memory, and one that spends it.
 
 import random
 from collections.abc import Iterator, Sequence
-from math import ceil, inf
+from math import ceil, inf, isinf
 from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
-from protrain_plan.planning.search.layouts import Layout, Move, choice_of, reordered, steps
+from protrain_plan.planning.search.layouts import Layout, Move, choice_of, decided, reordered, steps
 from protrain_plan.planning.search.pacing import PLAIN, Pace
+from protrain_plan.program.implications import ActivationOption, StateOption
 from protrain_plan.records.hardware import TierName
 
 LESS = 1e-4
@@ -27,6 +28,9 @@ REPAIRS = 12
 
 PRICED = 0.5
 """Options are tried that cost the relaxation at most this part of the plan's gap."""
+
+FREE = 1e-9
+"""Seconds that a step costs at least, so that the fewest steps are taken."""
 
 SIMULATED = 0.25
 """Simulations per walk, at most."""
@@ -51,6 +55,18 @@ class Prices(NamedTuple):
         return [(first, second) for first, second in found]
 
 
+class _Excess(NamedTuple):
+    """Bytes beyond a tier's budget, or the device's in a slot."""
+
+    tier: TierName | None
+    slot: int
+    bytes: int
+
+
+def _standing(option: ActivationOption | StateOption, slot: int) -> int:
+    return sum(held.bytes for held in option.holdings if held.first <= slot <= held.last)
+
+
 class Descent:
     """A search of one problem; `evaluator` keeps what is simulated, and counts it."""
 
@@ -59,21 +75,22 @@ class Descent:
         self.order = random.Random(seed)
         self.num_walks = 0
         self.pace: Pace = PLAIN
-        self._seen: dict[tuple[Choice, Pace], float] = {}
+        # Seconds, or infinity and the seconds that it takes at least.
+        self._seen: dict[tuple[Choice, Pace], tuple[float, float]] = {}
 
-    def walked(self, choice: Choice, faster_than_s: float = inf) -> float:
-        """About the seconds of a choice; infinity where it has no room, or is no faster."""
-        problem = self.problem
-        if problem.least_seconds(choice) >= faster_than_s:
+    def walked(self, choice: Choice, within_s: float = inf) -> float:
+        """About the seconds of a choice; infinity where it has no room, or takes no less."""
+        problem, place = self.problem, (choice, self.pace)
+        if problem.least_seconds(choice) >= within_s:
             return inf
-        known = self._seen.get((choice, self.pace))
-        if known is None:
-            known = inf
-            if problem.within_tiers(choice):
+        known, asked = self._seen.get(place, (inf, 0.0))
+        if isinf(known) and asked < within_s:
+            asked = inf  # without room nothing is faster
+            if problem.within_tiers(choice) and max(problem.static_bytes(choice)) <= problem.device:
                 self.num_walks += 1
-                if paced := self.evaluator.pacer.walk(choice, self.pace):
-                    known = paced.seconds
-            self._seen[choice, self.pace] = known
+                paced = self.evaluator.pacer.walk(choice, self.pace, within_s)
+                known, asked = (paced.seconds, inf) if paced else (inf, within_s)
+            self._seen[place] = known, asked
         return known
 
     # Repair
@@ -85,45 +102,56 @@ class Descent:
             excess = self._excess(layout)
             if excess is None:
                 return layout
-            found = None
-            least = inf
+            least, found = inf, None
             for move in steps(layout, open_to, single=True):
-                freed = self._freed(layout, move.layout, excess)
-                if freed <= 0:
+                if (freed := self._freed(move, layout, excess)) <= 0:
                     continue
-                cost = self.prices.reduced_costs[move.group][move.kind][move.into]
-                count = min(move.number, ceil(excess[1] / freed))
-                price = (max(cost, 0.0) + 1e-9) * count * max(1.0, excess[1] / (freed * count)) ** 2
+                count = min(move.number, ceil(excess.bytes / freed))
+                cost = max(self.prices.reduced_costs[move.group][move.kind][move.into], 0.0)
+                # What is not enough by itself is dearer.
+                price = (cost + FREE) * count * (excess.bytes / min(excess.bytes, freed * count))
                 if price < least:
-                    least, found = price, (move, count)
+                    least, found = price, move.times(layout, count)
             if found is None:
                 return None
-            move, count = found
-            layout = move.times(layout, count)
+            layout = found
         return None
 
-    def _excess(self, layout: Layout) -> tuple[TierName | int, float] | None:
-        """The first budget that is exceeded, a tier's or a slot's on the device, and by how much."""
+    def _excess(self, layout: Layout) -> "_Excess | None":
+        """The first budget that is exceeded: a tier's, or the device's in its tightest slot."""
         problem, choice = self.problem, choice_of(self.problem, layout)
         for tier, limit in problem.tiers.items():
             if (use := problem.tier_use(tier, choice)) > limit:
-                return tier, use - limit
+                return _Excess(tier, -1, use - limit)
         static = problem.static_bytes(choice)
         slot = max(range(len(static)), key=lambda t: static[t])
-        return (slot, static[slot] - problem.device) if static[slot] > problem.device else None
+        excess = static[slot] - problem.device
+        return _Excess(None, slot, excess) if excess > 0 else None
 
-    def _freed(self, layout: Layout, other: Layout, excess: tuple[TierName | int, float]) -> float:
-        where = excess[0]
-        problem = self.problem
-        before, after = choice_of(problem, layout), choice_of(problem, other)
-        if isinstance(where, int):
-            return max(problem.static_bytes(before)) - max(problem.static_bytes(after))
-        for tier, limit in problem.tiers.items():
-            if tier != where and problem.tier_use(tier, after) > max(
-                limit, problem.tier_use(tier, before)
-            ):
-                return 0.0
-        return problem.tier_use(where, before) - problem.tier_use(where, after)
+    def _freed(self, move: Move, layout: Layout, excess: "_Excess") -> float:
+        """The bytes that one unit frees, in the mean of those that have the option."""
+        units = self.problem.classes[move.group]
+        kinds = [
+            (
+                self.problem.options[unit].states
+                if move.kind
+                else self.problem.options[unit].activations
+            )
+            for unit in units
+        ]
+        if excess.tier is not None:
+            options = kinds[0]
+            before, after = (options[n].tier_bytes for n in (move.option, move.into))
+            return before.get(excess.tier, 0) - after.get(excess.tier, 0)
+        has = [
+            n for n, one in enumerate(decided(layout[move.group][move.kind])) if one == move.option
+        ]
+        freed = 0
+        for place in (has[0], has[len(has) // 2], has[-1]):
+            options = kinds[place]
+            freed += _standing(options[move.option], excess.slot)
+            freed -= _standing(options[move.into], excess.slot)
+        return freed / 3
 
     # Steps downhill
 
@@ -160,7 +188,7 @@ class Descent:
             open_to = self.prices.open_to(gap * PRICED)
             near = [*steps(layout, open_to), *reordered(layout)]
             self.order.shuffle(near)
-            for other in self._neighbours(layout, near, open_to):
+            for other in self._neighbours(near, open_to):
                 if spent():
                     break
                 if found := faster(other):
@@ -173,7 +201,6 @@ class Descent:
 
     def _neighbours(
         self,
-        layout: Layout,
         near: Sequence[Move],
         open_to: Sequence[tuple[Sequence[int], Sequence[int]]],
     ) -> Iterator[Layout]:

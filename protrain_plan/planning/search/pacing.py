@@ -13,7 +13,8 @@ millisecond where the simulator takes ten, and the simulator has the last word.
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import product
+from itertools import accumulate, product
+from math import inf, isinf
 from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
@@ -24,6 +25,9 @@ from protrain_plan.records.plan import Schedule
 
 LOOKED_AHEAD = 6
 """Slots for which what is about to leave counts before something is fetched ahead of them."""
+
+NEGLIGIBLE = 0.02
+"""Of a step, what the last micro-batch's own moves may take without being walked over."""
 
 Clock = tuple[int, float]
 """A lane by its number, and the seconds that a move takes of it."""
@@ -240,14 +244,16 @@ class Pacer:
         seconds = (lane, option.update_s)
         return _Update(unit, read, seconds, write, option.num_updates, on_device, waits)
 
-    def walk(self, choice: Choice, pace: Pace = PLAIN) -> Paced | None:
-        """The schedule of a choice that fits the tiers; None where the device is full."""
+    def walk(self, choice: Choice, pace: Pace = PLAIN, within_s: float = inf) -> Paced | None:
+        """The schedule of a choice that fits the tiers.
+
+        None where the device has no room, or a step takes `within_s` or more.
+        """
         problem = self.problem
         room = [problem.device - total for total in problem.static_bytes(choice)]
         if min(room) < 0:
             return None
-        run = _Walk(self, choice, room, pace)
-        return run.paced()
+        return _Walk(self, choice, room, pace).paced(within_s)
 
 
 def _needed(queue: Sequence[_Arrival]) -> int:
@@ -311,22 +317,38 @@ class _Walk:
             late.add(unit)
         return late
 
-    def paced(self) -> Paced:
+    def paced(self, within_s: float) -> Paced | None:
         """What the walk finds. Micro-batches before the last have no updates."""
         settings = self.problem.settings
         if before := settings.micro_batches - 1:
-            ended = self.run(updating=False)
+            ended = self.run(within_s / (before + 1), updating=False)
+            if isinf(ended):
+                return None
             schedules = self.schedules()
+            if self.worked <= NEGLIGIBLE * before * ended:
+                return Paced(schedules, (before + 1) * ended + self.worked)
             self.free = [0.0] * len(self.free)
-            return Paced(schedules, before * ended + self.tail(self.run(updating=True)))
-        ended = self.run(updating=True)
+            return Paced(schedules, before * ended + self.tail(self.run(inf, updating=True)))
+        ended = self.run(within_s, updating=True)
+        if isinf(ended):
+            return None
         if not settings.overlap_steps or not self.updates:
             return Paced(self.schedules(), self.tail(ended))
         # The next step finds the updates that this one has left.
         self.tail(ended)
         self.free = [max(0.0, free - ended) for free in self.free]
         self.updated = {unit: seconds - ended for unit, seconds in self.updated.items()}
-        return Paced(self.schedules(), self.run(updating=True))
+        ended = self.run(within_s, updating=True)
+        return None if isinf(ended) else Paced(self.schedules(), ended)
+
+    @property
+    def worked(self) -> float:
+        """Seconds of what the last micro-batch does beside the others."""
+        updates = sum(one.read[1] + one.update[1] + one.write[1] for one in self.updates)
+        if self.problem.settings.num_devices == 1:
+            return updates
+        left = (one for slot in self.leaves for one in slot if not one.swap)
+        return updates + sum(seconds for one in left for _, seconds in one.clocks)
 
     def serve(self, start: float, clocks: Sequence[Clock]) -> float:
         """Let lanes work on something, one after the other; returns when it has ended."""
@@ -346,9 +368,11 @@ class _Walk:
             start = free[lane] = begin + taken + more
         return start
 
-    def run(self, *, updating: bool) -> float:
-        """Walk over the slots; returns when the last one has computed."""
+    def run(self, within_s: float, *, updating: bool) -> float:
+        """Walk over the slots; returns when the last one has computed, infinity: later."""
         end, compute, free = self.end, self.compute, self.free
+        # When each slot has to begin for the last one to end in time.
+        latest = [within_s - rest for rest in accumulate(reversed(compute))][::-1]
         leaves, due, pace, slowing = self.leaves, self.due, self.pace, self.pacer.slowing
         room = self.room = list(self.room_at_first)
         queues: dict[int, deque[_Arrival]] = {}
@@ -375,9 +399,13 @@ class _Walk:
                     now = ended
                 gone[left.unit, left.swap] = t
                 standing -= left.bytes
+            if now > latest[t]:
+                return inf
             # The slot ends when it has computed, which waits for what it needs.
-            there = [came.get((t, one.unit, one.kind), now) for one in due[t]]
-            horizon = max(now, *there) if there else now
+            horizon = now
+            for arrival in due[t]:
+                if (arrives := came.get((t, arrival.unit, arrival.kind), now)) > horizon:
+                    horizon = arrives
             horizon += compute[t] + pace.ahead
             active = [queue for queue in queues.values() if queue]
             while active:
