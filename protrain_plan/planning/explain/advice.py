@@ -7,7 +7,8 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.model.problem import AMPLE, Problem
 from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.planning.search.choices import Leanest, min_memory
-from protrain_plan.planning.search.evaluation import ScheduleRule, schedule
+from protrain_plan.planning.search.evaluation import schedule
+from protrain_plan.planning.search.scheduling import ScheduleRule
 from protrain_plan.program.program import slot_words
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import Budgets

@@ -46,20 +46,8 @@ SLACK = 1e-7
 """What a slope gives away for the solver's tolerance, of the model's plain compute time: for each
 decision of each unit, since slopes are as uncertain."""
 
-MAX_NODES, MAX_NODES_NEAR = 400, 30
-"""Of the search tree over the numbers of one round, and of one for near ones."""
-
-NEAR = 0.1
-"""Numbers are near enough that are at most so much farther than the nearest."""
-
-ALONE = 2.0
-"""What it counts that a unit alone decides otherwise, in units of a class that do."""
-
-TIE_BREAK = 1e-3
-"""What a step counts beside distances, of the model's plain compute time."""
-
-NEAR_STEPS = (0.002, 0.01, 0.03, 0.1, 1.0)
-"""How much slower than the bound numbers may promise to be: the first that has some."""
+MAX_NODES = 400
+"""Of the search tree over the numbers of one round."""
 
 EXCESS = 50.0
 """What as much memory again as there is costs, in plain compute times: more than it is worth."""
@@ -82,6 +70,35 @@ class Room(NamedTuple):
 
 
 PLAIN = Room(0.0, 0.0)
+
+NO_SHARE = 1e-6
+"""Of a unit, what is none of it."""
+
+
+class Amounts(NamedTuple):
+    """Of each class, activations and states by turns: units per option, and their mean place."""
+
+    sums: list[dict[int, float]]
+    places: list[dict[int, float]]
+
+
+class Prices(NamedTuple):
+    """What the relaxation says of options: `bound` is its value, in seconds.
+
+    Of each class, activations and states: the seconds by which a unit that takes the option lifts
+    it, at least.
+    """
+
+    bound: float
+    reduced_costs: Sequence[tuple[Sequence[float], Sequence[float]]]
+
+    def open_to(self, within_s: float) -> list[tuple[list[int], list[int]]]:
+        """The options that cost no more."""
+
+        def cheap(costs: Sequence[float]) -> list[int]:
+            return [option for option, cost in enumerate(costs) if cost <= within_s]
+
+        return [(cheap(first), cheap(second)) for first, second in self.reduced_costs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +126,6 @@ class CountProgram:
         self._add_memory()
         self._add_lanes()
         self.pulp.setObjective(pulp.LpAffineExpression([(self.step, 1.0)]))
-        self._away = [self.pulp.add_variable(f"away_{one.name}", 0.0) for one in self.counted]
-        first = self._num_rows
-        self._distances = range(first, first + 2 * len(self.counted), 2)
-        for one, away in zip(self.counted, self._away, strict=True):
-            for sign in (-1.0, 1.0):  # at least as far away as there are more, or fewer
-                self._row([(one.number, sign), (away, 1.0)], GE, -len(one.units))
         self.program = LinearProgram(self.pulp, stopped=stopped)
 
     def _counted(self, fluid: Fluid) -> Iterable[Counted]:
@@ -278,23 +289,6 @@ class CountProgram:
             return None
         return answer.bound, self._numbers(answer.values)
 
-    def nearest(self, amounts: Mapping[str, float], within: float) -> dict[str, int] | None:
-        """The numbers nearest to `amounts`, which are no numbers, that promise `within` or less.
-
-        None where there are none.
-        """
-        terms: Terms = []
-        for one, row, away in zip(self.counted, self._distances, self._away, strict=True):
-            self.program.between(row, -amounts[one.name], inf)
-            self.program.between(row + 1, amounts[one.name], inf)
-            terms.append((away, 1.0 if len(one.units) > 1 else ALONE))
-        self.program.minimise([*terms, (self.step, TIE_BREAK)])
-        self.program.bound(self.step, 0.0, within)
-        answer = self.program.solve(integer=True, max_nodes=MAX_NODES_NEAR, gap=NEAR)
-        self.program.minimise([(self.step, 1.0)])
-        self.program.bound(self.step, 0.0, inf)
-        return self._numbers(answer.values) if answer.values else None
-
     def _numbers(self, values: Mapping[str, float]) -> dict[str, int]:
         return {one.name: round(values[one.name]) for one in self.counted}
 
@@ -305,8 +299,10 @@ class Counting:
     All in the model's plain compute time. `bound` is one on every plan's step.
     """
 
-    def __init__(self, problem: Problem, *, stopped: Stopped | None = None) -> None:
-        self.problem, self.fluid = problem, Fluid(problem)
+    def __init__(
+        self, problem: Problem, *, window: int = 1, stopped: Stopped | None = None
+    ) -> None:
+        self.problem, self.fluid = problem, Fluid(problem, window=window)
         self.bound = 0.0
         self._lp = LinearProgram(self.fluid.pulp, interior=True, stopped=stopped)
         self._rows = [row for phase in self.fluid.phases for row in phase.memory_rows]
@@ -340,14 +336,28 @@ class Counting:
         self._lp.allow_excess(allowed=numbers is not None)
         return self._lp.solve()
 
-    def relax(self) -> bool:
-        """Find the bound of the relaxation; whether it has one."""
-        answer = self._solve(None, PLAIN)
-        if answer.status != "optimal":
-            return False
-        self.bound = answer.bound
-        self._numbers.learn(answer.bound, self._lp.reduced_costs(self._counts), answer.values)
-        return True
+    def relax(self) -> Prices:
+        """The bound of the relaxation, and what options cost it: nothing, where it has none."""
+        answer, fluid = self._solve(None, PLAIN), self.fluid
+        solved = answer.status == "optimal"
+        if solved:
+            self.bound = answer.bound
+            self._numbers.learn(answer.bound, self._lp.reduced_costs(self._counts), answer.values)
+        costs: list[tuple[list[float], list[float]]] = []
+        for number, units in enumerate(self.problem.classes):
+            pair: list[list[float]] = []
+            for kind, of_kind in (("act", fluid.activations), ("states", fluid.states)):
+                least = [0.0] * len(of_kind[units[0]])
+                if solved:
+                    of_units = zip(*(self._lp.costs(of_kind[unit]) for unit in units), strict=True)
+                    least = [min(of_option) for of_option in of_units]
+                    names = [fluid.count_name(number, kind, x) for x in of_kind[units[0]]]
+                    if counts := [self._counts[name] for name in names if name in self._counts]:
+                        # One unit more that takes it is one more that is counted.
+                        least = list(map(sum, zip(least, self._lp.costs(counts), strict=True)))
+                pair.append([cost * fluid.second_unit for cost in least])
+            costs.append((pair[0], pair[1]))
+        return Prices(self.bound_seconds, costs)
 
     @property
     def size(self) -> int:
@@ -369,18 +379,29 @@ class Counting:
             return None
         return {name: round(answer.values[name]) for name in self._counts}, answer.values
 
-    def amounts(self, room: Room) -> Mapping[str, float]:
-        """The relaxation's numbers, with room for what it does not see."""
-        return self._solve(None, room).values
+    def amounts(self, room: Room) -> Amounts | None:
+        """The relaxation's amounts of options, with room for what it does not see."""
+        return self._amounts(self._solve(None, room).values)
 
-    def near(self, amounts: Mapping[str, float]) -> dict[str, int] | None:
-        """Whole numbers near the relaxation's, which the bound allows to be as fast, or nearly."""
-        if not amounts:
+    def amounts_with(self, numbers: Numbers) -> Amounts | None:
+        """The same where so many units take each option."""
+        return self._amounts(self._solve(numbers, PLAIN).values)
+
+    def _amounts(self, values: Mapping[str, float]) -> Amounts | None:
+        if not values:
             return None
-        for slower in NEAR_STEPS:
-            if found := self._numbers.nearest(amounts, self.bound * (1 + slower)):
-                return found
-        return None
+        fractions, found = self.fluid.choice_values(values), Amounts([], [])
+        for units in self.problem.classes:
+            for kind in (0, 1):
+                sums, places = dict[int, float](), dict[int, float]()
+                for option in range(len(fractions[units[0]][kind])):
+                    shares = [fractions[unit][kind][option] for unit in units]
+                    if (total := sum(shares)) > NO_SHARE:
+                        sums[option] = total
+                        places[option] = sum(n * one for n, one in enumerate(shares)) / total
+                found.sums.append(sums)
+                found.places.append(places)
+        return found
 
     def promising(self, gap: float) -> dict[str, int] | None:
         """The numbers that promise the fastest step, as far as is known; the bound is theirs."""
@@ -396,24 +417,3 @@ class Counting:
             return inf
         self._numbers.learn(answer.bound, self._lp.reduced_costs(self._counts), numbers)
         return answer.bound
-
-    def of_classes(self, numbers: Numbers) -> list[tuple[list[int], list[int]]]:
-        """Per class how many units take each activation option, and each state option."""
-        found: list[tuple[list[int], list[int]]] = []
-        for units in self.problem.classes:
-            options = self.problem.options[units[0]]
-            found.append(([0] * len(options.activations), [0] * len(options.states)))
-        place = {unit: n for n, units in enumerate(self.problem.classes) for unit in units}
-        for one in self._numbers.counted:
-            kind = isinstance(one.option, StateOption)
-            found[place[one.units[0]]][kind][one.choice] += numbers[one.name]
-        return found
-
-    def spread(self, numbers: Numbers, room: Room) -> Mapping[str, float]:
-        """Which units take which option, in fractions, where so many do."""
-        return self._solve(numbers, room).values
-
-    def placed(self, numbers: Numbers, room: Room) -> Mapping[str, float]:
-        """The same where so many take each placement; what is done with activations is open."""
-        states = (one for one in self._numbers.counted if isinstance(one.option, StateOption))
-        return self._solve({one.name: numbers[one.name] for one in states}, room).values

@@ -487,7 +487,7 @@ class Problem:
 
     @cached_property
     def _changes(self) -> list[tuple[list[tuple[tuple[int, int], ...]], ...]]:
-        """Per unit, kind and option: slots from which on it holds so many bytes more on the device."""
+        """Per unit, kind and option: slots from which on it holds so many bytes more."""
 
         def changes(option: ActivationOption | StateOption) -> tuple[tuple[int, int], ...]:
             sums: dict[int, int] = {}

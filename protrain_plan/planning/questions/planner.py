@@ -1,10 +1,9 @@
-"""The planner: a bound, whole numbers of units, their arrangements, evaluation, local search.
+"""The planner: a bound, layouts that it proposes, steps downhill, and tidier numbers.
 
     bound   = the fluid model's relaxation, then that over whole numbers of units per option
-    choices = plain policies, the paper's four parameters, and arrangements of whole numbers near
-              the relaxation's (with more and less room for whole moves) or that promise more
-    best    = the fastest of them in the simulator, each stage only while it is not close enough to
-              the bound; then local search
+    layouts = plain policies, and numbers of units per option near the relaxation's, with more and
+              less of the device left free for whole moves
+    best    = the fastest plan after steps downhill: of many units in another option, then of one
 
 The model only proposes; every plan is judged by the simulator under the byte limits of its slots.
 Work is limited by counts, never by time, unless the user sets a time limit: the same input gives
@@ -23,86 +22,71 @@ the least memory.
 """
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from math import inf
+from math import inf, isfinite
 from typing import Literal
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.explain.advice import infeasible
-from protrain_plan.planning.model.counting import Counting, Room
+from protrain_plan.planning.model.counting import Counting, Prices, Room
 from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import solver_name
 from protrain_plan.planning.outcome import Infeasible, Replicas, Solved, Status
 from protrain_plan.planning.search.baselines import BASELINES, Baseline, baseline, leanest_variant
-from protrain_plan.planning.search.choices import (
-    Leanest,
-    arranged,
-    min_memory,
-    moved_down,
-    plain_choices,
-    repaired,
-    roundings,
-)
-from protrain_plan.planning.search.evaluation import QUICK_GRID, Evaluation, Evaluator
+from protrain_plan.planning.search.choices import Leanest, min_memory, plain_choices
+from protrain_plan.planning.search.descending import Descent
+from protrain_plan.planning.search.evaluation import PACES, Evaluation, Evaluator
 from protrain_plan.planning.search.improving import (
     TOLERANCE,
     Effort,
     apart,
     at_the_step,
-    improved,
     in_runs,
     simplified,
 )
+from protrain_plan.planning.search.layouts import Layout, choice_of, layout_of, layouts_near
+from protrain_plan.planning.search.scheduling import QUICK_GRID
 from protrain_plan.program.group import ALONE, DeviceGroup
 from protrain_plan.records.forms import FORMS
-from protrain_plan.records.plan import Budgets, Offload, Plan, Prediction, StateTier
+from protrain_plan.records.plan import Budgets, Plan, Prediction
 from protrain_plan.records.profile import Profile
 from protrain_plan.records.writer import fingerprint
 from protrain_plan.simulation.memory import peak_bytes
 from protrain_plan.simulation.timeline import first_step_seconds, simulated_seconds
 
-ROOMS = (
-    *(Room(0.0, 1e-3), Room(0.0, 0.08), Room(0.1, 0.02), Room(0.25, 1e-3), Room(0.2, 0.05)),
-    *(Room(0.05, 1e-3), Room(0.02, 0.02), Room(0.35, 1e-3)),
-)
-"""What relaxations leave for whole moves, one after the other (docs/decisions/planner.md)."""
+MARGINS = (0.0, 0.03, 0.06, 0.1, 0.15, 0.25)
+"""Parts of the device that relaxations leave free: moves are whole, and stand before they are
+used."""
 
-PROBED_UNITS, PROVED_UNITS = 250, 400
-"""How often, times units, the fluid model is asked for numbers, and for what they promise. A model
-of thirty units takes 0.2 s for an answer, one of a hundred 3 s."""
+WINDOWS = 12
+"""Windows of slots in a forward that the bound is found with (see `fluid`)."""
 
-MOST_PLAIN = 24
-"""Plain policies that are simulated, those of the least busy lanes first."""
+MOST_PLAIN = 6
+"""Plain policies that are looked at, those of the least busy lanes first."""
 
-ROUNDS = 12
+DESCENTS = 3
+"""Layouts from which steps downhill are tried."""
+
+WALKED_UNITS = 24_000
+"""Walks times units, in all: half a second for thirty units, as well as for a hundred."""
+
+LEAST_WALKS = 160
+"""Walks of any model."""
+
+ROUNDS = 8
 """Of numbers that promise more than all before."""
 
-SMALL = 1500
-"""Variables of a fluid model for which a search tree over it takes a second or two. It knows what
-whole numbers there are together, and not from slopes alone."""
-
-BRANCHED_UNITS = {False: 2000, True: 600}
-"""Nodes of that tree times units, by whether steps overlap, which makes a node three times as
-long."""
-
-LEARNT = 2
-"""Numbers near the relaxation's that the programme learns from before it is asked."""
-
-IN_VAIN = 4
+IN_VAIN = 2
 """Rounds after which neither the bound nor the plan is better, before they end."""
 
 PROMISING = 1.01
 """Numbers are tried whose value is at most so many times the least known."""
 
-SIMULATED_MOVES = 1_000_000
-"""Moves of the plans that the local search simulates: some eight seconds."""
-
-LEAST_SIMULATED, MOST_SIMULATED = 60, 3000
-"""Plans that it simulates of any model, at least, and at most."""
+FINE = 6500
+"""Variables of a fluid model without windows that is solved for the sake of the bound: a second."""
 
 Solver = Literal["milp"] | Baseline
 SOLVERS: tuple[Solver, ...] = ("milp", *BASELINES)
@@ -189,27 +173,36 @@ class _Planning:
         self.problem, self.lean = problem, lean
         self.effort, self.progress = effort, progress
         self.evaluator = Evaluator(problem)
-        self.bound, self.room = problem.compute_seconds, ROOMS[0]
-        self.on_device = problem.may_update_on_device
-        self.near: dict[tuple[int, ...], dict[str, int]] = {}  # numbers near the relaxation's
-        first = self.evaluator.evaluate(lean.choice)
+        self.bound = problem.compute_seconds
+        self.walks = max(LEAST_WALKS, WALKED_UNITS // problem.count)
+        first = self.evaluator.evaluate(lean.choice, rules=PACES[:1])
         assert first, "the leanest choice meets the budgets"
         self.evaluator.stopped = effort.spent  # from here on there is a plan
         self.best: Evaluation = first
 
     def solve(self, hints: Sequence[Choice]) -> Evaluation:
         """The best plan of all stages."""
-        before = self._searched_before(hints)
-        self._search(hints)
+        for choice in hints:
+            self._keep(self.evaluator.evaluate(choice, rules=(*PACES, *QUICK_GRID)))
+        self._find_bound()
+        for stage in (self._descend, self._prove, self._improve):
+            if self._good_enough() or self.effort.spent() or self._beaten():
+                break
+            if stage != self._descend and self.best.seconds >= self.effort.below_s * (
+                1 + TOLERANCE
+            ):
+                break  # another number of replicas is better
+            if self.effort.enough_s is not None and self.bound > self.effort.enough_s:
+                break  # no plan takes what the effort asks for
+            stage()
         if self.best.seconds >= self.effort.below_s:
             return self.best
-        self._keep(self.evaluator.best_schedule(self.best.choice, rule=self.best.rule))
         slowest = self.best.seconds * (1 + TOLERANCE)
         if self.effort.enough_s is not None:
             slowest = max(self.best.seconds, min(slowest, self.effort.enough_s))
         # Whatever a simple policy reaches is reached.
         for name in BASELINES:
-            if self.effort.spent() or self.effort.enough_s is not None:
+            if self.effort.spent() or self.effort.enough_s is not None or self._good_enough():
                 break
             found = baseline(name, self.problem, self.evaluator, below_s=self.best.seconds)
             self._keep(found)
@@ -219,74 +212,9 @@ class _Planning:
         best = in_runs(self.problem, self.evaluator, self.best, slowest_s=slowest)
         best = at_the_step(self.problem, self.evaluator, best, slowest_s=slowest)
         stopped = self.effort.spent
-        alone = (
-            apart(self.problem, one, slowest_s=slowest, stopped=stopped) for one in (best, *before)
-        )
-        if found := min(filter(None, alone), key=lambda one: one.seconds, default=None):
+        if found := apart(self.problem, best, slowest_s=slowest, stopped=stopped):
             self.problem, best = self.problem.overlapping(False), found
         return simplified(self.problem, best, slowest_s=slowest, stopped=stopped)
-
-    def _searched_before(self, hints: Sequence[Choice]) -> list[Evaluation]:
-        """The best plans without speculative updates, and with some, where they are an option.
-
-        The latter are on the tier of which the former stages most chunks. They are kept, and so is
-        what follows from the former: that the last units' updates are speculative, by ever more of
-        them, since their gradients come first.
-        """
-        if not self.problem.may_speculate:
-            return []
-        waiting = self._searched(self.problem.speculating(), hints)
-        rules, staged = (waiting.rule, *QUICK_GRID), Counter[StateTier]()
-        decided = list(waiting.plans)
-        for unit in reversed(range(self.problem.count)):
-            states = decided[unit].states
-            if isinstance(states, Offload) and states.staged:
-                staged[states.tier] += 1
-                ahead = replace(states, speculate=True)
-                if ahead in self.problem.options[unit].numbers[1]:
-                    decided[unit] = replace(decided[unit], states=ahead)
-                    choice = self.problem.choice_of(decided)
-                    self._keep(self.evaluator.evaluate(choice, rules=rules))
-        self._find_bound()
-        if not staged or self._good_enough():
-            return [waiting]
-        (tier, _), *_ = staged.most_common(1)
-        ahead_on = self.problem.speculating(tier)
-        known = self.best.plans
-        of_units = zip(known, ahead_on.options, strict=True)
-        same = all(unit.states in options.numbers[1] for unit, options in of_units)
-        return [waiting, self._searched(ahead_on, [ahead_on.choice_of(known)] if same else [])]
-
-    def _searched(self, problem: Problem, hints: Sequence[Choice]) -> Evaluation:
-        """The best plan with fewer options, found from those hints that it has them for."""
-        other = _Planning(problem, self.lean, self.effort, self.progress)
-        known = [len(options.states) for options in problem.options]
-        open_to = [c for c in hints if all(s < n for (_, s), n in zip(c, known, strict=True))]
-        other._search(open_to, last=False)
-        best = other.best._replace(choice=self.problem.choice_of(other.best.plans))
-        self._keep(best)
-        return best
-
-    def _search(self, hints: Sequence[Choice], *, last: bool = True) -> None:
-        """All stages up to the last polish; without the last, whose plan others go on from."""
-        for choice in hints:
-            self._try(choice)
-        plain = [choice for choice in plain_choices(self.problem) if self.problem.fits(choice)]
-        for choice in sorted(plain, key=self.problem.least_seconds)[:MOST_PLAIN]:
-            self._try(choice)
-        self._tell("plain policies")
-        self._find_bound()
-        stages = [self._number, self._prove]
-        if last and (self.on_device or self.effort.enough_s is None):
-            stages.append(self._improve)
-        for stage in stages:
-            if self._good_enough() or self.effort.spent() or self._beaten():
-                break
-            if stage != stages[0] and self.best.seconds * (1 + TOLERANCE) >= self.effort.below_s:
-                break  # another number of replicas is as good, or nearly
-            if self.effort.enough_s is not None and self.bound > self.effort.enough_s:
-                break  # no plan takes what the effort asks for
-            stage()
 
     def solve_baseline(self, name: Baseline) -> Evaluation | None:
         """The best plan of a baseline, None where it has none within the budgets."""
@@ -349,13 +277,22 @@ class _Planning:
 
     @cached_property
     def counting(self) -> Counting:
-        """The fluid model and its numbers, relaxed once."""
-        counting = Counting(self.problem, stopped=self.effort.spent)
-        counting.relax()
-        return counting
+        """The fluid model and its numbers, by windows of slots."""
+        window = -(-self.problem.count // WINDOWS)
+        return Counting(self.problem, window=window, stopped=self.effort.spent)
+
+    @cached_property
+    def prices(self) -> Prices:
+        """What the relaxation says of options."""
+        return self.counting.relax()
+
+    @cached_property
+    def descent(self) -> Descent:
+        """The search downhill, which knows what it has looked at."""
+        return Descent(self.problem, self.evaluator, self.prices, self.effort.seed)
 
     def _find_bound(self) -> None:
-        self.bound = max(self.bound, self.counting.bound_seconds)
+        self.bound = max(self.bound, self.prices.bound)
         self._tell("lower bound")
 
     def _good_enough(self) -> bool:
@@ -372,55 +309,61 @@ class _Planning:
         if self.progress:
             self.progress(stage, self.best.seconds, self.bound or None)
 
+    def _keep(self, evaluation: Evaluation | None) -> None:
+        if evaluation and evaluation.seconds < self.best.seconds:
+            self.best = evaluation
+
     def _polish(self, stage: str) -> None:
         """The best schedule for the best choice, at the end of a stage."""
         self._keep(self.evaluator.best_schedule(self.best.choice, rule=self.best.rule))
         self._tell(stage)
 
-    def _keep(self, evaluation: Evaluation | None) -> None:
-        if evaluation and evaluation.seconds < self.best.seconds:
-            self.best = evaluation
-
-    def _try(self, choice: Choice) -> None:
-        rules = (*QUICK_GRID, self.best.rule) if self.best.rule not in QUICK_GRID else QUICK_GRID
-        enough = self.best.seconds
-        self._keep(self.evaluator.evaluate(choice, rules=rules, faster_than_s=enough))
-
-    def _number(self) -> None:
-        """Whole numbers of units per option, near the relaxation's with more and more room."""
-        counting = self.counting
-        for room in ROOMS[: max(2, PROBED_UNITS // self.problem.count)]:
-            if self._good_enough() or self.effort.spent():
+    def _starts(self) -> list[Layout]:
+        """Layouts near the relaxation's amounts, and plain ones; made to meet the budgets."""
+        found: dict[Layout, None] = {}
+        for margin in MARGINS:
+            amounts = self.counting.amounts(Room(margin, 0.0))
+            if amounts is None or self.effort.spent():
                 break
-            values = counting.amounts(room)
-            if numbers := counting.near(values):
-                self.near.setdefault(tuple(numbers.values()), numbers)
-                self._try_numbers(numbers, values, room)
-                if not self._good_enough():
-                    self._try_rounded(counting.placed(numbers, room), room)
-            self._tell("whole numbers of units near the bound's")
-        self._polish("whole numbers of units")
+            found |= dict.fromkeys(layouts_near(self.problem, amounts))
+        plain = [choice for choice in plain_choices(self.problem) if self.problem.fits(choice)]
+        plain.sort(key=self.problem.least_seconds)
+        for choice in (self.lean.choice, self.best.choice, *plain[:MOST_PLAIN]):
+            found[layout_of(self.problem, choice)] = None
+        repaired = (self.descent.repaired(layout) for layout in found)
+        return list(dict.fromkeys(filter(None, repaired)))
+
+    def _descend(self) -> None:
+        """Steps downhill from the layouts that look fastest, then on from the best of them."""
+        descent, layouts = self.descent, self._starts()
+        seconds = {
+            layout: descent.walked(choice_of(self.problem, layout))
+            for layout in layouts
+            if not self.effort.spent()
+        }
+        found: list[tuple[float, Layout, Evaluation]] = []
+
+        def go_on(layout: Layout, known: Evaluation | None, most: int) -> None:
+            layout, plan = descent.descended(layout, known, most=most, enough_s=self._enough_s)
+            if plan:
+                found.append((plan.seconds, layout, plan))
+                self._keep(plan)
+
+        for layout in sorted(seconds, key=lambda one: seconds[one])[:DESCENTS]:
+            if not self._good_enough():
+                go_on(layout, None, self.walks // (2 * DESCENTS))
+        self._tell("steps downhill")
+        if found and not self._good_enough():
+            _, layout, plan = min(found, key=lambda one: one[0])
+            go_on(layout, plan, self.walks // 2)
+        self._polish("steps downhill")
 
     def _prove(self) -> None:
         """Lift the bound: numbers that promise more, until what they promise is what they take."""
         counting, least = self.counting, inf
         close = 1 + self.effort.gap_target / 4
-        if counting.size <= SMALL:
-            branched = BRANCHED_UNITS[self.problem.settings.overlap_steps]
-            found = counting.branch(
-                max_nodes=max(10, branched // self.problem.count),
-                gap=self.effort.gap_target / 4,
-                time_limit_s=self.effort.left_s(),
-            )
-            self.bound = max(self.bound, counting.bound_seconds)
-            if found:
-                self._try_numbers(*found, self.room)
-            self._tell("a search tree")
-        for near in list(self.near.values())[:LEARNT]:
-            if not self._good_enough() and not self.effort.spent():
-                least = min(least, counting.learn(near))
         in_vain = 0
-        for _ in range(min(ROUNDS, max(3, PROVED_UNITS // self.problem.count))):
+        for _ in range(ROUNDS):
             if self._good_enough() or self.effort.spent() or in_vain == IN_VAIN:
                 break
             known = self.bound, self.best.seconds
@@ -429,54 +372,35 @@ class _Planning:
             if numbers is None or least <= counting.bound * close:
                 break
             value = counting.learn(numbers)
-            if value <= least * PROMISING:
-                self._try_numbers(numbers, counting.spread(numbers, self.room), self.room)
+            if value <= least * PROMISING and (amounts := counting.amounts_with(numbers)):
+                self._try(layouts_near(self.problem, amounts))
             least = min(least, value)
             in_vain = in_vain + 1 if known == (self.bound, self.best.seconds) else 0
             self._tell("numbers that promise more")
-        self._polish("numbers that promise more")
 
-    def _try_numbers(
-        self, numbers: Mapping[str, int], values: Mapping[str, float], room: Room
-    ) -> None:
-        """Evaluate arrangements of so many units per option, by fractions that the model takes."""
-        if values:
-            fractions = self.counting.fluid.choice_values(values)
-            amounts = self.counting.of_classes(numbers)
-            self._try_all(arranged(self.problem, fractions, amounts), room)
-
-    def _try_rounded(self, values: Mapping[str, float], room: Room) -> None:
-        """Evaluate roundings of fractions that the model takes."""
-        if values:
-            self._try_all(roundings(self.problem, self.counting.fluid.choice_values(values)), room)
-
-    def _try_all(self, choices: Iterable[Choice], room: Room) -> None:
-        before = self.best.seconds
-        for choice in choices:
-            for below in moved_down(self.problem, choice):
-                self._try(repaired(self.problem, below, self.lean.choice))
-        if self.best.seconds < before:
-            self.room = room
+    def _try(self, layouts: Iterable[Layout]) -> None:
+        """Simulate the layouts that the walk finds faster than the best plan."""
+        for layout in layouts:
+            if repaired := self.descent.repaired(layout):
+                choice = choice_of(self.problem, repaired)
+                if isfinite(self.descent.walked(choice, self.best.seconds)):
+                    limit = self.best.seconds
+                    self._keep(self.evaluator.evaluate(choice, rules=PACES, faster_than_s=limit))
 
     def _improve(self) -> None:
-        longer = self.on_device and self.effort.enough_s is None
-        num_moves = 1 + len(self.problem.program(self.best.plans).moves)
-        most = min(MOST_SIMULATED, SIMULATED_MOVES // num_moves)
-        last = self.evaluator.num_simulations + max(LEAST_SIMULATED, most)
-        before = None
-        # Other decisions may want another schedule, and under that yet other ones.
-        while before is None or (longer and self.best.seconds < before):
-            before = self.best.seconds
-            self.best = improved(
-                self.problem,
-                self.evaluator,
-                self.best,
-                effort=self.effort,
-                max_simulations=last - self.evaluator.num_simulations,
-                enough_s=max(self._enough(), self.effort.enough_s or 0.0),
-                again=self.effort.enough_s is None,
-            )
-            self._polish("local search")
+        """One unit after the other, and a bound by the model without windows if that is small."""
+        self.best = self.descent.refined(self.best, most=self.walks // 2, enough_s=self._enough_s)
+        self._polish("changes of single units")
+        sizes = 2 * self.problem.count / max(1, len(self.counting.fluid.windows) - 1)
+        if self._good_enough() or self.counting.size * sizes > FINE or self.effort.spent():
+            return
+        fine = Counting(self.problem, stopped=self.effort.spent)
+        self.bound = max(self.bound, fine.relax().bound)
+        self._tell("lower bound, slot by slot")
+
+    @property
+    def _enough_s(self) -> float:
+        return max(self._enough(), self.effort.enough_s or 0.0)
 
 
 def status_of(gap: float, effort: Effort) -> Status:

@@ -11,18 +11,15 @@ from itertools import product
 from typing import Literal, get_args
 
 from protrain_plan.planning.model.decision_model import COUNTED, LE, DecisionModel, Terms
-from protrain_plan.planning.model.options import Decision, UnitOptions
+from protrain_plan.planning.model.options import Decision
 from protrain_plan.planning.model.problem import AMPLE, Choice, Problem
 from protrain_plan.planning.model.solver import Stopped, solve
-from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     Activations,
-    Persistent,
     Placement,
     StateTier,
     Swap,
     SwapInput,
-    activations_in,
 )
 
 Fractions = Sequence[tuple[Sequence[float], Sequence[float]]]
@@ -100,153 +97,6 @@ def roundings(problem: Problem, fractions: Fractions) -> Iterator[Choice]:
         if choice not in found:
             found.add(choice)
             yield choice
-
-
-def arranged(
-    problem: Problem, fractions: Fractions, numbers: Sequence[Amounts]
-) -> Iterator[Choice]:
-    """Several choices with these numbers of each option per class, near `fractions`.
-
-    Units that take the same stand together, in the order of their middle; or each unit takes in
-    turn what is owed most. Without repetition.
-    """
-    found: set[Choice] = set()
-    for way in ("runs", "runs of states", 0.0, 0.25, -0.25):
-        for backwards in (False, True):
-            chosen: dict[int, Decision] = {}
-            for units, amounts in zip(problem.classes, numbers, strict=True):
-                ordered = list(reversed(units)) if backwards else list(units)
-                of_kinds = []
-                for kind, wanted in enumerate(amounts):
-                    shares = [fractions[unit][kind] for unit in ordered]
-                    together = way == "runs" or (way == "runs of states" and kind == 1)
-                    if together:
-                        of_kinds.append(_in_runs(shares, wanted))
-                    else:
-                        start = way if isinstance(way, float) else 0.0
-                        of_kinds.append(_in_turn(shares, wanted, start))
-                chosen |= dict(zip(ordered, zip(*of_kinds, strict=True), strict=True))
-            choice = tuple(chosen[unit] for unit in range(problem.count))
-            if choice not in found:
-                found.add(choice)
-                yield choice
-
-
-def _in_runs(shares: Sequence[Sequence[float]], wanted: Sequence[int]) -> list[int]:
-    """So many of each option, one after the other in the order of where their shares lie."""
-    middles = {}
-    for option, number in enumerate(wanted):
-        weights = [share[option] for share in shares]
-        total = sum(weights)
-        middle = sum(n * weight for n, weight in enumerate(weights)) / total if total else 0.0
-        if number:
-            middles[option] = middle
-    order = sorted(middles, key=lambda option: (round(middles[option], 6), option))
-    return [option for option in order for _ in range(wanted[option])]
-
-
-def _in_turn(shares: Sequence[Sequence[float]], wanted: Sequence[int], start: float) -> list[int]:
-    """What is owed most, as long as there is some of it; the first option has a head start."""
-    owed, left, taken = [0.0] * len(wanted), list(wanted), []
-    owed[0] = start
-    for share in shares:
-        for option, fraction in enumerate(share):
-            owed[option] += fraction
-        open_to = [option for option, number in enumerate(left) if number]
-        best = max(open_to, key=lambda option: round(owed[option], 6))
-        owed[best] -= 1.0
-        left[best] -= 1
-        taken.append(best)
-    return taken
-
-
-def moved_down(problem: Problem, choice: Choice) -> Iterator[Choice]:
-    """`choice`, changed as far as it takes to meet the budgets of the tiers below the device.
-
-    Where it exceeds one: by chunks that move to a lower tier, and with fewer of these, by swapped
-    activations that move there or stay on the device. The last units go first: their updates come
-    first in backward, and a slow tier has the rest of it to carry their states.
-    """
-    if problem.within_tiers(choice):
-        yield choice
-        return
-    tiers = list(problem.tiers)
-    for relief in RELIEFS:
-        current = list(choice)
-        for tier, lower in zip(tiers, [*tiers[1:], None], strict=True):
-            # Then chunks, once more for the staging buffers that the first of them need.
-            for one in (relief, "chunk below", "chunk below"):
-                excess = problem.tier_use(tier, tuple(current)) - problem.tiers[tier]
-                for unit in reversed(range(problem.count)):
-                    if excess <= 0:
-                        break
-                    options, old = problem.options[unit], current[unit]
-                    if changed := _relieved(options, old, tier, lower, one):
-                        excess -= _on_tier(options, old, tier) - _on_tier(options, changed, tier)
-                        current[unit] = changed
-        yield tuple(current)
-
-
-def _on_tier(options: UnitOptions, decision: Decision, tier: TierName) -> int:
-    """What a unit's decision takes of a tier, staging apart."""
-    activation, state = options.activations[decision[0]], options.states[decision[1]]
-    return activation.tier_bytes.get(tier, 0) + state.tier_bytes.get(tier, 0)
-
-
-def _relieved(
-    options: UnitOptions, decision: Decision, tier: TierName, lower: TierName | None, relief: Relief
-) -> Decision | None:
-    """A unit's decision with less on `tier`; None where the unit has none such."""
-    activations = options.activations[decision[0]].decision
-    states = options.states[decision[1]].decision
-    if relief == "chunk below":
-        if isinstance(states, Persistent) or states.tier != tier or lower is None:
-            return None
-        states = replace(states, tier=lower, update_on_device=False)
-    elif not isinstance(activations, Swap | SwapInput) or activations.tier != tier:
-        return None
-    elif relief == "swap below":
-        activations = replace(activations, tier=lower) if lower else activations
-    else:
-        activations = activations_in(activations.form if activations.form != "keep" else "full")
-    return options.decision(activations, states)
-
-
-def repaired(problem: Problem, choice: Choice, leanest: Choice) -> Choice:
-    """`choice`, with as many decisions of `leanest` as it takes to meet the device's budget.
-
-    Each step changes the one decision that takes least off the tightest slot and yet enough, or
-    most where none is enough: what is a little too much should not move a chunk.
-    """
-    current = list(choice)
-    while True:
-        static = problem.static_bytes(tuple(current))
-        tightest = max(range(len(static)), key=lambda t: static[t])
-        if static[tightest] <= problem.device:
-            return tuple(current)
-        excess = static[tightest] - problem.device
-        best, saved = None, 0
-        for unit, (lean_activation, lean_state) in enumerate(leanest):
-            activation, state = current[unit]
-            for change in ((lean_activation, state), (activation, lean_state)):
-                if change == current[unit]:
-                    continue
-                gain = _standing(problem, unit, current[unit], tightest) - _standing(
-                    problem, unit, change, tightest
-                )
-                if gain > saved if saved < excess else excess <= gain < saved:
-                    best, saved = (unit, change), gain
-        if best is None:
-            return leanest
-        current[best[0]] = best[1]
-
-
-def _standing(problem: Problem, unit: int, decision: Decision, slot: int) -> int:
-    """What a unit's decision holds in a slot."""
-    options = problem.options[unit]
-    chosen = options.activations[decision[0]], options.states[decision[1]]
-    holdings = (held for option in chosen for held in option.holdings)
-    return sum(held.bytes for held in holdings if held.first <= slot <= held.last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 from math import ceil, inf, isinf
 from typing import NamedTuple
 
+from protrain_plan.planning.model.counting import Prices
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
+from protrain_plan.planning.search.improving import changed
 from protrain_plan.planning.search.layouts import Layout, Move, choice_of, decided, reordered, steps
 from protrain_plan.planning.search.pacing import PLAIN, Pace
 from protrain_plan.program.implications import ActivationOption, StateOption
@@ -32,27 +34,11 @@ PRICED = 0.5
 FREE = 1e-9
 """Seconds that a step costs at least, so that the fewest steps are taken."""
 
+GLANCE = 0.25
+"""Of a walk, what it takes to see that a choice has no room."""
+
 SIMULATED = 0.25
 """Simulations per walk, at most."""
-
-
-class Prices(NamedTuple):
-    """What the relaxation says of options: `bound` is its value, in seconds.
-
-    Of each class, activations and states: the seconds by which a unit that takes the option lifts
-    it, at least.
-    """
-
-    bound: float
-    reduced_costs: Sequence[tuple[Sequence[float], Sequence[float]]]
-
-    def open_to(self, within_s: float) -> list[tuple[list[int], list[int]]]:
-        """The options that cost no more."""
-        found = [
-            tuple([n for n, cost in enumerate(kind) if cost <= within_s] for kind in pair)
-            for pair in self.reduced_costs
-        ]
-        return [(first, second) for first, second in found]
 
 
 class _Excess(NamedTuple):
@@ -73,7 +59,7 @@ class Descent:
     def __init__(self, problem: Problem, evaluator: Evaluator, prices: Prices, seed: int) -> None:
         self.problem, self.evaluator, self.prices = problem, evaluator, prices
         self.order = random.Random(seed)
-        self.num_walks = 0
+        self.num_walks = 0.0
         self.pace: Pace = PLAIN
         # Seconds, or infinity and the seconds that it takes at least.
         self._seen: dict[tuple[Choice, Pace], tuple[float, float]] = {}
@@ -86,8 +72,9 @@ class Descent:
         known, asked = self._seen.get(place, (inf, 0.0))
         if isinf(known) and asked < within_s:
             asked = inf  # without room nothing is faster
+            self.num_walks += GLANCE
             if problem.within_tiers(choice) and max(problem.static_bytes(choice)) <= problem.device:
-                self.num_walks += 1
+                self.num_walks += 1 - GLANCE
                 paced = self.evaluator.pacer.walk(choice, self.pace, within_s)
                 known, asked = (paced.seconds, inf) if paced else (inf, within_s)
             self._seen[place] = known, asked
@@ -198,6 +185,31 @@ class Descent:
             else:
                 break
         return layout, best
+
+    def refined(self, best: Evaluation, *, most: int, enough_s: float) -> Evaluation:
+        """`best` after changes of single units and pairs of them, in up to `most` walks."""
+        if isinstance(best.rule, Pace):
+            self.pace = best.rule
+        last = self.num_walks + most
+        value = self.walked(best.choice)
+        before = None
+        while before is not best:
+            before = best
+            open_to = self.prices.open_to(max(best.seconds - self.prices.bound, 0.0) * PRICED)
+            near = list(changed(self.problem, best.choice, open_to))
+            self.order.shuffle(near)  # so that limited effort reaches all parts of the model
+            for choice in near:
+                if self.num_walks >= last or self.evaluator.stopped() or best.seconds <= enough_s:
+                    return best
+                found = self.walked(choice, value)
+                if found >= value * (1 - LESS):
+                    continue
+                limit = best.seconds * (1 - LESS)
+                plan = self.evaluator.evaluate(choice, rules=(self.pace,), faster_than_s=limit)
+                if plan and plan.seconds < limit:
+                    best, value = plan, found
+                    break
+        return best
 
     def _neighbours(
         self,

@@ -1,14 +1,12 @@
-"""What makes a plan better: a local search over decisions, then numbers that people can read.
+"""What makes a plan better: changes of single units, then numbers that people can read.
 
-The search tries single changes, shifted runs and swapped pairs, by the simulator. It changes one
-block at a time, and leaves equal blocks with decisions in no order: `in_runs` lets equal decisions
-stand together. It takes updates in backward where nobody needs them: `at_the_step` undoes them.
+Such changes leave equal blocks with decisions in no order: `in_runs` lets equal decisions stand
+together. It takes updates in backward where nobody needs them: `at_the_step` undoes them.
 Handing out every spare byte gives equal blocks unequal leads and drains, and a peak of what the
 budget allows rather than what the step takes: `simplified` gives all units with the same decisions
 the same, smallest numbers. None of them may cost time.
 """
 
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -41,9 +39,6 @@ MAX_SLOTS = 30_000
 
 GRACE_S = 0.7
 """What a search without any plan may take when it should end."""
-
-CHANGED, IN_VAIN = 3, 12
-"""How many changes a search goes further on, and how often in vain."""
 
 NEARLY = 1.03
 """What another schedule may be worth to an order of decisions."""
@@ -97,67 +92,18 @@ class Effort:
         return self.time_limit_s - (time.monotonic() - self.started)
 
 
-def improved(
-    problem: Problem,
-    evaluator: Evaluator,
-    best: Evaluation,
-    *,
-    effort: Effort,
-    max_simulations: int,
-    enough_s: float,
-    again: bool = False,
-) -> Evaluation:
-    """`best`, or what changes of few decisions make of it, until it takes `enough_s` or less.
+def changed(
+    problem: Problem, choice: Choice, open_to: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> Iterator[Choice]:
+    """Choices that differ in one decision, then in one decision of each of two units.
 
-    With `again`, where no change makes it faster, from some changes further on.
+    Single ones are among those that are open to units of the class.
     """
-    started = evaluator.num_simulations
-    order = random.Random(effort.seed)
-
-    def ends(reached: Evaluation) -> bool:
-        tried = evaluator.num_simulations - started
-        return tried >= max_simulations or effort.spent() or reached.seconds <= enough_s
-
-    def descended(reached: Evaluation) -> Evaluation:
-        while True:
-            before = reached
-            neighbours = list(_neighbours(problem, reached.choice))
-            order.shuffle(neighbours)  # so that limited effort reaches all parts of the model
-            for choice in neighbours:
-                if ends(reached):
-                    return reached
-                enough = reached.seconds * (1 - IMPROVEMENT)
-                found = evaluator.evaluate(choice, rules=(reached.rule,), faster_than_s=enough)
-                if found and found.seconds < enough:
-                    reached = found
-                    break
-            if reached is before:
-                return reached
-
-    best = descended(best)
-    in_vain = 0 if again else IN_VAIN
-    while in_vain < IN_VAIN and not ends(best):
-        reached = best
-        for _ in range(CHANGED):
-            choice = order.choice(list(_neighbours(problem, reached.choice)))
-            reached = evaluator.evaluate(choice, rules=(best.rule,)) or reached
-        reached = descended(reached)
-        in_vain = 0 if reached.seconds < best.seconds * (1 - IMPROVEMENT) else in_vain + 1
-        best = min(best, reached, key=lambda one: one.seconds)
-    return best
-
-
-def _neighbours(problem: Problem, choice: Choice) -> Iterator[Choice]:
-    """Choices that differ in one decision, then in one decision of each of two units."""
-    for unit, options in enumerate(problem.options):
-        activation, state = choice[unit]
-        for k in range(len(options.states)):
-            if k != state:
-                yield _with(choice, {unit: (activation, k)})
-        for k in range(len(options.activations)):
-            if k != activation:
-                yield _with(choice, {unit: (k, state)})
-    for units in problem.classes:
+    for units, (activations, states) in zip(problem.classes, open_to, strict=True):
+        for unit in units:
+            activation, state = choice[unit]
+            yield from (_with(choice, {unit: (activation, k)}) for k in states if k != state)
+            yield from (_with(choice, {unit: (k, state)}) for k in activations if k != activation)
         # Trade decisions where runs of equal decisions meet, and across the whole class.
         for distance in (1, 2, 4, 8, 16, 32):
             for first, second in zip(units, units[distance:], strict=False):

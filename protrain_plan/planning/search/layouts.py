@@ -7,8 +7,10 @@ finds is short enough to be read.
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
+from protrain_plan.planning.model.counting import Amounts
 from protrain_plan.planning.model.options import Decision
 from protrain_plan.planning.model.problem import Choice, Problem
 
@@ -71,7 +73,7 @@ def choice_of(problem: Problem, layout: Layout) -> Choice:
 
 
 def layout_of(problem: Problem, choice: Choice) -> Layout:
-    """The layout with a choice's numbers; spread, where its options stand in more than a few runs."""
+    """The layout with a choice's numbers; spread, where an option stands in several runs."""
     rows: list[tuple[Row, Row]] = []
     for units in problem.classes:
         pair = []
@@ -80,28 +82,22 @@ def layout_of(problem: Problem, choice: Choice) -> Layout:
             counts: dict[int, int] = {}
             for option in taken:
                 counts[option] = counts.get(option, 0) + 1
-            breaks = sum(one != other for one, other in zip(taken, taken[1:], strict=False))
+            breaks = sum(one != other for one, other in pairwise(taken))
             pair.append(Row(tuple(counts.items()), spread=breaks >= len(counts) + 1))
         rows.append((pair[0], pair[1]))
     return tuple(rows)
 
 
-def layouts_near(
-    problem: Problem,
-    amounts: Sequence[tuple[Mapping[int, float], Mapping[int, float]]],
-    places: Sequence[tuple[Mapping[int, float], Mapping[int, float]]],
-) -> Iterator[Layout]:
-    """Layouts with about these amounts of each option per class, runs in the order of `places`."""
+def layouts_near(problem: Problem, amounts: Amounts) -> Iterator[Layout]:
+    """Layouts with about these amounts, in runs or spread, in the order of their places."""
     for spread in ((False, True), (False, False), (True, True), (True, False)):
         rows: list[tuple[Row, Row]] = []
-        for units, of_class, middles in zip(problem.classes, amounts, places, strict=True):
-            pair = [
-                Row(
-                    _whole(of_class[kind], middles[kind], len(units)),
-                    spread[kind] and len(units) > 1,
-                )
-                for kind in (0, 1)
-            ]
+        for group, units in enumerate(problem.classes):
+            pair = []
+            for kind in (0, 1):
+                place = 2 * group + kind
+                runs = _whole(amounts.sums[place], amounts.places[place], len(units))
+                pair.append(Row(runs, spread[kind] and len(runs) > 1))
             rows.append((pair[0], pair[1]))
         yield tuple(rows)
 
@@ -109,7 +105,7 @@ def layouts_near(
 def _whole(
     amounts: Mapping[int, float], places: Mapping[int, float], count: int
 ) -> tuple[tuple[int, int], ...]:
-    """Whole numbers near the amounts that are `count` together: the largest rests are rounded up."""
+    """Whole numbers near the amounts, `count` together: the largest rests are rounded up."""
     numbers = {option: int(amount + 1e-6) for option, amount in amounts.items()}
     rests = sorted(amounts, key=lambda option: (numbers[option] - amounts[option], option))
     for option in rests[: count - sum(numbers.values())]:

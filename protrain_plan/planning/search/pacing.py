@@ -6,8 +6,8 @@ it would hold room and gain nothing. What leaves stays as long as nobody needs i
 room is needed, compute waits for the oldest. The slots in which that happens become a schedule, and
 the clocks say about how long the step takes.
 
-The clocks are simple: a lane serves in turn, and what shares a link with it, or the processor, makes
-it slower by what is known when it begins. So the seconds are for comparing choices, in a
+The clocks are simple: a lane serves in turn, and what shares a link or processor with it makes it
+slower, by what is known when it begins. So the seconds are for comparing choices, in a
 millisecond where the simulator takes ten, and the simulator has the last word.
 """
 
@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.scheduling import late_units, schedule_of
-from protrain_plan.program.implications import ActivationOption, StateOption
-from protrain_plan.records.hardware import TierName
+from protrain_plan.program.implications import ActivationOption, Fetch, Gathered, StateOption
+from protrain_plan.records.hardware import Contention, TierName
 from protrain_plan.records.plan import Schedule
 
 LOOKED_AHEAD = 6
@@ -114,7 +114,7 @@ class Pacer:
             names += [f"{lane} {tier}" for lane in ("fetch", "read", "spill", "write")]
         self.lanes = {name: number for number, name in enumerate(names)}
         self.of_gradients = [0, *(self.lanes[f"spill {tier}"] for tier in tiers)]
-        self.against = self._against(tiers)
+        self.against = self._against()
         self.slowing = self._slowing(tiers)
         self.read = {t.name: 1 / t.link.read_bytes_per_s for t in problem.profile.hardware.tiers}
         self.write = {t.name: 1 / t.link.write_bytes_per_s for t in problem.profile.hardware.tiers}
@@ -126,7 +126,7 @@ class Pacer:
             for unit, options in enumerate(problem.options)
         ]
 
-    def _against(self, tiers: Sequence[TierName]) -> list[tuple[Clock, ...]]:
+    def _against(self) -> list[tuple[Clock, ...]]:
         """Per lane those that slow it down, by the seconds that one second of both adds to each.
 
         States share a link's direction with all else, the two directions and the network share the
@@ -155,7 +155,7 @@ class Pacer:
     def _slowing(self, tiers: Sequence[TierName]) -> tuple[tuple[tuple[int, ...], float], ...]:
         """Lanes that slow compute down, by the seconds that one of compute takes longer."""
         hardware, joined = self.problem.profile.hardware, self.problem.profile.hardware.interconnect
-        kinds = [
+        kinds: list[tuple[tuple[str, ...], Contention]] = [
             *(((f"fetch {t}", f"read {t}"), hardware.read_contention) for t in tiers),
             *(((f"spill {t}", f"write {t}"), hardware.write_contention) for t in tiers),
             (("update host", "update disk"), hardware.update_contention),
@@ -187,7 +187,8 @@ class Pacer:
     def _of_states(self, unit: int, option: StateOption) -> _Option:
         network, count = self.problem.lane_seconds.network, self.problem.count
         arrivals: list[_Arrival] = []
-        for number, come in enumerate(option.arriving):
+        brought: Sequence[Fetch | Gathered] = option.arriving
+        for number, come in enumerate(brought):
             clocks: list[Clock] = []
             if option.fetches:
                 fetch = option.fetches[number]
@@ -210,7 +211,7 @@ class Pacer:
         elif leaving := option.leaving:
             if option.scattered:
                 clocks.append((0, sum(leaving.pieces) * network.scattered))
-            if gone := option.gradients:
+            if (gone := option.gradients) and gone.tier:
                 seconds = gone.bytes * self.write[gone.tier]
                 clocks.append((self.lanes[f"spill {gone.tier}"], seconds))
             departures.append(
@@ -379,8 +380,9 @@ class _Walk:
         for arrivals in due:
             for arrival in arrivals:
                 queues.setdefault(arrival.clocks[-1][0], deque()).append(arrival)
-        submitted = self.submitted = {}
-        gone = self.gone = {}
+        submitted: dict[tuple[int, int], int] = {}
+        gone: dict[tuple[int, bool], int] = {}
+        self.submitted, self.gone = submitted, gone
         came: dict[tuple[int, int, int], float] = {}
         out: deque[tuple[float, _Departure]] = deque()
         standing, now = 0, 0.0
