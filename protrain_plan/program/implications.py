@@ -413,7 +413,8 @@ def placed(
         scattered = Leaving(None, slot, whole.gradient_bytes, parts, held)
     num_updates = 0
     if tier != "device":
-        largest = max(own.state_bytes, own.parameter_bytes)
+        # Of the parameters, those that are trained move: as many bytes as their gradients.
+        largest = max(own.state_bytes, own.gradient_bytes)
         num_updates = max(1, -(-largest // settings.piece_bytes)) if decision.staged else 1
     return replace(
         option,

@@ -24,6 +24,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from math import prod
 
 from protrain_plan.program.compiling import program_of
@@ -227,6 +228,15 @@ def device_bytes(program: BoundProgram) -> tuple[SlotBytes, ...]:
             by_kind = kinds[slot]
             by_kind[holding.kind] = by_kind.get(holding.kind, 0) + holding.bytes
     return tuple(SlotBytes(by_kind) for by_kind in kinds)
+
+
+def device_totals(program: BoundProgram) -> list[int]:
+    """The sums of `device_bytes`, sooner."""
+    change = [0] * (len(program.slots) + 2)
+    for holding in holdings(program):
+        change[holding.first] += holding.bytes
+        change[holding.last + 1] -= holding.bytes
+    return list(accumulate(change[:-1]))
 
 
 def peak_bytes(program: BoundProgram, slots: Sequence[SlotBytes] | None = None) -> TierBytes:

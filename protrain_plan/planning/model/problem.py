@@ -61,7 +61,7 @@ three of them stand in host memory (docs/decisions.md)."""
 
 MANY_PIECES = {False: 5_000, True: 25_000}
 """Pieces of a step of which no more are asked for, by whether there is an accelerator: a search
-looks at thousands of steps. (Frozen parameters count, and stay in pieces that are small.)"""
+looks at hundreds of steps."""
 
 SAFE = 1e-6
 """What a proven least amount gives away for rounding and the solver's tolerance."""
@@ -82,7 +82,7 @@ def default_piece_bytes(profile: Profile) -> int:
     """
     beside = is_accelerator(profile.hardware.device.kind)
     largest = max(unit.state_bytes for unit in profile.units) if beside else 0
-    sizes = [max(unit.state_bytes, unit.parameter_bytes) for unit in profile.units]
+    sizes = [max(unit.state_bytes, unit.gradient_bytes) for unit in profile.units]
     piece, many = MIN_PIECE_BYTES, MANY_PIECES[beside]
     while piece * MAX_PIECES_ON_DISK < largest or sum(-(-size // piece) for size in sizes) > many:
         piece *= 2

@@ -76,6 +76,9 @@ WALKED_UNITS = 24_000
 LEAST_WALKS = 160
 """Walks of any model."""
 
+ANOTHER = 3
+"""Fewer walks, so many times, for further numbers of replicas."""
+
 ROUNDS = 8
 """Of numbers that promise more than all before."""
 
@@ -175,6 +178,8 @@ class _Planning:
         self.evaluator = Evaluator(problem)
         self.bound = problem.compute_seconds
         self.walks = max(LEAST_WALKS, WALKED_UNITS // problem.count)
+        if isfinite(effort.below_s):  # another number of replicas has a plan
+            self.walks //= ANOTHER
         first = self.evaluator.evaluate(lean.choice, rules=PACES[:1])
         assert first, "the leanest choice meets the budgets"
         self.evaluator.stopped = effort.spent  # from here on there is a plan

@@ -15,7 +15,7 @@ largest n_buffer that fit, then steps of halving size in all four numbers from t
 """
 
 from collections.abc import Iterator
-from math import inf
+from math import inf, isfinite, isinf
 from typing import Literal, NamedTuple, get_args
 
 from protrain_plan.planning.model.options import homes
@@ -46,6 +46,12 @@ STARTS = 2
 
 NEARLY = 1.05
 """What a search for another schedule may be worth."""
+
+SLOW_WALK = 1.2
+"""A walk may take so many times as long as the simulator finds. (It mostly takes 0.9 to 1.05.)"""
+
+SIMULATED = 4
+"""Plans that are simulated where walks have compared them."""
 
 MAX_TRIED = 8_000
 """Plans that the search may judge, times units: about a second for models of all sizes."""
@@ -87,11 +93,19 @@ def baseline(
                 evaluator.best_schedule(choice)
                 for choice in choices
                 if problem.least_seconds(choice) < below_s
+                and may_reach(evaluator, choice, below_s * NEARLY)
                 and evaluator.evaluate(choice, faster_than_s=below_s * NEARLY)
             ]
             fastest += [one for one in found if one]
             break
     return min(fastest, key=lambda one: one.seconds, default=None)
+
+
+def may_reach(evaluator: Evaluator, choice: Choice, limit_s: float) -> bool:
+    """Whether the simulator may find `limit_s`, by a walk, which may find a little more."""
+    if evaluator.problem.least_seconds(choice) >= limit_s or not evaluator.problem.fits(choice):
+        return False
+    return evaluator.pacer.walk(choice, within_s=limit_s * SLOW_WALK) is not None
 
 
 def _policies(name: Baseline, problem: Problem) -> list[list[Activations]]:
@@ -174,6 +188,13 @@ class _FourParameterSearch:
                     numbers = faster
                 else:
                     step //= 2
+        if isfinite(self.below_s):
+            for numbers in sorted(self.seconds, key=lambda n: self.seconds[n])[:SIMULATED]:
+                if isfinite(self.seconds[numbers]):
+                    choice, limit = self.choice(numbers), self.below_s
+                    found = self.evaluator.evaluate(choice, faster_than_s=limit)
+                    if found and (not self.fastest or found.seconds < self.fastest.seconds):
+                        self.fastest = found
         return self.fastest
 
     def choice(self, numbers: Numbers) -> Choice:
@@ -254,12 +275,22 @@ class _FourParameterSearch:
                         yield new
 
     def _try(self, numbers: Numbers) -> float:
-        """Seconds of the plan; infinite where it does not fit or cannot be the fastest."""
-        if numbers not in self.seconds:
+        """Seconds of the plan; infinite where it does not fit or cannot be the fastest.
+
+        With a limit, those of a walk over it.
+        """
+        if numbers in self.seconds:
+            return self.seconds[numbers]
+        choice, found = self.choice(numbers), inf
+        if isinf(self.below_s):
             limit = self.fastest.seconds if self.fastest else self.below_s
-            evaluation = self.evaluator.evaluate(self.choice(numbers), faster_than_s=limit)
-            self.seconds[numbers] = evaluation.seconds if evaluation else float("inf")
-            self.tried += evaluation is not None
+            evaluation = self.evaluator.evaluate(choice, faster_than_s=limit)
+            found = evaluation.seconds if evaluation else inf
             if evaluation and evaluation.seconds < limit:
                 self.fastest = evaluation
-        return self.seconds[numbers]
+        elif self.problem.least_seconds(choice) < self.below_s and self.problem.fits(choice):
+            paced = self.evaluator.pacer.walk(choice, within_s=self.below_s * SLOW_WALK)
+            found = paced.seconds if paced else inf
+        self.tried += isfinite(found)
+        self.seconds[numbers] = found
+        return found

@@ -37,7 +37,7 @@ FREE = 1e-9
 GLANCE = 0.25
 """Of a walk, what it takes to see that a choice has no room."""
 
-SIMULATED = 0.25
+SIMULATED = 0.1
 """Simulations per walk, at most."""
 
 

@@ -17,11 +17,12 @@ from typing import Any
 
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import Stopped
+from protrain_plan.planning.search.baselines import may_reach
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator, step_seconds
 from protrain_plan.records.hardware import Collectives, Hardware
 from protrain_plan.records.plan import STEPPED, Persistent, Schedule, Swap, SwapInput, UnitPlan
 from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import device_bytes
+from protrain_plan.simulation.memory import device_totals
 
 TOLERANCE = 0.002
 """The fraction of the step's time that a tidier schedule may cost."""
@@ -34,8 +35,8 @@ VALUES = (1, 2, 3, 4, 6, 9, 14, 0)
 """In order of preference: 0 makes compute wait for the whole transfer, and is for want of room."""
 
 MAX_ORDERS = 12
-MAX_SLOTS = 30_000
-"""Slots simulated in all, which bounds the time that tidying takes."""
+MAX_MOVES = 60_000
+"""Moves of the plans that tidying simulates, in all: half a second."""
 
 GRACE_S = 0.7
 """What a search without any plan may take when it should end."""
@@ -133,7 +134,10 @@ def in_runs(
             arranged = [decision for decision in order for _ in range(counts[decision])]
             for unit, decision in zip(members, arranged, strict=True):
                 choice[unit] = decision
-            evaluation = evaluator.evaluate(tuple(choice), rules=(best.rule,))
+            limit = slowest_s * NEARLY
+            if not may_reach(evaluator, tuple(choice), limit):
+                continue
+            evaluation = evaluator.evaluate(tuple(choice), rules=(best.rule,), faster_than_s=limit)
             if evaluation and (fastest is None or evaluation.seconds < fastest.seconds):
                 fastest = evaluation
         if fastest and slowest_s < fastest.seconds < slowest_s * NEARLY:
@@ -188,18 +192,19 @@ def simplified(
 
     With slower lanes, too, the step takes no longer than it did.
     """
-    plans, num_slots = best.plans, 0
+    plans, num_moves = best.plans, 0
     problems = (problem, replace(problem, profile=_with_slower_lanes(problem.profile)))
 
     slow_s = step_seconds(problems[1], plans)[0] * (1 + TOLERANCE)
 
     def accepted(plans: tuple[UnitPlan, ...]) -> bool:
-        nonlocal num_slots
-        slots = device_bytes(problem.program(plans))
-        if max(slot.total for slot in slots) > problem.device:
+        nonlocal num_moves
+        program = problem.program(plans)
+        num_moves += 2 * len(plans) + len(program.moves)
+        if max(device_totals(program)) > problem.device:
             return False
         for one, limit in zip(problems, (slowest_s, slow_s), strict=True):
-            num_slots += 2 * len(plans)
+            num_moves += len(program.moves)
             if step_seconds(one, plans, within_s=limit * (1 + IMPROVEMENT))[0] > limit:
                 return False
         return True
@@ -218,7 +223,7 @@ def simplified(
             if number.type is bool:
                 continue
             for candidate in _candidates(plans, group, number.name):
-                if candidate == plans or num_slots > MAX_SLOTS or stopped():
+                if candidate == plans or num_moves > MAX_MOVES or stopped():
                     break
                 if accepted(candidate):
                     plans = candidate
