@@ -48,7 +48,8 @@ from protrain_plan.planning.search.improving import (
     simplified,
 )
 from protrain_plan.planning.search.layouts import Layout, choice_of, layout_of, layouts_near
-from protrain_plan.planning.search.scheduling import QUICK_GRID
+from protrain_plan.planning.search.pacing import Pace
+from protrain_plan.planning.search.scheduling import PLAIN_RULES, QUICK_GRID
 from protrain_plan.program.group import ALONE, DeviceGroup
 from protrain_plan.records.forms import FORMS
 from protrain_plan.records.plan import Budgets, Plan, Prediction
@@ -360,6 +361,10 @@ class _Planning:
         self._tell("steps downhill")
         if found and not self._good_enough():
             _, layout, plan = min(found, key=lambda one: one[0])
+            plan = self.evaluator.best_schedule(plan.choice, rule=plan.rule) or plan
+            self._keep(plan)
+            if isinstance(plan.rule, Pace):
+                descent.pace = plan.rule
             go_on(layout, plan, self.walks // 2)
         self._polish("steps downhill")
 
@@ -395,6 +400,11 @@ class _Planning:
     def _improve(self) -> None:
         """One unit after the other, and a bound by the model without windows if that is small."""
         self.best = self.descent.refined(self.best, most=self.walks // 2, enough_s=self._enough_s)
+        self._keep(
+            self.evaluator.evaluate(
+                self.best.choice, rules=PLAIN_RULES, faster_than_s=self.best.seconds
+            )
+        )
         self._polish("changes of single units")
         sizes = 2 * self.problem.count / max(1, len(self.counting.fluid.windows) - 1)
         if self._good_enough() or self.counting.size * sizes > FINE or self.effort.spent():

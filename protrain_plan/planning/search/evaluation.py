@@ -22,7 +22,7 @@ from protrain_plan.simulation.timeline import simulated_seconds
 Rule = ScheduleRule | Pace
 """What makes a schedule for decisions."""
 
-PACES = (Pace(), Pace(care=0.0), Pace(ahead=0.01), Pace(ahead=0.05, care=0.0))
+PACES = (Pace(), Pace(wait=0.0), Pace(wait=0.5), Pace(care=0.0), Pace(ahead=0.5, care=0.0))
 """Paces that are tried, the first of them with decisions that are compared."""
 
 

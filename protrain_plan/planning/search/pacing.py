@@ -11,15 +11,22 @@ slower, by what is known when it begins. So the seconds are for comparing choice
 millisecond where the simulator takes ten, and the simulator has the last word.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, product
-from math import inf, isinf
+from math import ceil, inf, isinf
 from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.planning.search.scheduling import late_units, schedule_of
+from protrain_plan.planning.search.scheduling import (
+    first_fraction,
+    last_fraction,
+    late_units,
+    schedule_of,
+)
 from protrain_plan.program.implications import ActivationOption, Fetch, Gathered, StateOption
+from protrain_plan.program.program import pieces_in
 from protrain_plan.records.hardware import Contention, TierName
 from protrain_plan.records.plan import Schedule
 
@@ -53,9 +60,21 @@ class _Departure(NamedTuple):
     swap: bool
     bytes: int
     kept: int
+    pieces: tuple[int, ...]  # see implications.Leaving
+    held: tuple[int, ...]
     clocks: tuple[Clock, ...]
     in_place: bool
-    until: int  # in the next step, before which slot it has left where steps overlap
+
+
+@dataclass(slots=True)
+class _Standing:
+    """A departure under way. If its first pieces were found gone, the rest is in the next slot."""
+
+    began: float
+    ended: float
+    left: _Departure
+    bytes: int
+    cut: int = -1  # the slot before which its first pieces were found gone
 
 
 class _Update(NamedTuple):
@@ -83,12 +102,14 @@ class _Option(NamedTuple):
 class Pace(NamedTuple):
     """How the walk looks at lanes.
 
-    ahead   seconds after the running slot within which a lane must be free to be given more
+    ahead   of a slot's compute, how long after it a lane that is free then is given more
+    wait    of a slot's compute, what it may wait for room for more; what leaves makes it
     care    the part of what is about to leave that counts before something is fetched ahead of it
     late    of the chunks that are updated, those updated late, where steps overlap
     """
 
     ahead: float = 0.0
+    wait: float = 0.1
     care: float = 1.0
     late: float = 0.0
 
@@ -180,7 +201,11 @@ class Pacer:
             come = (self.lanes[f"fetch {fetch.tier}"], fetch.bytes * self.read[fetch.tier])
             go = (self.lanes[f"spill {fetch.tier}"], out.bytes * self.write[fetch.tier])
             arrivals = (_Arrival(served, unit, 2, unit + 1, fetch.bytes, fetch.pieces, (come,)),)
-            departures = (_Departure(unit, unit, True, out.bytes, 0, (go,), False, 0),)
+            departures = (
+                _Departure(
+                    unit, unit, True, out.bytes, 0, out.pieces, out.held_pieces, (go,), False
+                ),
+            )
         compute = ((unit, option.forward_s), (served, option.backward_s))
         return _Option(compute, _changes(option), arrivals, departures, None)
 
@@ -207,7 +232,7 @@ class Pacer:
         if option.summed_bytes:
             clocks.append((0, option.summed_bytes * network.summed))
             slot = 2 * count - 1 - unit
-            departures.append(_Departure(slot, unit, False, 0, 0, tuple(clocks), False, 0))
+            departures.append(_Departure(slot, unit, False, 0, 0, (), (), tuple(clocks), False))
         elif leaving := option.leaving:
             if option.scattered:
                 clocks.append((0, sum(leaving.pieces) * network.scattered))
@@ -221,9 +246,10 @@ class Pacer:
                     False,
                     leaving.held,
                     leaving.kept,
+                    leaving.pieces,
+                    leaving.held_pieces,
                     tuple(clocks),
                     option.home == "in place",
-                    unit,
                 )
             )
         compute = ((option.step_slot, option.device_s),) if option.device_s else ()
@@ -294,6 +320,8 @@ class _Walk:
                 self.leaves[departure.slot].append(departure)
             if option.update:
                 self.updates.append(option.update)
+        several = Counter((one.unit, one.kind) for arrivals in self.due for one in arrivals)
+        self.of_several = {one for one, number in several.items() if number > 1}
         self.free = [0.0] * len(pacer.lanes)
         self.late = self._late(choice)
         self.updated: dict[int, float] = {}  # by unit, when its update ends
@@ -380,12 +408,14 @@ class _Walk:
         for arrivals in due:
             for arrival in arrivals:
                 queues.setdefault(arrival.clocks[-1][0], deque()).append(arrival)
-        submitted: dict[tuple[int, int], int] = {}
-        gone: dict[tuple[int, bool], int] = {}
+        submitted: dict[tuple[int, int], float] = {}
+        gone: set[tuple[int, bool]] = set()
         self.submitted, self.gone = submitted, gone
+        self.drains: dict[tuple[int, bool], float] = {}
         came: dict[tuple[int, int, int], float] = {}
-        out: deque[tuple[float, _Departure]] = deque()
-        standing, now = 0, 0.0
+        out: deque[_Standing] = deque()
+        self.out, self.standing = out, 0
+        now = 0.0
         in_backward: dict[int, _Update] = {}
         if updating:
             late = self.late
@@ -395,65 +425,61 @@ class _Walk:
         reduces = updating or self.problem.settings.num_devices == 1
         on_device = 0.0  # seconds of updates there that compute takes turns with
         for t in range(end):
-            while out and standing > room[t]:
-                ended, left = out.popleft()
-                if ended > now:
-                    now = ended
-                gone[left.unit, left.swap] = t
-                standing -= left.bytes
+            if out and (out[0].cut >= 0 or self.standing > room[t]):
+                now = self.waited(t, now)
             if now > latest[t]:
                 return inf
             # The slot ends when it has computed, which waits for what it needs.
-            horizon = now
+            horizon, computes = now, compute[t] * (1.0 + pace.ahead)
             for arrival in due[t]:
                 if (arrives := came.get((t, arrival.unit, arrival.kind), now)) > horizon:
                     horizon = arrives
-            horizon += compute[t] + pace.ahead
+            horizon += computes
             active = [queue for queue in queues.values() if queue]
             while active:
                 # What is needed first goes first: what comes later takes no room from it.
                 queue = min(active, key=_needed) if len(active) > 1 else active[0]
                 arrival = queue[0]
-                served, unit, kind, earliest, size, _, clocks = arrival
+                served, unit, kind, earliest, size, pieces, clocks = arrival
+                lead: float = 0
                 if served > t:
                     lane, taken = clocks[0]
                     waits = free[lane] >= horizon or earliest > t
                     if not waits and len(clocks) > 1:
                         waits = free[clocks[1][0]] - taken >= horizon
-                    retired = -1  # up to here, what waits to leave is found gone
                     if not waits and kind == 2 and (unit, True) not in gone:
                         # What comes back needs its room again: the last of it is gone.
-                        for place, (ended, left) in enumerate(out):
-                            if left.unit == unit and left.swap:
-                                retired = place if ended <= now else -1
-                                break
-                        waits = retired < 0
+                        waits = not self.came_to(unit, t, now)
                     if waits:
                         active.remove(queue)
                         continue
-                    while retired >= 0 or (out and standing + size > room[t] and out[0][0] <= now):
-                        _, left = out.popleft()
-                        gone[left.unit, left.swap] = t
-                        standing -= left.bytes
-                        retired -= 1
-                    if standing + size > room[t] or min(room[t:served]) < size:
+                    if out and self.standing + size > room[t]:
+                        until = now + pace.wait * compute[t]
+                        now = self.find_gone(t, self.standing + size - room[t], now, until)
+                    lead = served - t
+                    if self.standing + size > room[t]:
+                        lead = self.share(arrival, t)
+                        if not lead:
+                            break
+                    elif min(room[t:served]) < size:
                         break
-                    if pace.care and not self.has_room(t, served, size, now, out):
+                    if pace.care and not self.has_room(t, served, size, now):
                         break
                 queue.popleft()
                 if not queue:
                     active.remove(queue)
-                slot = served if served < t else t
                 # Several stays of a chunk have one lead.
-                lead = served - slot
                 submitted[unit, kind] = min(submitted.get((unit, kind), lead), lead)
                 start = now
                 if kind == 0 and (ready := self.updated.get(unit, 0.0)) > now:
                     start = ready
                 arrives = came[served, unit, kind] = self.serve(start, clocks)
                 if served <= t:
-                    horizon = max(horizon, arrives + compute[t] + pace.ahead)
-                for ahead in range(t, served):
+                    horizon = max(horizon, arrives + computes)
+                whole = int(lead)
+                if lead != whole:  # the first pieces alone, in this slot
+                    room[t] -= sum(pieces[: len(pieces_in(pieces, (0.0, lead - whole)))])
+                for ahead in range(served - whole, served):
                     room[ahead] -= size
             for arrival in due[t]:
                 arrives = came[t, arrival.unit, arrival.kind]
@@ -470,8 +496,9 @@ class _Walk:
                 taken += turns
             now += taken
             for left in leaves[t]:
-                ended = now
-                if left.swap or reduces:
+                began = ended = now
+                if left.clocks and (left.swap or reduces):
+                    began = max(now, free[left.clocks[0][0]])
                     ended = self.serve(now, left.clocks)
                 if not left.swap and (update := in_backward.get(left.unit)):
                     done = self.update(update, now, ended)
@@ -480,21 +507,94 @@ class _Walk:
                 elif left.in_place and left.unit in self.late:
                     continue  # its room is taken already
                 if t < end - 1 and left.bytes:
-                    out.append((ended, left))
-                    standing += left.bytes
+                    out.append(_Standing(began, ended, left, left.bytes))
+                    self.standing += left.bytes
         # No slot is left to wait for what stands in the device's update, or in the next step.
         overlap = self.problem.settings.overlap_steps
-        kept = sum(left.kept for _, left in out)
-        last = max((n for n, (_, left) in enumerate(out) if overlap and left.in_place), default=-1)
-        while out and (kept > room[end] or last >= 0):
-            ended, left = out.popleft()
-            now = max(now, ended)
-            gone[left.unit, left.swap] = end - 1
-            kept -= left.kept
+        kept = sum(one.left.kept for one in out)
+        last = max((n for n, one in enumerate(out) if overlap and one.left.in_place), default=-1)
+        while out and (kept > room[end] or last >= 0 or out[0].cut >= 0):
+            kept -= out[0].left.kept
+            now = max(now, out[0].ended)
+            self.retire(end - 1)
             last -= 1
         if any(one.waits for one in self.updates):  # for all gradients, and their norm
             now = max(now, *(free[lane] for lane in self.pacer.of_gradients))
         return now + compute[end] + on_device
+
+    # What leaves
+
+    def retire(self, t: int) -> None:
+        """The oldest departure has left before slot t."""
+        one = self.out.popleft()
+        self.standing -= one.bytes
+        self.gone.add((one.left.unit, one.left.swap))
+        if one.cut in (-1, t):
+            self.drains[one.left.unit, one.left.swap] = t - one.left.slot - 1
+
+    def cut(self, t: int, excess: int, now: float) -> float:
+        """Let the oldest departure's first pieces be gone before slot t, the rest a slot later.
+
+        Returns when they have left; infinity, and nothing changes, where that cannot be said, or is
+        later than `now` (inf: whenever).
+        """
+        one = self.out[0]
+        left = one.left
+        if t >= self.end - 2 or len(left.pieces) == 1 or excess >= one.bytes:
+            return inf
+        fraction, rest = last_fraction(left.pieces, left.held, one.bytes - excess)
+        there = one.began + (one.ended - one.began) * (1.0 - fraction)
+        if not fraction or there > now:
+            return inf
+        self.standing -= one.bytes - rest
+        one.bytes, one.cut = rest, t
+        self.drains[left.unit, left.swap] = t - left.slot - 1 + fraction
+        return there
+
+    def waited(self, t: int, now: float) -> float:
+        """Wait until what stands has room in slot t, and what was cut has left."""
+        out = self.out
+        while out and (out[0].cut >= 0 or self.standing > self.room[t]):
+            if out[0].cut < 0 and out[0].ended > now:
+                there = self.cut(t, self.standing - self.room[t], inf)
+                if not isinf(there):
+                    return max(now, there)
+            now = max(now, out[0].ended)
+            self.retire(t)
+        return now
+
+    def find_gone(self, t: int, excess: int, now: float, until: float) -> float:
+        """Find gone so many bytes, as far as they have left by `until`; returns when they have."""
+        out, most = self.out, self.standing - excess
+        while out and self.standing > most and out[0].cut in (-1, t):
+            if out[0].ended > now and not isinf(there := self.cut(t, self.standing - most, until)):
+                return max(now, there)
+            if out[0].ended > until:
+                break
+            now = max(now, out[0].ended)
+            self.retire(t)
+        return now
+
+    def came_to(self, unit: int, t: int, now: float) -> bool:
+        """Whether a unit's swapped activations have left by now; they are found gone then."""
+        for place, one in enumerate(self.out):
+            if one.left.unit == unit and one.left.swap:
+                if one.ended > now or any(other.cut >= 0 for other in self.out):
+                    return False
+                for _ in range(place + 1):
+                    self.retire(t)
+                return True
+        return False
+
+    def share(self, arrival: _Arrival, t: int) -> float:
+        """The lead of what may come a slot before the rest, where all has no room in slot t yet."""
+        served, unit, kind, _, size, pieces, _ = arrival
+        if len(pieces) == 1 or (unit, kind) in self.of_several:
+            return 0  # other stays have whole leads
+        if served > t + 1 and min(self.room[t + 1 : served]) < size:
+            return 0
+        fraction, _ = first_fraction(pieces, self.room[t] - self.standing)
+        return served - t - 1 + fraction if fraction else 0
 
     def tail(self, now: float) -> float:
         """The end of all updates, in the order in which they are made."""
@@ -521,15 +621,13 @@ class _Walk:
         self.updated[one.unit] = ended
         return ended
 
-    def has_room(
-        self, t: int, served: int, size: int, now: float, out: Sequence[tuple[float, _Departure]]
-    ) -> bool:
+    def has_room(self, t: int, served: int, size: int, now: float) -> bool:
         """Whether what is about to leave has room until `served` beside what comes for it."""
         until = min(served, t + LOOKED_AHEAD)
         if until <= t + 1:
             return True
         free, begins, room, care = self.free, now + self.compute[t], self.room, self.pace.care
-        ends: list[tuple[float, int]] = [(ended, left.bytes) for ended, left in out]
+        ends: list[tuple[float, int]] = [(one.ended, one.bytes) for one in self.out]
         lanes: dict[int, float] = {}
         for slot in range(t + 1, until):
             for left in self.leaves[slot - 1]:
@@ -546,17 +644,14 @@ class _Walk:
 
     def schedules(self) -> tuple[Schedule, ...]:
         """The slots of the walk as a plan says them."""
-        submitted, gone, end = self.submitted, self.gone, self.end
-        drains: dict[int, int] = {}
-        for departures in self.leaves:
-            for left in departures:
-                if not left.swap and (left.unit, False) in gone:
-                    drains[left.unit] = gone[left.unit, False] - left.slot - 1
+        submitted, drains, end = self.submitted, self.drains, self.end
         found: list[Schedule] = []
         for unit in range(self.count):
-            lead, drain = submitted.get((unit, 2), 0), None
-            if (slot := gone.get((unit, True))) is not None and slot < end - 1 - unit - lead:
-                drain = slot - unit - 1
+            lead, drain = submitted.get((unit, 2), 0), drains.get((unit, True))
+            # What comes back waits for all of it anyway.
+            if drain == end - 1 - unit - ceil(lead) - unit - 1:
+                drain = None
             leads = submitted.get((unit, 0), 0), submitted.get((unit, 1), 0), lead
-            found.append(schedule_of((*leads, drain, drains.get(unit), unit in self.late)))
+            late = unit in self.late
+            found.append(schedule_of((*leads, drain, drains.get((unit, False)), late)))
         return tuple(found)

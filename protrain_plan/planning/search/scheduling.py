@@ -42,11 +42,14 @@ LATES = (0.0, 0.15, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 1.0)
 QUICK_GRID = (ScheduleRule(3, 1), ScheduleRule(ALL, 1))
 """The rules that decisions are compared with during local search."""
 
+PLAIN_RULES = (ScheduleRule(1, 1), ScheduleRule(2, 1), ScheduleRule(2, 2), *QUICK_GRID)
+"""Rules that are tried beside paces."""
+
 SHARES = (1, 2, 3, 4, 6, 9, 14, 1 << 30)
 """Drains that what is left of memory is handed out by, the same for all moves before the next."""
 
 
-def _first_fraction(pieces: Sequence[int], room: float) -> tuple[float, int]:
+def first_fraction(pieces: Sequence[int], room: float) -> tuple[float, int]:
     """The largest share of a move, from its first piece on, that takes up to `room` bytes.
 
     As a fraction of two digits, where that names the pieces (else of more), and its bytes.
@@ -68,7 +71,7 @@ def _first_fraction(pieces: Sequence[int], room: float) -> tuple[float, int]:
     return 0.0, 0
 
 
-def _last_fraction(pieces: Sequence[int], held: Sequence[int], room: float) -> tuple[float, int]:
+def last_fraction(pieces: Sequence[int], held: Sequence[int], room: float) -> tuple[float, int]:
     """The largest share of a move's last pieces that holds up to `room` bytes, and these."""
     first, taken = len(pieces), 0
     while first > 1 and taken + held[first - 1] <= room:
@@ -134,7 +137,7 @@ class _Drain:
         room: float = free[self.gone]
         if self.gone == self.slot + 1 + whole:
             room = min(room, (drain - whole) * held)
-        self.rest, self.rest_held = _last_fraction(self.pieces, self.held, room)
+        self.rest, self.rest_held = last_fraction(self.pieces, self.held, room)
         free[self.gone] -= self.rest_held
         return drain > whole
 
@@ -273,7 +276,7 @@ def _lead(fetches: list[_Coming], free: list[int], depth: int) -> float:
         room = min(free[fetch.slot - lead - 1] for fetch in ahead)
         if any(room < fetch.bytes for fetch in ahead):
             # All stays of a chunk are of the same pieces.
-            fraction, taken = _first_fraction(ahead[0].pieces, room)
+            fraction, taken = first_fraction(ahead[0].pieces, room)
             for fetch in ahead:
                 free[fetch.slot - lead - 1] -= taken
             return lead + fraction
@@ -292,6 +295,6 @@ def _lead_of_one(fetch: _Coming, free: list[int], lead: int, depth: int) -> floa
         free[slot] -= size
     if slot == first:
         return fetch.slot - slot
-    fraction, taken = _first_fraction(fetch.pieces, free[slot - 1])
+    fraction, taken = first_fraction(fetch.pieces, free[slot - 1])
     free[slot - 1] -= taken
     return fetch.slot - slot + fraction
