@@ -12,8 +12,9 @@ from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import plan
-from protrain_plan.planning.search.evaluation import DEPTHS, WINDOWS, Evaluator, ScheduleRule
+from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
+from protrain_plan.planning.search.scheduling import DEPTHS, WINDOWS, ScheduleRule
 from protrain_plan.program.compiling import program_of
 from protrain_plan.records.hardware import Contention, Hardware
 from protrain_plan.records.plan import Budgets, Keep, Persistent, Schedule

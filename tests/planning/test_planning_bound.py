@@ -7,13 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protrain_plan.planning.model.fluid import Fluid
+from protrain_plan.planning.model.fluid import Fluid, windows
+from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.search.choices import min_memory
-from protrain_plan.planning.search.evaluation import ScheduleRule, schedule, step_seconds
+from protrain_plan.planning.search.evaluation import schedule, step_seconds
+from protrain_plan.planning.search.scheduling import ScheduleRule
+from protrain_plan.records.plan import Budgets
 from protrain_plan.simulation.memory import device_bytes
 from protrain_plan.simulation.timeline import _Simulation
-from tests.support.planning_cases import random_profile
+from tests.support.planning_cases import MB, decoder, gpu, random_profile
 from tests.support.random_problems import PLENTY, random_choice, random_problem, random_rule
 from tests.support.thinning import thinned
 
@@ -58,14 +61,14 @@ def test_static_bytes_are_those_of_leads_and_drains_of_zero(seed: int, *, severa
 @pytest.mark.parametrize(("seed", "several"), thinned(range(40), [False, True], every=6))
 def test_bound_is_below_every_random_plan_within_its_budget(seed: int, *, several: bool) -> None:
     rng = random.Random(seed)
-    profile = random_profile(rng)
+    profile = random_profile(rng, max_blocks=rng.choice([3, 7]))
     problem = random_problem(profile, PLENTY, rng, several=several)
     lean = min_memory(problem)
     assert lean
     largest = max(problem.static_bytes(tuple((0, 0) for _ in profile.units)))
     device = lean.bytes + int(rng.random() ** 2 * (largest - lean.bytes))
     problem = replace(problem, device=device)
-    fluid = Fluid(problem)
+    fluid = Fluid(problem, window=rng.choice([1, 1, 2, 3, 4]))
     relaxed = solve(fluid.pulp, integer=False)
     counted = solve(fluid.pulp, integer=True, max_nodes=20)
     assert relaxed.status == "optimal"
@@ -82,6 +85,29 @@ def test_bound_is_below_every_random_plan_within_its_budget(seed: int, *, severa
         if evaluation == 40:
             break
     assert evaluation
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 13])
+def test_windows_hold_every_slot_once_in_order(count: int, size: int) -> None:
+    found = windows(count, size)
+    assert [slot for window in found for slot in window] == list(range(2 * count + 1))
+    assert all(len(window) <= size for window in found)
+    # What begins and ends something stands alone.
+    alone = {0, count - 1, count, 2 * count - 1, 2 * count}
+    assert all(len(window) == 1 for window in found if alone & {*window})
+
+
+def test_a_window_of_one_slot_changes_nothing_and_larger_ones_promise_no_more() -> None:
+    problem = Problem.of(
+        decoder(gpu(disk_gb=1000), blocks=16, kept=100 * MB),
+        Budgets(device=6_000 * MB, host=30_000 * MB, disk=10**12),
+    )
+    bounds = [solve(Fluid(problem, window=size).pulp, integer=False).bound for size in (1, 2, 4, 8)]
+    assert bounds == sorted(bounds, reverse=True) or bounds[0] >= max(bounds[1:]) * (1 - 1e-7)
+    assert bounds[-1] > 0.9 * bounds[0]
+    sizes = [len(Fluid(problem, window=size).pulp.variables()) for size in (1, 2, 4, 8)]
+    assert sizes == sorted(sizes, reverse=True)
 
 
 @settings(max_examples=60, deadline=None)

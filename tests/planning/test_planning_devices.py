@@ -14,8 +14,9 @@ from protrain_plan.planning.questions.objectives import Objective, Question, ask
 from protrain_plan.planning.questions.planner import plan, solve_problem
 from protrain_plan.planning.search.baselines import BASELINES, baseline
 from protrain_plan.planning.search.choices import min_memory
-from protrain_plan.planning.search.evaluation import DEPTHS, WINDOWS, Evaluator, ScheduleRule
+from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
+from protrain_plan.planning.search.scheduling import DEPTHS, WINDOWS, ScheduleRule
 from protrain_plan.presentation.report.step import simulated
 from protrain_plan.program.group import (
     ALONE,

@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protrain_plan.planning.search.evaluation import ScheduleRule, schedule
+from protrain_plan.planning.search.evaluation import schedule
+from protrain_plan.planning.search.scheduling import ScheduleRule
 from protrain_plan.program.program import (
     MAX_PIECES,
     PAGE_BYTES,

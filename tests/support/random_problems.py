@@ -3,7 +3,7 @@
 import random
 
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.planning.search.evaluation import ALL, ScheduleRule
+from protrain_plan.planning.search.scheduling import ALL, ScheduleRule
 from protrain_plan.program.group import ALONE
 from protrain_plan.records.plan import Budgets, Updates
 from protrain_plan.records.profile import Profile

@@ -364,10 +364,8 @@ class Counting:
         """Variables of the fluid model."""
         return len(self.fluid.pulp.variables())
 
-    def branch(
-        self, *, max_nodes: int, gap: float, time_limit_s: float
-    ) -> tuple[dict[str, int], Mapping[str, float]] | None:
-        """Whole numbers by a search tree over the fluid model itself, with their solution."""
+    def branch(self, *, max_nodes: int, gap: float, time_limit_s: float) -> dict[str, int] | None:
+        """Whole numbers by a search tree over the fluid model itself."""
         self._solve(None, PLAIN)
         answer = self._lp.solve(
             integer=True, max_nodes=max_nodes, gap=gap, time_limit_s=time_limit_s
@@ -377,7 +375,7 @@ class Counting:
             self.bound = max(self.bound, answer.bound)
         if not answer.values:
             return None
-        return {name: round(answer.values[name]) for name in self._counts}, answer.values
+        return {name: round(answer.values[name]) for name in self._counts}
 
     def amounts(self, room: Room) -> Amounts | None:
         """The relaxation's amounts of options, with room for what it does not see."""

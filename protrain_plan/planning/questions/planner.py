@@ -65,8 +65,20 @@ used."""
 WINDOWS = 12
 """Windows of slots in a forward that the bound is found with (see `fluid`)."""
 
-MOST_PLAIN = 6
-"""Plain policies that are looked at, those of the least busy lanes first."""
+WALKED_PLAIN, SIMULATED_PLAIN = 12, 2
+"""Plain policies that are walked over, those of the least busy lanes first, and simulated."""
+
+SMALL, LIKELY = 16, 12
+"""A model of so few units has a moment to spare: there is a search tree over its fluid model, so
+many of its fastest choices are tried with all rules of schedules, and the simulator compares
+baselines."""
+
+SEARCHED = 12_000
+"""Simulations of such a model times units, at most, for changes of single units."""
+
+BRANCHED_UNITS = {False: 2000, True: 600}
+"""Nodes of that tree times units, by whether steps overlap, which makes a node three times as
+long."""
 
 DESCENTS = 3
 """Layouts from which steps downhill are tried."""
@@ -190,6 +202,7 @@ class _Planning:
         """The best plan of all stages."""
         for choice in hints:
             self._keep(self.evaluator.evaluate(choice, rules=(*PACES, *QUICK_GRID)))
+        self._try_plain()
         self._find_bound()
         for stage in (self._descend, self._prove, self._improve):
             if self._good_enough() or self.effort.spent() or self._beaten():
@@ -206,15 +219,7 @@ class _Planning:
         slowest = self.best.seconds * (1 + TOLERANCE)
         if self.effort.enough_s is not None:
             slowest = max(self.best.seconds, min(slowest, self.effort.enough_s))
-        # Whatever a simple policy reaches is reached.
-        for name in BASELINES:
-            if self.effort.spent() or self.effort.enough_s is not None or self._good_enough():
-                break
-            found = baseline(name, self.problem, self.evaluator, below_s=self.best.seconds)
-            self._keep(found)
-            slowest = min(slowest, found.seconds if found else slowest)
-        self._tell("baselines")
-        slowest = max(slowest, self.best.seconds)
+        slowest = self._try_baselines(slowest)
         best = in_runs(self.problem, self.evaluator, self.best, slowest_s=slowest)
         best = at_the_step(self.problem, self.evaluator, best, slowest_s=slowest)
         stopped = self.effort.spent
@@ -324,6 +329,39 @@ class _Planning:
         self._keep(self.evaluator.best_schedule(self.best.choice, rule=self.best.rule))
         self._tell(stage)
 
+    def _try_baselines(self, slowest: float) -> float:
+        """Whatever a simple policy reaches is reached, in steps that do not overlap.
+
+        Returns what a plan may take at most: `slowest`, or what a baseline takes.
+        """
+        alone, evaluator = self.problem.overlapping(False), self.evaluator
+        if alone is not self.problem:
+            evaluator = Evaluator(alone, self.effort.spent)
+        for name in BASELINES:
+            if self.effort.spent() or self.effort.enough_s is not None or self._good_enough():
+                break
+            limit, quick = self.best.seconds, self.problem.count > SMALL
+            found = baseline(name, alone, evaluator, below_s=limit, quick=quick)
+            if found and found.seconds < self.best.seconds:
+                self.problem, self.evaluator = alone, evaluator
+                self.best, slowest = found, found.seconds
+        self._tell("baselines")
+        return max(slowest, self.best.seconds)
+
+    def _try_plain(self) -> None:
+        """Simulate the plain policies that a walk finds fastest: what is simple comes first."""
+        walk = self.evaluator.pacer.walk
+        seconds: dict[Choice, float] = {}
+        fitting = [choice for choice in plain_choices(self.problem) if self.problem.fits(choice)]
+        for choice in sorted(fitting, key=self.problem.least_seconds)[:WALKED_PLAIN]:
+            if (paced := walk(choice)) and not self.effort.spent():
+                seconds[choice] = paced.seconds
+        for choice in sorted(seconds, key=lambda one: seconds[one])[:SIMULATED_PLAIN]:
+            limit = self.best.seconds
+            self._keep(self.evaluator.evaluate(choice, rules=PACES, faster_than_s=limit))
+        self.plain = list(seconds)
+        self._tell("plain policies")
+
     def _starts(self) -> list[Layout]:
         """Layouts near the relaxation's amounts, and plain ones; made to meet the budgets."""
         found: dict[Layout, None] = {}
@@ -332,9 +370,7 @@ class _Planning:
             if amounts is None or self.effort.spent():
                 break
             found |= dict.fromkeys(layouts_near(self.problem, amounts))
-        plain = [choice for choice in plain_choices(self.problem) if self.problem.fits(choice)]
-        plain.sort(key=self.problem.least_seconds)
-        for choice in (self.lean.choice, self.best.choice, *plain[:MOST_PLAIN]):
+        for choice in (self.lean.choice, self.best.choice, *self.plain):
             found[layout_of(self.problem, choice)] = None
         repaired = (self.descent.repaired(layout) for layout in found)
         return list(dict.fromkeys(filter(None, repaired)))
@@ -372,6 +408,17 @@ class _Planning:
         """Lift the bound: numbers that promise more, until what they promise is what they take."""
         counting, least = self.counting, inf
         close = 1 + self.effort.gap_target / 4
+        if self.problem.count <= SMALL:
+            branched = BRANCHED_UNITS[self.problem.settings.overlap_steps]
+            numbers = counting.branch(
+                max_nodes=max(10, branched // self.problem.count),
+                gap=self.effort.gap_target / 4,
+                time_limit_s=self.effort.left_s(),
+            )
+            self.bound = max(self.bound, counting.bound_seconds)
+            if numbers and (amounts := counting.amounts_with(numbers)):
+                self._try(layouts_near(self.problem, amounts))
+            self._tell("a search tree")
         in_vain = 0
         for _ in range(ROUNDS):
             if self._good_enough() or self.effort.spent() or in_vain == IN_VAIN:
@@ -400,11 +447,22 @@ class _Planning:
     def _improve(self) -> None:
         """One unit after the other, and a bound by the model without windows if that is small."""
         self.best = self.descent.refined(self.best, most=self.walks // 2, enough_s=self._enough_s)
-        self._keep(
-            self.evaluator.evaluate(
-                self.best.choice, rules=PLAIN_RULES, faster_than_s=self.best.seconds
-            )
-        )
+        limit = self.best.seconds
+        if self.problem.count > SMALL:
+            rules = PLAIN_RULES
+            found = self.evaluator.evaluate(self.best.choice, rules=rules, faster_than_s=limit)
+            self._keep(found)
+        else:
+            for choice in self.evaluator.fastest(LIKELY):
+                self._keep(self.evaluator.best_schedule(choice))
+            most = SEARCHED // self.problem.count
+            last, before = self.evaluator.num_simulations + most, inf
+            # Other decisions may want another schedule, and under that yet other ones.
+            while self.best.seconds < before and self.evaluator.num_simulations < last:
+                before, left = self.best.seconds, last - self.evaluator.num_simulations
+                enough = self._enough_s
+                self._keep(self.descent.searched(self.best, most=left, enough_s=enough))
+                self._keep(self.evaluator.best_schedule(self.best.choice, rule=self.best.rule))
         self._polish("changes of single units")
         sizes = 2 * self.problem.count / max(1, len(self.counting.fluid.windows) - 1)
         if self._good_enough() or self.counting.size * sizes > FINE or self.effort.spent():

@@ -15,7 +15,7 @@ largest n_buffer that fit, then steps of halving size in all four numbers from t
 """
 
 from collections.abc import Iterator
-from math import inf, isfinite, isinf
+from math import inf, isfinite
 from typing import Literal, NamedTuple, get_args
 
 from protrain_plan.planning.model.options import homes
@@ -58,12 +58,17 @@ MAX_TRIED = 8_000
 
 
 def baseline(
-    name: Baseline, problem: Problem, evaluator: Evaluator, *, below_s: float = inf
+    name: Baseline,
+    problem: Problem,
+    evaluator: Evaluator,
+    *,
+    below_s: float = inf,
+    quick: bool = False,
 ) -> Evaluation | None:
     """The best variant of a baseline; None where no variant meets the budgets.
 
     With `below_s`, variants are left out that take longer, or nearly as long before their schedule
-    is searched (`NEARLY`).
+    is searched (`NEARLY`). A `quick` search compares variants by walks, and simulates few.
 
     recompute-all   every block recomputed; states all persistent, or all offloaded
     offload-all     states offloaded, activations (or the blocks' inputs) swapped
@@ -75,7 +80,7 @@ def baseline(
     tiers = list(problem.tiers)
     if name == "four-parameter":
         for home in homes(problem.implied) if tiers else ():
-            search = _FourParameterSearch(problem, evaluator, home, tiers[0], below_s)
+            search = _FourParameterSearch(problem, evaluator, home, tiers[0], below_s, quick)
             if best := search.best():
                 return evaluator.best_schedule(best.choice, rule=best.rule)
         return None
@@ -93,7 +98,7 @@ def baseline(
                 evaluator.best_schedule(choice)
                 for choice in choices
                 if problem.least_seconds(choice) < below_s
-                and may_reach(evaluator, choice, below_s * NEARLY)
+                and (not quick or may_reach(evaluator, choice, below_s * NEARLY))
                 and evaluator.evaluate(choice, faster_than_s=below_s * NEARLY)
             ]
             fastest += [one for one in found if one]
@@ -157,8 +162,9 @@ class _FourParameterSearch:
         tier: StateTier,
         swap_tier: TierName,
         below_s: float,
+        quick: bool,
     ) -> None:
-        self.below_s = below_s * NEARLY
+        self.below_s, self.quick = below_s * NEARLY, quick
         self.problem, self.evaluator = problem, evaluator
         self.offload, self.buffer = Offload(tier=tier), Offload(tier=tier, keep_gathered=True)
         self.swap = Swap(tier=swap_tier)
@@ -188,7 +194,7 @@ class _FourParameterSearch:
                     numbers = faster
                 else:
                     step //= 2
-        if isfinite(self.below_s):
+        if self.quick:
             for numbers in sorted(self.seconds, key=lambda n: self.seconds[n])[:SIMULATED]:
                 if isfinite(self.seconds[numbers]):
                     choice, limit = self.choice(numbers), self.below_s
@@ -277,12 +283,12 @@ class _FourParameterSearch:
     def _try(self, numbers: Numbers) -> float:
         """Seconds of the plan; infinite where it does not fit or cannot be the fastest.
 
-        With a limit, those of a walk over it.
+        Where the search is quick, those of a walk over it.
         """
         if numbers in self.seconds:
             return self.seconds[numbers]
         choice, found = self.choice(numbers), inf
-        if isinf(self.below_s):
+        if not self.quick:
             limit = self.fastest.seconds if self.fastest else self.below_s
             evaluation = self.evaluator.evaluate(choice, faster_than_s=limit)
             found = evaluation.seconds if evaluation else inf

@@ -6,13 +6,13 @@ one that frees memory, and one that spends it.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil, inf, isinf
 from typing import NamedTuple
 
 from protrain_plan.planning.model.counting import Prices
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
+from protrain_plan.planning.search.evaluation import Evaluation, Evaluator, Rule
 from protrain_plan.planning.search.improving import changed
 from protrain_plan.planning.search.layouts import Layout, Move, choice_of, decided, reordered, steps
 from protrain_plan.planning.search.pacing import PLAIN, Pace
@@ -31,6 +31,9 @@ REPAIRS = 12
 PRICED = 0.5
 """Options are tried that cost the relaxation at most this part of the plan's gap."""
 
+CHANGED, IN_VAIN = 3, 12
+"""How many changes a search goes further on, and how often in vain."""
+
 FREE = 1e-9
 """Seconds that a step costs at least, so that the fewest steps are taken."""
 
@@ -41,12 +44,12 @@ SIMULATED = 0.1
 """Simulations per walk, at most."""
 
 
-class _Excess(NamedTuple):
-    """Bytes beyond a tier's budget, or the device's in a slot."""
+class _Need(NamedTuple):
+    """Bytes beyond a tier's budget, or the device's in a slot; negative: what is left."""
 
     tier: TierName | None
     slot: int
-    bytes: int
+    beyond: int
 
 
 def _standing(option: ActivationOption | StateOption, slot: int) -> int:
@@ -83,62 +86,66 @@ class Descent:
     # Repair
 
     def repaired(self, layout: Layout) -> Layout | None:
-        """The layout with as few units in cheaper options as it takes to meet the budgets."""
+        """The layout with as few units in cheaper options as it takes to meet the budgets.
+
+        The device's first, then each tier's: what lacks room moves down, and never up again.
+        """
         open_to = self.prices.open_to(inf)
         for _ in range(REPAIRS):
-            excess = self._excess(layout)
-            if excess is None:
+            needs = self._needs(layout)
+            if all(need.beyond <= 0 for need in needs):
                 return layout
-            least, found = inf, None
-            for move in steps(layout, open_to, single=True):
-                if (freed := self._freed(move, layout, excess)) <= 0:
-                    continue
-                count = min(move.number, ceil(excess.bytes / freed))
-                cost = max(self.prices.reduced_costs[move.group][move.kind][move.into], 0.0)
-                # What is not enough by itself is dearer.
-                price = (cost + FREE) * count * (excess.bytes / min(excess.bytes, freed * count))
-                if price < least:
-                    least, found = price, move.times(layout, count)
-            if found is None:
+            moves = list(steps(layout, open_to, single=True))
+            of_moves = [[self._more(move, layout, need) for need in needs] for move in moves]
+            for exceeded, need in enumerate(needs):
+                least, found = inf, None
+                for move, more in zip(moves, of_moves, strict=True) if need.beyond > 0 else ():
+                    if (freed := -more[exceeded]) <= 0:
+                        continue
+                    count = min(move.number, ceil(need.beyond / freed))
+                    above = zip(needs[:exceeded], more[:exceeded], strict=True)
+                    if any(m > 0 and n.beyond + m * count > 0 for n, m in above):
+                        continue  # a budget that is met would not be any more
+                    cost = max(self.prices.reduced_costs[move.group][move.kind][move.into], 0.0)
+                    # What is not enough by itself is dearer.
+                    price = (cost + FREE) * count * (need.beyond / min(need.beyond, freed * count))
+                    if price < least:
+                        least, found = price, move.times(layout, count)
+                if found:
+                    layout = found
+                    break
+            else:
                 return None
-            layout = found
         return None
 
-    def _excess(self, layout: Layout) -> "_Excess | None":
-        """The first budget that is exceeded: a tier's, or the device's in its tightest slot."""
+    def _needs(self, layout: Layout) -> list["_Need"]:
+        """What the layout needs beyond the device in its tightest slot, and beyond each tier."""
         problem, choice = self.problem, choice_of(self.problem, layout)
-        for tier, limit in problem.tiers.items():
-            if (use := problem.tier_use(tier, choice)) > limit:
-                return _Excess(tier, -1, use - limit)
         static = problem.static_bytes(choice)
         slot = max(range(len(static)), key=lambda t: static[t])
-        excess = static[slot] - problem.device
-        return _Excess(None, slot, excess) if excess > 0 else None
+        needs = [_Need(None, slot, static[slot] - problem.device)]
+        for tier, limit in problem.tiers.items():
+            needs.append(_Need(tier, -1, problem.tier_use(tier, choice) - limit))
+        return needs
 
-    def _freed(self, move: Move, layout: Layout, excess: "_Excess") -> float:
-        """The bytes that one unit frees, in the mean of those that have the option."""
+    def _more(self, move: Move, layout: Layout, need: "_Need") -> float:
+        """The bytes that one unit more needs there, in the mean of those that have the option."""
         units = self.problem.classes[move.group]
-        kinds = [
-            (
-                self.problem.options[unit].states
-                if move.kind
-                else self.problem.options[unit].activations
-            )
-            for unit in units
-        ]
-        if excess.tier is not None:
-            options = kinds[0]
-            before, after = (options[n].tier_bytes for n in (move.option, move.into))
-            return before.get(excess.tier, 0) - after.get(excess.tier, 0)
-        has = [
-            n for n, one in enumerate(decided(layout[move.group][move.kind])) if one == move.option
-        ]
-        freed = 0
+
+        def options(place: int) -> Sequence[ActivationOption | StateOption]:
+            of_unit = self.problem.options[units[place]]
+            return of_unit.states if move.kind else of_unit.activations
+
+        if need.tier is not None:
+            before, after = (options(0)[n].tier_bytes for n in (move.option, move.into))
+            return after.get(need.tier, 0) - before.get(need.tier, 0)
+        taken = decided(layout[move.group][move.kind])
+        has = [place for place, option in enumerate(taken) if option == move.option]
+        more = 0
         for place in (has[0], has[len(has) // 2], has[-1]):
-            options = kinds[place]
-            freed += _standing(options[move.option], excess.slot)
-            freed -= _standing(options[move.into], excess.slot)
-        return freed / 3
+            more += _standing(options(place)[move.into], need.slot)
+            more -= _standing(options(place)[move.option], need.slot)
+        return more / 3
 
     # Steps downhill
 
@@ -186,28 +193,72 @@ class Descent:
                 break
         return layout, best
 
-    def refined(self, best: Evaluation, *, most: int, enough_s: float) -> Evaluation:
+    def refined(self, best: Evaluation, *, most: float, enough_s: float) -> Evaluation:
         """`best` after changes of single units and pairs of them, in up to `most` walks."""
         if isinstance(best.rule, Pace):
             self.pace = best.rule
         last = self.num_walks + most
-        value = self.walked(best.choice)
-        before = None
-        while before is not best:
-            before = best
+
+        def faster(choice: Choice, than: Evaluation) -> Evaluation | None:
+            value = self.walked(than.choice)
+            if self.walked(choice, value) >= value * (1 - LESS):
+                return None
+            return self._faster(choice, self.pace, than)
+
+        return self._changed(best, faster, lambda: self.num_walks >= last, enough_s)
+
+    def searched(self, best: Evaluation, *, most: int, enough_s: float) -> Evaluation:
+        """The same by the simulator alone, in up to `most` simulations, under the rule of `best`.
+
+        Where no change makes it faster, from some changes further on.
+        """
+        evaluator = self.evaluator
+        last = evaluator.num_simulations + most
+
+        def spent() -> bool:
+            return evaluator.num_simulations >= last
+
+        def faster(choice: Choice, than: Evaluation) -> Evaluation | None:
+            return self._faster(choice, best.rule, than)
+
+        best = self._changed(best, faster, spent, enough_s)
+        in_vain = 0
+        while in_vain < IN_VAIN and not spent() and best.seconds > enough_s:
+            if evaluator.stopped():
+                break
+            reached = best
+            for _ in range(CHANGED):
+                near = list(changed(self.problem, reached.choice, self.prices.open_to(inf)))
+                found = evaluator.evaluate(self.order.choice(near), rules=(best.rule,))
+                reached = found or reached
+            reached = self._changed(reached, faster, spent, enough_s)
+            in_vain = 0 if reached.seconds < best.seconds * (1 - LESS) else in_vain + 1
+            best = min(best, reached, key=lambda one: one.seconds)
+        return best
+
+    def _faster(self, choice: Choice, rule: Rule, than: Evaluation) -> Evaluation | None:
+        limit = than.seconds * (1 - LESS)
+        found = self.evaluator.evaluate(choice, rules=(rule,), faster_than_s=limit)
+        return found if found and found.seconds < limit else None
+
+    def _changed(
+        self,
+        best: Evaluation,
+        faster: Callable[[Choice, Evaluation], Evaluation | None],
+        spent: Callable[[], bool],
+        enough_s: float,
+    ) -> Evaluation:
+        """`best`, or what the first faster neighbour makes of it, again and again."""
+        found: Evaluation | None = best
+        while found:
+            best, found = found, None
             open_to = self.prices.open_to(max(best.seconds - self.prices.bound, 0.0) * PRICED)
             near = list(changed(self.problem, best.choice, open_to))
             self.order.shuffle(near)  # so that limited effort reaches all parts of the model
             for choice in near:
-                if self.num_walks >= last or self.evaluator.stopped() or best.seconds <= enough_s:
+                if spent() or self.evaluator.stopped() or best.seconds <= enough_s:
                     return best
-                found = self.walked(choice, value)
-                if found >= value * (1 - LESS):
-                    continue
-                limit = best.seconds * (1 - LESS)
-                plan = self.evaluator.evaluate(choice, rules=(self.pace,), faster_than_s=limit)
-                if plan and plan.seconds < limit:
-                    best, value = plan, found
+                if found := faster(choice, best):
                     break
         return best
 

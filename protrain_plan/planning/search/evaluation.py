@@ -84,6 +84,15 @@ class Evaluator:
                 seen[schedules] = Evaluation(seconds, stall_s, choice, rule, plans)
         return min(seen.values(), key=lambda evaluation: evaluation.seconds, default=None)
 
+    def fastest(self, count: int) -> list[Choice]:
+        """So many of the choices that were simulated, the fastest first."""
+        seconds = {
+            choice: min(one.seconds for one in seen.values())
+            for choice, seen in self._seen.items()
+            if seen
+        }
+        return sorted(seconds, key=lambda choice: seconds[choice])[:count]
+
     def best_schedule(self, choice: Choice, *, rule: Rule = QUICK_GRID[0]) -> Evaluation | None:
         """The fastest schedule of `choice` under a search over rules that starts at `rule`.
 
@@ -95,8 +104,12 @@ class Evaluator:
         before = None
         while before is None or best.seconds < before:
             before = best.seconds
-            for rules in self._beside(best.rule):
+            # The best known may be of the other kind of rules.
+            kinds = [rule] if isinstance(best.rule, type(rule)) else [rule, best.rule]
+            for rules in (rules for kind in kinds for rules in self._beside(kind)):
                 best = self.evaluate(choice, rules=rules, faster_than_s=best.seconds) or best
+            if isinstance(best.rule, type(rule)):
+                rule = best.rule
         return best
 
     def _beside(self, rule: Rule) -> list[list[Rule]]:

@@ -64,6 +64,7 @@ class _Departure(NamedTuple):
     held: tuple[int, ...]
     clocks: tuple[Clock, ...]
     in_place: bool
+    added: tuple[Clock, ...] = ()  # to the gradients of micro-batches before, in host memory
 
 
 @dataclass(slots=True)
@@ -250,6 +251,7 @@ class Pacer:
                     leaving.held_pieces,
                     tuple(clocks),
                     option.home == "in place",
+                    ((self.lanes["update host"], option.added_s),) if option.added_s else (),
                 )
             )
         compute = ((option.step_slot, option.device_s),) if option.device_s else ()
@@ -353,6 +355,7 @@ class _Walk:
             ended = self.run(within_s / (before + 1), updating=False)
             if isinf(ended):
                 return None
+            ended = max(ended, *self.free)
             schedules = self.schedules()
             if self.worked <= NEGLIGIBLE * before * ended:
                 return Paced(schedules, (before + 1) * ended + self.worked)
@@ -500,6 +503,8 @@ class _Walk:
                 if left.clocks and (left.swap or reduces):
                     began = max(now, free[left.clocks[0][0]])
                     ended = self.serve(now, left.clocks)
+                    if left.added:
+                        self.serve(ended, left.added)
                 if not left.swap and (update := in_backward.get(left.unit)):
                     done = self.update(update, now, ended)
                     ended = done if left.in_place else ended

@@ -1,0 +1,161 @@
+"""Layouts: numbers of units per option, and the steps and repairs of a search over them."""
+
+import random
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from protrain_plan.planning.model.counting import Amounts, Counting, Room
+from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.search.descending import Descent
+from protrain_plan.planning.search.evaluation import Evaluator
+from protrain_plan.planning.search.layouts import (
+    Layout,
+    Row,
+    choice_of,
+    decided,
+    layout_of,
+    layouts_near,
+    reordered,
+    steps,
+)
+from protrain_plan.records.plan import Budgets
+from tests.support.planning_cases import MB, decoder, gpu
+
+
+def problem_of(device: int = 3_300 * MB, host: int = 24_000 * MB, blocks: int = 12) -> Problem:
+    """Blocks of 2.8 GB of states each, a device for few of them and a host for some."""
+    profile = decoder(gpu(disk_gb=1000, host_gb=64), blocks=blocks, kept=100 * MB)
+    return Problem.of(profile, Budgets(device=device, host=host, disk=10**12))
+
+
+def amounts_of(problem: Problem, margin: float = 0.0) -> Amounts:
+    counting = Counting(problem, window=2)
+    counting.relax()
+    amounts = counting.amounts(Room(margin, 0.0))
+    assert amounts
+    return amounts
+
+
+def numbers(layout: Layout) -> list[Counter[int]]:
+    return [Counter(dict(row.runs)) for pair in layout for row in pair]
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("phase", [0.0, 0.3, -0.5])
+def test_a_row_has_each_option_as_often_as_it_says(phase: float, *, spread: bool) -> None:
+    row = Row(((2, 5), (0, 3), (7, 1)), spread, phase)
+    assert Counter(decided(row)) == {2: 5, 0: 3, 7: 1}
+    if not spread:
+        assert decided(row) == (2, 2, 2, 2, 2, 0, 0, 0, 7)
+
+
+def test_spread_options_are_as_far_apart_as_they_can_be() -> None:
+    taken = decided(Row(((1, 4), (0, 12)), spread=True))
+    places = [n for n, option in enumerate(taken) if option == 1]
+    assert {after - before for before, after in pairwise(places)} == {4}
+
+
+def test_layouts_near_amounts_have_all_units_and_numbers_next_to_them() -> None:
+    problem = problem_of()
+    amounts = amounts_of(problem)
+    for layout in layouts_near(problem, amounts):
+        for place, counts in enumerate(numbers(layout)):
+            assert sum(counts.values()) == len(problem.classes[place // 2])
+            for option, amount in amounts.sums[place].items():
+                assert abs(counts[option] - amount) < 1 + 1e-6
+
+
+def test_a_choice_is_its_own_layout_where_its_options_are_in_runs() -> None:
+    problem = problem_of()
+    for layout in layouts_near(problem, amounts_of(problem)):
+        if not any(row.spread for pair in layout for row in pair):
+            choice = choice_of(problem, layout)
+            assert choice_of(problem, layout_of(problem, choice)) == choice
+
+
+def test_steps_move_units_of_one_class_and_orders_move_none() -> None:
+    problem = problem_of()
+    layout = next(iter(layouts_near(problem, amounts_of(problem))))
+    open_to = [
+        (range(len(o.activations)), range(len(o.states)))
+        for o in (problem.options[units[0]] for units in problem.classes)
+    ]
+    found = list(steps(layout, open_to))
+    assert found
+    for move in found:
+        before, after = numbers(layout), numbers(move.layout)
+        changed = [
+            n for n, (one, other) in enumerate(zip(before, after, strict=True)) if one != other
+        ]
+        assert changed == [2 * move.group + move.kind]
+        moved = before[changed[0]] - after[changed[0]]
+        assert set(moved) == {move.option}
+        assert after[changed[0]][move.into] - before[changed[0]][move.into] == moved[move.option]
+    for move in reordered(layout):
+        assert numbers(move.layout) == numbers(layout)
+        assert move.layout != layout
+
+
+@pytest.mark.parametrize(("device", "host"), [(3_300, 24_000), (2_900, 9_000), (6_000, 12_000)])
+def test_a_layout_beyond_the_budgets_is_repaired(device: int, host: int) -> None:
+    problem = problem_of(device * MB, host * MB)
+    counting = Counting(problem, window=2)
+    descent = Descent(problem, Evaluator(problem), counting.relax(), seed=0)
+    swaps = tuple(
+        (
+            Row(((min(5, len(o.activations) - 1), len(units)),)),
+            Row(((1 % len(o.states), len(units)),)),
+        )
+        for units in problem.classes
+        for o in (problem.options[units[0]],)
+    )
+    for layout in (swaps, *layouts_near(problem, amounts_of(problem))):
+        repaired = descent.repaired(layout)
+        assert repaired is None or problem.fits(choice_of(problem, repaired))
+        if problem.fits(choice_of(problem, layout)):
+            assert repaired == layout
+    assert any(descent.repaired(one) for one in layouts_near(problem, amounts_of(problem)))
+
+
+def test_steps_downhill_find_a_plan_within_the_budgets_that_is_no_slower() -> None:
+    problem = problem_of()
+    counting = Counting(problem, window=2)
+    evaluator = Evaluator(problem)
+    descent = Descent(problem, evaluator, counting.relax(), seed=0)
+    layouts = [descent.repaired(one) for one in layouts_near(problem, amounts_of(problem))]
+    start = next(layout for layout in layouts if layout)
+    first = evaluator.evaluate(choice_of(problem, start), rules=(descent.pace,))
+    assert first
+    layout, best = descent.descended(start, None, most=150, enough_s=0.0)
+    assert best
+    assert problem.fits(best.choice)
+    assert best.choice == choice_of(problem, layout)
+    assert counting.bound_seconds <= best.seconds <= first.seconds
+    refined = descent.refined(best, most=100, enough_s=0.0)
+    assert refined.seconds <= best.seconds
+    assert problem.fits(refined.choice)
+
+
+def test_what_the_relaxation_prices_out_lifts_it_by_so_much() -> None:
+    """A plan that takes an option takes at least the bound and the option's reduced cost."""
+    problem = problem_of(blocks=6)
+    prices = Counting(problem).relax()
+    evaluator, rng = Evaluator(problem), random.Random(0)
+    looked_at = 0
+    for _ in range(300):
+        choice = tuple(
+            (rng.randrange(len(o.activations)), rng.randrange(len(o.states)))
+            for o in problem.options
+        )
+        if (found := evaluator.evaluate(choice)) is None:
+            continue
+        looked_at += 1
+        for units, pair in zip(problem.classes, prices.reduced_costs, strict=True):
+            for unit in units:
+                for kind in (0, 1):
+                    assert found.seconds >= (prices.bound + pair[kind][choice[unit][kind]]) * (
+                        1 - 1e-6
+                    )
+    assert looked_at > 5
