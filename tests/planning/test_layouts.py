@@ -6,13 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from protrain_plan.planning.model.counting import Amounts, Counting, Room
+from protrain_plan.planning.model.counting import Amounts, Counting, Layout, Room, Row
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.search.descending import Descent
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.layouts import (
-    Layout,
-    Row,
     choice_of,
     decided,
     layout_of,

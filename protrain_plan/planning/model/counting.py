@@ -75,6 +75,31 @@ NO_SHARE = 1e-6
 """Of a unit, what is none of it."""
 
 
+class Row(NamedTuple):
+    """One kind of decisions of a class: options with numbers of units, in this order or spread."""
+
+    runs: tuple[tuple[int, int], ...]
+    spread: bool = False
+    phase: float = 0.0
+
+    def moved(self, option: int, into: int, count: int, *, before: bool) -> "Row":
+        """The same with `count` units of one option in another, next to them if it is new."""
+        runs: list[tuple[int, int]] = []
+        known = any(one == into for one, _ in self.runs)
+        for one, number in self.runs:
+            if one == option:
+                rest = [(one, number - count)] if number > count else []
+                new = [] if known else [(into, count)]
+                runs += [*new, *rest] if before else [*rest, *new]
+            else:
+                runs.append((one, number + count * (one == into)))
+        return self._replace(runs=tuple(runs))
+
+
+Layout = tuple[tuple[Row, Row], ...]
+"""Of each class the activations and the states."""
+
+
 class Amounts(NamedTuple):
     """Of each class, activations and states by turns: units per option, and their mean place."""
 
@@ -91,6 +116,15 @@ class Prices(NamedTuple):
 
     bound: float
     reduced_costs: Sequence[tuple[Sequence[float], Sequence[float]]]
+
+    def of(self, layout: Layout) -> float:
+        """The seconds by which a layout's numbers of units lift it, at least."""
+        return sum(
+            number * costs[option]
+            for pair, of_class in zip(layout, self.reduced_costs, strict=True)
+            for row, costs in zip(pair, of_class, strict=True)
+            for option, number in row.runs
+        )
 
     def open_to(self, within_s: float) -> list[tuple[list[int], list[int]]]:
         """The options that cost no more."""

@@ -30,7 +30,7 @@ from typing import Literal
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.explain.advice import infeasible
-from protrain_plan.planning.model.counting import Counting, Prices, Room
+from protrain_plan.planning.model.counting import Counting, Layout, Prices, Room
 from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import solver_name
@@ -47,7 +47,7 @@ from protrain_plan.planning.search.improving import (
     in_runs,
     simplified,
 )
-from protrain_plan.planning.search.layouts import Layout, choice_of, layout_of, layouts_near
+from protrain_plan.planning.search.layouts import choice_of, layout_of, layouts_near
 from protrain_plan.planning.search.pacing import Pace
 from protrain_plan.planning.search.scheduling import PLAIN_RULES, QUICK_GRID
 from protrain_plan.program.group import ALONE, DeviceGroup

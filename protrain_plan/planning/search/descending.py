@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from math import ceil, inf, isinf
 from typing import NamedTuple
 
-from protrain_plan.planning.model.counting import Prices
+from protrain_plan.planning.model.counting import Layout, Prices
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator, Rule
 from protrain_plan.planning.search.improving import changed
-from protrain_plan.planning.search.layouts import Layout, Move, choice_of, decided, reordered, steps
+from protrain_plan.planning.search.layouts import Move, choice_of, decided, reordered, steps
 from protrain_plan.planning.search.pacing import PLAIN, Pace
 from protrain_plan.program.implications import ActivationOption, StateOption
 from protrain_plan.records.hardware import TierName
@@ -22,7 +22,7 @@ from protrain_plan.records.hardware import TierName
 LESS = 1e-4
 """A step must be faster by this fraction."""
 
-PARTNERS = 12
+PARTNERS = 6
 """Second steps that are tried with a first one."""
 
 REPAIRS = 12
@@ -37,8 +37,8 @@ CHANGED, IN_VAIN = 3, 12
 FREE = 1e-9
 """Seconds that a step costs at least, so that the fewest steps are taken."""
 
-GLANCE = 0.25
-"""Of a walk, what it takes to see that a choice has no room."""
+GLANCE, REPAIR = 0.25, 1.0
+"""Of a walk, what it takes to see that a choice has no room, and to make some."""
 
 SIMULATED = 0.1
 """Simulations per walk, at most."""
@@ -85,10 +85,11 @@ class Descent:
 
     # Repair
 
-    def repaired(self, layout: Layout) -> Layout | None:
+    def repaired(self, layout: Layout, kept: Move | None = None) -> Layout | None:
         """The layout with as few units in cheaper options as it takes to meet the budgets.
 
-        The device's first, then each tier's: what lacks room moves down, and never up again.
+        The device's first, then each tier's: what lacks room moves down, and never up again. What
+        a move has `kept` is not undone.
         """
         open_to = self.prices.open_to(inf)
         for _ in range(REPAIRS):
@@ -100,7 +101,7 @@ class Descent:
             for exceeded, need in enumerate(needs):
                 least, found = inf, None
                 for move, more in zip(moves, of_moves, strict=True) if need.beyond > 0 else ():
-                    if (freed := -more[exceeded]) <= 0:
+                    if (freed := -more[exceeded]) <= 0 or (kept and move.undoes(kept)):
                         continue
                     count = min(move.number, ceil(need.beyond / freed))
                     above = zip(needs[:exceeded], more[:exceeded], strict=True)
@@ -182,6 +183,10 @@ class Descent:
             open_to = self.prices.open_to(gap * PRICED)
             near = [*steps(layout, open_to), *reordered(layout)]
             self.order.shuffle(near)
+            # What the relaxation finds cheap first.
+            prices = {move.layout: self.prices.of(move.layout) for move in near}
+            near = [move for move in near if prices[move.layout] <= gap * PRICED]
+            near.sort(key=lambda move: prices[move.layout])
             for other in self._neighbours(near, open_to):
                 if spent():
                     break
@@ -267,18 +272,25 @@ class Descent:
         near: Sequence[Move],
         open_to: Sequence[tuple[Sequence[int], Sequence[int]]],
     ) -> Iterator[Layout]:
-        """One step away, then two."""
-        yield from (move.layout for move in near)
+        """One step away, with room made for it where it lacks; then two, of one that has room."""
+        with_room: list[Move] = []
         for move in near:
-            if move.of_order:
-                continue
-            second = [
-                other.layout
-                for other in steps(move.layout, open_to)
-                if (other.group, other.kind) != (move.group, move.kind)
-            ]
-            self.order.shuffle(second)
-            yield from second[:PARTNERS]
+            if self.problem.fits(choice_of(self.problem, move.layout)):
+                with_room.append(move)
+                yield move.layout
+            elif not move.of_order:
+                self.num_walks += REPAIR
+                if repaired := self.repaired(move.layout, move):
+                    yield repaired
+        for move in with_room:
+            if not move.of_order:
+                second = [
+                    other.layout
+                    for other in steps(move.layout, open_to)
+                    if (other.group, other.kind) != (move.group, move.kind)
+                ]
+                self.order.shuffle(second)
+                yield from second[:PARTNERS]
 
     def _simulated(self, layout: Layout, faster_than_s: float) -> Evaluation | None:
         choice = choice_of(self.problem, layout)

@@ -10,37 +10,12 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from protrain_plan.planning.model.counting import Amounts
+from protrain_plan.planning.model.counting import Amounts, Layout, Row
 from protrain_plan.planning.model.options import Decision
 from protrain_plan.planning.model.problem import Choice, Problem
 
 PHASES = (0.0, 0.3, -0.3, 0.5, -0.5)
 """Head starts of the first option where options are spread: which units are its own."""
-
-
-class Row(NamedTuple):
-    """One kind of decisions of a class: options with numbers of units, in this order or spread."""
-
-    runs: tuple[tuple[int, int], ...]
-    spread: bool = False
-    phase: float = 0.0
-
-    def moved(self, option: int, into: int, count: int, *, before: bool) -> "Row":
-        """The same with `count` units of one option in another, next to them if it is new."""
-        runs: list[tuple[int, int]] = []
-        known = any(one == into for one, _ in self.runs)
-        for one, number in self.runs:
-            if one == option:
-                rest = [(one, number - count)] if number > count else []
-                new = [] if known else [(into, count)]
-                runs += [*new, *rest] if before else [*rest, *new]
-            else:
-                runs.append((one, number + count * (one == into)))
-        return self._replace(runs=tuple(runs))
-
-
-Layout = tuple[tuple[Row, Row], ...]
-"""Of each class the activations and the states."""
 
 
 @lru_cache(maxsize=10_000)
@@ -132,6 +107,11 @@ class Move(NamedTuple):
     @property
     def of_order(self) -> bool:
         return self.into < 0
+
+    def undoes(self, other: "Move") -> bool:
+        """Whether units that the other move takes leave their new option again."""
+        place = (self.group, self.kind, self.option)
+        return place == (other.group, other.kind, other.into)
 
     def times(self, layout: Layout, count: int) -> Layout:
         """The layout with so many units moved."""
