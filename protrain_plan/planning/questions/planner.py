@@ -353,10 +353,17 @@ class _Planning:
         walk = self.evaluator.pacer.walk
         seconds: dict[Choice, float] = {}
         fitting = [choice for choice in plain_choices(self.problem) if self.problem.fits(choice)]
+        for choice in fitting[:1]:
+            found = self.evaluator.evaluate(choice, rules=PACES)
+            if found and found.seconds <= self._enough():
+                self.best = found  # though others may be a little faster
+            self._keep(found)
         for choice in sorted(fitting, key=self.problem.least_seconds)[:WALKED_PLAIN]:
             if (paced := walk(choice)) and not self.effort.spent():
                 seconds[choice] = paced.seconds
         for choice in sorted(seconds, key=lambda one: seconds[one])[:SIMULATED_PLAIN]:
+            if self._good_enough():
+                break
             limit = self.best.seconds
             self._keep(self.evaluator.evaluate(choice, rules=PACES, faster_than_s=limit))
         self.plain = list(seconds)
