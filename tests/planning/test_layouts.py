@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from protrain_plan.planning.model.counting import Amounts, Counting, Layout, Room, Row
+from protrain_plan.planning.model.counting import Amounts, Counting, Layout, Row
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.search.descending import Descent
 from protrain_plan.planning.search.evaluation import Evaluator
@@ -31,7 +31,7 @@ def problem_of(device: int = 3_300 * MB, host: int = 24_000 * MB, blocks: int = 
 def amounts_of(problem: Problem, margin: float = 0.0) -> Amounts:
     counting = Counting(problem, window=2)
     counting.relax()
-    amounts = counting.amounts(Room(margin, 0.0))
+    amounts = counting.amounts(margin)
     assert amounts
     return amounts
 

@@ -58,19 +58,6 @@ Numbers = Mapping[str, int]
 """How many units take an option, by the name of the fluid model's variable that counts them."""
 
 
-class Room(NamedTuple):
-    """What a relaxation leaves for what it does not see: that moves are whole, and in order.
-
-    margin   fraction of the device's budget that it leaves free
-    moving   what a second of a lane costs, in seconds of a step
-    """
-
-    margin: float
-    moving: float
-
-
-PLAIN = Room(0.0, 0.0)
-
 NO_SHARE = 1e-6
 """Of a unit, what is none of it."""
 
@@ -345,34 +332,31 @@ class Counting:
         self._lp.add_excess(self._rows, EXCESS)
         self._counts = {one.name: named[one.name] for one in self._numbers.counted}
         self._fixed: Numbers | None = None
-        self._room = PLAIN
+        self._margin = 0.0
 
     @property
     def bound_seconds(self) -> float:
         """The bound in seconds."""
         return self.fluid.lower_bound_seconds(self.bound)
 
-    def _solve(self, numbers: Numbers | None, room: Room) -> Solution:
+    def _solve(self, numbers: Numbers | None, margin: float = 0.0) -> Solution:
         if numbers is not self._fixed:
             for one in self._numbers.counted:
                 low, high = 0, len(one.units)
                 if numbers is not None and one.name in numbers:
                     low = high = numbers[one.name]
                 self._lp.bound(self._counts[one.name], low, high)
-        if room.margin != self._room.margin:
+        if margin != self._margin:
             for row in self._rows:
-                self._lp.limit(row, 1.0 - room.margin)
-        if room.moving != self._room.moving:
-            fluid, weight = self.fluid, room.moving
-            self._lp.minimise(fluid.seconds_and_moves(weight) if weight else fluid.seconds())
-        self._fixed, self._room = numbers, room
+                self._lp.limit(row, 1.0 - margin)
+        self._fixed, self._margin = numbers, margin
         # Numbers may need more memory than there is: what exceeds it costs much instead.
         self._lp.allow_excess(allowed=numbers is not None)
         return self._lp.solve()
 
     def relax(self) -> Prices:
         """The bound of the relaxation, and what options cost it: nothing, where it has none."""
-        answer, fluid = self._solve(None, PLAIN), self.fluid
+        answer, fluid = self._solve(None), self.fluid
         solved = answer.status == "optimal"
         if solved:
             self.bound = answer.bound
@@ -400,7 +384,7 @@ class Counting:
 
     def branch(self, *, max_nodes: int, gap: float, time_limit_s: float) -> dict[str, int] | None:
         """Whole numbers by a search tree over the fluid model itself."""
-        self._solve(None, PLAIN)
+        self._solve(None)
         answer = self._lp.solve(
             integer=True, max_nodes=max_nodes, gap=gap, time_limit_s=time_limit_s
         )
@@ -411,13 +395,16 @@ class Counting:
             return None
         return {name: round(answer.values[name]) for name in self._counts}
 
-    def amounts(self, room: Room) -> Amounts | None:
-        """The relaxation's amounts of options, with room for what it does not see."""
-        return self._amounts(self._solve(None, room).values)
+    def amounts(self, margin: float = 0.0) -> Amounts | None:
+        """The relaxation's amounts of options where a part of the device is left free.
+
+        It does not see that moves are whole, and in order. None where that leaves it too little.
+        """
+        return self._amounts(self._solve(None, margin).values)
 
     def amounts_with(self, numbers: Numbers) -> Amounts | None:
         """The same where so many units take each option."""
-        return self._amounts(self._solve(numbers, PLAIN).values)
+        return self._amounts(self._solve(numbers).values)
 
     def _amounts(self, values: Mapping[str, float]) -> Amounts | None:
         if not values:
@@ -444,7 +431,7 @@ class Counting:
 
     def learn(self, numbers: Numbers) -> float:
         """The value of these numbers, which the programme knows from now on; infinity: unknown."""
-        answer = self._solve(numbers, PLAIN)
+        answer = self._solve(numbers)
         if answer.status != "optimal":
             return inf
         self._numbers.learn(answer.bound, self._lp.reduced_costs(self._counts), numbers)

@@ -37,7 +37,7 @@ bounds the seconds of every plan within the budgets (a test holds this).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -589,15 +589,6 @@ class ForwardBackward:
         """The seconds of the phase."""
         return [(variable, 1.0) for variable in (*self.stall, *self.compute)]
 
-    def seconds_and_moves(self, weight: float) -> Terms:
-        """The same, and so much of all that stalls and moves."""
-        terms: Terms = [(variable, 1.0) for variable in self.compute]
-        terms += [(variable, 1.0 + weight) for variable in self.stall]
-        for name, flow in self.flows.items():
-            if name not in ("read", "write", "read_host", "write_host"):
-                terms += [(moved, weight * flow.rate) for moved in (*flow.stall, *flow.compute)]
-        return terms
-
 
 def windows(count: int, size: int) -> list[range]:
     """The slots of a step, up to `size` of them together, as in forward so in backward.
@@ -638,19 +629,12 @@ class Fluid(DecisionModel):
         self.minimise(self.seconds())
 
     def seconds(self) -> Terms:
-        """The step's seconds alone: what bounds are made of."""
-        return self._of_step(ForwardBackward.seconds)
-
-    def seconds_and_moves(self, weight: float) -> Terms:
-        """The same, and so much of all that stalls and moves; for choices, no bounds."""
-        return self._of_step(lambda phase: phase.seconds_and_moves(weight))
-
-    def _of_step(self, terms: Callable[[ForwardBackward], Terms]) -> Terms:
+        """The step's seconds, over all its micro-batches."""
         times = (1.0, float(self.problem.settings.micro_batches - 1))
         return [
             (variable, factor * weight)
             for phase, weight in zip(self.phases, times, strict=False)
-            for variable, factor in terms(phase)
+            for variable, factor in phase.seconds()
         ]
 
     def minimise_memory(self, limit_s: float) -> None:
@@ -661,7 +645,7 @@ class Fluid(DecisionModel):
                 row.expr.addterm(budget, -1.0)
                 row.changeRHS(0.0)
         # The step's seconds.
-        self.row("seconds", self._of_step(ForwardBackward.seconds), LE, limit_s / self.second_unit)
+        self.row("seconds", self.seconds(), LE, limit_s / self.second_unit)
         self.minimise([(budget, 1.0)])
 
     def lower_bound_seconds(self, objective: float) -> float:

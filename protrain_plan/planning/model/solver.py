@@ -68,21 +68,9 @@ class LinearProgram:
         for word in ("Simplex", "Ipm", "Mip"):
             getattr(self._highs, f"cb{word}Interrupt").subscribe(ask)
 
-    def minimise(self, terms: Sequence[tuple[pulp.LpVariable, float]]) -> None:
-        """Minimise another sum; a variable may be in several terms."""
-        costs = [0.0] * len(self._variables)
-        for variable, factor in terms:
-            costs[variable.index] += factor
-        for variable in self._variables:
-            self._highs.changeColCost(variable.index, costs[variable.index])
-
     def bound(self, variable: pulp.LpVariable, low: float, high: float) -> None:
         """Let a variable be within other limits."""
         self._highs.changeColBounds(variable.index, low, high)
-
-    def between(self, row: int, low: float, high: float) -> None:
-        """Change both sides of a row, by its number."""
-        self._highs.changeRowBounds(row, low, high)
 
     def limit(self, row: pulp.LpConstraint, right: float) -> None:
         """Change the right side of a row that is `<=`."""

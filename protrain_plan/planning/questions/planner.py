@@ -30,7 +30,7 @@ from typing import Literal
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.explain.advice import infeasible
-from protrain_plan.planning.model.counting import Counting, Layout, Prices, Room
+from protrain_plan.planning.model.counting import Counting, Layout, Prices
 from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import solver_name
@@ -68,13 +68,14 @@ WINDOWS = 12
 WALKED_PLAIN, SIMULATED_PLAIN = 12, 2
 """Plain policies that are walked over, those of the least busy lanes first, and simulated."""
 
-SMALL, LIKELY = 16, 12
+SMALL, LIKELY = 16, 6
 """A model of so few units has a moment to spare: there is a search tree over its fluid model, so
 many of its fastest choices are tried with all rules of schedules, and the simulator compares
 baselines."""
 
-SEARCHED = 12_000
-"""Simulations of such a model times units, at most, for changes of single units."""
+SEARCHED, SEARCHED_MOVES = 600, 200_000
+"""Simulations of such a model for changes of single units, and the moves in all of them, at most:
+a second or two."""
 
 BRANCHED_UNITS = {False: 2000, True: 600}
 """Nodes of that tree times units, by whether steps overlap, which makes a node three times as
@@ -203,7 +204,6 @@ class _Planning:
         for choice in hints:
             self._keep(self.evaluator.evaluate(choice, rules=(*PACES, *QUICK_GRID)))
         self._try_plain()
-        self._find_bound()
         for stage in (self._descend, self._prove, self._improve):
             if self._good_enough() or self.effort.spent() or self._beaten():
                 break
@@ -349,15 +349,15 @@ class _Planning:
         return max(slowest, self.best.seconds)
 
     def _try_plain(self) -> None:
-        """Simulate the plain policies that a walk finds fastest: what is simple comes first."""
+        """Simulate the plain policies that a walk finds fastest, and find the bound.
+
+        What keeps everything is taken if it is close enough to it.
+        """
         walk = self.evaluator.pacer.walk
         seconds: dict[Choice, float] = {}
         fitting = [choice for choice in plain_choices(self.problem) if self.problem.fits(choice)]
-        for choice in fitting[:1]:
-            found = self.evaluator.evaluate(choice, rules=PACES)
-            if found and found.seconds <= self._enough():
-                self.best = found  # though others may be a little faster
-            self._keep(found)
+        plainest = self.evaluator.evaluate(fitting[0], rules=PACES) if fitting else None
+        self._keep(plainest)
         for choice in sorted(fitting, key=self.problem.least_seconds)[:WALKED_PLAIN]:
             if (paced := walk(choice)) and not self.effort.spent():
                 seconds[choice] = paced.seconds
@@ -368,12 +368,15 @@ class _Planning:
             self._keep(self.evaluator.evaluate(choice, rules=PACES, faster_than_s=limit))
         self.plain = list(seconds)
         self._tell("plain policies")
+        self._find_bound()
+        if plainest and plainest.seconds <= self._enough():
+            self.best = plainest  # though others may be a little faster
 
     def _starts(self) -> list[Layout]:
         """Layouts near the relaxation's amounts, and plain ones; made to meet the budgets."""
         found: dict[Layout, None] = {}
         for margin in MARGINS:
-            amounts = self.counting.amounts(Room(margin, 0.0))
+            amounts = self.counting.amounts(margin)
             if amounts is None or self.effort.spent():
                 break
             found |= dict.fromkeys(layouts_near(self.problem, amounts))
@@ -462,7 +465,8 @@ class _Planning:
         else:
             for choice in self.evaluator.fastest(LIKELY):
                 self._keep(self.evaluator.best_schedule(choice))
-            most = SEARCHED // self.problem.count
+            num_moves = 1 + len(self.problem.program(self.best.plans).moves)
+            most = min(SEARCHED, SEARCHED_MOVES // num_moves)
             last, before = self.evaluator.num_simulations + most, inf
             # Other decisions may want another schedule, and under that yet other ones.
             while self.best.seconds < before and self.evaluator.num_simulations < last:

@@ -288,6 +288,8 @@ class _FourParameterSearch:
         if numbers in self.seconds:
             return self.seconds[numbers]
         choice, found = self.choice(numbers), inf
+        if self.evaluator.stopped():
+            return inf
         if not self.quick:
             limit = self.fastest.seconds if self.fastest else self.below_s
             evaluation = self.evaluator.evaluate(choice, faster_than_s=limit)

@@ -9,7 +9,7 @@ the same, smallest numbers. None of them may cost time.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice, permutations
 from math import inf
@@ -213,6 +213,14 @@ def simplified(
     for index, unit in enumerate(plans):  # a part is a group of its own
         same = (unit.activations, unit.states) if unit.kind == "block" else index
         groups.setdefault(same, []).append(index)
+    # All groups at once: every unit has what most of its group have, or no more than that.
+    for cap in (False, True):
+        candidate = _as_most(plans, groups.values(), cap=cap)
+        if candidate == plans or stopped():
+            break
+        if accepted(candidate):
+            plans = candidate
+            break
     for group in groups.values():
         first = plans[group[0]]
         swaps = isinstance(first.activations, Swap | SwapInput)
@@ -230,6 +238,26 @@ def simplified(
                     break
     step_s, stall_s = step_seconds(problem, plans)
     return best._replace(seconds=step_s, stall_s=stall_s, plans=plans)
+
+
+def _as_most(
+    plans: tuple[UnitPlan, ...], groups: Iterable[Sequence[int]], *, cap: bool
+) -> tuple[UnitPlan, ...]:
+    """Numbers of schedules that most of a group have, for all of it; `cap`: for those with more."""
+    changed = list(plans)
+    for group in groups:
+        for number in fields(Schedule):
+            values = [getattr(plans[index].schedule, number.name) for index in group]
+            value = Counter(values).most_common(1)[0][0]
+            for index in group:
+                old = getattr(changed[index].schedule, number.name)
+                new = value
+                if cap and (value is None or (old is not None and old < value)):
+                    new = old
+                if new != old:
+                    schedule = replace(changed[index].schedule, **{number.name: new})
+                    changed[index] = replace(changed[index], schedule=schedule)
+    return tuple(changed)
 
 
 def _candidates(
