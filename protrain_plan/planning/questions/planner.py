@@ -68,27 +68,29 @@ WINDOWS = 12
 WALKED_PLAIN, SIMULATED_PLAIN = 12, 2
 """Plain policies that are walked over, those of the least busy lanes first, and simulated."""
 
-SMALL, LIKELY = 16, 6
-"""A model of so few units has a moment to spare: there is a search tree over its fluid model, so
-many of its fastest choices are tried with all rules of schedules, and the simulator compares
-baselines."""
+SMALL, LIKELY = 16, 3
+"""A model of so few units has a moment to spare: so many of its fastest choices are tried with all
+rules of schedules, and the simulator compares baselines."""
 
-SEARCHED, SEARCHED_MOVES = 600, 200_000
+BRANCHED = 8
+"""Of so few units, a search tree over the fluid model takes a second."""
+
+SEARCHED, SEARCHED_MOVES = 500, 100_000
 """Simulations of such a model for changes of single units, and the moves in all of them, at most:
 a second or two."""
 
-BRANCHED_UNITS = {False: 2000, True: 600}
+BRANCHED_UNITS = {False: 800, True: 160}
 """Nodes of that tree times units, by whether steps overlap, which makes a node three times as
 long."""
 
 DESCENTS = 3
 """Layouts from which steps downhill are tried."""
 
-WALKED_UNITS = 24_000
+WALKED_UNITS = 20_000
 """Walks times units, in all: half a second for thirty units, as well as for a hundred."""
 
-LEAST_WALKS = 160
-"""Walks of any model."""
+LEAST_WALKS, MOST_WALKS = 160, 400
+"""Walks of any model, at least and at most."""
 
 ANOTHER = 3
 """Fewer walks, so many times, for further numbers of replicas."""
@@ -191,7 +193,7 @@ class _Planning:
         self.effort, self.progress = effort, progress
         self.evaluator = Evaluator(problem)
         self.bound = problem.compute_seconds
-        self.walks = max(LEAST_WALKS, WALKED_UNITS // problem.count)
+        self.walks = max(LEAST_WALKS, min(MOST_WALKS, WALKED_UNITS // problem.count))
         if isfinite(effort.below_s):  # another number of replicas has a plan
             self.walks //= ANOTHER
         first = self.evaluator.evaluate(lean.choice, rules=PACES[:1])
@@ -418,10 +420,10 @@ class _Planning:
         """Lift the bound: numbers that promise more, until what they promise is what they take."""
         counting, least = self.counting, inf
         close = 1 + self.effort.gap_target / 4
-        if self.problem.count <= SMALL:
+        if self.problem.count <= BRANCHED:
             branched = BRANCHED_UNITS[self.problem.settings.overlap_steps]
             numbers = counting.branch(
-                max_nodes=max(10, branched // self.problem.count),
+                max_nodes=max(8, branched // self.problem.count),
                 gap=self.effort.gap_target / 4,
                 time_limit_s=self.effort.left_s(),
             )
