@@ -361,18 +361,19 @@ class Counting:
         if solved:
             self.bound = answer.bound
             self._numbers.learn(answer.bound, self._lp.reduced_costs(self._counts), answer.values)
+        duals = self._lp.reduced_costs(fluid.pulp.variablesDict()) if solved else {}
         costs: list[tuple[list[float], list[float]]] = []
         for number, units in enumerate(self.problem.classes):
             pair: list[list[float]] = []
             for kind, of_kind in (("act", fluid.activations), ("states", fluid.states)):
                 least = [0.0] * len(of_kind[units[0]])
                 if solved:
-                    of_units = zip(*(self._lp.costs(of_kind[unit]) for unit in units), strict=True)
-                    least = [min(of_option) for of_option in of_units]
+                    of_options = zip(*(of_kind[unit] for unit in units), strict=True)
+                    least = [min(duals[x.name] for x in of_units) for of_units in of_options]
                     names = [fluid.count_name(number, kind, x) for x in of_kind[units[0]]]
-                    if counts := [self._counts[name] for name in names if name in self._counts]:
-                        # One unit more that takes it is one more that is counted.
-                        least = list(map(sum, zip(least, self._lp.costs(counts), strict=True)))
+                    # One unit more that takes it is one more that is counted.
+                    counted = (duals.get(name, 0.0) for name in names)
+                    least = list(map(sum, zip(least, counted, strict=True)))
                 pair.append([cost * fluid.second_unit for cost in least])
             costs.append((pair[0], pair[1]))
         return Prices(self.bound_seconds, costs)

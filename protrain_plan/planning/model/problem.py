@@ -398,16 +398,6 @@ class Problem:
         """The same with speculative updates of states on these tiers alone, and pinned ones."""
         return replace(self, ahead_on=tiers)
 
-    @property
-    def may_speculate(self) -> bool:
-        """Whether there is a choice of updates that run ahead of the norm."""
-        return any(speculating_on((), options) != options for options in self.options)
-
-    @cached_property
-    def may_update_on_device(self) -> bool:
-        """Whether some chunk's states may stream to the device to be updated there."""
-        return any(o.updated_on_device for options in self.options for o in options.states)
-
     def program(
         self, plans: Sequence[UnitPlan], *, updating: bool = True, clipped: bool = False
     ) -> BoundProgram:

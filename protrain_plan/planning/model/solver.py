@@ -150,11 +150,6 @@ class LinearProgram:
             values = {one.name: float(numbers[one.index]) for one in self._variables}
         return Solution(status=found, bound=bound, values=values)
 
-    def costs(self, variables: Sequence[pulp.LpVariable]) -> list[float]:
-        """By what each variable, raised from 0 to 1, lifts the last relaxation's value at least."""
-        duals = self._highs.getSolution().col_dual
-        return [float(duals[variable.index]) for variable in variables]
-
     def reduced_costs(self, variables: Mapping[str, pulp.LpVariable]) -> dict[str, float]:
         """By what the last relaxation's value changes with each variable, where it is fixed."""
         duals = self._highs.getSolution().col_dual

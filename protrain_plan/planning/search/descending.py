@@ -1,8 +1,8 @@
 """From layouts that a model proposes to a plan: steps downhill, by the walk and the simulator.
 
 A neighbour is looked at by the walk (`pacing`), which takes a millisecond. What the walk finds
-faster is simulated, and taken if it is. Where no single step helps, two steps are tried together:
-one that frees memory, and one that spends it.
+faster is simulated, and taken if it is. Cheap steps come first, with room made for them where they
+lack it; where none helps, two steps are tried together.
 """
 
 import random
@@ -159,7 +159,7 @@ class Descent:
         """
         last = self.num_walks + most
         value = self.walked(choice_of(self.problem, layout))
-        best = best or self._simulated(layout, inf)
+        best = best or self._faster(choice_of(self.problem, layout), self.pace, inf)
         simulated = self.evaluator.num_simulations + max(8, round(most * SIMULATED))
 
         def spent() -> bool:
@@ -172,11 +172,10 @@ class Descent:
 
         def faster(other: Layout) -> Evaluation | None:
             """The other layout's plan, if the walk and the simulator find it faster."""
-            found = self.walked(choice_of(self.problem, other), value)
-            if found >= value * (1 - LESS):
+            choice = choice_of(self.problem, other)
+            if self.walked(choice, value) >= value * (1 - LESS):
                 return None
-            limit = best.seconds * (1 - LESS) if best else inf
-            return self._simulated(other, limit)
+            return self._faster(choice, self.pace, best.seconds if best else inf)
 
         while not spent():
             gap = max(best.seconds - self.prices.bound, 0.0) if best else inf
@@ -208,7 +207,7 @@ class Descent:
             value = self.walked(than.choice)
             if self.walked(choice, value) >= value * (1 - LESS):
                 return None
-            return self._faster(choice, self.pace, than)
+            return self._faster(choice, self.pace, than.seconds)
 
         return self._changed(best, faster, lambda: self.num_walks >= last, enough_s)
 
@@ -224,7 +223,7 @@ class Descent:
             return evaluator.num_simulations >= last
 
         def faster(choice: Choice, than: Evaluation) -> Evaluation | None:
-            return self._faster(choice, best.rule, than)
+            return self._faster(choice, best.rule, than.seconds)
 
         best = self._changed(best, faster, spent, enough_s)
         in_vain = 0
@@ -241,8 +240,8 @@ class Descent:
             best = min(best, reached, key=lambda one: one.seconds)
         return best
 
-    def _faster(self, choice: Choice, rule: Rule, than: Evaluation) -> Evaluation | None:
-        limit = than.seconds * (1 - LESS)
+    def _faster(self, choice: Choice, rule: Rule, than_s: float) -> Evaluation | None:
+        limit = than_s * (1 - LESS)
         found = self.evaluator.evaluate(choice, rules=(rule,), faster_than_s=limit)
         return found if found and found.seconds < limit else None
 
@@ -291,8 +290,3 @@ class Descent:
                 ]
                 self.order.shuffle(second)
                 yield from second[:PARTNERS]
-
-    def _simulated(self, layout: Layout, faster_than_s: float) -> Evaluation | None:
-        choice = choice_of(self.problem, layout)
-        found = self.evaluator.evaluate(choice, rules=(self.pace,), faster_than_s=faster_than_s)
-        return found if found and found.seconds < faster_than_s else None

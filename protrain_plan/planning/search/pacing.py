@@ -94,7 +94,6 @@ class _Option(NamedTuple):
     """What one decision of a unit has for the walk."""
 
     compute: tuple[tuple[int, float], ...]
-    changes: tuple[tuple[int, int], ...]
     arrivals: tuple[_Arrival, ...]
     departures: tuple[_Departure, ...]
     update: _Update | None
@@ -208,7 +207,7 @@ class Pacer:
                 ),
             )
         compute = ((unit, option.forward_s), (served, option.backward_s))
-        return _Option(compute, _changes(option), arrivals, departures, None)
+        return _Option(compute, arrivals, departures, None)
 
     def _of_states(self, unit: int, option: StateOption) -> _Option:
         network, count = self.problem.lane_seconds.network, self.problem.count
@@ -256,7 +255,7 @@ class Pacer:
             )
         compute = ((option.step_slot, option.device_s),) if option.device_s else ()
         update = self._update(unit, option)
-        return _Option(compute, _changes(option), tuple(arrivals), tuple(departures), update)
+        return _Option(compute, tuple(arrivals), tuple(departures), update)
 
     def _update(self, unit: int, option: StateOption) -> _Update | None:
         if not option.num_updates:
@@ -287,13 +286,6 @@ class Pacer:
 
 def _needed(queue: Sequence[_Arrival]) -> int:
     return queue[0].slot
-
-
-def _changes(option: ActivationOption | StateOption) -> tuple[tuple[int, int], ...]:
-    found: list[tuple[int, int]] = []
-    for held in option.holdings:
-        found += [(held.first, held.bytes), (held.last + 1, -held.bytes)]
-    return tuple(found)
 
 
 class _Walk:
