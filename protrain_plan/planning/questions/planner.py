@@ -72,16 +72,16 @@ SMALL, LIKELY = 16, 3
 """A model of so few units has a moment to spare: so many of its fastest choices are tried with all
 rules of schedules, and the simulator compares baselines."""
 
-BRANCHED = 8
-"""Of so few units, a search tree over the fluid model takes a second."""
+BRANCHED = {False: 1000, True: 300}
+"""Variables of a fluid model over which a search tree is worth its time, by whether steps overlap:
+most take 0.1 s, and the longest of 40 small problems 1.3 s, for 4 % of bound in the median."""
 
-SEARCHED, SEARCHED_MOVES = 500, 100_000
+BRANCHED_UNITS = 800
+"""Nodes of that tree times units."""
+
+SEARCHED, SEARCHED_MOVES = 300, 60_000
 """Simulations of such a model for changes of single units, and the moves in all of them, at most:
-a second or two."""
-
-BRANCHED_UNITS = {False: 800, True: 160}
-"""Nodes of that tree times units, by whether steps overlap, which makes a node three times as
-long."""
+a second."""
 
 DESCENTS = 3
 """Layouts from which steps downhill are tried."""
@@ -420,10 +420,9 @@ class _Planning:
         """Lift the bound: numbers that promise more, until what they promise is what they take."""
         counting, least = self.counting, inf
         close = 1 + self.effort.gap_target / 4
-        if self.problem.count <= BRANCHED:
-            branched = BRANCHED_UNITS[self.problem.settings.overlap_steps]
+        if counting.size <= BRANCHED[self.problem.settings.overlap_steps]:
             numbers = counting.branch(
-                max_nodes=max(8, branched // self.problem.count),
+                max_nodes=max(8, BRANCHED_UNITS // self.problem.count),
                 gap=self.effort.gap_target / 4,
                 time_limit_s=self.effort.left_s(),
             )
