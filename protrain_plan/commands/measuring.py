@@ -77,6 +77,7 @@ class ProfileRequest:
     precision: Precision
     lora: str | None
     optimizer: str
+    optimizer_args: str | None = None
     seed: int = 0
     text: Path | None = None
     device: str | None = None
@@ -90,7 +91,7 @@ class ProfileRequest:
 
         ProtrainError for adapters that are unknown, and a file that holds no configuration.
         """
-        if self.text is not None:
+        if self.text is not None or ":" in self.optimizer or self.optimizer_args:
             return None
         workload = Workload(
             model=self.model,
@@ -114,16 +115,17 @@ class ProfileRequest:
 
     def options(self, progress: Progress) -> "Options":
         """What measuring and estimating take, and are told; ProtrainError for what is unknown."""
-        from protrain_plan.models.optimizers import optimizer_factory
+        from protrain_plan.models.optimizers import optimizer_factory, optimizer_named
 
-        optimizer_factory(self.optimizer)  # a wrong name is told at once
+        optimizer = optimizer_named(self.optimizer, self.optimizer_args)
+        optimizer_factory(optimizer)  # a wrong name is told at once
         return {
             "batch_size": self.batch_size,
             "seq_len": self.seq_len,
             "dtype": self.dtype,
             "precision": self.precision,
             "adapter": self._adapter(),
-            "optimizer": self.optimizer,
+            "optimizer": optimizer,
             "seed": self.seed,
             "text": self.text,
             "progress": progress,

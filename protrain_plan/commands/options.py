@@ -166,3 +166,16 @@ def refuse_host_memory(text: str | None, machines: "Sequence[Hardware]") -> None
             key="--host-memory",
             fix="--device-memory says how much of it there is",
         )
+
+
+OptimizerOption = Annotated[
+    str,
+    typer.Option(
+        help="adamw, sgd, adamw8bit, adafactor, ... (a wrong name lists all), or your own:"
+        " package.module:Class, path/to/file.py:function."
+    ),
+]
+OptimizerArgsOption = Annotated[
+    str | None,
+    typer.Option(help="Options of the optimizer as Python has them: 'lr=1e-3, betas=(0.9, 0.95)'."),
+]

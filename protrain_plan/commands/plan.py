@@ -14,6 +14,8 @@ from protrain_plan.commands.options import (
     DTypeOption,
     JsonOption,
     NoCacheOption,
+    OptimizerArgsOption,
+    OptimizerOption,
     PointsOption,
     UpdatesOption,
     budgets_of,
@@ -222,7 +224,8 @@ def fit(
         ),
     ] = "master",
     lora: Annotated[str | None, typer.Option(help="Train adapters alone, such as r=16.")] = None,
-    optimizer: Annotated[str, typer.Option(help="The optimizer whose states count.")] = "adamw",
+    optimizer: OptimizerOption = "adamw",
+    optimizer_args: OptimizerArgsOption = None,
     device_memory: Annotated[
         str | None, typer.Option(help="Of the device; default: all of the machine's.")
     ] = None,
@@ -286,6 +289,7 @@ def fit(
             precision=precision_name,
             lora=lora,
             optimizer=optimizer,
+            optimizer_args=optimizer_args,
         )
         for length, batch in itertools.product(lengths, batches)
     ]

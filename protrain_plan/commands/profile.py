@@ -10,6 +10,8 @@ from protrain_plan.commands.options import (
     DTypeOption,
     JsonOption,
     NoCacheOption,
+    OptimizerArgsOption,
+    OptimizerOption,
     SpillOption,
     choice,
 )
@@ -52,9 +54,8 @@ def profile(
             " Default: alpha = 2 r, all linear layers but the head."
         ),
     ] = None,
-    optimizer: Annotated[
-        str, typer.Option(help="adamw, adam, sgd, sgd-momentum, rmsprop, ... (elementwise ones).")
-    ] = "adamw",
+    optimizer: OptimizerOption = "adamw",
+    optimizer_args: OptimizerArgsOption = None,
     on: Annotated[
         str | None,
         typer.Option(
@@ -155,6 +156,7 @@ def profile(
         precision=precision_name,
         lora=lora,
         optimizer=optimizer,
+        optimizer_args=optimizer_args,
         device=device,
         deterministic=deterministic,
         steps=steps,

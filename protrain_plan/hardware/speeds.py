@@ -42,12 +42,13 @@ from protrain_runtime.devices.lanes import Backend, take_one_thread
 from protrain_runtime.devices.stores import HostStore
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.chunks import make_chunk, offload
-from protrain_runtime.states.update_rules import UpdateRule
+from protrain_runtime.states.update_rules import UpdateRules, smaller
 from protrain_runtime.states.updates import Piece, UpdateTeam, spare_threads
 
 Result = TypeVar("Result")
 
 _UPDATE_PARAMETERS = 8 * 2**20  # 128 MiB with gradients and AdamW states: past every cache
+_UPDATED = torch.Size([_UPDATE_PARAMETERS])
 _TIMES_BESIDE_ACCELERATOR = 8  # the caches of its machine, and the threads that share this out
 _COPY_BYTES = 2**26  # as the probe copies them, to measure the link
 _ROUNDS = 3
@@ -57,7 +58,7 @@ _TOKENS, _COMPUTE_WIDTH = 256, 768  # a small model's: a few ms on two cores, so
 
 def update_speeds(
     dtype: DType,
-    sizes: Sequence[int],
+    shapes: Sequence[torch.Size],
     *,
     device: torch.device | str = "cpu",
     optimizer: str = DEFAULT_OPTIMIZER,
@@ -65,17 +66,21 @@ def update_speeds(
 ) -> tuple[float, float]:
     """Parameters per second that one step updates: (in the update lane, on the device).
 
-    The lane's is `host_update_speed`; the device updates tensors of a model's `sizes`, by the
+    The lane's is `host_update_speed`; the device updates tensors of a model's `shapes`, by the
     calling thread with the threads it has or on the accelerator: many small ones take longer than
-    few large ones. Both with the master weights of the precision, from the median of short steps,
+    few large ones. What cannot be updated in pieces is never in the lane: the device's then. Both
+    with the master weights of the precision, from the median of short steps,
     first ones excluded.
     """
-    lane = host_update_speed(dtype, device=device, optimizer=optimizer, precision=precision)
-    # Every n-th of the sizes, of some _UPDATE_PARAMETERS in all; cut where one is larger.
-    every = max(1, round(sum(sizes) / _UPDATE_PARAMETERS))
-    alike = [min(size, _UPDATE_PARAMETERS) for size in sizes[::every]] or [_UPDATE_PARAMETERS]
+    # Every n-th of the shapes, of some _UPDATE_PARAMETERS in all; a smaller one where it is larger.
+    every = max(1, round(sum(shape.numel() for shape in shapes) / _UPDATE_PARAMETERS))
+    alike = [smaller(shape, _UPDATE_PARAMETERS) for shape in shapes[::every]] or [_UPDATED]
     step = update_step(dtype, alike, device=device, optimizer=optimizer, precision=precision)
-    return lane, sum(alike) / median_seconds(step)
+    speed = sum(shape.numel() for shape in alike) / median_seconds(step)
+    rules = UpdateRules(optimizer_factory(optimizer, precision))
+    if all(rules.of(parameter_dtype(dtype, precision), shape).reason for shape in alike):
+        return speed, speed
+    return host_update_speed(dtype, device=device, optimizer=optimizer, precision=precision), speed
 
 
 def host_update_speed(
@@ -125,7 +130,7 @@ def lane_update(
     named = [(str(number), nn.Parameter(each)) for number, each in enumerate(values)]
     chunk = make_chunk(0, named, used_by=(0,))
     store = HostStore(Backend(torch.device("cpu")))
-    offload(chunk, store, {stored: UpdateRule.of(factory, stored)})
+    offload(chunk, store, UpdateRules(factory))
     chunk.unbind(chunk.every_group)
     gradients = {part.name: torch.full((size,), 1e-3, dtype=stored) for part in chunk.slices}
     options = dict.fromkeys(
@@ -206,17 +211,17 @@ class PinnedLink:
 
 def update_step(
     dtype: DType,
-    sizes: Sequence[int] = (_UPDATE_PARAMETERS,),
+    shapes: Sequence[torch.Size] = (_UPDATED,),
     *,
     device: torch.device | str,
     optimizer: str = DEFAULT_OPTIMIZER,
     precision: Precision = "pure",
 ) -> Callable[[], None]:
-    """One optimizer step on tensors of `sizes`; it returns when the device has ended it."""
+    """One optimizer step on tensors of `shapes`; it returns when the device has ended it."""
     here = found(str(device))
     stored = parameter_dtype(dtype, precision)
     parameters = [
-        nn.Parameter(torch.full((size,), 0.5, dtype=stored, device=here)) for size in sizes
+        nn.Parameter(torch.full(shape, 0.5, dtype=stored, device=here)) for shape in shapes
     ]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 1e-3)

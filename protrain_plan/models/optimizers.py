@@ -1,16 +1,21 @@
-"""The optimizers that profiles can assume, by name: elementwise ones of `torch.optim`.
+"""The optimizers that profiles can assume: by name, or the user's own.
 
-Elementwise: every element's update depends on that element alone, so that a parameter can be
-updated in pieces with the bits of a whole update. Muon and Adafactor, which look at rows and
-columns, cannot. Adagrad is missing because it makes all its states when it is constructed, before
-a plan can say where they go.
+Most are elementwise ones of `torch.optim`: every element's update depends on that element alone, so
+that a parameter can be updated in pieces with the bits of a whole update. Those of 8 bits are cut
+at their blocks. Adafactor and Muon look at whole matrices, whose states stay on the device. What
+an optimizer is of these is seen in its steps (`protrain_runtime.states.update_rules`). Adagrad is
+missing because it makes all its states when it is constructed, before a plan can say where they go.
 
 PyTorch's fused kernels take real floating-point parameters and dense gradients alone. A model with
 complex parameters gets the same optimizers unfused; plain SGD, which takes sparse gradients, is
 never fused.
 """
 
+import ast
 import difflib
+import importlib
+import importlib.util
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -20,24 +25,37 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from protrain_plan.errors import ProtrainError
+from protrain_plan.errors import ProtrainError, cut
+from protrain_plan.models.importing import imported
 from protrain_plan.records.profile import Precision
 from protrain_runtime.states.update_rules import with_master_weights
 
-OptimizerFactory = Callable[[ParamsT], Optimizer]
+OptimizerFactory = Callable[..., Optimizer]
+"""Makes an optimizer of parameters or groups of them, with options by keyword."""
 
 
-def _fused(kind: Callable[..., Optimizer], **options: Any) -> OptimizerFactory:
+def _fused(kind: Callable[..., Optimizer], **defaults: Any) -> OptimizerFactory:
     """What makes the optimizer fused; unfused where a parameter is complex."""
 
-    def make(parameters: ParamsT) -> Optimizer:
+    def make(parameters: ParamsT, **options: Any) -> Optimizer:
         entries = [
             {**entry, "params": list(_tensors([entry]))} if isinstance(entry, dict) else entry
             for entry in parameters
         ]
         if any(tensor.is_complex() for tensor in _tensors(entries)):
-            return kind(entries, **options, foreach=False)
-        return kind(entries, **options, fused=True)
+            return kind(entries, **{**defaults, "foreach": False, **options})
+        return kind(entries, **{**defaults, "fused": True, **options})
+
+    return make
+
+
+def _of_bitsandbytes(kind: str, **defaults: Any) -> OptimizerFactory:
+    """An optimizer of that package, which is imported when one is made."""
+
+    def make(parameters: ParamsT, **options: Any) -> Optimizer:
+        package = importlib.import_module(_BITSANDBYTES)
+        made: Optimizer = getattr(package.optim, kind)(parameters, **{**defaults, **options})
+        return made
 
     return make
 
@@ -68,21 +86,119 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
     "sgd": partial(torch.optim.SGD, lr=1e-2, foreach=False),
     "sgd-momentum": _fused(torch.optim.SGD, lr=1e-2, momentum=0.9),
 }
+"""Elementwise ones."""
+
+_BITSANDBYTES = "bitsandbytes"
+OF_8_BITS: dict[str, OptimizerFactory] = {
+    "adamw8bit": _of_bitsandbytes("AdamW8bit", lr=3e-4),
+    "lion8bit": _of_bitsandbytes("Lion8bit", lr=1e-4),
+}
+"""Of bitsandbytes (arXiv 2110.02861): a state is a byte for each element, with a scale for each
+block of 256. A parameter of less than 4,096 elements has states of float32."""
+
+OF_MATRICES: dict[str, OptimizerFactory] = {
+    "adafactor": partial(torch.optim.Adafactor, lr=1e-3, foreach=False),
+    "muon": partial(torch.optim.Muon, lr=1e-3),
+}
+"""A parameter is updated as a whole: its states persist. Muon takes matrices alone."""
+
+KNOWN = {**OPTIMIZERS, **OF_8_BITS, **OF_MATRICES}
 DEFAULT_OPTIMIZER = "adamw"
+
+_MAX_LENGTH = 1000  # of an optimizer's name with its options
+
+
+def optimizer_named(name: str, options: str | None = None) -> str:
+    """The name of an optimizer with options, as records have it: `adamw(lr=0.001)`.
+
+    Options are Python's keyword arguments, literals alone. ProtrainError for others, and for a name
+    that is unknown.
+    """
+    kind, own = _read(name)
+    if options:
+        own |= _options(options, key="--optimizer-args")
+    text = ", ".join(f"{option}={value!r}" for option, value in own.items())
+    found = f"{kind}({text})" if own else kind
+    if ":" not in kind:
+        _known(kind)
+    return found
 
 
 def optimizer_factory(name: str, precision: Precision = "pure") -> OptimizerFactory:
     """What makes the optimizer of that name, on master weights where the precision says so.
 
-    ProtrainError, with those known, for another name.
+    A name that is known, or `package.module:Class` or `path/to/file.py:function`, which is called
+    with parameters or groups of them; with options in brackets. ProtrainError, with those known,
+    for another name, and where its package is missing.
     """
-    try:
-        plain = OPTIMIZERS[name]
-        return with_master_weights(plain) if precision == "master" else plain
-    except KeyError:
-        near = difflib.get_close_matches(name, OPTIMIZERS, n=1)
+    kind, options = _read(name)
+    factory = imported(kind) if ":" in kind else _known(kind)
+    plain = partial(factory, **options) if options else factory
+    return with_master_weights(plain) if precision == "master" else plain
+
+
+def works_in_place(name: str) -> bool:
+    """Whether its kernels of cards take no memory besides what they update.
+
+    Those of 8 bits: a block at a time, in shared memory (bitsandbytes, csrc/kernels.cu).
+    """
+    return _read(name)[0] in OF_8_BITS
+
+
+_HOST_SHARES = {"adamw8bit": 0.023, "lion8bit": 0.04}
+
+
+def host_share(name: str) -> float:
+    """Parameters per second on a host, over those of fused AdamW: `benchmarks/results/updates.md`.
+
+    On a processor bitsandbytes does operator by operator what is one kernel on a card. Of others 1.
+    """
+    return _HOST_SHARES.get(_read(name)[0], 1.0)
+
+
+def is_users_own(name: str) -> bool:
+    """Whether an optimizer's name stands for code of the user's."""
+    return ":" in name
+
+
+def _known(kind: str) -> OptimizerFactory:
+    if kind not in KNOWN:
+        near = difflib.get_close_matches(kind, KNOWN, n=1)
         raise ProtrainError(
-            f"expected one of {', '.join(OPTIMIZERS)}, got {name!r}",
+            f"expected one of {', '.join(KNOWN)}, or package.module:Class, got {kind!r}",
             key="optimizer",
             fix=f"did you mean {near[0]}?" if near else None,
-        ) from None
+        )
+    if kind in OF_8_BITS and importlib.util.find_spec(_BITSANDBYTES) is None:
+        raise ProtrainError(
+            f"the optimizer {kind} needs the package bitsandbytes",
+            key="optimizer",
+            fix="pip install 'protrain-plan[quantize]'",
+        )
+    return KNOWN[kind]
+
+
+def _read(name: str) -> tuple[str, dict[str, Any]]:
+    """A name and its options; ProtrainError for what is no such name."""
+    found = re.fullmatch(r"([^()]+?)\s*(?:\((.*)\))?", name, re.DOTALL)
+    if found is None or len(name) > _MAX_LENGTH:
+        raise ProtrainError(
+            f"expected a name, or one with options such as adamw(lr=0.001), got {cut(name)!r}",
+            key="optimizer",
+        )
+    return found[1], _options(found[2], key="optimizer") if found[2] else {}
+
+
+def _options(text: str, *, key: str) -> dict[str, Any]:
+    try:
+        call = ast.parse(f"f({text}\n)", mode="eval").body
+        assert isinstance(call, ast.Call)
+        if call.args or any(one.arg is None for one in call.keywords):
+            raise ValueError("an option has no name")
+        return {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+    except (ValueError, SyntaxError, AssertionError, RecursionError, MemoryError) as error:
+        raise ProtrainError(
+            f"expected options such as lr=1e-3, betas=(0.9, 0.95), got {cut(text)!r}",
+            key=key,
+            fix="numbers, texts in quotes, True, False, None, lists and tuples of these",
+        ) from error

@@ -11,8 +11,7 @@ import importlib
 import importlib.util
 import json
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +37,7 @@ from protrain_plan.models.building import (
     seeded,
     without_parameters,
 )
+from protrain_plan.models.importing import imported
 from protrain_plan.models.presets import JsonObject, parse_config, preset_names, read_config
 from protrain_plan.records.profile import DType, Precision
 from protrain_runtime.devices.memory_meter import return_freed_memory
@@ -270,7 +270,7 @@ class FactorySource:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._factory = _imported(name)
+        self._factory = imported(name)
         self._data: tuple[int, Iterable[object]] | None = None  # of the last build: seed, batches
 
     def build(
@@ -341,50 +341,6 @@ class FactorySource:
                 source=self.name,
             )
         return model, data
-
-
-def _imported(name: str) -> Callable[[], object]:
-    module_name, _, attribute = name.rpartition(":")
-    is_file = module_name.endswith(".py")
-    try:
-        if is_file:
-            path = Path(module_name)
-            if not path.is_file():
-                raise ImportError("there is no such file")
-            _search_first(path.resolve().parent)  # it finds its neighbours as a script does
-            # A name of its own: a script may be called like an installed package.
-            spec = importlib.util.spec_from_file_location(f"factory in {path.stem}", path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module  # where its classes are looked up
-            spec.loader.exec_module(module)
-        else:
-            _search_first(Path.cwd())
-            module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ProtrainError(
-            f"cannot import {module_name!r}: {error}",
-            source=name,
-            fix=None
-            if is_file
-            else "package.module:factory, with the package installed or in the working directory,"
-            " or path/to/file.py:factory",
-        ) from error
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        near = difflib.get_close_matches(attribute, dir(module), n=1)
-        raise ProtrainError(
-            f"{module_name} has no function {attribute!r}",
-            source=name,
-            fix=f"did you mean {near[0]}?" if near else None,
-        )
-    return factory  # type: ignore[no-any-return]
-
-
-def _search_first(folder: Path) -> None:
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
 
 
 def _again_and_again(data: Iterable[object]) -> Iterator[object]:

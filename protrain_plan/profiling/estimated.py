@@ -14,7 +14,7 @@ Of other accelerators nothing was read: their models are to be profiled where th
 of processors that are no x86 ones, unless they are at hand.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Unpack
 
@@ -30,13 +30,19 @@ from protrain_plan.hardware.operators import (
 )
 from protrain_plan.hardware.probe import Progress
 from protrain_plan.models.building import TORCH_DTYPES, parameter_dtype, stepped_dtype
-from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
+from protrain_plan.models.optimizers import (
+    DEFAULT_OPTIMIZER,
+    host_share,
+    optimizer_factory,
+    works_in_place,
+)
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling.measured import (
+    cuts_of,
     other_dtypes,
     refuse_sparse,
     timed,
-    workspace_fraction,
+    workspace,
 )
 from protrain_plan.profiling.memory.block_classes import filled
 from protrain_plan.profiling.memory.fake_meter import NUMBER_BYTES, FakeMeter
@@ -57,7 +63,7 @@ from protrain_plan.records.profile import (
 )
 from protrain_plan.units import four_digits
 from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors, with_batch_sizes
-from protrain_runtime.states.update_rules import UpdateRule
+from protrain_runtime.states.update_rules import UpdateRules
 
 _OTHER_PROCESSORS = ("aarch64", "arm64", "ppc64le", "s390x", "riscv64", "loongarch64")
 """Names that `processor_name` gives to those that are no x86 ones."""
@@ -172,6 +178,7 @@ def _estimates(
     fingerprint, tensors = model_fingerprint(model), model_tensors(model)
     beside = other_dtypes(model, workload)
     refuse_sparse(sparse, optimizer, workload)
+    cuts = cuts_of(model, optimizer, workload)
     profiles: list[Profile] = []
     for machine in machines:
         rates = _rates(machine)
@@ -187,7 +194,7 @@ def _estimates(
                 method="estimated",
                 model_fingerprint=fingerprint,
                 optimizer=_optimizer(
-                    optimizer, workload, rates, beside=beside, sparse=bool(sparse)
+                    optimizer, workload, rates, beside=beside, sparse=bool(sparse), cuts=cuts
                 ),
                 base_bytes=sketch.base_bytes + sketch.counted.left_bytes + data_bytes,
                 units=tuple(filled(timed(units, seconds, by_themselves), sketch.block_classes)),
@@ -201,24 +208,38 @@ def _estimates(
 
 
 def _optimizer(
-    name: str, workload: Workload, rates: Rates, *, beside: Set[torch.dtype], sparse: bool
+    name: str,
+    workload: Workload,
+    rates: Rates,
+    *,
+    beside: Set[torch.dtype],
+    sparse: bool,
+    cuts: Mapping[str, int],
 ) -> OptimizerCost:
     """The device's step moves bytes and computes next to nothing."""
     stepped = stepped_dtype(workload.dtype, workload.precision)
     stored = parameter_dtype(workload.dtype, workload.precision)
-    rule = UpdateRule.of(optimizer_factory(name), TORCH_DTYPES[stepped])
-    moved = 2 * TORCH_DTYPES[stepped].itemsize + stored.itemsize  # read, written; the gradient
+    rule = UpdateRules(optimizer_factory(name)).of(TORCH_DTYPES[stepped])
+    in_place = workload.device == "cuda" and works_in_place(name)
+    moved = 2.0 * TORCH_DTYPES[stepped].itemsize + stored.itemsize  # read, written; the gradient
     moved += 2 * rule.element_bytes
     if stored != TORCH_DTYPES[stepped]:
         moved += stored.itemsize  # the parameters that the model computes with
     return OptimizerCost(
         name=name,
-        host_parameters_per_s=rates.host_parameters_per_s,
+        host_parameters_per_s=four_digits(rates.host_parameters_per_s * host_share(name)),
         device_parameters_per_s=four_digits(
             rates.memory_bytes_per_s * rates.memory_efficiency / moved
         ),
-        workspace_fraction=workspace_fraction(
-            name, workload.dtype, workload.precision, beside=beside, sparse=sparse
+        **workspace(
+            # On cards those kernels work in place, as fused ones do.
+            DEFAULT_OPTIMIZER if in_place else name,
+            workload.dtype,
+            workload.precision,
+            beside=beside,
+            sparse=sparse,
+            on_card=workload.device == "cuda",
         ),
         host_piece_s=rates.host_piece_s,
+        **cuts,
     )

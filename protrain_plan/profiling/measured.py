@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -54,6 +54,7 @@ from protrain_plan.profiling.unit_by_unit import (
     workload_of,
 )
 from protrain_plan.program.compiling import program_of
+from protrain_plan.program.program import PIECE_ALIGNMENT
 from protrain_plan.records.forms import FORMS
 from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.profile import (
@@ -74,6 +75,7 @@ from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import MemoryMeter, device_of, storage_bytes
 from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors, with_batch_sizes
 from protrain_runtime.states.chunks import refuse_parameters
+from protrain_runtime.states.update_rules import UpdateRules
 
 
 def measure(
@@ -270,22 +272,26 @@ def _optimizer(
 ) -> OptimizerCost:
     """Its speeds on tensors of the model's sizes. Only a CPU is asked about pieces."""
     where = device_of(model)
-    sizes = [p.numel() for p in model.parameters() if p.requires_grad]
+    shapes = [p.shape for p in model.parameters() if p.requires_grad]
     host, device = update_speeds(
         workload.dtype,
-        sizes,
+        shapes,
         device=where,
         optimizer=name,
         precision=workload.precision,
     )
     on_host = devices.on_host(where)
-    piece_s = measure_overheads(spill_directory, optimizer=name).piece_s if on_host else 0.0
+    cuts = cuts_of(model, name, workload)
+    # What updates whole parameters alone does none of a piece.
+    pieces = name if cuts["block"] else DEFAULT_OPTIMIZER
+    piece_s = measure_overheads(spill_directory, optimizer=pieces).piece_s if on_host else 0.0
     return OptimizerCost(
         name=name,
         host_parameters_per_s=four_digits(host),
         device_parameters_per_s=four_digits(device),
         host_piece_s=four_digits(piece_s),
-        workspace_fraction=workspace_fraction(
+        **cuts,
+        **workspace(
             name,
             workload.dtype,
             workload.precision,
@@ -296,7 +302,24 @@ def _optimizer(
     )
 
 
-def workspace_fraction(
+def cuts_of(model: nn.Module, optimizer: str, workload: Workload) -> dict[str, int]:
+    """`OptimizerCost.block` and `.cut_elements` for the model's trainable parameters."""
+    rules = UpdateRules(optimizer_factory(optimizer, workload.precision))
+    found = [rules.of(p.dtype, p.shape) for p in model.parameters() if p.requires_grad]
+    return {
+        "block": 0 if any(rule.reason for rule in found) else max(rule.block for rule in found),
+        "cut_elements": max([PIECE_ALIGNMENT, *(rule.shift for rule in found)]),
+    }
+
+
+class Workspace(TypedDict):
+    """`OptimizerCost.workspace_fraction` and `.at_once`."""
+
+    workspace_fraction: float
+    at_once: bool
+
+
+def workspace(
     optimizer: str,
     dtype: DType,
     precision: Precision,
@@ -304,31 +327,40 @@ def workspace_fraction(
     device: torch.device = devices.HOST,
     beside: Set[torch.dtype] = frozenset(),
     sparse: bool = False,
-) -> float:
+    on_card: bool = False,
+) -> Workspace:
     """What a step needs besides its operands, as a fraction of the gradient's bytes.
 
     The most of several: parameters have the workload's dtype, and those `beside` it; `sparse` where
-    some gradients are.
+    some gradients are. `on_card`: as on a CUDA device, where PyTorch takes `foreach` by default.
     """
     stored = parameter_dtype(dtype, precision)
     dtypes = sorted({stored, *beside}, key=str)
     make = optimizer_factory(optimizer, precision)
     cases = [(each, False) for each in dtypes] + [(stored, True)] * sparse
-    most = 0.0
+    most, at_once = 0.0, False
     for each, is_sparse in cases:
-        parameters = [torch.zeros(2**20 if each == one else 64, dtype=one) for one in dtypes]
-        stepper = make([nn.Parameter(values.to(device)) for values in parameters])
-        parameter = stepper.param_groups[0]["params"][dtypes.index(each)]
-        parameter.data = parameter.data.view(2**14, -1)
-        for _ in range(2):
-            parameter.grad = _gradient_of(parameter, sparse=is_sparse)
-            with MemoryMeter(device) as meter:
-                meter.mark("step")
-                stepper.step()
-        segment = meter.segments[0]
-        extra = segment.peak_bytes - segment.start_bytes
-        most = max(most, extra / storage_bytes([parameter.grad]))
-    return four_digits(most)
+        # Of one large parameter and more: a loop still has a name for what the last one took.
+        extra: list[float] = []
+        for count in (1, 2, 4):
+            large = [torch.zeros(2**14, 2**6, dtype=each) for _ in range(count)]
+            small = [torch.zeros(64, dtype=one) for one in dtypes if one != each]
+            stepper = make([nn.Parameter(values.to(device)) for values in (*large, *small)])
+            for group in stepper.param_groups if on_card else ():
+                if group.get("foreach", False) is None and not group.get("fused"):
+                    group["foreach"] = True
+            parameters = stepper.param_groups[0]["params"][:count]
+            for _ in range(2):
+                for parameter in parameters:
+                    parameter.grad = _gradient_of(parameter, sparse=is_sparse)
+                with MemoryMeter(device) as meter:
+                    meter.mark("step")
+                    stepper.step()
+            segment = meter.segments[0]
+            extra.append(segment.peak_bytes - segment.start_bytes)
+        most = max(most, extra[0] / storage_bytes([parameters[0].grad]))
+        at_once = at_once or extra[2] > 1.5 * extra[1] > 2**16
+    return Workspace(workspace_fraction=four_digits(most), at_once=at_once)
 
 
 def other_dtypes(model: nn.Module, workload: Workload) -> frozenset[torch.dtype]:

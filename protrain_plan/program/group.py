@@ -143,8 +143,16 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
             read, write = link.read_bytes_per_s / shared, link.write_bytes_per_s / shared
             link = replace(link, read_bytes_per_s=read, write_bytes_per_s=write)
         tiers.append(replace(tier, capacity_bytes=tier.capacity_bytes // shared, link=link))
+    units = profile.units
+    if profile.optimizer.block > 1:
+        why = f"devices would cut the {profile.optimizer.block} elements of an optimizer's block"
+        units = tuple(
+            replace(unit, stays=unit.stays or why) if unit.num_parameters else unit
+            for unit in units
+        )
     return replace(
         profile,
+        units=units,
         hardware=replace(
             hardware,
             device=replace(device, context_bytes=context_bytes),

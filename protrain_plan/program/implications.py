@@ -13,7 +13,6 @@ from protrain_plan.program.program import (
     ARRIVING_GRADIENTS,
     PAGE_BYTES,
     PASSING_BYTES,
-    PIECE_ALIGNMENT,
     STAGING_PIECES,
     UPDATE_ON_DEVICE,
     ChunkSize,
@@ -115,7 +114,7 @@ class Staging(NamedTuple):
     """What one chunk's update asks of the memory in which the optimizer runs, in bytes.
 
     read_piece   of its largest piece that is read from disk
-    width        that a piece may be larger per PIECE_ALIGNMENT elements, per element
+    width        per element by which a piece is larger than its even share
     workspace    of the optimizer's step on its largest piece
     arriving     of gradients that arrive there to be added to those of earlier micro-batches
     """
@@ -332,6 +331,11 @@ class Implications:
             # left: one at a time comes back.
             workspace = max(option.gradients.pieces)
         holdings = _chunk_holdings(option, index, self.profile, self.settings)
+        if optimizer.at_once and isinstance(decision, Persistent):
+            # Not that of the largest chunk, but that of all of them together.
+            end = 2 * len(self.chunks)
+            holdings.append(Holding("staging", index, end, end, round(workspace)))
+            workspace = 0.0
         known = self._states[index, decision] = replace(
             option,
             holdings=tuple(held for held in holdings if held.first <= held.last),
@@ -456,13 +460,16 @@ def _staging(option: StateOption, num_updates: int, settings: Settings) -> Stagi
     largest = -(-own.num_parameters // num_updates)
     gradient_width = -(-own.gradient_bytes // own.num_parameters)
     adds = settings.micro_batches > 1 and settings.num_devices == 1
-    width = 0
+    width = beside = 0
+    states_of_piece = 0
     if states.staged:
-        width = -(-own.state_bytes // own.num_parameters)
-        width += (option.home != "in place") * gradient_width  # parameters
-        width += reads_gradients(states, settings) * gradient_width
+        even = own.state_bytes - own.uneven_state_bytes
+        states_of_piece = -(-largest * even // own.num_parameters) + own.uneven_state_bytes
+        beside = (option.home != "in place") * gradient_width  # parameters
+        beside += reads_gradients(states, settings) * gradient_width
+        width = -(-even // own.num_parameters) + beside
     return Staging(
-        read_piece=largest * width,
+        read_piece=states_of_piece + largest * beside,
         width=width,
         workspace=largest * gradient_width * 1.0,
         arriving=own.gradient_bytes if option.home == "host" and adds else 0,
@@ -571,13 +578,13 @@ def staging_bytes(
     """Bytes of the buffers that optimizer states pass through, with the step's workspace.
 
     Of updates in the memory below, or of those on the device. The largest piece and the widest
-    states count; a piece may be cut up to PIECE_ALIGNMENT elements later than its even share.
+    states count; a piece may be larger than its even share, because of where it is cut.
     Gradients of several micro-batches arrive below.
     """
     chunks = [state.staging for state in states if state.updated_on_device == on_device]
     workspace = max((chunk.workspace for chunk in chunks), default=0.0)
     pieces = max((chunk.read_piece for chunk in chunks), default=0)
-    pieces += PIECE_ALIGNMENT * max((chunk.width for chunk in chunks), default=0)
+    pieces += profile.optimizer.cut_elements * max((chunk.width for chunk in chunks), default=0)
     arriving = 0 if on_device else max(state.staging.arriving for state in states)
     return (
         round(workspace * profile.optimizer.workspace_fraction)

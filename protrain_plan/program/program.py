@@ -197,6 +197,8 @@ class ChunkSize:
     """Bytes of the chunk of states first used in a unit, and the units that read it.
 
     The pieces are the same bytes in groups of whole parameters (see `grouped`); empty: one group.
+    `uneven_state_bytes` are those of states that some parameters have beyond the most usual bytes
+    per element: one piece of the chunk may have them all.
     """
 
     parameter_bytes: int
@@ -206,6 +208,7 @@ class ChunkSize:
     used_by: tuple[int, ...]
     parameter_pieces: tuple[int, ...] = ()
     gradient_pieces: tuple[int, ...] = ()
+    uneven_state_bytes: int = 0
 
     @property
     def each_parameters(self) -> tuple[int, ...]:

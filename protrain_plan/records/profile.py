@@ -16,6 +16,9 @@ Form = str
 SPARSE = "sparse gradients"
 """Why a unit's states stay (`Unit.stays`) whose gradients grow with what a batch reads."""
 
+WHOLE = "the optimizer updates whole parameters alone"
+"""Why a unit's states stay whose optimizer cannot update a parameter in pieces."""
+
 UnitKind = Literal["block", "part"]
 Precision = Literal["pure", "master", "autocast"]
 """pure: parameters, gradients and states of one dtype; master: states hold float32 parameters too;
@@ -79,7 +82,9 @@ class Unit:
     depend on: its parameters never get gradients, and for those an optimizer makes no states where
     they persist on the device. `stays` says in a few words why the model states cannot leave the
     device; empty: they can. `runs_once` says why the forward of a block cannot run a second time
-    with the same result, which leaves it the form `keep` alone; empty for all others.
+    with the same result, which leaves it the form `keep` alone; empty for all others. Of
+    `state_bytes`, `uneven_state_bytes` are what some parameters have beyond the usual bytes per
+    element, such as the small ones of an 8-bit optimizer.
     """
 
     name: str
@@ -97,6 +102,7 @@ class Unit:
     reached: bool = True
     stays: str = ""
     runs_once: str = ""
+    uneven_state_bytes: int = 0
 
     def cost(self, form: Form) -> FormCost:
         """The costs of `form`; KeyError where the unit cannot take it."""
@@ -108,8 +114,10 @@ class OptimizerCost:
     """The optimizer that the profile assumes, and its speed on both sides.
 
     `workspace_fraction` is what a step needs besides its operands, as a fraction of the bytes of
-    the largest parameter that it works on at once. `host_piece_s` are seconds of a step on a piece
-    on the host, besides its parameters.
+    the largest parameter that it works on at once; or of all persistent ones, if it takes them
+    `at_once`, as `foreach` does. `host_piece_s` are seconds of a step on a piece
+    on the host, besides its parameters. A piece is cut up to `cut_elements` from where it should
+    be. It looks at blocks of `block` elements, 1 by default, or (0) at whole parameters.
     """
 
     name: str
@@ -117,6 +125,9 @@ class OptimizerCost:
     device_parameters_per_s: float
     workspace_fraction: float
     host_piece_s: float = 0.0
+    block: int = 1
+    cut_elements: int = 64
+    at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,6 +132,8 @@ LIMITS: dict[tuple[type, str], Limits] = {
     (Unit, "own_inputs"): Limits(high=MAX_LIST),
     (UnitPlan, "own_inputs"): Limits(high=MAX_LIST),
     (OptimizerCost, "workspace_fraction"): _FACTORS,
+    (OptimizerCost, "block"): Limits(high=10**9),
+    (OptimizerCost, "cut_elements"): Limits(low=1, high=10**9),
     (Repetitions, "num_steps"): _MANY,
     (Repetitions, "low"): _SHARES,
     (Repetitions, "high"): Limits(low=1.0, high=1e6),

@@ -49,7 +49,7 @@ from protrain_runtime.diagnostics.matching import (
     keeps_everything,
     model_fingerprint,
     refuse_larger_batches,
-    rule_of,
+    rules_of,
 )
 from protrain_runtime.diagnostics.recording import Watch
 from protrain_runtime.engine.boundaries import Boundaries
@@ -282,7 +282,8 @@ def _attach(
     settings = Settings.of(plan, backend.device.type)
     alignment = devices.alignment(backend.device)
     chunks = make_chunks(model, plan.units, ranks, alignment=alignment)
-    check_offloaded(plan, chunks, factory, prepared.optimizer)
+    rules = rules_of(factory, prepared.optimizer)
+    check_offloaded(plan, chunks, rules, prepared.optimizer)
     check_stepped(plan, chunks, factory, prepared.optimizer)
     swap_stores: dict[TierName, Store] = {}
     for unit in plan.units:  # what cannot be opened is told before anything changes
@@ -290,8 +291,6 @@ def _attach(
             stores.get(unit.states.tier)
         if isinstance(unit.activations, Swap | SwapInput):
             swap_stores[unit.activations.tier] = stores.get(unit.activations.tier)
-    dtypes = {part.dtype for chunk in chunks for part in chunk.slices if part.trainable}
-    rules = {dtype: rule_of(factory, dtype, prepared.optimizer) for dtype in dtypes}
     if ranks is not None:
         ranks.meeting.meet("prepare()")
         own.append(_share(ranks, [*model.parameters(), *model.buffers()]))
@@ -311,8 +310,7 @@ def _attach(
         else:  # what leaves can be gathered: all ranks have written their part
             ranks.meeting.meet("prepare()")
         chunk.unbind(chunk.every_group)
-    per_parameter = {dtype: rule.element_bytes for dtype, rule in rules.items()}
-    sizes = [chunk.size(per_parameter) for chunk in chunks]
+    sizes = [chunk.size(rules) for chunk in chunks]
     program = compile_plan(plan.units, sizes, settings, clipped=True)
     accumulating = compile_plan(plan.units, sizes, settings, updating=False)
     team = UpdateTeam(spare_threads(backend.device))

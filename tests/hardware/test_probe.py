@@ -199,7 +199,7 @@ def test_nodes_of_one_rank_have_nothing_within(tmp_path: Path) -> None:
     [("float32", "pure"), ("bfloat16", "pure"), ("bfloat16", "master"), ("bfloat16", "autocast")],
 )
 def test_update_speeds_are_those_of_a_machine(dtype: DType, precision: Precision) -> None:
-    lane, device = update_speeds(dtype, (64, 4096), precision=precision)
+    lane, device = update_speeds(dtype, (torch.Size([64]), torch.Size([4096])), precision=precision)
     assert 0 < lane < 1e12
     assert 0 < device < 1e12
 

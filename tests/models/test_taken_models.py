@@ -21,7 +21,7 @@ from protrain_plan.models.building import seeded
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import FactorySource
 from protrain_plan.profiling.estimated import estimate
-from protrain_plan.profiling.measured import refuse_sparse, workspace_fraction
+from protrain_plan.profiling.measured import refuse_sparse, workspace
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover, undisturbed
@@ -96,7 +96,7 @@ def profiled(name: str) -> Profile:
         anatomy = analyze_units(model, batch, found, forms=("keep", "full"), optimizer=optimizer)
         units = measure_bytes(model, batch, anatomy, lambda: MemoryMeter("cpu")).units
     dtypes = frozenset(parameter.dtype for parameter in model.parameters())
-    fraction = workspace_fraction(optimizer, "float32", "pure", beside=dtypes)
+    fraction = workspace(optimizer, "float32", "pure", beside=dtypes)["workspace_fraction"]
     return Profile(
         workload=workload(name),
         hardware=cpu(),

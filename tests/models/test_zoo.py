@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.zoo import ZOO, Specimen
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.optimizers import OPTIMIZERS, optimizer_factory
-from protrain_plan.profiling.measured import workspace_fraction
+from protrain_plan.profiling.measured import workspace
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover, undisturbed
@@ -139,7 +139,7 @@ def profiled(name: str, optimizer: str, forms: tuple[Form, ...]) -> Profile:
             name=optimizer,
             host_parameters_per_s=1e9,
             device_parameters_per_s=1e9,
-            workspace_fraction=workspace_fraction(optimizer, "float32", "pure"),
+            **workspace(optimizer, "float32", "pure"),
         ),
         base_bytes=anatomy.base_bytes,
         units=tuple(units),

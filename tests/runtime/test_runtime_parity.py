@@ -46,7 +46,7 @@ from protrain_runtime.states.chunks import (
     offload,
     read_values,
 )
-from protrain_runtime.states.update_rules import UpdateRule
+from protrain_runtime.states.update_rules import UpdateRules
 from protrain_runtime.states.updates import UpdateTeam
 from tests.support.cards import every_device
 from tests.support.messages import Speaker
@@ -199,7 +199,7 @@ def test_fractional_schedules_cut_every_kind_of_transfer(schedule: Schedule) -> 
     for tier in ("disk", "host"):
         model = build("gpt2")
         units = decided(described("gpt2"), Swap(tier=tier), Offload(tier=tier), schedule)
-        chunks = [chunk.size({torch.float32: 8}) for chunk in make_chunks(model, units)]
+        chunks = [chunk.size(UpdateRules(ADAMW)) for chunk in make_chunks(model, units)]
         program = compile_plan(units, chunks, Settings(device="cpu", piece_bytes=15_000))
         cut |= {move.kind for move in program.moves if move.share not in whole}
         for unit in range(len(units)):
@@ -214,7 +214,7 @@ def test_empty_parameters_lie_in_the_last_group() -> None:
     parameters = [(str(n), nn.Parameter(torch.ones(size))) for n, size in enumerate(sizes)]
     chunk = make_chunk(0, parameters, (0,))
     assert [len(group.slices) for group in chunk.groups] == [1] * (MAX_PIECES - 1) + [3]
-    assert chunk.size({torch.float32: 8}).parameter_pieces == (64,) * MAX_PIECES
+    assert chunk.size(UpdateRules(ADAMW)).parameter_pieces == (64,) * MAX_PIECES
 
 
 # --- optimizers and schedules ---------------------------------------------------------------------
@@ -270,13 +270,13 @@ def test_updates_from_disk_on_the_host_of_a_gpu_match_plain_torch_bitwise(
     units = decided(described(name), Keep(), Offload(tier="disk"), schedule)
     chunks, store, backend = make_chunks(model, units), DiskStore(tmp_path), Backend(CPU)
     host = HostStore(backend)
-    states = {torch.float32: UpdateRule.of(ADAMW, torch.float32)}
+    states = UpdateRules(ADAMW)
     for chunk in chunks:
         offload(chunk, store, states)
         chunk.gradient_store = host
         chunk.gradient_offset = host.reserve(chunk.gradient_bytes)
         chunk.unbind(chunk.every_group)
-    sizes = [chunk.size({torch.float32: 8}) for chunk in chunks]
+    sizes = [chunk.size(UpdateRules(ADAMW)) for chunk in chunks]
     program = compile_plan(units, sizes, Settings(device="cuda", piece_bytes=15_000))
     team = UpdateTeam(3, smallest=64)
     moves = Moves(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from protrain_plan.models.optimizers import OPTIMIZERS
-from protrain_plan.profiling.measured import workspace_fraction
+from protrain_plan.profiling.measured import workspace
 from protrain_plan.program.program import PIECE_ALIGNMENT
 from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.memory_meter import MemoryMeter
@@ -25,7 +25,7 @@ from protrain_runtime.states.stand_ins import GradientInStore
 from protrain_runtime.states.update_rules import (
     MasterOptimizer,
     OptimizerFactory,
-    UpdateRule,
+    UpdateRules,
     with_master_weights,
 )
 from protrain_runtime.states.updates import (
@@ -197,7 +197,7 @@ class Rig:
             self.options |= dict.fromkeys(trainable[place::2], chosen)
         self.chunk = make_chunk(0, [(str(n), p) for n, p in enumerate(own)], used_by=(0,))
         store = HostStore(Backend(CPU))
-        offload(self.chunk, store, {dtype: UpdateRule.of(self.factory, dtype)})
+        offload(self.chunk, store, UpdateRules(self.factory))
         self.chunk.gradient_store = store
         self.chunk.gradient_offset = store.reserve(self.chunk.gradient_bytes)
         self.store = store
@@ -420,7 +420,7 @@ def test_a_step_on_masters_stays_within_the_room_that_is_counted(name: str, room
 
 def test_the_workspace_of_masters_is_two_bytes_per_byte_of_the_parameter() -> None:
     """What test_peaks counts with: a float32 gradient for each bfloat16 element."""
-    assert workspace_fraction("adamw", "bfloat16", "master") == 2.0
+    assert workspace("adamw", "bfloat16", "master")["workspace_fraction"] == 2.0
 
 
 class KeepsGradients(torch.optim.Optimizer):

@@ -28,7 +28,7 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
-from protrain_plan.profiling.measured import measure_model, workspace_fraction
+from protrain_plan.profiling.measured import measure_model, workspace
 from protrain_plan.records.plan import (
     Keep,
     Offload,
@@ -339,7 +339,7 @@ def _cost(optimizer: str) -> OptimizerCost:
         name=optimizer,
         host_parameters_per_s=1e9,
         device_parameters_per_s=1e9,
-        workspace_fraction=workspace_fraction(optimizer, "float32", "pure"),
+        **workspace(optimizer, "float32", "pure"),
     )
 
 

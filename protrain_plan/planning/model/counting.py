@@ -38,7 +38,7 @@ from protrain_plan.program.implications import (
     StateOption,
     staging_pieces,
 )
-from protrain_plan.program.program import PASSING_BYTES, PIECE_ALIGNMENT
+from protrain_plan.program.program import PASSING_BYTES
 from protrain_plan.records.hardware import is_accelerator
 from protrain_plan.simulation.memory import base_bytes
 
@@ -220,7 +220,7 @@ class CountProgram:
         count = staging_pieces(on_device=on_device)
         return [
             (largest["piece"], float(count)),
-            (largest["width"], float(count * PIECE_ALIGNMENT)),
+            (largest["width"], float(count * self.problem.profile.optimizer.cut_elements)),
             (largest["workspace"], 1.0),
             (largest["arriving"], 2.0),
         ]

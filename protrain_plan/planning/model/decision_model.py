@@ -19,7 +19,7 @@ from protrain_plan.program.implications import (
     StateOption,
     staging_pieces,
 )
-from protrain_plan.program.program import PASSING_BYTES, PIECE_ALIGNMENT
+from protrain_plan.program.program import PASSING_BYTES
 from protrain_plan.records import activations_text, states_text
 from protrain_plan.records.files import replace_text
 from protrain_plan.records.hardware import TierName, is_accelerator
@@ -215,7 +215,7 @@ class DecisionModel:
         count = staging_pieces(on_device=on_device)
         staging: Terms = [
             (pieces, float(count)),
-            (widths, float(count * PIECE_ALIGNMENT)),
+            (widths, float(count * self.problem.profile.optimizer.cut_elements)),
             (workspace, 1.0),
         ]
         if not on_device:

@@ -52,7 +52,7 @@ from protrain_plan.records.plan import (
     SwapInput,
     activations_in,
 )
-from protrain_plan.records.profile import Unit
+from protrain_plan.records.profile import WHOLE, Unit
 from protrain_plan.records.reader import headed
 from protrain_plan.records.tree import did_you_mean, listed, root
 
@@ -101,7 +101,8 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
             if cost.swappable_bytes > 0 and FORMS[cost.form].of == "blocks":
                 activations += [activations_in(cost.form, tier) for tier in tiers]
         states: list[Placement] = [Persistent()]
-        trained = unit.used_by and unit.reached and unit.num_parameters and not unit.stays
+        trained = unit.used_by and unit.reached and unit.num_parameters
+        trained = trained and unit.stays in ("", WHOLE)
         # What trains little of a chunk, as adapters do, has next to no gradients and states that
         # another place of the update would spare.
         trained = trained and 2 * unit.gradient_bytes >= unit.parameter_bytes

@@ -14,7 +14,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch
@@ -29,7 +28,7 @@ from protrain_plan.program.program import BLOCK_BYTES, block_bytes, in_blocks
 from protrain_plan.records.forms import FORMS, names_of
 from protrain_plan.records.hardware import DeviceKind, is_accelerator
 from protrain_plan.records.plan import Keep, Persistent, UnitPlan
-from protrain_plan.records.profile import SPARSE, Form, FormCost, Precision, Unit
+from protrain_plan.records.profile import SPARSE, WHOLE, Form, FormCost, Precision, Unit
 from protrain_plan.units import format_bytes
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.devices import device as devices
@@ -49,7 +48,7 @@ from protrain_runtime.states.chunks import (
     overlapping,
     unit_parameters,
 )
-from protrain_runtime.states.update_rules import UpdateRule
+from protrain_runtime.states.update_rules import UpdateRule, UpdateRules
 
 _MOST_STEPS = 16
 """After which what still grows is taken to grow on: a memory of more steps is refused."""
@@ -162,8 +161,8 @@ class ModelStructure:
     `once` are the blocks whose forward cannot run twice, with the reasons
     (see `rerun`), and `stays` says of units why their states stay on the device. `num_warm`
     steps replace what the model keeps from one to the next. `shared_bytes` are those of base_bytes
-    that a recomputed block may hold of what others read too. `state_bytes` are those of a
-    parameter's optimizer states, by its dtype. `unused` are the blocks that the loss does not
+    that a recomputed block may hold of what others read too. `rules` are the
+    optimizer's. `unused` are the blocks that the loss does not
     depend on: nothing that they saved outlives the forward. `kept` ones have one form: they keep
     what they save, whatever the others do. `last_forms` are forms to try of the last part. Storages
     take whole blocks of `block` bytes.
@@ -179,7 +178,7 @@ class ModelStructure:
     num_warm: int
     shared_bytes: int
     stays: Mapping[int, str]
-    state_bytes: Mapping[torch.dtype, int]
+    rules: UpdateRules
     unused: Set[int]
     kept: Set[int]
     last_forms: Sequence[Form] = ()
@@ -250,26 +249,24 @@ def analyze_units(
     on_blocks = is_accelerator(device)
     chunks = _chunks(model, found, BLOCK_BYTES if on_blocks else ALIGNMENT)
     parts = [part for chunk in chunks for part in chunk.slices]
-    dtypes = {part.dtype for part in parts if part.trainable}
-    with _disable_current_modes():  # rules are tried on tensors of their own
-        factory = optimizer_factory(optimizer, precision)
-        rules = {dtype: UpdateRule.of(factory, dtype) for dtype in dtypes}
+    rules = UpdateRules(optimizer_factory(optimizer, precision))
+    stepped = {part.name: part.rule(rules) for part in parts if part.trainable}
     base = storage_bytes([*model.buffers(), *tensors_in(batch)], block=block)
     base += lasting.num_bytes(block=block) + held_inputs
     return ModelStructure(
         found=found,
         chunks=chunks,
         saved=saved,
-        base_bytes=base + (0 if on_blocks else _scalars(parts, optimizer)),
-        fixed_bytes=_beside_in_blocks(parts, optimizer, rules) if on_blocks else 0,
+        base_bytes=base + (0 if on_blocks else _scalars(parts, stepped)),
+        fixed_bytes=_beside_in_blocks(parts, stepped) if on_blocks else 0,
         plans=_described(found, chunks, keep),
         once=once,
         num_warm=lasting.num_steps(step),
         shared_bytes=held_inputs,
         stays=dict.fromkeys(range(len(found)), DIFFERENTIATED)
         if differentiated
-        else _staying(found, chunks, handing),
-        state_bytes={dtype: rule.element_bytes for dtype, rule in rules.items()},
+        else _staying(found, chunks, handing, stepped),
+        rules=rules,
         unused=unused,
         kept=kept,
         last_forms=[form for form in names_of("last part") if form in tried]
@@ -283,7 +280,10 @@ DIFFERENTIATED = "the forward differentiates through the units (torch.autograd.g
 
 
 def _staying(
-    found: Sequence[FoundUnit], chunks: Sequence[Chunk], handing: Set[int]
+    found: Sequence[FoundUnit],
+    chunks: Sequence[Chunk],
+    handing: Set[int],
+    stepped: Mapping[str, UpdateRule],
 ) -> dict[int, str]:
     """Why the chunks stay that cannot be moved parameter by parameter, by unit."""
     written = {name for unit in found for name in unit.writes}
@@ -300,17 +300,19 @@ def _staying(
         for part in chunk.slices:
             if part.name in written:
                 stays[chunk.unit] = f"the forward writes to {part.name!r}"
+            elif part.trainable and stepped[part.name].reason:
+                stays.setdefault(chunk.unit, WHOLE)
     return stays
 
 
-def _scalars(parts: Sequence[Slice], optimizer: str) -> int:
+def _scalars(parts: Sequence[Slice], rules: Mapping[str, UpdateRule]) -> int:
     """Bytes on a CPU that belong to no unit.
 
     An optimizer's scalars per parameter (AdamW's step) are cloned while an update is in flight, and
     one element is there for an offloaded parameter; losses and their gradients are a few more.
     """
-    steps = UpdateRule.of(optimizer_factory(optimizer)).scalar_bytes()
-    return sum(2 * steps + part.dtype.itemsize for part in parts) + 256
+    steps = 2 * sum(rule.scalar_bytes() for rule in rules.values())
+    return steps + sum(part.dtype.itemsize for part in parts) + 256
 
 
 _NORMS = 2
@@ -325,22 +327,19 @@ _LOOSE_BLOCKS = 16
 and the factor of clipping, a gradient scaler's scale and its growth; some more for the model's."""
 
 
-def _beside_in_blocks(
-    parts: Sequence[Slice], optimizer: str, rules: Mapping[torch.dtype, UpdateRule]
-) -> int:
+def _beside_in_blocks(parts: Sequence[Slice], rules: Mapping[str, UpdateRule]) -> int:
     """Bytes of an accelerator's allocator that belong to no unit: scalars take a block each.
 
     A parameter that stays there has its optimizer's scalars there too, and its gradient and its
     states, storages of their own, round up to blocks, which the units' bytes do not say. One
     element of each dtype takes the place of all offloaded parameters, and one of their gradients.
     """
-    rule = UpdateRule.of(optimizer_factory(optimizer))
-    scalars = rule.scalar_bytes(block=BLOCK_BYTES) + _NORMS * BLOCK_BYTES
     total = (_LOOSE_BLOCKS + 2 * len({part.dtype for part in parts})) * BLOCK_BYTES
     for part in (part for part in parts if part.trainable):
-        total += scalars + _GRADIENTS * (-part.num_bytes % BLOCK_BYTES)
-        states = rules[part.dtype].states.values()
-        total += sum(-part.numel * state.itemsize % BLOCK_BYTES for state in states)
+        rule = rules[part.name]
+        total += rule.scalar_bytes(block=BLOCK_BYTES) + _NORMS * BLOCK_BYTES
+        total += _GRADIENTS * (-part.num_bytes % BLOCK_BYTES)
+        total += sum(-size % BLOCK_BYTES for size in rule.state_sizes(part.numel))
     return total
 
 
@@ -537,7 +536,7 @@ def _units(
     count = len(found)
     units: list[Unit] = []
     for index, unit in enumerate(found):
-        size = chunks[index].size(structure.state_bytes)
+        size = chunks[index].size(structure.rules)
         # The frame that called the block before names its input until the call has returned,
         # which is after this slot has begun: a swapped one is live until then.
         before_full = saved["full"][index - 1] if index and "full" in saved else None
@@ -600,6 +599,7 @@ def _units(
                 if is_sparse
                 else size.gradient_bytes,
                 state_bytes=size.state_bytes,
+                uneven_state_bytes=size.uneven_state_bytes,
                 used_by=size.used_by,
                 parameter_pieces=() if is_sparse else size.parameter_pieces,
                 gradient_pieces=() if is_sparse else size.gradient_pieces,

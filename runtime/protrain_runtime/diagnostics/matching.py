@@ -34,8 +34,7 @@ from protrain_runtime.ranks.group import check_ranks
 from protrain_runtime.states.chunks import Chunk, of_one_storage, overlapping
 from protrain_runtime.states.update_rules import (
     OptimizerFactory,
-    UpdateRule,
-    check_elementwise,
+    UpdateRules,
     check_separable,
 )
 
@@ -166,12 +165,11 @@ def check_devices(
 
 
 def check_offloaded(
-    plan: Plan, chunks: Sequence[Chunk], factory: OptimizerFactory, optimizer: PlannedOptimizer
+    plan: Plan, chunks: Sequence[Chunk], rules: UpdateRules, optimizer: PlannedOptimizer
 ) -> None:
     """ProtrainError where an offloaded chunk cannot be updated in pieces, or is not all updated."""
     units = zip(chunks, plan.units, strict=True)
     offloaded = [each for each in units if not isinstance(each[1].states, Persistent)]
-    updated: set[torch.dtype] = set()
     shared = overlapping(chunks)
     for chunk, unit in offloaded:
         if chunk.unit in shared:
@@ -188,11 +186,18 @@ def check_offloaded(
                 " that leave the device are of one",
                 fix="convert them to one dtype, or freeze those of the others",
             )
-        updated |= dtypes
-    for dtype in updated:
-        check_elementwise(factory, dtype)
     grouped = _grouped(optimizer)
     for chunk, unit in offloaded:
+        for part in (part for part in chunk.slices if part.trainable):
+            rule = part.rule(rules)
+            rules.refuse_whole(part.name, rule)
+            if chunk.sharding is not None and rule.block > 1:
+                raise ProtrainError(
+                    f"the optimizer's states of {part.name!r} are of {rule.block} elements each,"
+                    f" and devices share {unit.name!r} in ranges that may cut these",
+                    key="optimizer",
+                    fix="an elementwise optimizer, such as AdamW; or a plan whose states stay",
+                )
         _refuse_ungrouped(chunk, grouped, f"offloads the states of {unit.name!r}")
 
 
@@ -239,20 +244,10 @@ def check_stepped(
         check_separable(factory, dtype)
 
 
-def rule_of(
-    factory: OptimizerFactory, dtype: torch.dtype, optimizer: PlannedOptimizer
-) -> UpdateRule:
-    """The rule of every group. ProtrainError where groups differ in their elementwise states."""
-    found = [
-        UpdateRule.of(factory, dtype, {k: v for k, v in group.items() if k != "params"})
-        for group in optimizer.param_groups
-    ]
-    if any(rule.states != found[0].states for rule in found):
-        raise ProtrainError(
-            "the parameter groups' options give them different optimizer states",
-            fix="give all groups the same options of this kind, such as amsgrad",
-        )
-    return found[0]
+def rules_of(factory: OptimizerFactory, optimizer: PlannedOptimizer) -> UpdateRules:
+    """The rules of the optimizer with the options of its groups."""
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    return UpdateRules(factory, groups)
 
 
 def model_fingerprint(model: nn.Module) -> str:

@@ -432,12 +432,10 @@ class Moves:
             return
         largest = 0
         for move, chunk in zip(moves, chunks, strict=True):
-            count = chunk.cut(move.stop) - chunk.cut(move.start)
-            width = sum(state.dtype.itemsize for state in chunk.states)
-            width += sum(self._read_with_states(chunk)) * (
-                chunk.gradient_bytes // chunk.num_trainable
-            )
-            largest = max(largest, count * width)
+            piece = Piece(chunk, chunk.cut(move.start), chunk.cut(move.stop))
+            parameters, gradients = self._read_with_states(chunk)
+            num_bytes = piece.ring_bytes(parameters=parameters, gradients=gradients)
+            largest = max(largest, num_bytes)
         for _ in range(min(STAGING_PIECES, len(moves))):
             staging.ring.append(staging.empty(largest))
 
@@ -499,9 +497,10 @@ class Moves:
             for part in own.slices:
                 for copy in copies if own.store is store else ():
                     yield chunk.unit, f"parameter {part.name!r}", copy.place(part), part.num_bytes
-                    for layout in copy.states if part.trainable else ():
-                        what, size = f"{layout.key} of {part.name!r}", layout.dtype.itemsize
-                        yield chunk.unit, what, layout.place(part.start), part.numel * size
+                    for layout in copy.of(part):
+                        what = f"{layout.key} of {part.name!r}"
+                        place, size = layout.place(part.name), layout.rule.num_bytes(part.numel)
+                        yield chunk.unit, what, place, size
                 if own.gradient_store is store and part.trainable:
                     place = own.gradient_offset + part.start * part.dtype.itemsize
                     yield chunk.unit, f"gradient of {part.name!r}", place, part.num_bytes

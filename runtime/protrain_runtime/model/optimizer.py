@@ -202,7 +202,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
                     chunk.updated.discard(part.name)
                     continue
                 state = dict(states[part.name])
-                for layout in chunk.own.states:
+                for layout in chunk.own.current.of(part):
                     write_values(chunk, part, state.pop(layout.key), layout)
                 # A fused optimizer has its counters on the device, that of a chunk steps here.
                 chunk.scalars[part.name] = _moved(state, torch.device("cpu"))
@@ -229,7 +229,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
             for part in chunk.slices:
                 if part.name in scalars:
                     states = {
-                        layout.key: read_values(chunk, part, layout) for layout in chunk.own.states
+                        layout.key: read_values(chunk, part, layout)
+                        for layout in chunk.own.current.of(part)
                     }
                     if scalars[part.name] or states:  # plain SGD has none
                         yield part.parameter, dict(scalars[part.name]), states

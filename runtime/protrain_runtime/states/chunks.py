@@ -10,11 +10,13 @@ keeps its ranges as a chunk of its own: parts of parameters, flat, in the order 
 Parameters that no chunk can hold as they are, are refused by name, or left on the device.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from math import ceil
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,7 +45,7 @@ from protrain_runtime.states.stand_ins import (
     come_back,
     send_away,
 )
-from protrain_runtime.states.update_rules import UpdateRule
+from protrain_runtime.states.update_rules import StateRule, UpdateRule, UpdateRules
 
 ALIGNMENT = HOST_ALIGNMENT_BYTES
 """Every parameter starts at a multiple of what the CPU allocator aligns tensors to, so that kernels
@@ -73,6 +75,11 @@ class Slice:
     @property
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    def rule(self, rules: UpdateRules) -> UpdateRule:
+        """What the optimizer keeps of it; of a rank's part, ask the whole parameter."""
+        in_order = self.stride == torch.empty(self.shape, device="meta").stride()
+        return rules.of(self.dtype, self.shape, in_order=in_order)
 
     def flat(self, buffer: torch.Tensor) -> torch.Tensor:
         """The parameter's elements in storage order, in its group's buffer.  # dtype [numel]"""
@@ -120,15 +127,51 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
-    """One elementwise optimizer state, such as exp_avg, in the chunk's store."""
+    """One optimizer state, such as exp_avg, of some of the chunk's parameters, in its store.
+
+    Its values lie in a region of their own, parameter by parameter, in order.
+    """
 
     key: str
-    dtype: torch.dtype
+    rule: StateRule
     offset: int  # bytes from the start of the store
+    starts: Mapping[str, int]  # by parameter: its first value, of those in the region
 
-    def place(self, element: int) -> int:
-        """Where the value of one of the chunk's trainable elements is: bytes from the start."""
-        return self.offset + element * self.dtype.itemsize
+    @property
+    def kind(self) -> tuple[str, StateRule]:
+        """What tells it from the chunk's other states; the same in both copies of a chunk."""
+        return self.key, self.rule
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rule.dtype
+
+    def value(self, name: str, element: int) -> int:
+        """The number of the value for an element of a parameter, of those in the region."""
+        return self.starts[name] + element // self.rule.per
+
+    def place(self, name: str, element: int = 0) -> int:
+        """Where that value is: bytes from the start of the store."""
+        return self.offset + self.value(name, element) * self.dtype.itemsize
+
+
+class Cut(NamedTuple):
+    """Where ranges of a parameter begin: at multiples of `unit`, `least` from its ends or more."""
+
+    unit: int = PIECE_ALIGNMENT
+    least: int = 1
+
+    @staticmethod
+    def of(rule: UpdateRule) -> "Cut":
+        """The optimizer's; none where it cannot cut the parameter."""
+        if rule.reason:
+            return Cut(least=sys.maxsize)
+        return Cut(rule.unit, rule.least)
+
+    def before(self, element: int, count: int) -> int:
+        """The last place for a cut up to `element`, of a parameter of `count`; 0: none."""
+        place = min(element, count - self.least) // self.unit * self.unit
+        return place if place >= self.least else 0
 
 
 @dataclass(slots=True)
@@ -147,7 +190,11 @@ class Copy:
 
     def place(self, part: Slice, layout: StateLayout | None = None) -> int:
         """Where a parameter, or one of its states, begins: bytes from the start of the store."""
-        return self.offset + part.offset if layout is None else layout.place(part.start)
+        return self.offset + part.offset if layout is None else layout.place(part.name)
+
+    def of(self, part: Slice) -> list[StateLayout]:
+        """The states that a parameter has."""
+        return [layout for layout in self.states if part.name in layout.starts]
 
 
 @dataclass(slots=True)
@@ -189,6 +236,8 @@ class Chunk:
     aside: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     sharding: "Sharding | None" = None
     element_bytes: int = 0  # of trainable elements, where ranks share them
+    # How the optimizer lets parameters be cut, where it is not at any PIECE_ALIGNMENT elements.
+    rules: dict[str, UpdateRule] = field(default_factory=dict[str, UpdateRule])
     # Called where code reads a parameter that is away: it brings the chunk, or raises.
     bring: "Callable[[Chunk, str], None]" = field(default=lambda _, name: refuse_reading(name))
     # Called before values are read for a copy: it raises where they are not those of one step.
@@ -270,18 +319,28 @@ class Chunk:
     def every_group(self) -> range:
         return range(len(self.groups))
 
-    def size(self, state_bytes_per_parameter: Mapping[torch.dtype, int]) -> ChunkSize:
+    def size(self, rules: UpdateRules) -> ChunkSize:
         """The sizes from which a programme is compiled."""
         several = len(self.groups) > 1
-        trainable = [part for part in self.slices if part.trainable]
-        if len({part.dtype for part in trainable}) == 1:
-            state_bytes = self.num_trainable * state_bytes_per_parameter[trainable[0].dtype]
-        else:
-            state_bytes = sum(p.numel * state_bytes_per_parameter[p.dtype] for p in trainable)
+        trainable = [(part, part.rule(rules)) for part in self.slices if part.trainable]
+        state_bytes = sum(rule.state_bytes(part.numel) for part, rule in trainable)
+        uneven = 0
+        if self.element_bytes and trainable:  # with the padding between them
+            _, rule = trainable[0]
+            state_bytes = rule.state_bytes(self.num_trainable)
+        elif (
+            not any(rule.reason for _, rule in trainable)
+            and len({frozenset(rule.states.items()) for _, rule in trainable}) > 1
+        ):
+            # Pieces are even in elements: one may have all that have more bytes than most.
+            most = max(trainable, key=lambda one: one[0].numel)[1].element_bytes
+            beyond = (rule.state_bytes(part.numel) - most * part.numel for part, rule in trainable)
+            uneven = ceil(sum(more for more in beyond if more > 0))
         return ChunkSize(
             parameter_bytes=self.parameter_bytes,
             gradient_bytes=self.gradient_bytes,
             state_bytes=state_bytes,
+            uneven_state_bytes=uneven,
             num_parameters=self.num_trainable,
             used_by=self.used_by,
             parameter_pieces=tuple(group.num_bytes for group in self.groups) if several else (),
@@ -300,9 +359,13 @@ class Chunk:
         """Where a piece that should end before `element` ends, within its parameter."""
         for part in self.slices:
             if part.trainable and part.start <= element < part.start + part.numel:
-                inside = (element - part.start) // PIECE_ALIGNMENT * PIECE_ALIGNMENT
-                return part.start + inside
+                return part.start + self.cut_of(part).before(element - part.start, part.numel)
         return element
+
+    def cut_of(self, part: Slice) -> "Cut":
+        """Where ranges of a parameter may begin."""
+        rule = self.rules.get(part.name)
+        return Cut() if rule is None else Cut.of(rule)
 
     def bind(self, groups: Iterable[int]) -> None:
         """Let the parameters of these groups be views of their buffers."""
@@ -493,7 +556,9 @@ def refuse_early_reading(name: str) -> None:
 
 
 def read_values(chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> torch.Tensor:
-    """An offloaded parameter, or one of its states, from the store.  # [part.shape], on the host
+    """An offloaded parameter, or one of its states, from the store.  # on the host
+
+    In the parameter's shape; a state of fewer values is flat.
 
     Of what ranks share, all of them ask for it.
     """
@@ -507,8 +572,11 @@ def read_values(chunk: Chunk, part: Slice, layout: StateLayout | None = None) ->
         # A copy: on a CPU `whole` is a view of all that was gathered with it.
         return flat_storage_order(whole).clone().as_strided(part.shape, part.stride)
     dtype = part.dtype if layout is None else layout.dtype
-    flat = torch.empty(part.numel * dtype.itemsize, dtype=torch.uint8)
+    count = part.numel if layout is None else layout.rule.count(part.numel)
+    flat = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
     chunk.store.read(chunk.place(part, layout), flat)
+    if count != part.numel:
+        return flat.view(dtype)
     return flat.view(dtype).as_strided(part.shape, part.stride)
 
 
@@ -523,8 +591,11 @@ def write_values(
     mine = part if chunk.sharding is None else chunk.sharding.part_of(part.name)
     if mine is not None:
         dtype = part.dtype if layout is None else layout.dtype
-        source = dense(values.detach().resolve_conj().resolve_neg(), part.stride)
-        flat = flat_storage_order(source)[mine.first : mine.first + mine.numel].to(dtype)
+        if layout is not None and layout.rule.per > 1:
+            flat = values.detach().to(dtype)  # in order already
+        else:
+            source = dense(values.detach().resolve_conj().resolve_neg(), part.stride)
+            flat = flat_storage_order(source)[mine.first : mine.first + mine.numel].to(dtype)
         written = flat.contiguous().view(torch.uint8)
         chunk.store.write(chunk.own.place(mine, layout), written)
         chunk.speculated = None
@@ -537,34 +608,54 @@ def aligned_bytes(tensor: torch.Tensor, alignment: int = ALIGNMENT) -> int:
     return -(-tensor.numel() * tensor.itemsize // alignment) * alignment
 
 
-def offload(
-    chunk: Chunk,
-    store: Store,
-    rules: Mapping[torch.dtype, UpdateRule],
-    *,
-    speculate: bool = False,
-) -> None:
+def offload(chunk: Chunk, store: Store, rules: UpdateRules, *, speculate: bool = False) -> None:
     """Copy the parameters to `store`, and reserve room for them and their states there.
 
-    Of what ranks share, this rank's part. `rules` are those of each dtype of parameters. With
-    `speculate` there is room for a second copy. The parameters themselves stay as they are until
-    `unbind`.
+    Of what ranks share, this rank's part. With `speculate` there is room for a second copy. The
+    parameters themselves stay as they are until `unbind`.
     """
     own = chunk.own
     dtypes = {part.dtype for part in chunk.slices if part.trainable}
     assert len(dtypes) <= 1, "a chunk's trainable parameters share one dtype"
+    for part in chunk.slices:
+        if part.trainable:
+            chunk.rules[part.name] = part.rule(rules)
+    own.rules = chunk.rules
+    kinds = _state_kinds(chunk)
     for copy in (own.current, *([Copy()] if speculate else [])):
         copy.offset = store.reserve(own.parameter_bytes)
-        layouts: list[StateLayout] = []
-        for dtype in dtypes:
-            for key, state_dtype in rules[dtype].states.items():
-                place = store.reserve(own.num_trainable * state_dtype.itemsize)
-                layouts.append(StateLayout(key=key, dtype=state_dtype, offset=place))
-        copy.states = tuple(layouts)
+        copy.states = tuple(
+            StateLayout(
+                key=key,
+                rule=rule,
+                offset=store.reserve(count * rule.dtype.itemsize),
+                starts=starts,
+            )
+            for (key, rule), (starts, count) in kinds.items()
+        )
         own.spare = None if copy is own.current else copy
     chunk.store = own.store = store
     for part in chunk.slices:
         write_values(chunk, part, part.parameter)
+
+
+def _state_kinds(chunk: Chunk) -> dict[tuple[str, StateRule], tuple[dict[str, int], int]]:
+    """The kinds of states of a chunk: by parameter its first value, and how many there are."""
+    kinds: dict[tuple[str, StateRule], tuple[dict[str, int], int]] = {}
+    trainable = [part for part in chunk.slices if part.trainable]
+    if chunk.sharding is not None:
+        # Of one kind all; padding between parameters has values, too. A rank that has nothing of
+        # a parameter is asked for its states all the same.
+        starts = {part.name: 0 for part in trainable}
+        starts |= {part.name: part.start for part in chunk.own.slices if part.trainable}
+        own = (starts, chunk.own.num_trainable)
+        return {kind: own for part in trainable for kind in chunk.rules[part.name].states.items()}
+    for part in trainable:
+        for kind in chunk.rules[part.name].states.items():
+            starts, count = kinds.get(kind, ({}, 0))
+            starts[part.name] = count
+            kinds[kind] = starts, count + kind[1].count(part.numel)
+    return kinds
 
 
 def refuse_parameters(model: nn.Module, *, source: str) -> None:
@@ -701,7 +792,7 @@ class Sharding:
         width = layout.dtype.itemsize
         whole = torch.empty(ranks.num_shards * size * width, dtype=torch.uint8, device=device)
         mine = whole[ranks.shard * size * width : (ranks.shard + 1) * size * width]
-        own.store.read(layout.place(start), mine)
+        own.store.read(layout.offset + start * width, mine)
         ranks.all_gather(whole, mine)
         first = part.inside // part.dtype.itemsize
         elements = whole.view(layout.dtype)[first : first + part.numel]

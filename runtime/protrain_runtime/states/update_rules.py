@@ -14,78 +14,411 @@ optimizer, which are float32 with it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
+from math import lcm, prod
 from typing import Any, NamedTuple, overload
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from protrain_plan.errors import ProtrainError
+from protrain_plan.errors import ProtrainError, cut
 from protrain_plan.program.program import PIECE_ALIGNMENT, in_blocks
 
 OptimizerFactory = Callable[[Iterable[dict[str, Any]]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateRule:
-    """What an optimizer keeps of one parameter of a dtype.
+class StateRule:
+    """A state tensor that lies beside its parameter: one value for each `per` elements, in order.
 
-    states   the elementwise ones by key: a value for every element, so that they lie in a chunk's
-             store beside the parameters, are staged with them, and are cut where these are
-    scalars  bytes of each of the others, such as AdamW's step, which stay in the process
+    Of 1: the tensor has the parameter's shape. Of more: it is flat, such as a scale per block.
     """
 
-    states: Mapping[str, torch.dtype]
-    scalars: tuple[int, ...]
+    dtype: torch.dtype
+    per: int = 1
 
-    @staticmethod
-    def of(
-        factory: OptimizerFactory,
-        dtype: torch.dtype = torch.float32,
-        options: Mapping[str, Any] | None = None,
-    ) -> "UpdateRule":
-        """That of parameters of `dtype` in a group with these options."""
-        dummy = nn.Parameter(torch.zeros(2, dtype=dtype))
-        dummy.grad = torch.zeros(2, dtype=dtype)
-        optimizer = factory([{**(options or {}), "params": [dummy]}])
-        optimizer.step()
-        kept = {k: v for k, v in optimizer.state[dummy].items() if isinstance(v, torch.Tensor)}
-        return UpdateRule(
-            {key: value.dtype for key, value in kept.items() if value.shape == dummy.shape},
-            tuple(value.nbytes for value in kept.values() if value.shape != dummy.shape),
-        )
+    def count(self, elements: int) -> int:
+        """Values for so many elements."""
+        return -(-elements // self.per)
+
+    def num_bytes(self, elements: int) -> int:
+        """Bytes of the values for so many elements."""
+        return self.count(elements) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRule:
+    """What an optimizer keeps of one parameter, and where it may be cut.
+
+    states   by key, those that lie in a chunk's store, are staged with the parameter, and are cut
+             where that is
+    scalars  bytes of each of the others, such as AdamW's step, which stay in the process
+    block    elements: ranges of the parameter begin at multiples of it. 0: a range is updated
+             otherwise than within the whole, so that the parameter and its states stay together
+    least    elements that a range has at least: the optimizer keeps other states of less
+    reason   why it cannot be cut; empty: it can
+    whole    bytes of each state but scalars, where it cannot be cut
+    """
+
+    states: Mapping[str, StateRule] = field(default_factory=dict[str, StateRule])
+    scalars: tuple[int, ...] = ()
+    block: int = 1
+    least: int = 1
+    reason: str = ""
+    whole: tuple[int, ...] = ()
 
     @property
-    def element_bytes(self) -> int:
-        """Bytes of the elementwise states of one element."""
-        return sum(dtype.itemsize for dtype in self.states.values())
+    def unit(self) -> int:
+        """Ranges begin at multiples of so many elements: none is too small."""
+        return _unit(self.block, self.least)
+
+    @property
+    def shift(self) -> int:
+        """Elements by which a cut may be earlier than it should be."""
+        return self.unit + (self.least if self.least > 1 else 0) if self.block else 0
+
+    def state_sizes(self, elements: int) -> tuple[int, ...]:
+        """Bytes of each state of a parameter of so many elements, scalars apart."""
+        return (*self.whole, *(state.num_bytes(elements) for state in self.states.values()))
+
+    def state_bytes(self, elements: int) -> int:
+        """Bytes of all of them."""
+        return sum(self.state_sizes(elements))
+
+    @property
+    def element_bytes(self) -> float:
+        """Bytes of the states of one element, in the mean of a large parameter."""
+        return sum(state.dtype.itemsize / state.per for state in self.states.values())
 
     def scalar_bytes(self, *, block: int = 1) -> int:
         """Bytes of the other states of one parameter, each in whole blocks of `block` bytes."""
         return sum(in_blocks(num_bytes, block) for num_bytes in self.scalars)
 
 
-def check_elementwise(factory: OptimizerFactory, dtype: torch.dtype) -> None:
-    """ProtrainError where a step on a matrix is another than steps on its rows, or these fail."""
-    values = torch.linspace(-1, 1, 4 * PIECE_ALIGNMENT).reshape(4, PIECE_ALIGNMENT).to(dtype)
-    whole = _stepped(factory, values)
-    try:
-        rows = [_stepped(factory, row) for row in values]
-    except ValueError as error:
-        raise _not_elementwise(whole, str(error)) from error
-    parts = [[row.param_groups[0]["params"][0] for row in rows]]
-    wholes = [whole.param_groups[0]["params"][0]]
-    state = whole.state[wholes[0]]
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.numel() > 1:
-            wholes.append(value)
-            parts.append([row.state[row.param_groups[0]["params"][0]].get(key) for row in rows])
-    for one, several in zip(wholes, parts, strict=True):
-        if any(part is None for part in several) or not torch.equal(one, torch.stack(several)):
-            raise _not_elementwise(whole, "one element's update depends on others")
+_ANY = torch.Size([64, 256])
+"""A matrix that is large enough for whatever an optimizer does with large ones."""
+
+
+class UpdateRules:
+    """The rules of an optimizer for parameters of any dtype and shape.
+
+    Each is seen in steps that the optimizer does on a parameter of that shape, or of a smaller one
+    with as many dimensions: what it keeps may depend on how many elements there are, and on how
+    many dimensions. `groups` are the options of the groups that a parameter may be in, which have
+    to give it the same states.
+    """
+
+    def __init__(
+        self, factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]] = ({},)
+    ) -> None:
+        self._factory, self._groups = factory, groups
+        self._known: dict[tuple[torch.dtype, torch.Size, bool], UpdateRule] = {}
+
+    def of(
+        self, dtype: torch.dtype, shape: torch.Size = _ANY, *, in_order: bool = True
+    ) -> UpdateRule:
+        """That of a parameter; not `in_order`: its elements do not lie in that of its dimensions.
+
+        ProtrainError where groups differ in it, or the optimizer takes no such parameter.
+        """
+        place = (dtype, shape, in_order)
+        if place in self._known:
+            return self._known[place]
+        # On tensors of their own, whatever is around; random numbers are drawn again.
+        with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+            found = [_Trial(self._factory, dtype, one).rule(shape) for one in self._groups]
+        if any(rule.states != found[0].states for rule in found):
+            raise ProtrainError(
+                "the parameter groups' options give them different optimizer states",
+                fix="give all groups the same options of this kind, such as amsgrad",
+            )
+        rule = max(found, key=lambda one: (bool(one.reason), one.block, one.least))
+        if not in_order and any(state.per > 1 for state in rule.states.values()):
+            rule = UpdateRule(
+                scalars=rule.scalars,
+                block=0,
+                reason="its blocks are of other elements than lie beside each other",
+                whole=rule.state_sizes(shape.numel()),
+            )
+        self._known[place] = rule
+        return rule
+
+    def refuse_whole(self, name: str, rule: UpdateRule) -> None:
+        """ProtrainError where a parameter of this rule cannot be updated in pieces."""
+        if rule.reason:
+            raise ProtrainError(
+                f"the optimizer cannot update {name!r} in pieces: {rule.reason}",
+                key="optimizer",
+                fix="an elementwise optimizer, such as AdamW or SGD; or a plan whose states stay"
+                " on the device",
+            )
+
+
+_SMALL, _LARGE = 2**14, 2**16
+"""Elements of a parameter that is cut for a trial, and of one whose states are looked at, about: a
+larger one is tried in a smaller shape. Of so few that are cut, operators compute all in one thread,
+whose vectors a cut at a multiple of PIECE_ALIGNMENT leaves as they are."""
+
+DEPENDS = "one element's update depends on others"
+
+
+class _Trial:
+    """Steps of an optimizer on parameters of a dtype, in a group with these options."""
+
+    def __init__(
+        self, factory: OptimizerFactory, dtype: torch.dtype, options: Mapping[str, Any]
+    ) -> None:
+        self._factory, self._dtype, self._options = factory, dtype, options
+        self._states: dict[torch.Size, Mapping[str, Any]] = {}
+
+    @property
+    def class_name(self) -> str:
+        return type(self._optimizer([torch.zeros(2, 2, dtype=self._dtype)])).__name__
+
+    def rule(self, shape: torch.Size) -> UpdateRule:
+        """The rule of parameters of a shape."""
+        tried = smaller(shape, _LARGE)
+        found = self._kept(tried)
+        if found.reason:
+            return self._whole(shape, found.reason)
+        block = lcm(*(state.per for state in found.states.values())) if found.states else 1
+        few = smaller(shape, _SMALL)
+        if few != tried and self._kept(few).states != found.states:
+            few = tried  # so few elements have other states
+        least, reason = self._least(few, block, to_scale=few != shape)
+        if reason:
+            return self._whole(shape, reason)
+        return replace(found, block=block, least=least)
+
+    def _kept(self, shape: torch.Size) -> UpdateRule:
+        """What it keeps of a parameter of just this shape: with a reason, if that has no order."""
+        kept = self._state(shape)
+        states: dict[str, StateRule] = {}
+        scalars: list[int] = []
+        for key, value in kept.items():
+            if not isinstance(value, torch.Tensor):
+                if tensors_in(value):
+                    return UpdateRule(reason=f"it keeps tensors in {key!r}, a {_kind(value)}")
+            elif _is_made_of_others(value):
+                return UpdateRule(reason=f"its {key!r} is a {_kind(value)}")
+            elif value.shape == shape:
+                states[key] = StateRule(value.dtype)
+            elif value.numel() <= 1:
+                scalars.append(value.nbytes)
+            elif (per := self._per(key, shape)) is None:
+                return UpdateRule(reason=f"its {key!r} is of the whole parameter")
+            elif per:
+                states[key] = StateRule(value.dtype, per)
+            else:
+                scalars.append(value.nbytes)  # a table, say
+        return UpdateRule(states=states, scalars=tuple(scalars))
+
+    def _per(self, key: str, shape: torch.Size) -> int | None:
+        """Of how many elements in a row a state has a value each; 0: it is the same for any shape.
+
+        None where neither is so.
+        """
+        plain = torch.Size(2 ** (size.bit_length() - 1) for size in shape)
+        counts: list[tuple[int, int]] = []  # elements, values
+        for tried in (shape, plain, torch.Size([2 * plain[0], *plain[1:]])):
+            value = self._state(tried).get(key)
+            if not isinstance(value, torch.Tensor) or value.dim() != 1:
+                return None
+            counts.append((tried.numel(), value.numel()))
+        if len({values for _, values in counts}) == 1:
+            return 0
+        elements, values = counts[-1]
+        per = elements // values
+        return per if all(-(-n // per) == values for n, values in counts) else None
+
+    def _least(self, shape: torch.Size, block: int, *, to_scale: bool) -> tuple[int, str]:
+        """The least elements of a range that is updated as within the whole; or why there is none.
+
+        Ranges begin at multiples of `block` and of PIECE_ALIGNMENT. `to_scale`: the parameter is
+        larger.
+        """
+        count = shape.numel()
+        try:
+            whole = self._stepped(shape, [(0, count)], flat=False)
+            kept = self._kept(torch.Size([count])).states
+            least = 1
+            while True:
+                first = _unit(block, least)
+                last = (count - least) // first * first
+                ends = sorted({0, *(end for end in (first, last) if least <= end < count), count})
+                if last < first:
+                    ends = [0, count]  # it is never cut
+                spans = [*pairwise(ends)]
+                lengths = {past - start for start, past in spans}
+                if (
+                    not (len(ends) == 2 and to_scale and least > 1)
+                    and all(self._kept(torch.Size([one])).states == kept for one in lengths)
+                    and _alike(whole, self._stepped(shape, spans, flat=True))
+                ):
+                    return least, ""
+                if len(ends) == 2:
+                    return 0, DEPENDS
+                least = 2 * first if least > 1 else first
+        except Exception as error:  # noqa: BLE001 (the user's class meets a flat parameter)
+            of_step = error.__cause__ or error
+            return 0, f"of a range of it, {_kind(of_step)}: {cut(str(of_step))}"
+
+    def _whole(self, shape: torch.Size, reason: str) -> UpdateRule:
+        """The rule of parameters that cannot be cut, with the bytes of all states."""
+        if shape.numel() > _LARGE:
+            sizes = self._grown(smaller(shape, _SMALL), shape)
+        else:
+            sizes = [(one.numel(), one.itemsize) for one in tensors_in(self._state(shape))]
+        return UpdateRule(
+            scalars=tuple(size for number, size in sizes if number <= 1),
+            block=0,
+            reason=reason,
+            whole=tuple(number * size for number, size in sizes if number > 1),
+        )
+
+    def _grown(self, small: torch.Size, shape: torch.Size) -> list[tuple[int, int]]:
+        """Elements and bytes of an element of each state, from those of a small parameter.
+
+        A state grows in proportion with a dimension, or not at all: seen in steps on parameters
+        that are twice as large in one dimension. ProtrainError where it grows otherwise.
+        """
+        found = tensors_in(self._state(small))
+        numbers = [one.numel() for one in found]
+        for place, size in enumerate(small):
+            twice = torch.Size([*small[:place], 2 * size, *small[place + 1 :]])
+            larger = [one.numel() for one in tensors_in(self._state(twice))]
+            ratios = [a / b for a, b in zip(larger, (one.numel() for one in found), strict=False)]
+            if len(larger) != len(found) or any(ratio not in (1, 2) for ratio in ratios):
+                raise ProtrainError(
+                    f"the states of {self.class_name} for a parameter of shape {list(shape)} are"
+                    " not known: they grow in no proportion to it",
+                    key="optimizer",
+                )
+            for number, ratio in enumerate(ratios):
+                if ratio == 2:
+                    numbers[number] = numbers[number] * shape[place] // size
+        return [(number, one.itemsize) for number, one in zip(numbers, found, strict=True)]
+
+    def _state(self, shape: torch.Size) -> Mapping[str, Any]:
+        """What a step leaves for a parameter of a shape; ProtrainError where there is no step."""
+        if shape in self._states:
+            return self._states[shape]
+        try:
+            stepped = self._optimizer([_values(shape, self._dtype)])
+            (parameter,) = stepped.param_groups[0]["params"]
+            self._step(stepped, [_values(shape, self._dtype).flip(-1)])
+        except Exception as error:
+            raise ProtrainError(
+                f"the optimizer takes no step on a parameter of shape {list(shape)}:"
+                f" {_kind(error)}: {cut(str(error))}",
+                key="optimizer",
+            ) from error
+        self._states[shape] = dict(stepped.state[parameter])
+        return self._states[shape]
+
+    def _stepped(
+        self, shape: torch.Size, ranges: Sequence[tuple[int, int]], *, flat: bool
+    ) -> list[list[torch.Tensor]]:
+        """The parameter and each state after two steps: as one tensor for each range."""
+        values = _values(shape, self._dtype)
+        found: dict[str, list[torch.Tensor]] = {"": []}
+        for first, past in ranges:
+            own = values.flatten()[first:past].clone() if flat else values.clone()
+            stepped = self._optimizer([own])
+            (parameter,) = stepped.param_groups[0]["params"]
+            for step in range(2):
+                gradient = (values + step / 4).flatten().flip(0)
+                self._step(stepped, [gradient[first:past].reshape(own.shape).clone()])
+            found[""].append(parameter.detach().flatten())
+            for key, value in stepped.state[parameter].items():
+                if isinstance(value, torch.Tensor):
+                    found.setdefault(key, []).append(value.flatten())
+        return list(found.values())
+
+    def _optimizer(self, values: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+        parameters = [nn.Parameter(one) for one in values]
+        return self._factory([{**self._options, "params": parameters}])
+
+    @staticmethod
+    def _step(optimizer: torch.optim.Optimizer, gradients: Sequence[torch.Tensor]) -> None:
+        for parameter, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+
+
+def _unit(block: int, least: int) -> int:
+    """The least multiple of a block, and of PIECE_ALIGNMENT, that is `least` or more."""
+    unit = lcm(block, PIECE_ALIGNMENT)
+    return -(-least // unit) * unit
+
+
+def _values(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Different numbers on both sides of zero."""
+    return torch.linspace(-1, 1, shape.numel()).reshape(shape).to(dtype)
+
+
+def _alike(
+    whole: Sequence[Sequence[torch.Tensor]], ranges: Sequence[Sequence[torch.Tensor]]
+) -> bool:
+    """Whether ranges side by side are the whole, to the bit; what is no range of it is in all."""
+    if len(whole) != len(ranges):
+        return False
+    for (one,), several in zip(whole, ranges, strict=True):
+        if any(each.dtype != one.dtype for each in several):
+            return False
+        same = all(torch.equal(one, each) for each in several)
+        if not same and not torch.equal(one, torch.cat(list(several))):
+            return False
+    return True
+
+
+def smaller(shape: torch.Size, most: int) -> torch.Size:
+    """A shape with as many dimensions and about `most` elements, if `shape` has more.
+
+    Dimensions that are odd, or multiples of small powers of two, stay so. One with less than two
+    elements is tried with two.
+    """
+    if shape.numel() < 2:
+        return torch.Size([2, *[1] * (len(shape) - 1)])
+    sizes = list(shape)
+    while prod(sizes) > most:
+        place = max(range(len(sizes)), key=lambda one: sizes[one])
+        step = 256 if place == len(sizes) - 1 else 16
+        halved = sizes[place] // 2 // step * step + sizes[place] % step
+        if not 0 < halved < sizes[place]:
+            halved = sizes[place] // 2
+        if halved < 2:
+            break  # of many dimensions none is large
+        sizes[place] = halved
+    return torch.Size(sizes)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The plain tensors in containers, objects, and tensors that are made of others."""
+    if isinstance(value, torch.Tensor) and not _is_made_of_others(value):
+        return [value]
+    if isinstance(value, torch.Tensor):
+        names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+        return [one for name in names for one in tensors_in(getattr(value, name))]
+    if isinstance(value, Mapping):
+        inside: Iterable[object] = value.values()
+    elif isinstance(value, list | tuple | set):
+        inside = value
+    else:
+        inside = getattr(value, "__dict__", {}).values()
+    return [one for each in inside for one in tensors_in(each)]
+
+
+def _is_made_of_others(tensor: torch.Tensor) -> bool:
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
 
 
 def check_separable(factory: OptimizerFactory, dtype: torch.dtype) -> None:
@@ -135,23 +468,6 @@ def _same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
             torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
             for a, b in zip(leaves, more, strict=True)
         )
-    )
-
-
-def _stepped(factory: OptimizerFactory, values: torch.Tensor) -> torch.optim.Optimizer:
-    """The optimizer of one parameter, after a step."""
-    parameter = nn.Parameter(values.clone())
-    parameter.grad = values.flip(-1) + 0.25
-    optimizer = factory([{"params": [parameter]}])
-    optimizer.step()
-    return optimizer
-
-
-def _not_elementwise(optimizer: torch.optim.Optimizer, problem: str) -> ProtrainError:
-    return ProtrainError(
-        f"{type(optimizer).__name__} cannot update a parameter in pieces: {problem}",
-        fix="an elementwise optimizer, such as AdamW or SGD; or a plan whose states stay on the"
-        " device",
     )
 
 

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from protrain_plan.program.program import PIECE_ALIGNMENT
 from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import STACK_BYTES, take_one_thread
 from protrain_runtime.devices.stores import HostStore, Store
-from protrain_runtime.states.chunks import Chunk, Copy, Slice
+from protrain_runtime.states.chunks import Chunk, Copy, Cut, Slice, StateLayout
 from protrain_runtime.states.stand_ins import GradientInStore, scaled
-from protrain_runtime.states.update_rules import MasterOptimizer, OptimizerFactory
+from protrain_runtime.states.update_rules import MasterOptimizer, OptimizerFactory, StateRule
 
 SMALLEST_RANGE = 2**17
 """Elements that are worth a thread: about 150 us of AdamW's step, several times what handing a
@@ -65,13 +64,14 @@ class UpdateTeam:
         self._smallest = smallest
         self._helpers = _helpers(num_threads - 1) if num_threads > 1 else None
 
-    def ranges(self, lengths: Sequence[int]) -> list[list[ElementRange]]:
+    def ranges(self, lengths: Sequence[int], cuts: Sequence[Cut] = ()) -> list[list[ElementRange]]:
         """What each thread works on, of tensors of these lengths: all of their elements once.
 
-        About as much each, and nothing smaller than is worth a thread.
+        About as much each, and nothing smaller than is worth a thread. `cuts` say where each tensor
+        may be cut.
         """
         most = max(1, sum(lengths) // self._smallest)
-        return ranges(lengths, min(self.num_threads, most), longest=self.longest)
+        return ranges(lengths, min(self.num_threads, most), longest=self.longest, cuts=cuts)
 
     def run(self, tasks: Sequence[Callable[[], None]]) -> None:
         """Do all of them, the first here; what one raises is raised when all have ended."""
@@ -106,33 +106,54 @@ def _helpers(count: int) -> ThreadPoolExecutor:
     return pool
 
 
-def ranges(lengths: Sequence[int], count: int, *, longest: int) -> list[list[ElementRange]]:
+def ranges(
+    lengths: Sequence[int], count: int, *, longest: int, cuts: Sequence[Cut] = ()
+) -> list[list[ElementRange]]:
     """At most `count` ranges of about equal numbers of elements, over tensors of these lengths.
 
-    Tensors are cut at multiples of PIECE_ALIGNMENT, and so that no span is longer than `longest`,
-    which is one.
+    Tensors are cut where `cuts` say, at multiples of PIECE_ALIGNMENT by default, and so that no
+    span is longer than `longest` if there is a cut for that.
     """
     ends = [sum(lengths) * number // count for number in range(1, count + 1)]
     shares: list[list[ElementRange]] = [[] for _ in ends]
     number = done = 0
     for tensor, length in enumerate(lengths):
+        may_cut = cuts[tensor] if cuts else Cut()
         start = 0
         while start < length:
             room = ends[number] - (done + start)
             rest = length - start
-            taken = rest if room >= rest else room // PIECE_ALIGNMENT * PIECE_ALIGNMENT
+            last = number == len(ends) - 1
+            taken = rest if room >= rest or last else may_cut.before(room, rest)
             if taken <= 0:
                 number += 1
                 continue
-            stop = start + min(taken, longest)
-            shares[number].append(ElementRange(tensor, start, stop))
-            start = stop
+            if taken > longest:
+                taken = may_cut.before(longest, rest) or taken
+            shares[number].append(ElementRange(tensor, start, start + taken))
+            start += taken
         done += length
     return [share for share in shares if share]
 
 
 _PARAMETERS, _GRADIENTS = "parameters ", "gradients "
 """Stand for these among the elementwise states, whose keys are names."""
+
+
+StateKind = tuple[str, StateRule]
+"""See `StateLayout.kind`."""
+
+
+class _Staged(NamedTuple):
+    """Values of one kind of states on their way, from number `first` of their region on."""
+
+    values: torch.Tensor
+    first: int
+
+    def of(self, layout: StateLayout, part: Slice, low: int, high: int) -> torch.Tensor:
+        """Those of a range of a parameter."""
+        begin = layout.value(part.name, low) - self.first
+        return self.values[begin : begin + layout.rule.count(high - low)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +188,7 @@ class _Range:
 class Piece:
     """A range of a chunk's trainable elements on its way through the optimizer.
 
-    `staging` holds one tensor per elementwise state, filled by "read states" and written back by
+    `staging` holds one tensor per kind of states, filled by "read states" and written back by
     "write states"; before the first step there is nothing to read, and the optimizer makes them.
     With `stands` they are the store's own bytes.
     `waiting` are the chunk's gradients that wait below the device, by the name of the parameter.
@@ -183,7 +204,7 @@ class Piece:
     start: int
     stop: int
     waiting: Mapping[str, GradientInStore] = field(default_factory=dict[str, GradientInStore])
-    staging: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    staging: dict[StateKind, _Staged] = field(default_factory=dict[StateKind, _Staged])
     parameters: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     made: list[tuple[Slice, int, int, dict[str, Any]]] = field(
@@ -210,6 +231,24 @@ class Piece:
             if low < high:
                 yield part, low, high
 
+    def _states(self, copy: Copy) -> Iterator[tuple[StateLayout, int, int]]:
+        """The kinds of states of a copy that the piece covers, with their first and past values."""
+        parts = list(self.parts())
+        for layout in copy.states:
+            own = [one for one in parts if one[0].name in layout.starts]
+            if own:
+                (first, low, _), (last, _, high) = own[0], own[-1]
+                past = layout.value(last.name, 0) + layout.rule.count(high)
+                yield layout, layout.value(first.name, low), past
+
+    def ring_bytes(self, *, parameters: bool, gradients: bool) -> int:
+        """Bytes of the staging buffer that `read` takes."""
+        states = sum(
+            (past - first) * one.dtype.itemsize for one, first, past in self._states(self.source)
+        )
+        widths = [part.dtype.itemsize for part, _, _ in self.parts()][:1]
+        return states + (parameters + gradients) * (self.stop - self.start) * sum(widths)
+
     def read(self, ring: torch.Tensor, *, parameters: bool, gradients: bool) -> None:
         """Fill the staging tensors from the store; `ring` is this piece's staging buffer.
 
@@ -217,20 +256,23 @@ class Piece:
         """
         store = self.chunk.store
         assert store is not None
-        wanted = [(layout.key, layout.dtype) for layout in self.source.states]
+        wanted: list[tuple[StateKind | str, torch.dtype, int]] = []
+        places: dict[StateKind, tuple[int, int]] = {}  # the first value, and where it is
+        for layout, first, past in self._states(self.source):
+            wanted.append((layout.kind, layout.dtype, past - first))
+            places[layout.kind] = first, layout.offset + first * layout.dtype.itemsize
         for key in [_PARAMETERS] * parameters + [_GRADIENTS] * gradients:
-            wanted += [(key, part.dtype) for part, _, _ in self.parts()][:1]
-        regions: dict[str, torch.Tensor] = {}
+            wanted += [(key, one.dtype, self.stop - self.start) for one, _, _ in self.parts()][:1]
+        regions: dict[StateKind | str, torch.Tensor] = {}
         offset = 0
         # Wide elements first: what follows is aligned to its own.
-        for key, dtype in sorted(wanted, key=lambda region: -region[1].itemsize):
-            size = (self.stop - self.start) * dtype.itemsize
-            regions[key] = ring[offset : offset + size].view(dtype)
+        for region, dtype, count in sorted(wanted, key=lambda one: -one[1].itemsize):
+            size = count * dtype.itemsize
+            regions[region] = ring[offset : offset + size].view(dtype)
             offset += size
-        for layout in self.source.states if self.source.updated else ():
-            target = self.staging[layout.key] = regions[layout.key]
-            place = layout.place(self.start)
-            store.start_read(place, target.view(torch.uint8))
+        for kind, (first, place) in places.items() if self.source.updated else ():
+            self.staging[kind] = _Staged(regions[kind], first)
+            store.start_read(place, regions[kind].view(torch.uint8))
         for part, low, high in self.parts():
             here = slice(part.start + low - self.start, part.start + high - self.start)
             if parameters:
@@ -254,20 +296,22 @@ class Piece:
 
         Parameters and states where the chunk's store is that, and gradients that wait there.
         """
-        chunk, count, parts = self.chunk, self.stop - self.start, list(self.parts())
+        chunk, parts = self.chunk, list(self.parts())
         with ExitStack() as stack:
             if parts and isinstance(chunk.store, HostStore):
                 (first, low, _), (last, _, high) = parts[0], parts[-1]
                 begin = self.source.place(first) + low * first.dtype.itemsize
                 end = self.source.place(last) + high * last.dtype.itemsize
                 stack.enter_context(chunk.store.in_place(begin, end - begin))
-                for layout in self.source.states if self.source.updated else ():
-                    begin, width = layout.place(self.start), layout.dtype.itemsize
-                    stack.enter_context(chunk.store.in_place(begin, count * width))
+                for layout, one, past in self._states(self.source) if self.source.updated else ():
+                    begin, width = layout.offset, layout.dtype.itemsize
+                    size = (past - one) * width
+                    stack.enter_context(chunk.store.in_place(begin + one * width, size))
             if parts and isinstance(chunk.gradient_store, HostStore):
                 width = parts[0][0].dtype.itemsize
-                begin = chunk.gradient_offset + self.start * width
-                stack.enter_context(chunk.gradient_store.in_place(begin, count * width))
+                begin, size = self.start * width, (self.stop - self.start) * width
+                place = chunk.gradient_offset + begin
+                stack.enter_context(chunk.gradient_store.in_place(place, size))
             yield
 
     def view_store(self) -> None:
@@ -279,10 +323,10 @@ class Piece:
             size = part.dtype.itemsize
             place = store.view(self.source.place(part) + low * size, (high - low) * size)
             self.parameters[part.name] = place.view(part.dtype)
-        for layout in self.source.states if self.source.updated else ():
-            size = (self.stop - self.start) * layout.dtype.itemsize
-            place = store.view(layout.place(self.start), size)
-            self.staging[layout.key] = place.view(layout.dtype)
+        for layout, first, past in self._states(self.source) if self.source.updated else ():
+            width = layout.dtype.itemsize
+            values = store.view(layout.offset + first * width, (past - first) * width)
+            self.staging[layout.kind] = _Staged(values.view(layout.dtype), first)
 
     def update(
         self,
@@ -304,9 +348,10 @@ class Piece:
             # On a device kernels have threads of their own, and the larger they are, the better.
             team = UpdateTeam(longest=sum(lengths))
         # Here and not in their threads: the first optimizer of a class changes the class.
+        cuts = [self.chunk.cut_of(one.part) for one in due]
         stepped = [
             self._range(factory, options, [(due[i], start, stop) for i, start, stop in spans])
-            for spans in team.ranges(lengths)
+            for spans in team.ranges(lengths, cuts)
         ]
         for each in stepped:
             if isinstance(each.worker, MasterOptimizer):
@@ -355,7 +400,6 @@ class Piece:
             shadows.append((shadow, part, due.low + start, due.low + stop))
         worker = factory(groups.values())
         for shadow, part, low, high in shadows:
-            first = part.start + low - self.start
             if part.name in self.source.updated:
                 chosen = options[part.name]
                 # A fused optimizer has its counters where it steps.
@@ -366,8 +410,9 @@ class Piece:
                     else value
                     for key, value in self.source.scalars[part.name].items()
                 }
-                for key, values in self.staging.items():
-                    state[key] = values[first : first + high - low]
+                for layout in self.source.of(part):
+                    if (staged := self.staging.get(layout.kind)) is not None:
+                        state[layout.key] = staged.of(layout, part, low, high)
                 worker.state[shadow] = state
         return _Range(worker, shadows, scales)
 
@@ -378,19 +423,21 @@ class Piece:
         """
         store = self.chunk.store
         assert store is not None
-        for part, low, _, state in self.made:
-            for layout in self.target.states:
+        for part, low, high, state in self.made:
+            for layout in self.target.of(part):
                 values = state[layout.key]
-                if not self._staged(layout.key, part.start + low, values):
-                    store.start_write(layout.place(part.start + low), values.view(torch.uint8))
+                if not self._staged(layout, part, low, high, values):
+                    store.start_write(layout.place(part.name, low), values.view(torch.uint8))
                     del state[layout.key]
 
-    def _staged(self, key: str, first: int, values: torch.Tensor) -> bool:
-        """Whether values of the elements from `first` on are those in staging."""
-        staged = self.staging.get(key)
+    def _staged(
+        self, layout: StateLayout, part: Slice, low: int, high: int, values: torch.Tensor
+    ) -> bool:
+        """Whether values of these elements are those in staging."""
+        staged = self.staging.get(layout.kind)
         if staged is None:
             return False
-        return values.data_ptr() == staged.data_ptr() + (first - self.start) * staged.itemsize
+        return values.data_ptr() == staged.of(layout, part, low, high).data_ptr()
 
     def write(self, *, parameters: bool) -> None:
         """Bring the new states, and the parameters where asked for, to the store.
@@ -409,12 +456,13 @@ class Piece:
             if part.name not in stepped:
                 self._copy(part, low, high, store)
         for part, low, high, state in self.made:
-            first = part.start + low
-            for layout in self.target.states:
+            for layout in self.target.of(part):
                 values = state.pop(layout.key, None)
-                if values is None or (self.stands and self._staged(layout.key, first, values)):
+                if values is None or (
+                    self.stands and self._staged(layout, part, low, high, values)
+                ):
                     continue  # it is there: written, or the store's own bytes
-                store.start_write(layout.place(first), values.view(torch.uint8))
+                store.start_write(layout.place(part.name, low), values.view(torch.uint8))
             if high == part.numel:
                 self.target.scalars[part.name] = state
                 self.target.updated.add(part.name)
@@ -428,10 +476,9 @@ class Piece:
         if part.name not in self.source.updated:
             self.target.updated.discard(part.name)
             return
-        begin = part.start + low
-        for layout in self.target.states:
-            values = self.staging[layout.key][begin - self.start : part.start + high - self.start]
-            store.start_write(layout.place(begin), values.view(torch.uint8))
+        for layout in self.target.of(part):
+            values = self.staging[layout.kind].of(layout, part, low, high)
+            store.start_write(layout.place(part.name, low), values.view(torch.uint8))
         if high == part.numel:
             self.target.scalars[part.name] = self.source.scalars[part.name]
             self.target.updated.add(part.name)

@@ -183,12 +183,15 @@ def stored_value(chunk: Chunk, part: Slice, layout: StateLayout | None = None) -
     assert store is not None
     dtype = part.dtype if layout is None else layout.dtype
     if sharding is None:
+        shape, stride = part.shape, part.stride
+        if layout is not None and layout.rule.per > 1:
+            shape, stride = torch.Size([layout.rule.count(part.numel)]), (1,)
         return Stored(
             store=store,
             offset=chunk.place(part, layout),
             dtype=dtype,
-            shape=part.shape,
-            stride=part.stride,
+            shape=shape,
+            stride=stride,
             twin=chunk.spare.place(part) if chunk.spare and not part.trainable else None,
         )
     local, mine = None, sharding.part_of(part.name)
@@ -205,4 +208,5 @@ def stored_value(chunk: Chunk, part: Slice, layout: StateLayout | None = None) -
 
 def stored_states(chunk: Chunk, part: Slice) -> dict[str, Stored | Shared]:
     """An offloaded parameter's elementwise optimizer states, by key."""
-    return {layout.key: stored_value(chunk, part, layout) for layout in chunk.own.states}
+    states = chunk.own.current.of(part)
+    return {layout.key: stored_value(chunk, part, layout) for layout in states}

@@ -1,0 +1,59 @@
+"""What the user names in a module of theirs: a factory of a model, an optimizer."""
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from protrain_plan.errors import ProtrainError
+
+
+def imported(name: str) -> Callable[..., Any]:
+    """The function or class that `package.module:name` or `path/to/file.py:name` says.
+
+    ProtrainError where there is none. The user's code runs, and may raise what it likes.
+    """
+    module_name, _, attribute = name.rpartition(":")
+    is_file = module_name.endswith(".py")
+    try:
+        if is_file:
+            path = Path(module_name)
+            if not path.is_file():
+                raise ImportError("there is no such file")
+            _search_first(path.resolve().parent)  # it finds its neighbours as a script does
+            # A name of its own: a script may be called like an installed package.
+            spec = importlib.util.spec_from_file_location(f"factory in {path.stem}", path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # where its classes are looked up
+            spec.loader.exec_module(module)
+        else:
+            _search_first(Path.cwd())
+            module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ProtrainError(
+            f"cannot import {module_name!r}: {error}",
+            source=name,
+            fix=None
+            if is_file
+            else "package.module:factory, with the package installed or in the working directory,"
+            " or path/to/file.py:factory",
+        ) from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        near = difflib.get_close_matches(attribute, dir(module), n=1)
+        raise ProtrainError(
+            f"{module_name} has no function {attribute!r}",
+            source=name,
+            fix=f"did you mean {near[0]}?" if near else None,
+        )
+    return factory  # type: ignore[no-any-return]
+
+
+def _search_first(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))

@@ -1,0 +1,215 @@
+"""Optimizers that look at more than one element: cut at their blocks, or whole, on the device."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.models.optimizers import KNOWN, OF_8_BITS, OF_MATRICES, optimizer_factory
+from protrain_plan.records.plan import STEPPED, Keep, Offload, Persistent, Recompute, Swap
+from protrain_runtime import prepare, save
+from protrain_runtime.checkpoint.saving import load
+from protrain_runtime.states.chunks import Cut
+from protrain_runtime.states.update_rules import StateRule, UpdateRules
+from protrain_runtime.states.updates import ranges
+from tests.support.runtime_cases import (
+    Trainer,
+    assert_bitwise,
+    build,
+    decided,
+    delays,
+    described,
+    mixed,
+    outcome,
+    plain,
+    plan_for,
+    step,
+    train,
+    weight_decay_groups,
+)
+
+EIGHT_BITS = partial(OF_8_BITS["adamw8bit"], lr=1e-3, min_8bit_size=512)
+"""Blocks of 256 in small models, too: with parameters of less than 512 elements beside them."""
+
+TRAINERS = {
+    "adamw8bit": Trainer(EIGHT_BITS, weight_decay_groups),
+    "lion8bit": Trainer(partial(OF_8_BITS["lion8bit"], min_8bit_size=512)),
+}
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_eight_bits_are_a_byte_an_element_and_a_scale_a_block(masters: bool) -> None:
+    name, precision = "adamw8bit", "master" if masters else "pure"
+    rules = UpdateRules(optimizer_factory(name, "master" if masters else "pure"))
+    dtype = torch.bfloat16 if precision == "master" else torch.float32
+    rule = rules.of(dtype, torch.Size([128_256, 4096]))
+    kept = dict(rule.states)
+    if masters:
+        assert kept.pop("master") == StateRule(torch.float32)
+    assert kept == {
+        "state1": StateRule(torch.uint8),
+        "state2": StateRule(torch.uint8),
+        "absmax1": StateRule(torch.float32, 256),
+        "absmax2": StateRule(torch.float32, 256),
+    }
+    assert (rule.block, rule.least, rule.reason) == (256, 4096, "")
+    small = rules.of(dtype, torch.Size([4095]))
+    assert (small.block, small.least) == (1, 1)
+    assert small.states["state1"] == StateRule(torch.float32)
+
+
+def test_a_matrix_rule_grows_with_rows_and_columns() -> None:
+    rule = UpdateRules(KNOWN["adafactor"]).of(torch.float32, torch.Size([128_256, 4096]))
+    assert rule.reason
+    assert sorted(rule.whole) == [4 * 4096, 4 * 128_256]
+    exact = UpdateRules(KNOWN["adafactor"]).of(torch.float32, torch.Size([40, 33]))
+    assert sorted(exact.whole) == [4 * 33, 4 * 40]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_ranges_of_blocks_are_whole_blocks_and_never_too_small(count: int) -> None:
+    rules = UpdateRules(EIGHT_BITS)
+    rng = random.Random(count)
+    for _ in range(200):
+        lengths = [rng.randrange(1, 20_000) for _ in range(rng.randrange(1, 5))]
+        cuts = [Cut.of(rules.of(torch.float32, torch.Size([n]))) for n in lengths]
+        found = ranges(lengths, count, longest=4096, cuts=cuts)
+        spans = [span for share in found for span in share]
+        for tensor, (length, cut) in enumerate(zip(lengths, cuts, strict=True)):
+            own = [span for span in spans if span.tensor == tensor]
+            assert own[0].start == 0
+            assert own[-1].stop == length
+            for one, other in pairwise(own):
+                assert one.stop == other.start
+                assert one.stop % cut.unit == 0
+            if len(own) > 1:
+                assert min(span.stop - span.start for span in own) >= cut.least
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_five_steps_in_pieces_match_plain_training_bitwise(
+    trainer: str, tier: Any, tmp_path: Path
+) -> None:
+    for name, activations in (("llama-tied", Recompute()), ("gpt2", Swap(tier=tier))):
+        units = decided(described(name), activations, Offload(tier=tier))
+        expected = plain(name, TRAINERS[trainer])
+        model = build(name)
+        planned, optimizer = prepare(
+            model,
+            plan_for(model, units, piece_bytes=5_000),
+            optimizer=TRAINERS[trainer].factory,
+            param_groups=TRAINERS[trainer].groups(model),
+            spill_directory=tmp_path,
+            lane_delay=delays(1),
+        )
+        assert_bitwise(train(name, planned, optimizer), expected)
+
+
+def test_states_of_eight_bits_go_through_checkpoints_bitwise(tmp_path: Path) -> None:
+    name, trainer = "llama", TRAINERS["adamw8bit"]
+    units = [mixed(described(name), random.Random(seed), "disk") for seed in (0, 1)]
+    expected = plain(name, trainer)
+    losses = []
+    for run, own in enumerate(units):
+        model = build(name, seed=run)
+        planned, optimizer = prepare(
+            model,
+            plan_for(model, own, piece_bytes=5_000),
+            optimizer=trainer.factory,
+            param_groups=trainer.groups(model),
+        )
+        if run:
+            load(planned, optimizer, tmp_path / "saved")
+        else:
+            torch.manual_seed(1)
+        numbers = range(3 * run, 3 + 2 * run)
+        losses += [step(name, planned, optimizer, number) for number in numbers]
+        save(planned, optimizer, tmp_path / "saved")
+    assert_bitwise(outcome(planned, optimizer, losses), expected)
+
+
+@pytest.mark.parametrize("kind", OF_MATRICES)
+def test_what_looks_at_matrices_is_refused_by_name_below_the_device(kind: str) -> None:
+    trainer = partial(OF_MATRICES[kind], lr=1e-2)
+    model = build("llama")
+    if kind == "muon":
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.dim() == 2)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    units = decided(described("llama"), Keep(), Offload(tier="host"))
+    with pytest.raises(ProtrainError, match=r"cannot update '.*weight' in pieces"):
+        prepare(model, plan_for(model, units), optimizer=trainer)
+    after: Mapping[str, torch.Tensor] = model.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("placement", [Persistent(), STEPPED])
+def test_adafactor_trains_where_its_states_stay(placement: Any, tmp_path: Path) -> None:
+    """Updated in backward, its gradients never stand together: LOMO's memory."""
+    trainer = Trainer(OF_MATRICES["adafactor"], weight_decay_groups)
+    units = decided(described("gpt2"), Recompute(), placement)
+    model = build("gpt2")
+    planned, optimizer = prepare(
+        model,
+        plan_for(model, tuple(replace(unit) for unit in units)),
+        optimizer=trainer.factory,
+        param_groups=trainer.groups(model),
+        spill_directory=tmp_path,
+    )
+    assert_bitwise(train("gpt2", planned, optimizer), plain("gpt2", trainer))
+
+
+class LowRank(torch.optim.Optimizer):
+    """As GaLore does: a matrix's momentum in a subspace, of an SVD of the gradient now and then."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-2, rank: int = 4, every: int = 2) -> None:
+        super().__init__(parameters, {"lr": lr, "rank": rank, "every": every})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is None:
+                    continue
+                state = self.state[parameter]
+                if parameter.dim() == 2:
+                    number = state["step"] = state.get("step", -1) + 1
+                    if number % group["every"] == 0:
+                        _, _, rows = torch.linalg.svd(gradient.float(), full_matrices=False)
+                        state["basis"] = rows[: group["rank"]].to(gradient.dtype)
+                    gradient = gradient @ state["basis"].T
+                momentum = state.setdefault("momentum", torch.zeros_like(gradient))
+                update = momentum.mul_(0.9).add_(gradient)
+                if parameter.dim() == 2:
+                    update = update @ state["basis"]
+                parameter.add_(update, alpha=-group["lr"])
+
+
+def test_an_optimizer_of_the_users_own_is_seen_as_it_is(tmp_path: Path) -> None:
+    rules = UpdateRules(LowRank)
+    matrix = rules.of(torch.float32, torch.Size([14_336, 4096]))
+    assert matrix.reason
+    assert sorted(matrix.whole) == [4 * 4 * 4096, 4 * 14_336 * 4]
+    assert rules.of(torch.float32, torch.Size([4096])).states == {
+        "momentum": StateRule(torch.float32)
+    }
+    model = build("gpt2")
+    units = decided(described("gpt2"), Recompute(), Offload(tier="host"))
+    with pytest.raises(ProtrainError, match="cannot update"):
+        prepare(model, plan_for(model, units), optimizer=LowRank)
+    trainer = Trainer(LowRank)
+    planned, optimizer = prepare(
+        model,
+        plan_for(model, decided(described("gpt2"), Recompute(), STEPPED)),
+        optimizer=trainer.factory,
+        spill_directory=tmp_path,
+    )
+    assert_bitwise(train("gpt2", planned, optimizer), plain("gpt2", trainer))
