@@ -27,6 +27,12 @@ settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")
 
 
+CASES_EVERY = 3
+"""Of the cases of a test that has MANY or more, and that trains or plans, so many are in every run,
+and all at night."""
+MANY = 4
+LONG = ("checkpoint", "integrations", "models", "planning", "profiling", "ranks", "runtime")
+
 EMULATED_EVERY = 12
 ROWS_EVERY = 24  # a row of the matrix takes seconds on the emulated device
 
@@ -39,7 +45,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before some are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of what the CPU is asked, the emulated device is asked a part in every run, all at night."""
+    """Of many cases a part is in every run, and of what the emulated device is asked; all at night.
+
+    Of the first kind evenly, in their order.
+    """
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if item.path.parent.name in LONG and not marks & {"slow", "emulated", "gpu"}:
+            name = getattr(item, "originalname", item.name)
+            cases.setdefault((item.path, name), []).append(item)
+    for own in cases.values():
+        for item in (one for n, one in enumerate(own) if len(own) >= MANY and n % CASES_EVERY):
+            item.add_marker(pytest.mark.slow)
     for item in items:
         if not (isinstance(item, pytest.Function) and item.get_closest_marker("emulated")):
             continue

@@ -25,6 +25,13 @@ def profile(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.yaml"
+    write_profile(decoder(gpu(), blocks=2), path)
+    return path
+
+
 def test_pins_are_kept_and_their_cost_is_told(profile: Path, tmp_path: Path) -> None:
     pins = tmp_path / "pins.yaml"
     pins.write_text("protrain: pins\nversion: 1\npins:\n  layers.0-1: recompute\n")
@@ -78,16 +85,14 @@ def test_a_pin_for_no_unit_is_one_message(profile: Path, tmp_path: Path) -> None
     assert not (tmp_path / "plan.yaml").exists()
 
 
-def test_the_front_is_a_table_and_no_plan(profile: Path, tmp_path: Path) -> None:
-    answer = printed(
-        protrain("plan", profile, "--pareto", "--points", 4, "--json", folder=tmp_path)
-    )
+def test_the_front_is_a_table_and_no_plan(small: Path, tmp_path: Path) -> None:
+    answer = printed(protrain("plan", small, "--pareto", "--points", 4, "--json", folder=tmp_path))
     sizes = [point["device_bytes"] for point in answer["front"]]
     seconds = [point["step_seconds"] for point in answer["front"]]
     assert sizes == sorted(sizes)
     assert seconds == sorted(seconds, reverse=True)
     assert not (tmp_path / "plan.yaml").exists()
-    result = protrain("plan", profile, "--pareto", "--points", 3, folder=tmp_path)
+    result = protrain("plan", small, "--pareto", "--points", 3, folder=tmp_path)
     assert result.stdout.splitlines()[0].split() == ["device", "memory", "step", "gap"]
     assert "█" in result.stdout
     told = [line.split(": a step of ")[0] for line in result.stderr.splitlines()]
@@ -107,8 +112,8 @@ def test_host_memory_above_what_was_measured_is_refused_with_both_numbers(tmp_pa
     )
 
 
-def test_least_memory_for_a_speed(profile: Path, tmp_path: Path) -> None:
-    answer = printed(protrain("plan", profile, "--max-slowdown", 1.3, "--json", folder=tmp_path))
+def test_least_memory_for_a_speed(small: Path, tmp_path: Path) -> None:
+    answer = printed(protrain("plan", small, "--max-slowdown", 1.3, "--json", folder=tmp_path))
     assert answer["step_seconds"] <= answer["limit_seconds"]
     assert answer["limit_seconds"] == pytest.approx(1.3 * answer["fastest_seconds"])
     peak = answer["peak_bytes"]

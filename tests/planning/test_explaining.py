@@ -207,7 +207,7 @@ def test_what_ties_in_one_block_tells_what_all_of_them_would_take() -> None:
     assert found.in_all.bytes == max(problem.static_bytes(kept)) - problem.device
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10**9))
 def test_every_plan_is_explained(seed: int) -> None:
     rng = random.Random(seed)

@@ -181,13 +181,13 @@ class _FourParameterSearch:
         """The fastest plan found."""
         coarse = sorted(self._coarse(), key=lambda n: self.problem.least_seconds(self.choice(n)))
         for numbers in coarse:
-            if self.tried > self.limit // 2:
+            if self.tried > self.limit // 2 or self.evaluator.stopped():
                 break
             self._try(numbers)
         for numbers in sorted(self.seconds, key=lambda n: self.seconds[n])[:STARTS]:
             # Steps of halving size in one number, or from one number to another.
             step = max(1, len(self.blocks) // GRID // 2)
-            while step and self.tried <= self.limit:
+            while step and self.tried <= self.limit and not self.evaluator.stopped():
                 steps = self._steps(numbers, step)
                 faster = min(steps, key=lambda n: self._try(n), default=numbers)
                 if self._try(faster) < self._try(numbers):
