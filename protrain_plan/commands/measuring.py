@@ -29,7 +29,7 @@ from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateReques
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.whereabouts import Place
 from protrain_plan.records.hardware import Hardware, is_accelerator
-from protrain_plan.records.profile import DType, Precision, Profile, Workload
+from protrain_plan.records.profile import DType, Precision, Profile, Quantize, Workload
 
 if TYPE_CHECKING:
     from protrain_plan.profiling.unit_by_unit import Options
@@ -77,6 +77,7 @@ class ProfileRequest:
     precision: Precision
     lora: str | None
     optimizer: str
+    quantize: str | None = None
     seed: int = 0
     text: Path | None = None
     device: str | None = None
@@ -102,6 +103,7 @@ class ProfileRequest:
             seed=self.seed,
             precision=self.precision,
             adapter=self._adapter(),
+            quantize=self._quantize(),
         )
         return EstimateRequest.of(workload, self.optimizer, read_config(self.model))
 
@@ -111,6 +113,13 @@ class ProfileRequest:
         from protrain_plan.models.building import parse_lora
 
         return str(parse_lora(self.lora))
+
+    def _quantize(self) -> Quantize:
+        if self.quantize is None:
+            return ""
+        from protrain_plan.models.quantizing import read_quantize
+
+        return read_quantize(self.quantize, adapter=self._adapter())
 
     def options(self, progress: Progress) -> "Options":
         """What measuring and estimating take, and are told; ProtrainError for what is unknown."""
@@ -123,6 +132,7 @@ class ProfileRequest:
             "dtype": self.dtype,
             "precision": self.precision,
             "adapter": self._adapter(),
+            "quantize": self._quantize(),
             "optimizer": self.optimizer,
             "seed": self.seed,
             "text": self.text,

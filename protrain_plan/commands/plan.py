@@ -222,6 +222,9 @@ def fit(
         ),
     ] = "master",
     lora: Annotated[str | None, typer.Option(help="Train adapters alone, such as r=16.")] = None,
+    quantize: Annotated[
+        str | None, typer.Option(help="Pack the layers below adapters: nf4 (with --lora).")
+    ] = None,
     optimizer: Annotated[str, typer.Option(help="The optimizer whose states count.")] = "adamw",
     device_memory: Annotated[
         str | None, typer.Option(help="Of the device; default: all of the machine's.")
@@ -244,6 +247,7 @@ def fit(
 
     Examples: protrain fit llama-3.1-8b --on rtx-4090,a100-80gb --seq-len 2048,8192
     | protrain fit qwen2.5-7b --on rtx-3090 --lora r=16 --host-memory 64GiB
+    | protrain fit llama-3.1-8b --on rtx-3090 --precision pure --lora r=16 --quantize nf4
     """
     from protrain_plan.commands.measuring import ProfileRequest, estimated
     from protrain_plan.commands.output import progress, show
@@ -285,6 +289,7 @@ def fit(
             dtype=dtype_name,
             precision=precision_name,
             lora=lora,
+            quantize=quantize,
             optimizer=optimizer,
         )
         for length, batch in itertools.product(lengths, batches)

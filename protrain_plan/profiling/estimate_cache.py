@@ -38,7 +38,7 @@ from protrain_plan.models.presets import JsonObject
 from protrain_plan.records import dumps_hardware, dumps_profile, loads_profile
 from protrain_plan.records.files import read_text, replace_text
 from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.profile import DType, Precision, Profile, Workload
+from protrain_plan.records.profile import DType, Precision, Profile, Quantize, Workload
 
 SWITCH = "PROTRAIN_NO_CACHE"
 """The environment variable that switches the cache off, whatever its value."""
@@ -77,6 +77,7 @@ class EstimateRequest:
     adapter: str
     optimizer: str
     seed: int
+    quantize: Quantize = ""
 
     @staticmethod
     def of(
@@ -98,6 +99,7 @@ class EstimateRequest:
             adapter=workload.adapter,
             optimizer=optimizer,
             seed=workload.seed,
+            quantize=workload.quantize,
         )
 
     def is_answered_by(self, profile: Profile, machine: Hardware) -> bool:

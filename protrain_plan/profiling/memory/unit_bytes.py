@@ -49,6 +49,7 @@ from protrain_runtime.states.chunks import (
     overlapping,
     unit_parameters,
 )
+from protrain_runtime.states.quantized import absent_scale_bytes
 from protrain_runtime.states.update_rules import UpdateRule
 
 _MOST_STEPS = 16
@@ -256,6 +257,7 @@ def analyze_units(
         rules = {dtype: UpdateRule.of(factory, dtype) for dtype in dtypes}
     base = storage_bytes([*model.buffers(), *tensors_in(batch)], block=block)
     base += lasting.num_bytes(block=block) + held_inputs
+    base += absent_scale_bytes(model, block=block)
     return ModelStructure(
         found=found,
         chunks=chunks,
