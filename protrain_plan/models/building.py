@@ -190,6 +190,8 @@ def moved(
 ) -> nn.Module:
     """`model.to(...)`, in place, and for fake tensors too, which `Module.to` cannot exchange.
 
+    To `meta`, parameters are exchanged as well: in `faking`, `Module.to` cannot move real ones.
+
     `dtype` is for what is floating-point; complex tensors stay complex.
     """
 
@@ -197,7 +199,8 @@ def moved(
         return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
     tensors = (*model.parameters(), *model.buffers())
-    if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+    leaves = device is not None and torch.device(device).type == "meta"
+    if not leaves and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
         model._apply(converted)
         return model
     remake_tensors(
