@@ -20,14 +20,20 @@ from tests.support.estimates import bytes_alone, machine
 
 pytest.importorskip("bitsandbytes")
 
-WIDTH, INNER, LAYERS, TOKENS = 256, 512, 2, 128
-CONFIG = {
-    "model_type": "llama", "hidden_size": WIDTH, "intermediate_size": INNER,
-    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "vocab_size": 320,
-}  # fmt: skip
-FEW = 8  # so few that a layer's weight is more than all activations
+LAYERS = 2
+SMALL = (256, 512, 128)
+WIDTH, INNER, FEW = 1024, 2048, 8
+"""So few tokens that a layer's weight is more than all activations, and a reduction's scratch."""
+
 SHAPES = [*[(WIDTH, WIDTH)] * 4, (INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER)]
+
+
+def config(width: int, inner: int) -> str:
+    return json.dumps(
+        {"model_type": "llama", "hidden_size": width, "intermediate_size": inner,
+         "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4,
+         "vocab_size": 320}
+    )  # fmt: skip
 
 
 def estimated(
@@ -35,11 +41,12 @@ def estimated(
     *,
     quantize: Quantize = "nf4",
     dtype: DType = "bfloat16",
-    tokens: int = TOKENS,
+    sizes: tuple[int, int, int],
 ) -> Profile:
+    width, inner, tokens = sizes
     hardware = machine() if hardware_name == "cpu" else load_hardware(hardware_name)
     return estimate(
-        load_source("packed", model_config=json.dumps(CONFIG)),
+        load_source("packed", model_config=config(width, inner)),
         batch_size=1,
         seq_len=tokens,
         dtype=dtype,
@@ -51,10 +58,11 @@ def estimated(
 
 @pytest.mark.parametrize("dtype", ["float32"])
 def test_bytes_are_those_of_real_tensors(dtype: DType) -> None:
-    profile = estimated("cpu", dtype=dtype)
-    source = load_source("packed", model_config=json.dumps(CONFIG))
+    width, inner, tokens = SMALL
+    profile = estimated("cpu", dtype=dtype, sizes=SMALL)
+    source = load_source("packed", model_config=config(width, inner))
     model = source.build(dtype=dtype, adapter="lora r=4", quantize="nf4")
-    batch = next(iter(source.batches(batch_size=1, seq_len=TOKENS, dtype=dtype)))
+    batch = next(iter(source.batches(batch_size=1, seq_len=tokens, dtype=dtype)))
     found = discover(model, batch)
     passes.training_step(model, batch)  # as a measured profile does, for caches
     passes.drop_gradients(model)
@@ -67,8 +75,8 @@ def test_bytes_are_those_of_real_tensors(dtype: DType) -> None:
 
 def test_an_estimate_for_a_card_has_packed_bytes_and_the_workspace_of_both_passes() -> None:
     """By hand: half a byte of each weight, and a layer as numbers while it is multiplied with."""
-    packed = estimated("rtx-4090", tokens=FEW)
-    plain = estimated("rtx-4090", quantize="", tokens=FEW)
+    packed = estimated("rtx-4090", sizes=(WIDTH, INNER, FEW))
+    plain = estimated("rtx-4090", quantize="", sizes=(WIDTH, INNER, FEW))
     weights = sum(rows * columns for rows, columns in SHAPES)
     for unit, other in zip(packed.units, plain.units, strict=True):
         less = (2 * weights - weights // 2) if unit.kind == "block" else 0
