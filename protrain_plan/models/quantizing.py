@@ -104,7 +104,7 @@ def quantized(
 
 def _pack(library: Any, layer: Any, plain: nn.Module, dtype: torch.dtype) -> None:
     """Let a layer, new and on `meta`, have the weight and bias of the plain one in its place."""
-    weight: torch.Tensor = plain.weight.detach()  # type: ignore[assignment, operator]
+    weight: torch.Tensor = plain.weight.detach()  # type: ignore[operator]
     if type(plain) is not nn.Linear:  # GPT-2's own class has them transposed
         weight = weight.T
     settings = layer.weight.__dict__  # with the layer itself, which gets the scales
@@ -112,7 +112,7 @@ def _pack(library: Any, layer: Any, plain: nn.Module, dtype: torch.dtype) -> Non
         packed = library.nn.Params4bit(weight.to(dtype), requires_grad=False, **settings)
         layer.weight = packed._quantize(weight.device)
     if plain.bias is not None:
-        bias: torch.Tensor = plain.bias.detach()  # type: ignore[assignment, operator]
+        bias: torch.Tensor = plain.bias.detach()  # type: ignore[operator]
         layer.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
     plain.weight = plain.bias = None  # type: ignore[assignment]
     layer.train(plain.training)

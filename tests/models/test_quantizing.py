@@ -82,9 +82,7 @@ def test_what_is_not_packed_has_the_dtype_of_the_precision(
 
 def test_the_same_seed_packs_the_same_and_on_meta_the_same_shapes() -> None:
     source = load_source("tiny-llama")
-    made = [
-        of_the_base(source.build(adapter="lora r=4", quantize="nf4", seed=3)) for _ in range(2)
-    ]
+    made = [of_the_base(source.build(adapter="lora r=4", quantize="nf4", seed=3)) for _ in range(2)]
     assert all(torch.equal(tensor, made[1][key]) for key, tensor in made[0].items())
     absent = of_the_base(source.build(adapter="lora r=4", quantize="nf4", device="meta"))
     for key, tensor in made[0].items():
@@ -118,9 +116,7 @@ def test_a_record_says_it_only_where_it_is_so() -> None:
     text = dumps_profile(profile)
     assert "quantize" not in text
     packed = replace(profile, workload=replace(profile.workload, quantize="nf4"))
-    assert dumps_profile(packed) == text.replace(
-        "\n  seed: 0\n", '\n  seed: 0\n  quantize: nf4\n'
-    )
+    assert dumps_profile(packed) == text.replace("\n  seed: 0\n", "\n  seed: 0\n  quantize: nf4\n")
     assert loads_profile(dumps_profile(packed)) == packed
 
 

@@ -3,7 +3,7 @@
 import copy
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -300,14 +300,16 @@ def test_an_evaluation_between_steps_gives_plain_pytorchs_logits(tmp_path: Path)
     for layer in (layer for _, layer in packed_layers(planned_model)):
         assert not layer.support_avx512bf16_for_cpu
     for number in range(2):
-        one, other = steps(model, optimizer, [number]), steps(
-            planned_model, planned_optimizer, [number]
+        one, other = (
+            steps(model, optimizer, [number]),
+            steps(planned_model, planned_optimizer, [number]),
         )
         assert one == other
         with torch.no_grad():
             model.eval(), planned_model.eval()
-            expected = model(**batches[0]).logits
-            assert torch.equal(planned_model(**batches[0]).logits, expected)
+            expected: Any = call_model(model, batches[0])
+            found: Any = call_model(planned_model, batches[0])
+            assert torch.equal(found.logits, expected.logits)
             model.train(), planned_model.train()
 
 
@@ -340,7 +342,7 @@ def test_a_factorys_packed_model_is_profiled_planned_and_trained(
 
 
 def eight_bits() -> nn.Module:
-    model = quantized_models.llama()
+    model: nn.Module = quantized_models.llama()
     quantized_models.replace_linears(
         model,
         lambda linear: bitsandbytes.nn.Linear8bitLt(
@@ -358,15 +360,16 @@ def of_four_bits(**settings: Any) -> nn.Module:
 
 
 def embedded() -> nn.Module:
-    model: Any = quantized_models.llama()
-    model.model.embed_tokens = bitsandbytes.nn.Embedding4bit(320, 96)
+    model: nn.Module = quantized_models.llama()
+    model.set_submodule("model.embed_tokens", bitsandbytes.nn.Embedding4bit(320, 96))
     return model
 
 
 def by_another_quantizer() -> nn.Module:
-    model = quantized_models.llama()
+    model: Any = quantized_models.llama()
     model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    return model
+    found: nn.Module = model
+    return found
 
 
 def packed_for_evaluation() -> nn.Module:
@@ -376,7 +379,7 @@ def packed_for_evaluation() -> nn.Module:
     return model
 
 
-REFUSED = {
+REFUSED: dict[str, Callable[[], nn.Module]] = {
     "int8": eight_bits,
     "embedding": embedded,
     "storage": partial(of_four_bits, quant_storage=torch.bfloat16),

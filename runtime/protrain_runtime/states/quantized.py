@@ -1,9 +1,9 @@
 """Weights that bitsandbytes has packed (`Linear4bit`): in chunks like others, scales beside them.
 
-A packed weight is a frozen parameter of bytes, uint8 [elements / 2, 1], that a chunk holds and moves
-as any other. What makes numbers of it again are its *scales*: absmax of every block of 64 elements
-and tables of codes, tensors in the `quant_state` of the parameter and of its layer, which no
-`named_parameters` or `named_buffers` lists. They stay on the device, because kernels read them
+A packed weight is a frozen parameter of bytes, uint8 [elements / 2, 1], that a chunk holds and
+moves as any other. What makes numbers of it again are its *scales*: absmax of every block of 64
+elements and tables of codes, tensors in the `quant_state` of the parameter and of its layer, which
+no `named_parameters` or `named_buffers` lists. They stay on the device, because kernels read them
 through attributes wherever the bytes are needed, and because they are small beside what moves:
 with nested scales 0.0159 bytes per element (8 bits per block, and 32 per 256 blocks), without
 0.0625, beside 0.5 of the packed weight itself. The profile counts them in its base.
@@ -62,13 +62,16 @@ def scales_of(state: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def named_scales(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The scales of the model's packed weights, each layer's in order: `fc.weight.absmax`."""
+    for name, layer in packed_layers(model):
+        for path, tensor in scales_of(getattr(layer.weight, STATE, None)).items():
+            yield f"{name}.weight.{path}".removeprefix("."), tensor
+
+
 def scales(model: nn.Module) -> list[torch.Tensor]:
-    """All scales of the model's packed weights, each layer's in order."""
-    return [
-        tensor
-        for _, layer in packed_layers(model)
-        for tensor in scales_of(getattr(layer.weight, STATE, None)).values()
-    ]
+    """The same without names."""
+    return [tensor for _, tensor in named_scales(model)]
 
 
 def absent_scale_bytes(model: nn.Module, *, block: int = 1) -> int:
@@ -208,7 +211,7 @@ def save_packed_weights() -> None:
     if getattr(plain, "saves_packed_weights", False):
         return
 
-    class SavingProduct(plain):  # type: ignore[misc]
+    class SavingProduct(plain):
         saves_packed_weights = True
 
         @staticmethod
