@@ -4,7 +4,10 @@ The layers are those that transformers replaces for `BitsAndBytesConfig(load_in_
 ones, but for the head, what is tied to the embedding, and what the architecture keeps in float32.
 They become bitsandbytes' `Linear4bit` of NF4, with nested scales ("double quantization", as in the
 paper). Weights are quantised from, and computed with in, the workload's dtype, on the CPU, so that
-they are the same for every device; layer by layer, each freed before the next one.
+they are the same for every device.
+
+Layer by layer: a weight of a configuration's model is drawn and packed before the next one is there
+(`packed_as_drawn`), with the numbers that the same seed gives without packing.
 
 What is not quantised has the dtype that the precision gives it, and so have the adapters:
 
@@ -18,7 +21,10 @@ the plan says what is recomputed.
 """
 
 import importlib
-from contextlib import nullcontext
+import itertools
+import random
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +32,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.models.building import TORCH_DTYPES
+from protrain_plan.models.building import TORCH_DTYPES, replaced
 from protrain_plan.records.profile import DType, Quantize
 from protrain_runtime.states.quantized import (
     packed_layers,
@@ -79,6 +85,21 @@ def quantized(
         return model
     _refuse_without(adapter, key="quantize")
     library = bitsandbytes(source)
+    plain = dict(model.named_modules())
+    _replace(model, kind, dtype, source)
+    names = [name for name, _ in packed_layers(model) if name in plain]
+    before = {name: plain[name] for name in names if plain[name] is not model.get_submodule(name)}
+    del plain
+    if not before:
+        raise ProtrainError("the model has no linear layers to quantise", source=source)
+    for name in list(before):
+        _pack(library, model.get_submodule(name), before.pop(name), TORCH_DTYPES[dtype])
+    setattr(model, "is_loaded_in_4bit", True)  # noqa: B010  peft asks, and adapts such layers then
+    return model
+
+
+def _replace(model: nn.Module, kind: Quantize, dtype: DType, source: str) -> None:
+    """Put layers of 4 bits, on `meta`, into the places of those that transformers would replace."""
     transformers = _imported("transformers", source)
     replacing = importlib.import_module("transformers.integrations.bitsandbytes")
     config = transformers.BitsAndBytesConfig(
@@ -87,30 +108,114 @@ def quantized(
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=TORCH_DTYPES[dtype],
     )
-    plain = dict(model.named_modules())
     replacing.replace_with_bnb_linear(
         model, modules_to_not_convert=_kept(model), quantization_config=config
     )
-    names = [name for name, _ in packed_layers(model) if name in plain]
-    replaced = {name: plain[name] for name in names if plain[name] is not model.get_submodule(name)}
-    del plain
-    if not replaced:
-        raise ProtrainError("the model has no linear layers to quantise", source=source)
-    for name in names:
-        _pack(library, model.get_submodule(name), replaced.pop(name), TORCH_DTYPES[dtype])
-    setattr(model, "is_loaded_in_4bit", True)  # noqa: B010  peft asks, and adapts such layers then
+
+
+class _NotOneByOneError(Exception):
+    """A model whose weights are not set one after the other, or are written to afterwards."""
+
+
+def packed_as_drawn(
+    build: Callable[[], nn.Module],
+    kind: Quantize,
+    *,
+    dtype: DType,
+    seed: int,
+    source: str,
+) -> nn.Module:
+    """What `build` gives from the seed, its weights packed as they are drawn; `quantized` ends it.
+
+    Call it in `seeded`, which puts the random states back that this sets.
+    A model without parameters tells which layers these are. Then each linear layer gives its
+    memory back as it is made, and gets some while transformers initialises it: the same numbers are
+    drawn in the same order. Where a model does otherwise, it is built as a whole.
+    """
+    library = bitsandbytes(source)
+    order: list[nn.Linear] = []
+    reset = nn.Linear.reset_parameters
+
+    def noted(layer: nn.Linear) -> None:
+        order.append(layer)
+        reset(layer)
+
+    with torch.device("meta"), replaced(nn.Linear, "reset_parameters", noted):
+        sketch = build()
+    before = set(sketch.modules())
+    _replace(sketch, kind, dtype, source)
+    left = set(sketch.modules())
+    numbers = {n for n, layer in enumerate(order) if layer in before and layer not in left}
+    del sketch, before, left
+    order.clear()
+    try:
+        _begin(seed)  # whatever the sketch has drawn
+        return _drawn_one_by_one(build, library, kind, numbers, TORCH_DTYPES[dtype])
+    except (_NotOneByOneError, RuntimeError):
+        _begin(seed)
+        return build()
+
+
+def _begin(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+
+
+def _drawn_one_by_one(
+    build: Callable[[], nn.Module],
+    library: Any,
+    kind: Quantize,
+    numbers: Set[int],
+    dtype: torch.dtype,
+) -> nn.Module:
+    base: Any = importlib.import_module("transformers").PreTrainedModel
+    reset, initialize = nn.Linear.reset_parameters, base._initialize_weights
+    count = itertools.count()
+    waiting: set[nn.Module] = set()
+    packed: list[tuple[torch.Tensor, int]] = []
+
+    def made(layer: nn.Linear) -> None:
+        reset(layer)
+        if next(count) in numbers and not layer.weight.is_meta:
+            layer.weight = nn.Parameter(layer.weight.to("meta"))
+            waiting.add(layer)
+
+    def initialized(model: nn.Module, module: Any, *args: Any, **kwargs: Any) -> None:
+        waits = module in waiting
+        if waits:
+            waiting.remove(module)
+            module.weight = nn.Parameter(torch.empty_like(module.weight, device="cpu"))
+        initialize(model, module, *args, **kwargs)
+        if waits:
+            settings = {"quant_type": kind, "compress_statistics": True}
+            values = module.weight.detach().to(dtype)
+            with _packing("cpu"):
+                module.weight = library.nn.Params4bit(values, **settings)._quantize("cpu")
+            packed.append((module.weight, module.weight._version))
+
+    with (
+        replaced(nn.Linear, "reset_parameters", made),
+        replaced(base, "_initialize_weights", initialized),
+    ):
+        model = build()
+    if waiting or any(weight._version != version for weight, version in packed):
+        raise _NotOneByOneError
     return model
 
 
 def _pack(library: Any, layer: Any, plain: nn.Module, dtype: torch.dtype) -> None:
     """Let a layer, new and on `meta`, have the weight and bias of the plain one in its place."""
     weight: torch.Tensor = plain.weight.detach()  # type: ignore[operator]
-    if type(plain) is not nn.Linear:  # GPT-2's own class has them transposed
-        weight = weight.T
-    settings = layer.weight.__dict__  # with the layer itself, which gets the scales
-    with _where(weight):
-        packed = library.nn.Params4bit(weight.to(dtype), requires_grad=False, **settings)
-        layer.weight = packed._quantize(weight.device)
+    if getattr(plain.weight, "quant_state", None) is not None:  # packed as it was drawn
+        layer.weight, layer.quant_state = plain.weight, plain.weight.quant_state  # type: ignore[union-attr]
+        layer.weight.module = layer
+    else:
+        if type(plain) is not nn.Linear:  # GPT-2's own class has them transposed
+            weight = weight.T
+        settings = layer.weight.__dict__  # with the layer itself, which gets the scales
+        with _packing(weight.device):
+            packed = library.nn.Params4bit(weight.to(dtype), requires_grad=False, **settings)
+            layer.weight = packed._quantize(weight.device)
     if plain.bias is not None:
         bias: torch.Tensor = plain.bias.detach()  # type: ignore[operator]
         layer.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
@@ -118,9 +223,19 @@ def _pack(library: Any, layer: Any, plain: nn.Module, dtype: torch.dtype) -> Non
     layer.train(plain.training)
 
 
-def _where(weight: torch.Tensor) -> Any:
-    """Tensors that are made inside are where the weight is."""
-    return torch.device(weight.device) if weight.device.type != "cpu" else nullcontext()
+@contextmanager
+def _packing(device: torch.device | str) -> Iterator[None]:
+    """Tables of codes that are made inside are float32, and where the weight is.
+
+    transformers builds a model with the default dtype set to the model's, which they would take.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _kept(model: nn.Module) -> list[str]:
@@ -144,7 +259,7 @@ def as_made(model: nn.Module, *, source: str) -> nn.Module:
     for _, layer in packed_layers(model):
         if getattr(layer.weight, "quant_state", None) is None:
             bitsandbytes(source)
-            with _where(layer.weight):
+            with _packing(layer.weight.device):
                 layer.weight = layer.weight._quantize(layer.weight.device)
     refuse_quantized(model, source=source)
     return model
@@ -171,7 +286,8 @@ def drawn(layer: Any, *, std: float, device: torch.device) -> None:
     state, settings = layer.weight.quant_state, dict(layer.weight.__dict__)
     settings |= {"quant_state": None, "bnb_quantized": False}
     values = torch.empty(state.shape, dtype=state.dtype, device="cpu").normal_(std=std)
-    weight = library.nn.Params4bit(values, requires_grad=False, **settings)._quantize("cpu")
+    with _packing("cpu"):
+        weight = library.nn.Params4bit(values, requires_grad=False, **settings)._quantize("cpu")
     layer.weight = weight if device.type == "cpu" else weight.to(device)
     layer.quant_state = layer.weight.quant_state
 
@@ -182,7 +298,7 @@ def bitsandbytes(source: str) -> Any:
     known = library.functional.name2qmap
     if "dynamic" not in known:
         # It keeps one table of codes, of where it is first asked for: of real numbers, here.
-        with _disable_current_modes(), torch.device("cpu"):
+        with _disable_current_modes(), _packing("cpu"):
             known["dynamic"] = library.functional.create_dynamic_map()
     return library
 

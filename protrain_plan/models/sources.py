@@ -39,7 +39,7 @@ from protrain_plan.models.building import (
     without_parameters,
 )
 from protrain_plan.models.presets import JsonObject, parse_config, preset_names, read_config
-from protrain_plan.models.quantizing import as_made, quantized, settled
+from protrain_plan.models.quantizing import as_made, packed_as_drawn, quantized, settled
 from protrain_plan.records.profile import DType, Precision, Quantize
 from protrain_runtime.devices.memory_meter import return_freed_memory
 from protrain_runtime.devices.preflight import free_host_bytes
@@ -114,11 +114,20 @@ class ConfigSource:
         config, model_class = self._config_and_class()
         attention = "sdpa" if model_class._supports_sdpa else "eager"
         on_meta = torch.device(device).type == "meta"
+
+        def plain() -> nn.Module:
+            made: nn.Module = model_class._from_config(
+                copy.deepcopy(config), attn_implementation=attention, dtype=stored
+            )
+            return made
+
         with seeded(seed), torch.device("meta" if on_meta else "cpu"):
             try:
                 with of_a_size(source=self.name):
-                    model: nn.Module = model_class._from_config(
-                        config, attn_implementation=attention, dtype=stored
+                    model = (
+                        packed_as_drawn(plain, quantize, dtype=dtype, seed=seed, source=self.name)
+                        if quantize and not on_meta
+                        else plain()
                     )
             except (ProtrainError, DataDependentOutputException, DynamicOutputShapeException):
                 raise  # the latter are of fake tensors: the configuration is not at fault

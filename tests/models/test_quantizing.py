@@ -1,5 +1,6 @@
 """Packed base weights: which layers, their bits, what is refused, and how a record says it."""
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,9 @@ from protrain_plan.models.building import TORCH_DTYPES
 from protrain_plan.models.quantizing import read_quantize
 from protrain_plan.models.sources import load_source
 from protrain_plan.records import dumps_profile, loads_profile
-from protrain_plan.records.profile import DType, Precision
+from protrain_plan.records.profile import DType, Precision, Quantize
 from protrain_runtime.checkpoint.saving import model_values
+from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.states.quantized import packed_layers, scales_of
 from tests.support.messages import Speaker
 from tests.support.planning_cases import cpu, decoder
@@ -53,6 +55,9 @@ def test_layers_and_bits_are_those_that_transformers_packs(name: str, tmp_path: 
         ),
     )
     ours = source.build(dtype="bfloat16", adapter="lora r=4", quantize="nf4")
+    without = dict(source.build(dtype="bfloat16", adapter="lora r=4").named_parameters())
+    for key, parameter in ours.named_parameters():
+        assert "lora_" not in key or torch.equal(parameter, without[key])
     own, expected = of_the_base(ours), of_the_base(theirs)
     assert own.keys() == expected.keys()
     assert sum(tensor.dtype == torch.uint8 for tensor in own.values()) >= 16
@@ -133,3 +138,25 @@ def test_a_checkpoint_has_the_names_of_the_librarys_own_state_dict() -> None:
             assert bytes(saved.tolist()).rstrip() == bytes(tensor.tolist())
         else:
             assert torch.equal(saved, tensor.contiguous().view(-1).view(torch.uint8)), name
+
+
+def test_a_model_is_packed_as_it_is_drawn() -> None:
+    """So that all weights never stand together: what a build takes beside the packed model."""
+    config = {"model_type": "llama", "num_hidden_layers": 12, "hidden_size": 256,
+              "intermediate_size": 1024, "num_attention_heads": 4, "vocab_size": 300}  # fmt: skip
+    source = load_source("packed", model_config=json.dumps(config))
+
+    def building(quantize: Quantize) -> tuple[nn.Module, int]:
+        with MemoryMeter() as meter:
+            meter.mark("build")
+            model = source.build(dtype="bfloat16", adapter="lora r=4", quantize=quantize)
+        (segment,) = meter.segments
+        return model, segment.peak_bytes - segment.start_bytes
+
+    building("nf4")  # what the libraries make once
+    model, peak = building("nf4")
+    _, plainly = building("")
+    own = sum(t.numel() * t.itemsize for t in of_the_base(model).values())
+    largest = 256 * 1024
+    assert peak - own < 32 * largest  # of the one layer that is quantised
+    assert peak < plainly / 1.5

@@ -223,8 +223,7 @@ class PackedSettings:
             same = False
         if not same:
             raise ProtrainError(
-                f"the checkpoint has other settings of {self.name}: {sorted(own)} are not the"
-                " model's",
+                f"the checkpoint's {self.name} is not of such a layer as the model's",
                 fix="load it into the model that it was saved from",
             )
         if self.state.offset is not None:
