@@ -48,8 +48,8 @@ _MOST_BYTES = 64 * 2**20
 _BYTES_EACH = 2 * 2**30
 """What a process that estimates may take: PyTorch and transformers, and a model without values."""
 _LIBRARIES = ("torch", "transformers")
-_OPTIONAL = ("peft", "accelerate", "numpy", "kernels")
-_SETTINGS = ("TORCH", "PYTORCH", "TRANSFORMERS", "CUBLAS", "PEFT")
+_OPTIONAL = ("peft", "accelerate", "bitsandbytes", "numpy", "kernels")
+_SETTINGS = ("TORCH", "PYTORCH", "TRANSFORMERS", "CUBLAS", "PEFT", "BNB")
 """How the names of environment variables begin that libraries may compute by."""
 _ENTRY = re.compile(r"[0-9a-f]{64}\.txt")
 

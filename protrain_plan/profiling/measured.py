@@ -154,10 +154,11 @@ def measure_model(
     measured anew. `cost` is the optimizer's on it, where it was timed before.
     """
     refuse_parameters(model, source=workload.model)
-    settle_quantized(model)
+    let_pack = settle_quantized(model)
     device = device_of(model)
     others = other_bytes(model)
     with ExitStack() as stack:
+        stack.callback(let_pack)
         # Without gradients inside, with the same ones as before afterwards.
         for parameter in model.parameters():
             stack.callback(setattr, parameter, "grad", parameter.grad)

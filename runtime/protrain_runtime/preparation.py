@@ -130,7 +130,7 @@ def prepare(
             plan = read_plan(Path(plan))
         refuse_wrapped(model)
         refuse_quantized(model, source=plan.workload.model)
-        own.append(settle_quantized(model))
+        undo.append(settle_quantized(model))
         modules = check_model(model, plan)
         check_kernels(plan)
         check_devices(model, plan, process_group, copies=check == "bitwise")

@@ -258,6 +258,48 @@ def test_a_users_packed_model_trains_like_plain_pytorch_bitwise(seed: int, tmp_p
     assert same(everything(restore(planned_model)), everything(model))
 
 
+def test_the_usual_script_trains_like_plain_pytorch_bitwise(tmp_path: Path) -> None:
+    """from_pretrained, prepare_model_for_kbit_training, get_peft_model; then a plan."""
+    transformers: Any = pytest.importorskip("transformers")
+    peft: Any = pytest.importorskip("peft")
+    with seeded(0):
+        quantized_models.llama().save_pretrained(tmp_path / "base")
+
+    def made() -> nn.Module:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "base",
+            dtype=torch.bfloat16,
+            use_cache=False,
+            quantization_config=transformers.BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=torch.bfloat16,
+            ),
+        )
+        model = peft.prepare_model_for_kbit_training(
+            model, gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+        with seeded(1):
+            adapted: nn.Module = peft.get_peft_model(model, config)
+        return adapted.train()
+
+    model, sketched = made(), made()
+    losses = steps(model, own_optimizer(model), range(4))
+    sketched.gradient_checkpointing_disable()  # type: ignore[operator]
+    first = quantized_models.batches()[0]
+    for seed in range(2):
+        units = mixed(units_of(sketched, first), random.Random(seed), "disk", "host")
+        mine = made()
+        with pytest.warns(UserWarning, match="checkpoint"):
+            planned_model, optimizer = prepare(
+                mine, plan_for(sketched, units), optimizer=ADAMW, spill_directory=tmp_path
+            )
+        assert steps(planned_model, optimizer, range(4)) == losses
+        assert same(everything(planned_model), everything(model))
+
+
 def test_a_model_of_another_seed_takes_a_checkpoint_with_its_scales(tmp_path: Path) -> None:
     model = user_model()
     optimizer = own_optimizer(model)
