@@ -15,6 +15,7 @@ from protrain_plan.models.building import TORCH_DTYPES
 from protrain_plan.models.quantizing import read_quantize
 from protrain_plan.models.sources import load_source
 from protrain_plan.records import dumps_profile, loads_profile
+from protrain_plan.records.commands import profile_command
 from protrain_plan.records.profile import DType, Precision, Quantize
 from protrain_runtime.checkpoint.saving import model_values
 from protrain_runtime.devices.memory_meter import MemoryMeter
@@ -123,6 +124,8 @@ def test_a_record_says_it_only_where_it_is_so() -> None:
     packed = replace(profile, workload=replace(profile.workload, quantize="nf4"))
     assert dumps_profile(packed) == text.replace("\n  seed: 0\n", "\n  seed: 0\n  quantize: nf4\n")
     assert loads_profile(dumps_profile(packed)) == packed
+    again = profile_command(packed.workload, optimizer="adamw", output="profile.yaml")
+    assert " --quantize nf4 " in again
 
 
 def test_a_checkpoint_has_the_names_of_the_librarys_own_state_dict() -> None:

@@ -36,7 +36,7 @@ from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.memory import device_bytes
 from protrain_runtime import load, prepare, restore, save
 from protrain_runtime.states.chunks import refuse_parameters
-from protrain_runtime.states.quantized import packed_layers, scales
+from protrain_runtime.states.quantized import packed_layers, scales, settle_quantized
 from tests.support import quantized_models
 from tests.support.messages import Speaker
 from tests.support.peaks import SLACK_BYTES, bytes_of_others, without_freedom
@@ -315,6 +315,30 @@ def test_a_model_of_another_seed_takes_a_checkpoint_with_its_scales(tmp_path: Pa
     )
 
 
+def test_packed_bytes_are_saved_where_hooks_see_them_and_come_back_from_there() -> None:
+    """The library's own product keeps them in an attribute: a chunk's buffer would be held."""
+    model = user_model()
+    settle_quantized(model)
+    layer = next(layer for _, layer in packed_layers(model))
+    given = torch.randn(4, 96, requires_grad=True)
+    layer(given).sum().backward()
+    expected, given.grad = given.grad, None
+    packed = layer.weight.untyped_storage().data_ptr()
+    seen: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor.untyped_storage().data_ptr())
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = layer(given)
+    assert packed in seen
+    layer.weight.data = torch.zeros_like(layer.weight)  # as where its buffer has gone
+    result.sum().backward()
+    assert expected is not None
+    assert torch.equal(given.grad, expected)
+
+
 def test_a_copy_of_a_planned_model_has_weights_and_scales_of_its_own(tmp_path: Path) -> None:
     model = user_model()
     losses = steps(model, own_optimizer(model), range(3))
@@ -338,9 +362,11 @@ def test_an_evaluation_between_steps_gives_plain_pytorchs_logits(tmp_path: Path)
     for _, layer in packed_layers(model):
         layer.support_avx512bf16_for_cpu = False
     optimizer = own_optimizer(model)
-    planned_model, planned_optimizer = prepared(user_model(), 2, tmp_path)
-    for layer in (layer for _, layer in packed_layers(planned_model)):
-        assert not layer.support_avx512bf16_for_cpu
+    mine = user_model()
+    for _, layer in packed_layers(mine):
+        layer.support_avx512bf16_for_cpu = True  # as on such a processor
+    planned_model, planned_optimizer = prepared(mine, 2, tmp_path)
+    assert not any(layer.support_avx512bf16_for_cpu for _, layer in packed_layers(planned_model))
     for number in range(2):
         one, other = (
             steps(model, optimizer, [number]),
@@ -353,6 +379,8 @@ def test_an_evaluation_between_steps_gives_plain_pytorchs_logits(tmp_path: Path)
             found: Any = call_model(planned_model, batches[0])
             assert torch.equal(found.logits, expected.logits)
             model.train(), planned_model.train()
+    restore(planned_model)
+    assert all(layer.support_avx512bf16_for_cpu for _, layer in packed_layers(planned_model))
 
 
 @pytest.mark.parametrize("factory", ["nf4_factory", "plain_scales_factory"])
