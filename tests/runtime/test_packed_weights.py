@@ -436,8 +436,10 @@ def embedded() -> nn.Module:
 
 
 def by_another_quantizer() -> nn.Module:
+    """As from_pretrained leaves one with a GPTQConfig."""
+    utilities: Any = pytest.importorskip("transformers.utils.quantization_config")
     model: Any = quantized_models.llama()
-    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    model.quantization_method = utilities.QuantizationMethod.GPTQ
     found: nn.Module = model
     return found
 

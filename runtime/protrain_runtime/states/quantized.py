@@ -134,15 +134,11 @@ def refuse_quantized(model: nn.Module, *, source: str) -> None:
 
 
 def _other_quantizer(model: nn.Module) -> str | None:
-    """The name of a quantiser besides bitsandbytes that transformers says a model has."""
+    """The name of a quantiser besides bitsandbytes that transformers has loaded a model with."""
     for module in model.modules():
-        config = getattr(getattr(module, "config", None), "quantization_config", None)
-        if config is None:
-            continue
-        method = config.get("quant_method") if isinstance(config, dict) else None
-        method = getattr(config, "quant_method", method)
-        text = str(getattr(method, "value", method))
-        if not text.startswith("bitsandbytes"):
+        method = module.__dict__.get("quantization_method")
+        text = str(getattr(method, "value", method or ""))
+        if text and not text.startswith("bitsandbytes"):
             return text
     return None
 
