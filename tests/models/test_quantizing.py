@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.building import TORCH_DTYPES
 from protrain_plan.models.quantizing import read_quantize
 from protrain_plan.models.sources import load_source
@@ -19,6 +20,7 @@ from protrain_plan.records.commands import profile_command
 from protrain_plan.records.profile import DType, Precision, Quantize
 from protrain_runtime.checkpoint.saving import model_values
 from protrain_runtime.devices.memory_meter import MemoryMeter
+from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.quantized import packed_layers, scales_of
 from tests.support.messages import Speaker
 from tests.support.planning_cases import cpu, decoder
@@ -163,3 +165,22 @@ def test_a_model_is_packed_as_it_is_drawn() -> None:
     largest = 256 * 1024
     assert peak - own < 32 * largest  # of the one layer that is quantised
     assert peak < plainly / 1.5
+
+
+def test_a_factorys_plain_model_is_packed_and_gets_adapters() -> None:
+    """Biases of packed layers are in the dtype that is computed in, as the first forward does."""
+    source = load_source("tests.support.quantized_models:plain_factory")
+    model = source.build(dtype="bfloat16", precision="autocast", adapter="lora r=4", quantize="nf4")
+    layers = dict(packed_layers(model))
+    assert len(layers) == 7 * 3
+    assert all(
+        layer.bias.dtype == torch.bfloat16 for layer in layers.values() if layer.bias is not None
+    )
+    batch = next(source.batches(batch_size=4, seq_len=64, dtype="bfloat16", precision="autocast"))
+    before = model_fingerprint(model)
+    loss_of(call_model(model, batch)).backward()
+    assert model_fingerprint(model) == before
+    on_meta = source.build(
+        dtype="bfloat16", precision="autocast", adapter="lora r=4", quantize="nf4", device="meta"
+    )
+    assert model_fingerprint(on_meta) == before

@@ -79,3 +79,8 @@ def plain_scales_factory() -> tuple[nn.Module, Iterable[Batch]]:
         model, lambda linear: packed(linear, quant_type="fp4", compress_statistics=False)
     )
     return with_adapters(model), batches()
+
+
+def plain_factory() -> tuple[nn.Module, Iterable[Batch]]:
+    """The model as it is, for `--lora` and `--quantize`."""
+    return llama(), batches()
