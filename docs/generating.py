@@ -225,7 +225,7 @@ def _value(schema: Json) -> str:
         case {"const": value}:
             return f"`{value}`"
         case {"enum": values}:
-            return ", ".join(f"`{value}`" for value in values)
+            return ", ".join(f"`{value}`" if value else "an empty text" for value in values)
         case {"type": "array", "items": items}:
             return f"a list: {_value(items)}"
         case {"oneOf": [{"type": "integer"} as number, {"type": "string"}]}:

@@ -207,6 +207,7 @@ def _facts(old: Plan, new: Plan) -> Iterator[Fact]:
         ("batch", lambda plan: f"{plan.workload.batch_size} x {plan.workload.seq_len} tokens"),
         ("dtype", lambda plan: f"{plan.workload.dtype}, {plan.workload.precision}"),
         ("adapter", lambda plan: plan.workload.adapter or "none"),
+        ("quantised weights", lambda plan: plan.workload.quantize or "none"),
         ("machine", lambda plan: plan.hardware),
         ("optimizer", lambda plan: plan.optimizer),
         ("profile", lambda plan: plan.profile_fingerprint),

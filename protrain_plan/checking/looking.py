@@ -78,6 +78,7 @@ serve(int(sys.argv[1]), int(sys.argv[2]))
 _NEEDED = ("protrain_plan.profiling.estimated", "protrain_plan.models.sources")
 _OF_CONFIGURATIONS = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
 _OF_ADAPTERS = ("peft",)
+_OF_QUANTISED = ("bitsandbytes",)
 
 Message = dict[str, Any]
 
@@ -179,6 +180,7 @@ class Rebuilt:
             seed=workload.seed,
             precision=workload.precision,
             adapter=workload.adapter,
+            quantize=workload.quantize,
         )
         self.fingerprint = model_fingerprint(model)
         self.changed_keys = changed_keys(workload.model_config, self._source.model_config)
@@ -200,6 +202,7 @@ class Rebuilt:
             dtype=workload.dtype,
             precision=workload.precision,
             adapter=workload.adapter,
+            quantize=workload.quantize,
             optimizer=self._profile.optimizer.name,
             hardware=replace(hardware, rates=rates),
             seed=workload.seed,
@@ -471,6 +474,7 @@ class _Bench:
         workload = profile.workload
         configured = _OF_CONFIGURATIONS if workload.model_config else ()
         modules = [*_NEEDED, *configured, *(_OF_ADAPTERS if workload.adapter else ())]
+        modules += _OF_QUANTISED if workload.quantize else ()
         ours, theirs = socket.socketpair()
         dump = tempfile.TemporaryFile()  # noqa: SIM115  (the model's, as long as it lives)
         request = {"modules": modules, "seconds": self.seconds, "memory": self.memory}

@@ -29,7 +29,7 @@ from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateReques
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.whereabouts import Place
 from protrain_plan.records.hardware import Hardware, is_accelerator
-from protrain_plan.records.profile import DType, Precision, Profile, Workload
+from protrain_plan.records.profile import DType, Precision, Profile, Quantize, Workload
 
 if TYPE_CHECKING:
     from protrain_plan.profiling.unit_by_unit import Options
@@ -78,6 +78,7 @@ class ProfileRequest:
     lora: str | None
     optimizer: str
     optimizer_args: str | None = None
+    quantize: str | None = None
     seed: int = 0
     text: Path | None = None
     device: str | None = None
@@ -103,6 +104,7 @@ class ProfileRequest:
             seed=self.seed,
             precision=self.precision,
             adapter=self._adapter(),
+            quantize=self._quantize(),
         )
         return EstimateRequest.of(workload, self.optimizer, read_config(self.model))
 
@@ -112,6 +114,13 @@ class ProfileRequest:
         from protrain_plan.models.building import parse_lora
 
         return str(parse_lora(self.lora))
+
+    def _quantize(self) -> Quantize:
+        if self.quantize is None:
+            return ""
+        from protrain_plan.models.quantizing import read_quantize
+
+        return read_quantize(self.quantize, adapter=self._adapter())
 
     def options(self, progress: Progress) -> "Options":
         """What measuring and estimating take, and are told; ProtrainError for what is unknown."""
@@ -125,6 +134,7 @@ class ProfileRequest:
             "dtype": self.dtype,
             "precision": self.precision,
             "adapter": self._adapter(),
+            "quantize": self._quantize(),
             "optimizer": optimizer,
             "seed": self.seed,
             "text": self.text,

@@ -224,6 +224,9 @@ def fit(
         ),
     ] = "master",
     lora: Annotated[str | None, typer.Option(help="Train adapters alone, such as r=16.")] = None,
+    quantize: Annotated[
+        str | None, typer.Option(help="Pack the layers below adapters: nf4 (with --lora).")
+    ] = None,
     optimizer: OptimizerOption = "adamw",
     optimizer_args: OptimizerArgsOption = None,
     device_memory: Annotated[
@@ -247,6 +250,7 @@ def fit(
 
     Examples: protrain fit llama-3.1-8b --on rtx-4090,a100-80gb --seq-len 2048,8192
     | protrain fit qwen2.5-7b --on rtx-3090 --lora r=16 --host-memory 64GiB
+    | protrain fit llama-3.1-8b --on rtx-3090 --precision pure --lora r=16 --quantize nf4
     """
     from protrain_plan.commands.measuring import ProfileRequest, estimated
     from protrain_plan.commands.output import progress, show
@@ -288,6 +292,7 @@ def fit(
             dtype=dtype_name,
             precision=precision_name,
             lora=lora,
+            quantize=quantize,
             optimizer=optimizer,
             optimizer_args=optimizer_args,
         )

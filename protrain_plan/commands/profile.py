@@ -54,6 +54,13 @@ def profile(
             " Default: alpha = 2 r, all linear layers but the head."
         ),
     ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            help="Pack the frozen linear layers below adapters: nf4 (4 bits, as in QLoRA; with"
+            " --lora)."
+        ),
+    ] = None,
     optimizer: OptimizerOption = "adamw",
     optimizer_args: OptimizerArgsOption = None,
     on: Annotated[
@@ -117,6 +124,7 @@ def profile(
 
     Examples: protrain profile smollm2-135m --batch-size 1 --seq-len 256 -o profile.yaml
     | protrain profile llama-3.1-8b --on rtx-4090 --dtype bfloat16 --seq-len 4096
+    | protrain profile llama-3.1-70b --on rtx-4090 --dtype bfloat16 --lora r=16 --quantize nf4
     """
     from protrain_plan.commands.measuring import ProfileRequest, estimated, measured, measured_apart
     from protrain_plan.commands.output import destination, progress, show
@@ -155,6 +163,7 @@ def profile(
         dtype=dtype_name,
         precision=precision_name,
         lora=lora,
+        quantize=quantize,
         optimizer=optimizer,
         optimizer_args=optimizer_args,
         device=device,

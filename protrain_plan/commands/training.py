@@ -140,6 +140,7 @@ def train(
             dtype=workload.dtype,
             precision=workload.precision,
             adapter=workload.adapter,
+            quantize=workload.quantize,
             device=device,
             seed=workload.seed,
         )
@@ -193,6 +194,7 @@ def _training(plan: Plan, text: Path | None) -> dict[str, object]:
         "model": workload.model,
         "model_config": workload.model_config,
         "adapter": workload.adapter,
+        **({"quantize": workload.quantize} if workload.quantize else {}),
         "dtype": workload.dtype,
         "precision": workload.precision,
         "batch_size": workload.batch_size,

@@ -38,6 +38,8 @@ from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.devices.memory_meter import storage_bytes
 
 aten = torch.ops.aten
+PACKED_PRODUCT = "bitsandbytes::gemm_4bit"
+"""By its name: the operator is there once bitsandbytes is imported."""
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -182,6 +184,36 @@ def convolution(call: OperatorCall) -> int:
     if images and given.dtype == torch.float32 and not transposed:
         return library
     return max(library, item * plain)
+
+
+# --- products with packed weights -----------------------------------------------------------------
+
+
+def _weight_bytes(call: OperatorCall) -> tuple[int, int]:
+    """Of bitsandbytes' product: the weight as numbers of its input's dtype, and float32 scales."""
+    count = math.prod(call.args[2])
+    return count * call.given.itemsize, 4 * -(-count // call.args[4])
+
+
+def packed_product(call: OperatorCall) -> int:
+    """The weight as numbers, from float32 scales, which are there twice as they are made.
+
+    On CUDA fused kernels, which need neither, are taken for few rows (bitsandbytes 0.50,
+    backends/cuda/ops.py, `_gemm_4bit_use_custom_fn`): a bound. The product itself packs operands of
+    16 bits on a CPU.
+    """
+    weight, scales = _weight_bytes(call)
+    return weight + 2 * scales
+
+
+def _cpu_packed_product(call: OperatorCall) -> int:
+    if call.given.dtype not in HALF:
+        return packed_product(call)
+    rows, inner = call.given.numel() // call.given.shape[-1], call.given.shape[-1]
+    columns = call.args[2][0]
+    each = packed_bytes(rows, inner, columns)
+    whole = 4 * call.outputs[0].numel() + call.num_threads * _KERNEL_BYTES
+    return packed_product(call) + max(call.num_threads * each, whole)
 
 
 # --- element-wise operators -----------------------------------------------------------------------
@@ -387,6 +419,7 @@ CPU_WORKSPACES: dict[Any, Workspace] = {
     aten.convolution_backward.default: convolution,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    PACKED_PRODUCT: _cpu_packed_product,
 }
 
 
@@ -450,6 +483,7 @@ CUDA_WORKSPACES: dict[Any, Workspace] = {
     aten._index_put_impl_.default: _cuda_sort,
     # A bound: operands that the library cannot read as they lie are copied.
     aten.bmm.default: lambda call: contiguous(*call.inputs),
+    PACKED_PRODUCT: packed_product,
 }
 
 
@@ -540,7 +574,7 @@ class Allocator:
 
     def workspace(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         """What `func` takes besides its inputs and outputs while it runs, at most."""
-        formula = self.workspaces.get(func)
+        formula = self.workspaces.get(func) or self.workspaces.get(func._schema.name)
         if formula is None:
             return 0
         call = OperatorCall(
@@ -640,6 +674,13 @@ class OperatorLog:
         else:
             moved += sum(_bytes(tensor) for tensor in given)
         half = any(tensor.dtype in HALF for tensor in given)
+        if func._schema.name == PACKED_PRODUCT:
+            # Packed bytes are read and numbers are written, and then there is a product of these.
+            rows, weight = args[0], math.prod(args[2]) * args[0].itemsize
+            packed = sum(_bytes(tensor) for tensor in given) - _bytes(rows)
+            self.slots[-1].append(Work(0.0, packed + weight, half))
+            flops = 2.0 * rows.numel() * args[2][0]
+            moved += weight - packed
         self.slots[-1].append(Work(flops, moved, half))
 
 

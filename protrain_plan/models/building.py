@@ -28,6 +28,7 @@ from protrain_plan.errors import ProtrainError, cut
 from protrain_plan.records.profile import DType, Precision
 from protrain_plan.units import format_bytes
 from protrain_runtime.devices import device as devices
+from protrain_runtime.states.quantized import STATE, carry_scales
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     "float32": torch.float32,
@@ -83,7 +84,12 @@ def without_parameters() -> Iterator[None]:
         if parameter is None or is_lazy(parameter) or parameter.is_meta:
             return None
         if parameter not in known:
-            known[parameter] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+            absent = parameter.to("meta")
+            if isinstance(absent, nn.Parameter):  # of a class of its own: it is to be packed
+                absent.__dict__.update(parameter.__dict__)
+            else:
+                absent = nn.Parameter(absent, parameter.requires_grad)
+            known[parameter] = absent
         return known[parameter]
 
     with (
@@ -184,6 +190,8 @@ def moved(
 ) -> nn.Module:
     """`model.to(...)`, in place, and for fake tensors too, which `Module.to` cannot exchange.
 
+    To `meta`, parameters are exchanged as well: in `faking`, `Module.to` cannot move real ones.
+
     `dtype` is for what is floating-point; complex tensors stay complex.
     """
 
@@ -191,19 +199,37 @@ def moved(
         return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
     tensors = (*model.parameters(), *model.buffers())
-    if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+    leaves = device is not None and torch.device(device).type == "meta"
+    if not leaves and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
         model._apply(converted)
         return model
-    remake_tensors(model, lambda tensor: converted(tensor.detach()))
+    remake_tensors(
+        model,
+        lambda tensor: converted(tensor.detach()),
+        make_scale=lambda scale: scale.to(device),
+    )
     return model
 
 
-def remake_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def remake_tensors(
+    model: nn.Module,
+    make: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    make_scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> None:
     """Put `make(tensor)` into the place of every parameter and buffer, in the model's order.
 
-    A tensor that is there twice (a tied parameter) stays one. Parameters stay parameters.
+    A tensor that is there twice (a tied parameter) stays one. Parameters stay parameters, and
+    packed ones have their scales, each by `make_scale`, which is `make` by default.
     """
     made: dict[torch.Tensor, torch.Tensor] = {}
+    scales: dict[int, torch.Tensor] = {}  # by identity: layers may share a table of codes
+
+    def remade(scale: torch.Tensor) -> torch.Tensor:
+        if id(scale) not in scales:
+            scales[id(scale)] = (make_scale or make)(scale)
+        return scales[id(scale)]
+
     for module in model.modules():
         places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for place in places:
@@ -214,8 +240,12 @@ def remake_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor
                     found = make(tensor)
                     if isinstance(tensor, nn.Parameter) and found is not tensor:
                         found = nn.Parameter(found, tensor.requires_grad)
+                        carry_scales(tensor, found, remade)
                     made[tensor] = found
                 place[name] = made[tensor]
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.__dict__.get(STATE) is not None:
+            setattr(module, STATE, weight.__dict__[STATE])
 
 
 def parameter_dtype(dtype: DType, precision: Precision) -> torch.dtype:

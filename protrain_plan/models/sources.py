@@ -39,7 +39,8 @@ from protrain_plan.models.building import (
 )
 from protrain_plan.models.importing import imported
 from protrain_plan.models.presets import JsonObject, parse_config, preset_names, read_config
-from protrain_plan.records.profile import DType, Precision
+from protrain_plan.models.quantizing import as_made, packed_as_drawn, quantized, settled
+from protrain_plan.records.profile import DType, Precision, Quantize
 from protrain_runtime.devices.memory_meter import return_freed_memory
 from protrain_runtime.devices.preflight import free_host_bytes
 
@@ -98,6 +99,7 @@ class ConfigSource:
         dtype: DType = "float32",
         precision: Precision = "pure",
         adapter: str = "",
+        quantize: Quantize = "",
         device: torch.device | str = "cpu",
         seed: int = 0,
     ) -> nn.Module:
@@ -105,23 +107,35 @@ class ConfigSource:
 
         The weights are drawn on the CPU, so that they are the same for every device; on `meta`
         none are drawn. ProtrainError where transformers is missing or refuses the configuration,
-        dtype and precision do not go together, or the adapter does not fit.
+        dtype and precision do not go together, or the adapter does not fit. `quantize` is as in
+        `quantizing`.
         """
         stored = parameter_dtype(dtype, precision)
         config, model_class = self._config_and_class()
         attention = "sdpa" if model_class._supports_sdpa else "eager"
         on_meta = torch.device(device).type == "meta"
+
+        def plain() -> nn.Module:
+            made: nn.Module = model_class._from_config(
+                copy.deepcopy(config), attn_implementation=attention, dtype=stored
+            )
+            return made
+
         with seeded(seed), torch.device("meta" if on_meta else "cpu"):
             try:
                 with of_a_size(source=self.name):
-                    model: nn.Module = model_class._from_config(
-                        config, attn_implementation=attention, dtype=stored
+                    model = (
+                        packed_as_drawn(plain, quantize, dtype=dtype, seed=seed, source=self.name)
+                        if quantize and not on_meta
+                        else plain()
                     )
             except (ProtrainError, DataDependentOutputException, DynamicOutputShapeException):
                 raise  # the latter are of fake tensors: the configuration is not at fault
             except Exception as error:  # a modelling file may fail in any way
                 raise self._refused(error) from error
+            model = quantized(model, quantize, adapter=adapter, dtype=dtype, source=self.name)
             model = adapted(model, adapter, source=self.name)
+            model = settled(model, dtype=stored, quantize=quantize, source=self.name)
         if torch.device(device).type not in ("cpu", "meta"):
             model.to(device)
         return computing_in(model, dtype, precision).train()
@@ -279,20 +293,26 @@ class FactorySource:
         dtype: DType = "float32",
         precision: Precision = "pure",
         adapter: str = "",
+        quantize: Quantize = "",
         device: torch.device | str = "cpu",
         seed: int = 0,
     ) -> nn.Module:
-        """The factory's model in train mode, with its adapter.
+        """The factory's model in train mode, with its adapter, and quantised where that is asked.
 
         Floating-point parameters and buffers are in the dtype that `precision` gives them.
-        ProtrainError where dtype and precision do not go together, or the adapter does not fit.
+        ProtrainError where dtype and precision do not go together, the adapter does not fit, or
+        the factory has quantised weights in a way that no plan can follow.
         """
         stored = parameter_dtype(dtype, precision)
         model, data = self._made(seed)
         self._data = (seed, data)
         with seeded(seed):
-            model = adapted(moved(model, dtype=stored), adapter, source=self.name)
-        return computing_in(moved(model, device=device), dtype, precision).train()
+            model = moved(as_made(model, source=self.name), dtype=stored)
+            model = quantized(model, quantize, adapter=adapter, dtype=dtype, source=self.name)
+            model = adapted(model, adapter, source=self.name)
+        model = moved(model, device=device)
+        model = settled(model, dtype=stored, quantize=quantize, source=self.name)
+        return computing_in(model, dtype, precision).train()
 
     def batches(
         self,

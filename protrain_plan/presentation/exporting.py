@@ -226,6 +226,8 @@ def _common_losses(plan: Plan, switches: Switches, *, in_backward: bool = False)
     losses: list[str] = []
     if plan.workload.adapter:
         losses.append(f"The adapter ({plan.workload.adapter}) is the script's.")
+    if plan.workload.quantize:
+        losses.append(f"Quantised weights ({plan.workload.quantize}) are the script's.")
     if plan.optimizer != "adamw":
         losses.append(f"The optimizer ({plan.optimizer}) is the script's.")
     blocks = [unit for unit in plan.units if unit.kind == "block"]

@@ -38,7 +38,7 @@ from protrain_plan.models.presets import JsonObject
 from protrain_plan.records import dumps_hardware, dumps_profile, loads_profile
 from protrain_plan.records.files import read_text, replace_text
 from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.profile import DType, Precision, Profile, Workload
+from protrain_plan.records.profile import DType, Precision, Profile, Quantize, Workload
 
 SWITCH = "PROTRAIN_NO_CACHE"
 """The environment variable that switches the cache off, whatever its value."""
@@ -48,8 +48,8 @@ _MOST_BYTES = 64 * 2**20
 _BYTES_EACH = 2 * 2**30
 """What a process that estimates may take: PyTorch and transformers, and a model without values."""
 _LIBRARIES = ("torch", "transformers")
-_OPTIONAL = ("peft", "accelerate", "numpy", "kernels")
-_SETTINGS = ("TORCH", "PYTORCH", "TRANSFORMERS", "CUBLAS", "PEFT")
+_OPTIONAL = ("peft", "accelerate", "bitsandbytes", "numpy", "kernels")
+_SETTINGS = ("TORCH", "PYTORCH", "TRANSFORMERS", "CUBLAS", "PEFT", "BNB")
 """How the names of environment variables begin that libraries may compute by."""
 _ENTRY = re.compile(r"[0-9a-f]{64}\.txt")
 
@@ -77,6 +77,7 @@ class EstimateRequest:
     adapter: str
     optimizer: str
     seed: int
+    quantize: Quantize = ""
 
     @staticmethod
     def of(
@@ -98,6 +99,7 @@ class EstimateRequest:
             adapter=workload.adapter,
             optimizer=optimizer,
             seed=workload.seed,
+            quantize=workload.quantize,
         )
 
     def is_answered_by(self, profile: Profile, machine: Hardware) -> bool:

@@ -75,6 +75,7 @@ from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import MemoryMeter, device_of, storage_bytes
 from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors, with_batch_sizes
 from protrain_runtime.states.chunks import refuse_parameters
+from protrain_runtime.states.quantized import settle_quantized
 from protrain_runtime.states.update_rules import UpdateRules
 
 
@@ -155,9 +156,11 @@ def measure_model(
     measured anew. `cost` is the optimizer's on it, where it was timed before.
     """
     refuse_parameters(model, source=workload.model)
+    let_pack = settle_quantized(model)
     device = device_of(model)
     others = other_bytes(model)
     with ExitStack() as stack:
+        stack.callback(let_pack)
         # Without gradients inside, with the same ones as before afterwards.
         for parameter in model.parameters():
             stack.callback(setattr, parameter, "grad", parameter.grad)

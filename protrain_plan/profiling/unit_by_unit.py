@@ -24,6 +24,7 @@ from protrain_plan.hardware.probe import Progress, host_memory_bytes, processor_
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import remake_tensors, seeded, without_parameters
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
+from protrain_plan.models.quantizing import drawn
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling.memory.block_classes import (
     BlockClasses,
@@ -45,12 +46,13 @@ from protrain_plan.profiling.structure.discovery import (
 from protrain_plan.profiling.structure.faking import fake_batch, fake_model, faking, without_values
 from protrain_plan.profiling.structure.rerun import run_once
 from protrain_plan.records.hardware import Device, DeviceKind
-from protrain_plan.records.profile import DType, Form, Precision, Workload
+from protrain_plan.records.profile import DType, Form, Precision, Quantize, Workload
 from protrain_plan.units import format_bytes
 from protrain_runtime.activations.recompute import switch_off_checkpointing
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import process_memory
 from protrain_runtime.states.chunks import refuse_parameters
+from protrain_runtime.states.quantized import packed_layers
 
 SHARE_OF_FREE_MEMORY = 0.5
 """A model that takes more of it in a plain step is measured unit by unit. Both ways give the same
@@ -69,6 +71,7 @@ class Options(TypedDict, total=False):
     dtype: Required[DType]
     precision: Precision
     adapter: str
+    quantize: Quantize
     optimizer: str
     seed: int
     text: Path | None
@@ -90,6 +93,7 @@ def workload_of(
         precision=options.get("precision", "pure"),
         adapter=options.get("adapter", ""),
         deterministic=deterministic,
+        quantize=options.get("quantize", ""),
     )
 
 
@@ -101,6 +105,7 @@ def built(
         dtype=workload.dtype,
         precision=workload.precision,
         adapter=workload.adapter,
+        quantize=workload.quantize,
         device=device,
         seed=workload.seed,
     )
@@ -187,6 +192,7 @@ def sketch_and_model(
             dtype=workload.dtype,
             precision=workload.precision,
             adapter=workload.adapter,
+            quantize=workload.quantize,
             seed=workload.seed,
         )
         refuse_parameters(model, source=source.name)
@@ -258,6 +264,11 @@ def build_sparsely(
     )
     absent = {name for unit in sketch.block_classes.stubbed for name in found[unit].parameters}
     left = {parameter for name, parameter in model.named_parameters() if name in absent}
+    with seeded(workload.seed):
+        for _, layer in packed_layers(model):
+            if layer.weight not in left:
+                drawn(layer, std=_INIT_STD, device=device)
+    left |= {layer.weight for _, layer in packed_layers(model)}
 
     def make(tensor: torch.Tensor) -> torch.Tensor:
         if tensor in left:

@@ -24,6 +24,7 @@ def profile_command(
         ("--dtype", workload.dtype, "float32"),
         ("--precision", workload.precision, "pure"),
         ("--lora", ",".join(workload.adapter.split()[1:]), ""),
+        ("--quantize", workload.quantize, ""),
         ("--optimizer", optimizer, "adamw"),
         ("--seed", str(workload.seed), "0"),
     ):

@@ -24,6 +24,8 @@ Precision = Literal["pure", "master", "autocast"]
 """pure: parameters, gradients and states of one dtype; master: states hold float32 parameters too;
 autocast: float32 parameters, computed with in the workload's dtype."""
 DType = Literal["float32", "bfloat16", "float16"]
+Quantize = Literal["", "nf4"]
+"""How the frozen linear layers below adapters are packed; empty: they are not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,7 @@ class Workload:
     adapter: str = ""  # "lora r=16": what was added to the model, and trained instead of it
     inputs: tuple[str, ...] = ()  # of a factory's profiled batch: "tokens 4x64", a tensor each
     deterministic: bool = False  # whether PyTorch took deterministic kernels alone
+    quantize: Quantize = ""  # how the frozen linear layers below the adapter are packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

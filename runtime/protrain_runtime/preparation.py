@@ -68,6 +68,7 @@ from protrain_runtime.model.prepared import (
 )
 from protrain_runtime.ranks.group import Ranks, ranks_of
 from protrain_runtime.states.chunks import Chunk, make_chunks, offload, read_values
+from protrain_runtime.states.quantized import refuse_quantized, scales, settle_quantized
 from protrain_runtime.states.unchanged_model import UnchangedModel, refuse_conversions
 from protrain_runtime.states.update_rules import OptimizerFactory, with_master_weights
 from protrain_runtime.states.updates import UpdateTeam, spare_threads
@@ -128,6 +129,8 @@ def prepare(
         if not isinstance(plan, Plan):
             plan = read_plan(Path(plan))
         refuse_wrapped(model)
+        refuse_quantized(model, source=plan.workload.model)
+        undo.append(settle_quantized(model))
         modules = check_model(model, plan)
         check_kernels(plan)
         check_devices(model, plan, process_group, copies=check == "bitwise")
@@ -293,7 +296,7 @@ def _attach(
             swap_stores[unit.activations.tier] = stores.get(unit.activations.tier)
     if ranks is not None:
         ranks.meeting.meet("prepare()")
-        own.append(_share(ranks, [*model.parameters(), *model.buffers()]))
+        own.append(_share(ranks, [*model.parameters(), *model.buffers(), *scales(model)]))
         undo.append(lambda: _bring_back_together(ranks, chunks))
     for chunk, unit in zip(chunks, plan.units, strict=True):
         if isinstance(unit.states, Persistent) or not chunk.slices:

@@ -61,6 +61,7 @@ def test_another_question_has_no_answer(folder: Path) -> None:
         replace(question, dtype="float16"),
         replace(question, precision="master"),
         replace(question, adapter="lora r=16"),
+        replace(question, adapter="lora r=16", quantize="nf4"),
         replace(question, optimizer="sgd"),
         replace(question, model="mine.json"),
         replace(question, config="{}"),

@@ -32,9 +32,10 @@ CASES: dict[str, tuple[dict[str, object], dict[str, str]]] = {
     **{name: (config, {}) for name, config in CONFIGS.items()},
     "tied": ({**CONFIGS["llama"], "tie_word_embeddings": True}, {}),
     "lora": (CONFIGS["llama"], {"adapter": "lora r=4"}),
+    "packed": (CONFIGS["llama"], {"adapter": "lora r=4", "quantize": "nf4"}),
     "autocast": (CONFIGS["llama"], {"dtype": "bfloat16", "precision": "autocast"}),
 }
-QUICK = ("tied",)
+QUICK = ("tied", "packed")
 
 
 def source_and_workload(name: str) -> tuple[ModelSource, Workload]:
@@ -55,7 +56,10 @@ def source_and_workload(name: str) -> tuple[ModelSource, Workload]:
 def whole(source: ModelSource, workload: Workload) -> tuple[list[Unit], int, str]:
     """Units, base bytes and fingerprint of the model as it is."""
     model = source.build(
-        dtype=workload.dtype, precision=workload.precision, adapter=workload.adapter
+        dtype=workload.dtype,
+        precision=workload.precision,
+        adapter=workload.adapter,
+        quantize=workload.quantize,
     )
     batch = next(
         source.batches(batch_size=2, seq_len=32, dtype=workload.dtype, precision=workload.precision)
@@ -72,6 +76,8 @@ def whole(source: ModelSource, workload: Workload) -> tuple[list[Unit], int, str
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
 )
 def test_bytes_are_those_of_the_whole_model(name: str) -> None:
+    if name == "packed":
+        pytest.importorskip("bitsandbytes")
     source, workload = source_and_workload(name)
     sketch = sketched(source, workload, text=None)
     model, found, batches = build_sparsely(source, workload, sketch, text=None)

@@ -51,7 +51,7 @@ from protrain_plan.records.plan import (
     TierBytes,
     UnitPlan,
 )
-from protrain_plan.records.profile import DType, Form, Profile, Workload
+from protrain_plan.records.profile import DType, Form, Profile, Quantize, Workload
 from protrain_runtime.devices import device as devices
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.support.functional_model import FunctionalStack
@@ -81,6 +81,7 @@ def profiled_here(
     dtype: DType = "float32",
     num_steps: int = 1,
     adapter: str = "",
+    quantize: Quantize = "",
 ) -> Profile:
     """A measured profile of a small model, whose seconds do not matter."""
     return measure(
@@ -91,6 +92,7 @@ def profiled_here(
         device="cpu",
         seed=0,
         adapter=adapter,
+        quantize=quantize,
         num_steps=num_steps,
         spill_directory=spill,
         text=None,

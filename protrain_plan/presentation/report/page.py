@@ -167,6 +167,8 @@ def workload_text(step: Step) -> str:
         parts.append(f"{workload.precision} precision")
     if workload.adapter:
         parts.append(workload.adapter)
+    if workload.quantize:
+        parts.append(f"{workload.quantize} weights")
     if workload.deterministic:
         parts.append("deterministic kernels")
     if step.plan.micro_batches > 1:

@@ -48,6 +48,7 @@ from protrain_runtime.states.chunks import (
     overlapping,
     unit_parameters,
 )
+from protrain_runtime.states.quantized import absent_scale_bytes
 from protrain_runtime.states.update_rules import UpdateRule, UpdateRules
 
 _MOST_STEPS = 16
@@ -253,6 +254,7 @@ def analyze_units(
     stepped = {part.name: part.rule(rules) for part in parts if part.trainable}
     base = storage_bytes([*model.buffers(), *tensors_in(batch)], block=block)
     base += lasting.num_bytes(block=block) + held_inputs
+    base += absent_scale_bytes(model, block=block)
     return ModelStructure(
         found=found,
         chunks=chunks,

@@ -32,7 +32,7 @@ from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import converted, remake_tensors, replaced
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.records.hardware import DeviceKind
-from protrain_plan.records.profile import DType, Precision
+from protrain_plan.records.profile import DType, Precision, Quantize
 from protrain_runtime.activations.compiled import uncompiled
 from protrain_runtime.activations.trees import taken_apart, tensors_in
 from protrain_runtime.devices.memory_meter import PARTS, strided_parts
@@ -228,7 +228,13 @@ def faking(kind: DeviceKind = "cpu") -> Iterator[FakeTensorMode]:
 
 
 def fake_model(
-    source: ModelSource, *, dtype: DType, precision: Precision, adapter: str, seed: int
+    source: ModelSource,
+    *,
+    dtype: DType,
+    precision: Precision,
+    adapter: str,
+    seed: int,
+    quantize: Quantize = "",
 ) -> nn.Module:
     """The source's model, of fake tensors on a CPU; call it inside `faking`."""
     if not adapter:
@@ -237,19 +243,35 @@ def fake_model(
         except (ProtrainError, SparseError, *_VALUES_ASKED):
             raise
         except Exception as error:  # any code of the user's
-            raise ProtrainError(
-                f"the model cannot be built of tensors without values: {error}",
-                source=source.name,
-                fix="profile it on the device that it is to run on",
-            ) from error
-    # peft moves its layers after making them, which fake parameters do not allow.
+            if not _is_packing(error):
+                raise ProtrainError(
+                    f"the model cannot be built of tensors without values: {error}",
+                    source=source.name,
+                    fix="profile it on the device that it is to run on",
+                ) from error
+    # peft moves its layers after making them, which fake parameters do not allow; and a packed
+    # parameter has a class of its own, which fake ones cannot have.
     with unset_fake_temporarily():
         model = source.build(
-            dtype=dtype, precision=precision, adapter=adapter, seed=seed, device="meta"
+            dtype=dtype,
+            precision=precision,
+            adapter=adapter,
+            quantize=quantize,
+            seed=seed,
+            device="meta",
         )
     # Made inside `faking`, so that they are fake ones on a CPU.
     remake_tensors(model, lambda meta: torch.empty(meta.shape, dtype=meta.dtype))
     return model
+
+
+def _is_packing(error: BaseException | None) -> bool:
+    """Whether what failed was to make a packed parameter of a fake tensor."""
+    while error is not None:
+        if "Tensor subclass Params4bit" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def fake_batch(mode: FakeTensorMode, batch: Batch) -> Batch:

@@ -61,6 +61,7 @@ from protrain_runtime.states.values import (
     Stored,
     Value,
     num_bytes,
+    scale_values,
     stored_states,
     stored_value,
 )
@@ -169,7 +170,10 @@ def _settled(
 
 
 def model_values(model: nn.Module, prepared: Prepared | None) -> Iterator[tuple[str, Value]]:
-    """The parameters, each by its first name, and the buffers that belong to the state dict."""
+    """The parameters, each by its first name, and the buffers that belong to the state dict.
+
+    Of packed weights also their scales.
+    """
     offloaded = offloaded_parameters(prepared.chunks if prepared else ())
     for name, parameter in model.named_parameters():
         if name in offloaded:
@@ -181,6 +185,7 @@ def model_values(model: nn.Module, prepared: Prepared | None) -> Iterator[tuple[
         for key, buffer in module.named_buffers(recurse=False):
             if key not in passing:
                 yield f"{prefix}.{key}" if prefix else key, Held(buffer)
+    yield from scale_values(model)
 
 
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

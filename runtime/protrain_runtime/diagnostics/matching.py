@@ -1,8 +1,9 @@
 """Whether a model, its optimizer, its batches and the devices that there are can follow a plan.
 
 A fingerprint says that a model is another one; a model's tensors, in lines short enough for a plan,
-say where. A line is a tensor's name, then its shape, dtype and role (trainable, frozen or buffer),
-or what it is tied to. Where only an integer in the name counts up, one line stands for all of them:
+say where. A line is a tensor's name, then its shape, dtype and role (trainable, frozen, buffer, or
+scale of a packed weight), or what it is tied to. Where only an integer in the name counts up, one
+line stands for all of them:
 
     model.layers.0-29.mlp.up_proj.weight 1536x576 float32 trainable
 """
@@ -32,6 +33,7 @@ from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.ranks.group import check_ranks
 from protrain_runtime.states.chunks import Chunk, of_one_storage, overlapping
+from protrain_runtime.states.quantized import named_scales
 from protrain_runtime.states.update_rules import (
     OptimizerFactory,
     UpdateRules,
@@ -250,8 +252,14 @@ def rules_of(factory: OptimizerFactory, optimizer: PlannedOptimizer) -> UpdateRu
     return UpdateRules(factory, groups)
 
 
+_BESIDE = ("buffer", "scale")
+"""The roles of what is no parameter."""
+
+
 def model_fingerprint(model: nn.Module) -> str:
     """A digest of the module tree, and of all parameters and buffers by name, shape and dtype.
+
+    Of packed weights also their scales.
 
     Values do not count, nor does the device; what is trainable and what is tied does.
     """
@@ -260,8 +268,8 @@ def model_fingerprint(model: nn.Module) -> str:
         digest.update(f"module {name} {type(module).__qualname__}\n".encode())
     for name, tensor, role, first in _tensors(model):
         line = f"{name} {'x'.join(map(str, tensor.shape))} {tensor.dtype}"
-        if role == "buffer":
-            digest.update(f"buffer {line}\n".encode())
+        if role in _BESIDE:
+            digest.update(f"{role} {line}\n".encode())
         else:
             tied = "" if first == name else f" tied to {first}"
             digest.update(f"parameter {line} {role}{tied}\n".encode())
@@ -269,13 +277,18 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, str, str]]:
-    """Parameters, then buffers: name, tensor, role, and the first name of a tied parameter."""
+    """Name, tensor, role, and the first name of a tied parameter.
+
+    Parameters, then buffers, then the scales of packed weights.
+    """
     first_names = {parameter: name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         role = "trainable" if parameter.requires_grad else "frozen"
         yield name, parameter, role, first_names[parameter]
     for name, buffer in model.named_buffers():
         yield name, buffer, "buffer", name
+    for name, scale in named_scales(model):
+        yield name, scale, "scale", name
 
 
 MOST_LINES, MOST_WORDS, MOST_NAMES = 12, 6, 3
@@ -302,7 +315,7 @@ def model_changes(planned: Iterable[str], model: nn.Module, units: Sequence[Unit
         unit = own.get(name) or max(around, key=len, default="")  # the innermost
         count = counts.setdefault(unit, [0, 0])
         for side, tensors in enumerate((before, after)):
-            count[side] += name in tensors and not tensors[name].endswith(" buffer")
+            count[side] += name in tensors and not tensors[name].endswith(_BESIDE)
         change = _change(before.get(name), after.get(name))
         if change:
             short = name.removeprefix(f"{unit}.")

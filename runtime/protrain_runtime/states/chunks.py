@@ -37,6 +37,7 @@ from protrain_plan.records.plan import Persistent, UnitPlan
 from protrain_runtime.devices.device import HOST_ALIGNMENT_BYTES
 from protrain_runtime.devices.stores import Store
 from protrain_runtime.ranks.group import Ranks
+from protrain_runtime.states.quantized import refuse_quantized
 from protrain_runtime.states.stand_ins import (
     ConsumedGradient,
     Elsewhere,
@@ -659,7 +660,11 @@ def _state_kinds(chunk: Chunk) -> dict[tuple[str, StateRule], tuple[dict[str, in
 
 
 def refuse_parameters(model: nn.Module, *, source: str) -> None:
-    """ProtrainError where there is nothing to train, or a parameter is no plain tensor."""
+    """ProtrainError where there is nothing to train, or a parameter is no plain tensor.
+
+    Packed weights of bitsandbytes are plain enough: see `quantized`.
+    """
+    refuse_quantized(model, source=source)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ProtrainError(
             "the model has no trainable parameters: there is no step to plan",

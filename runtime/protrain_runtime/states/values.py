@@ -4,13 +4,16 @@ Bytes are in row-major order, whatever the tensor's strides are. What is not row
 through a copy of that one tensor.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from protrain_plan.program.program import SAVING_BYTES
+from protrain_plan.errors import ProtrainError
+from protrain_plan.program.program import SAVING_BYTES, in_blocks
 from protrain_runtime.devices.stores import Store
 from protrain_runtime.states.chunks import (
     Chunk,
@@ -19,6 +22,7 @@ from protrain_runtime.states.chunks import (
     flat_storage_order,
     write_values,
 )
+from protrain_runtime.states.quantized import STATE, packed_layers
 
 Write = Callable[[torch.Tensor], object]
 """Takes bytes that come next: a contiguous uint8 tensor in host memory, good during the call."""
@@ -175,6 +179,77 @@ class Shared:
         whole = torch.empty(self.shape, dtype=self.dtype)
         Held(whole).copy_from(fill)
         self.keep(whole)
+
+
+_SETTINGS_BYTES = 256
+"""A multiple of which settings take, filled up with spaces: a number in them may be longer in
+another model of the same shapes."""
+
+_OFFSET = "nested_offset"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSettings:
+    """What bitsandbytes writes of a packed weight as JSON: its shape and kind, and one number.
+
+    The number is the mean that was taken from the scales before these were quantised. Taking new
+    values takes that; ProtrainError where all else is not as the layer has it.
+    """
+
+    name: str
+    state: Any  # bitsandbytes' QuantState
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([len(self._text())])
+
+    def copy_to(self, write: Write) -> None:
+        write(torch.tensor(list(self._text()), dtype=torch.uint8))
+
+    def copy_from(self, fill: Fill) -> None:
+        content = torch.empty(self.shape, dtype=torch.uint8)
+        fill(content)
+        own = self._settings()
+        try:
+            found = json.loads(bytes(content.tolist()))
+            offset = float(found.pop(_OFFSET, own.pop(_OFFSET, 0.0)))
+            own.pop(_OFFSET, None)
+            same = found == json.loads(json.dumps(own))
+        except (ValueError, AttributeError, TypeError):
+            same = False
+        if not same:
+            raise ProtrainError(
+                f"the checkpoint's {self.name} is not of such a layer as the model's",
+                fix="load it into the model that it was saved from",
+            )
+        if self.state.offset is not None:
+            self.state.offset.fill_(offset)
+
+    def _settings(self) -> dict[str, Any]:
+        plain: dict[str, Any] = self.state.as_dict(packed=False)
+        return {key: value for key, value in plain.items() if not torch.is_tensor(value)}
+
+    def _text(self) -> bytes:
+        text = json.dumps(self._settings()).encode()
+        return text.ljust(in_blocks(len(text), _SETTINGS_BYTES))
+
+
+def scale_values(model: nn.Module) -> Iterator[tuple[str, Value]]:
+    """What belongs to packed weights besides their bytes, in bitsandbytes' names and order."""
+    for layer_name, layer in packed_layers(model):
+        state: Any = getattr(layer.weight, STATE)
+        prefix = f"{layer_name}.weight" if layer_name else "weight"
+        held = {"absmax": state.absmax, "quant_map": state.code}
+        if state.nested:
+            held |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code}
+        for key, tensor in held.items():
+            yield f"{prefix}.{key}", Held(tensor)
+        name = f"{prefix}.quant_state.bitsandbytes__{state.quant_type}"
+        yield name, PackedSettings(name, state)
 
 
 def stored_value(chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> Stored | Shared:

@@ -1,0 +1,314 @@
+"""Quantised base weights below adapters (QLoRA, arXiv 2305.14314): `--quantize nf4`.
+
+The layers are those that transformers replaces for `BitsAndBytesConfig(load_in_4bit=True)`: linear
+ones, but for the head, what is tied to the embedding, and what the architecture keeps in float32.
+They become bitsandbytes' `Linear4bit` of NF4, with nested scales ("double quantization", as in the
+paper). Weights are quantised from, and computed with in, the workload's dtype, on the CPU, so that
+they are the same for every device.
+
+Layer by layer: a weight of a configuration's model is drawn and packed before the next one is there
+(`packed_as_drawn`), with the numbers that the same seed gives without packing.
+
+What is not quantised has the dtype that the precision gives it, and so have the adapters:
+
+- `pure` and `master`: norms, embeddings, head and adapters in the workload's dtype, as in the paper
+  and in TRL; with `master` the optimizer steps on float32 copies of the adapters.
+- `autocast`: all of them in float32 and products in the workload's dtype, which is what
+  `peft.prepare_model_for_kbit_training` and peft's own adapters come to under autocast.
+
+That function also recomputes blocks and makes inputs ask for gradients for the sake of that: here
+the plan says what is recomputed.
+"""
+
+import importlib
+import itertools
+import random
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.models.building import TORCH_DTYPES, replaced
+from protrain_plan.records.profile import DType, Quantize
+from protrain_runtime.states.quantized import (
+    packed_layers,
+    refuse_quantized,
+    settle_quantized,
+)
+
+KINDS: tuple[Quantize, ...] = ("nf4",)
+
+PACKAGE_MISSING = "quantised weights need the package bitsandbytes"
+_INSTALL = "pip install 'protrain-plan[quantize]'"
+
+
+def read_quantize(text: str | None, *, adapter: str) -> Quantize:
+    """What `--quantize` says, beside the adapter; ProtrainError for what cannot be trained."""
+    if not text:
+        return ""
+    if text == "int8":
+        raise ProtrainError(
+            "int8 layers of bitsandbytes keep weights and inputs for backward where a plan cannot"
+            " move them",
+            key="--quantize",
+            fix="--quantize nf4",
+        )
+    for kind in KINDS:
+        if text == kind:
+            _refuse_without(adapter, key="--quantize")
+            return kind
+    raise ProtrainError(f"expected {' or '.join(KINDS)}, got {text!r}", key="--quantize")
+
+
+def _refuse_without(adapter: str, *, key: str) -> None:
+    if not adapter:
+        raise ProtrainError(
+            "quantised weights are frozen, and without adapters nothing of them is trained",
+            key=key,
+            fix="add --lora r=16",
+        )
+
+
+def quantized(
+    model: nn.Module, kind: Quantize, *, adapter: str, dtype: DType, source: str
+) -> nn.Module:
+    """The model, its linear layers packed in place; the model itself where `kind` is empty.
+
+    Weights that are on `meta` are packed there: shapes and dtypes without values. ProtrainError
+    where bitsandbytes or transformers is missing, there are no such layers, or no adapters.
+    """
+    if not kind:
+        return model
+    _refuse_without(adapter, key="quantize")
+    library = bitsandbytes(source)
+    plain = dict(model.named_modules())
+    _replace(model, kind, dtype, source)
+    names = [name for name, _ in packed_layers(model) if name in plain]
+    before = {name: plain[name] for name in names if plain[name] is not model.get_submodule(name)}
+    del plain
+    if not before:
+        raise ProtrainError("the model has no linear layers to quantise", source=source)
+    for name in list(before):
+        _pack(library, model.get_submodule(name), before.pop(name), TORCH_DTYPES[dtype])
+    setattr(model, "is_loaded_in_4bit", True)  # noqa: B010  peft asks, and adapts such layers then
+    return model
+
+
+def _replace(model: nn.Module, kind: Quantize, dtype: DType, source: str) -> None:
+    """Put layers of 4 bits, on `meta`, into the places of those that transformers would replace."""
+    transformers = _imported("transformers", source)
+    replacing = importlib.import_module("transformers.integrations.bitsandbytes")
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=TORCH_DTYPES[dtype],
+    )
+    replacing.replace_with_bnb_linear(
+        model, modules_to_not_convert=_kept(model), quantization_config=config
+    )
+
+
+class _NotOneByOneError(Exception):
+    """A model whose weights are not set one after the other, or are written to afterwards."""
+
+
+def packed_as_drawn(
+    build: Callable[[], nn.Module],
+    kind: Quantize,
+    *,
+    dtype: DType,
+    seed: int,
+    source: str,
+) -> nn.Module:
+    """What `build` gives from the seed, its weights packed as they are drawn; `quantized` ends it.
+
+    Call it in `seeded`, which puts the random states back that this sets.
+    A model without parameters tells which layers these are. Then each linear layer gives its
+    memory back as it is made, and gets some while transformers initialises it: the same numbers are
+    drawn in the same order. Where a model does otherwise, it is built as a whole.
+    """
+    library = bitsandbytes(source)
+    order: list[nn.Linear] = []
+    reset = nn.Linear.reset_parameters
+
+    def noted(layer: nn.Linear) -> None:
+        order.append(layer)
+        reset(layer)
+
+    with torch.device("meta"), replaced(nn.Linear, "reset_parameters", noted):
+        sketch = build()
+    before = set(sketch.modules())
+    _replace(sketch, kind, dtype, source)
+    left = set(sketch.modules())
+    numbers = {n for n, layer in enumerate(order) if layer in before and layer not in left}
+    del sketch, before, left
+    order.clear()
+    try:
+        _begin(seed)  # whatever the sketch has drawn
+        return _drawn_one_by_one(build, library, kind, numbers, TORCH_DTYPES[dtype])
+    except (_NotOneByOneError, RuntimeError):
+        _begin(seed)
+        return build()
+
+
+def _begin(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+
+
+def _drawn_one_by_one(
+    build: Callable[[], nn.Module],
+    library: Any,
+    kind: Quantize,
+    numbers: Set[int],
+    dtype: torch.dtype,
+) -> nn.Module:
+    base: Any = importlib.import_module("transformers").PreTrainedModel
+    reset, initialize = nn.Linear.reset_parameters, base._initialize_weights
+    count = itertools.count()
+    waiting: set[nn.Module] = set()
+    packed: list[tuple[torch.Tensor, int]] = []
+
+    def made(layer: nn.Linear) -> None:
+        reset(layer)
+        if next(count) in numbers and not layer.weight.is_meta:
+            layer.weight = nn.Parameter(layer.weight.to("meta"))
+            waiting.add(layer)
+
+    def initialized(model: nn.Module, module: Any, *args: Any, **kwargs: Any) -> None:
+        waits = module in waiting
+        if waits:
+            waiting.remove(module)
+            module.weight = nn.Parameter(torch.empty_like(module.weight, device="cpu"))
+        initialize(model, module, *args, **kwargs)
+        if waits:
+            settings = {"quant_type": kind, "compress_statistics": True}
+            values = module.weight.detach().to(dtype)
+            with _packing("cpu"):
+                module.weight = library.nn.Params4bit(values, **settings)._quantize("cpu")
+            packed.append((module.weight, module.weight._version))
+
+    with (
+        replaced(nn.Linear, "reset_parameters", made),
+        replaced(base, "_initialize_weights", initialized),
+    ):
+        model = build()
+    if waiting or any(weight._version != version for weight, version in packed):
+        raise _NotOneByOneError
+    return model
+
+
+def _pack(library: Any, layer: Any, plain: nn.Module, dtype: torch.dtype) -> None:
+    """Let a layer, new and on `meta`, have the weight and bias of the plain one in its place."""
+    weight: torch.Tensor = plain.weight.detach()  # type: ignore[operator]
+    if getattr(plain.weight, "quant_state", None) is not None:  # packed as it was drawn
+        layer.weight, layer.quant_state = plain.weight, plain.weight.quant_state  # type: ignore[union-attr]
+        layer.weight.module = layer
+    else:
+        if type(plain) is not nn.Linear:  # GPT-2's own class has them transposed
+            weight = weight.T
+        settings = layer.weight.__dict__  # with the layer itself, which gets the scales
+        with _packing(weight.device):
+            packed = library.nn.Params4bit(weight.to(dtype), requires_grad=False, **settings)
+            layer.weight = packed._quantize(weight.device)
+    if plain.bias is not None:
+        bias: torch.Tensor = plain.bias.detach()  # type: ignore[operator]
+        layer.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
+    plain.weight = plain.bias = None  # type: ignore[assignment]
+    layer.train(plain.training)
+
+
+@contextmanager
+def _packing(device: torch.device | str) -> Iterator[None]:
+    """Tables of codes that are made inside are float32, and where the weight is.
+
+    transformers builds a model with the default dtype set to the model's, which they would take.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _kept(model: nn.Module) -> list[str]:
+    """The names of modules that are not quantised, as transformers gives them."""
+    transformers = importlib.import_module("transformers")
+    quantizers = importlib.import_module("transformers.quantizers.base")
+    if isinstance(model, transformers.PreTrainedModel):
+        found: list[str] = quantizers.HfQuantizer.get_modules_to_not_convert(
+            model, None, model._keep_in_fp32_modules
+        )
+        return found
+    last = [name for name, _ in model.named_parameters()][-1:]  # of a module that is none of theirs
+    return [name.rpartition(".")[0] for name in last]
+
+
+def as_made(model: nn.Module, *, source: str) -> nn.Module:
+    """A factory's model: what waits for a device to be packed is packed, before any conversion.
+
+    ProtrainError where something of it was quantised in a way that no plan can follow.
+    """
+    for _, layer in packed_layers(model):
+        if getattr(layer.weight, "quant_state", None) is None:
+            bitsandbytes(source)
+            with _packing(layer.weight.device):
+                layer.weight = layer.weight._quantize(layer.weight.device)
+    refuse_quantized(model, source=source)
+    return model
+
+
+def settled(model: nn.Module, *, dtype: torch.dtype, quantize: Quantize, source: str) -> nn.Module:
+    """The model with its adapters, ready to be trained: see `settle_quantized`.
+
+    Adapters beside packed weights come in float32, and get `dtype`. ProtrainError where a layer was
+    quantised in a way that no plan can follow.
+    """
+    refuse_quantized(model, source=source)
+    settle_quantized(model)
+    if quantize:
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def drawn(layer: Any, *, std: float, device: torch.device) -> None:
+    """Give a layer whose packed weight is on `meta` one of random numbers, with its scales."""
+    library = bitsandbytes("")
+    state, settings = layer.weight.quant_state, dict(layer.weight.__dict__)
+    settings |= {"quant_state": None, "bnb_quantized": False}
+    values = torch.empty(state.shape, dtype=state.dtype, device="cpu").normal_(std=std)
+    with _packing("cpu"):
+        weight = library.nn.Params4bit(values, requires_grad=False, **settings)._quantize("cpu")
+    layer.weight = weight if device.type == "cpu" else weight.to(device)
+    layer.quant_state = layer.weight.quant_state
+
+
+def bitsandbytes(source: str) -> Any:
+    """The library; ProtrainError that names the extra where it is missing."""
+    library = _imported("bitsandbytes", source)
+    known = library.functional.name2qmap
+    if "dynamic" not in known:
+        # It keeps one table of codes, of where it is first asked for: of real numbers, here.
+        with _disable_current_modes(), _packing("cpu"):
+            known["dynamic"] = library.functional.create_dynamic_map()
+    return library
+
+
+def _imported(name: str, source: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ProtrainError(
+            PACKAGE_MISSING if name == "bitsandbytes" else f"--quantize needs the package {name}",
+            source=source or None,
+            fix=_INSTALL if name == "bitsandbytes" else f"pip install {name}",
+        ) from error

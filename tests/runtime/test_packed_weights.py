@@ -1,0 +1,478 @@
+"""Adapters beside weights of 4 bits: the bits of plain PyTorch, within what was predicted."""
+
+import copy
+import json
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from protrain_plan.commands.training import Checkpoints, Run, train
+from protrain_plan.errors import ProtrainError
+from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.models.building import seeded
+from protrain_plan.models.quantizing import as_made
+from protrain_plan.models.sources import load_source
+from protrain_plan.profiling.measured import measure
+from protrain_plan.records.plan import (
+    Activations,
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    Plan,
+    Recompute,
+    Swap,
+    SwapInput,
+)
+from protrain_plan.records.profile import Profile
+from protrain_plan.simulation.memory import device_bytes
+from protrain_runtime import load, prepare, restore, save
+from protrain_runtime.states.chunks import refuse_parameters
+from protrain_runtime.states.quantized import packed_layers, scales, settle_quantized
+from tests.support import quantized_models
+from tests.support.messages import Speaker
+from tests.support.peaks import SLACK_BYTES, bytes_of_others, without_freedom
+from tests.support.programs import compile_units
+from tests.support.runtime_cases import (
+    decided,
+    decision_name,
+    described_by,
+    mixed,
+    plan_for,
+    plan_of,
+    units_of,
+)
+
+bitsandbytes: Any = pytest.importorskip("bitsandbytes")
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 96, "intermediate_size": 176, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320,
+}  # fmt: skip
+PIECE_BYTES = 1 << 16
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, fused=True)
+BATCH, SEQUENCE = 4, 64
+HIDDEN_BYTES = 2 * BATCH * SEQUENCE * 96
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    """A measured profile of a small Llama of NF4 in bfloat16, with adapters."""
+    others = bytes_of_others()
+    record = measure(
+        load_source("packed", model_config=json.dumps(CONFIG)),
+        batch_size=BATCH,
+        seq_len=SEQUENCE,
+        dtype="bfloat16",
+        device="cpu",
+        adapter="lora r=4",
+        quantize="nf4",
+        num_steps=1,
+        spill_directory=tmp_path_factory.mktemp("spill"),
+        machine=load_hardware("cpu"),
+    )
+    return replace(record, base_bytes=record.base_bytes - others)
+
+
+@pytest.fixture(scope="module")
+def plain(profile: Profile) -> Run:
+    """Five steps of plain PyTorch on the same packed model."""
+    plan = planned(profile, Keep(), Persistent())
+    return train(plan, num_steps=5, plain=True, text=None, spill_directory=None)
+
+
+def planned(profile: Profile, activations: Activations, states: Placement) -> Plan:
+    units = without_freedom(decided(described_by(profile), activations, states))
+    return plan_of(
+        units,
+        fingerprint=profile.model_fingerprint,
+        workload=profile.workload,
+        piece_bytes=PIECE_BYTES,
+    )
+
+
+def test_packed_bytes_and_scales_are_counted_to_the_byte(profile: Profile) -> None:
+    """0.5 bytes of each weight in the chunk; in the base 1 byte of 64, and 4 of 16,384."""
+    blocks = [unit for unit in profile.units if unit.kind == "block"]
+    shapes = [(96, 96), (48, 96), (48, 96), (96, 96), (176, 96), (176, 96), (96, 176)]
+    adapters = sum(2 * 4 * (rows + columns) for rows, columns in shapes)
+    norms = 2 * 2 * 96
+    for block in blocks:
+        assert (block.stays, block.runs_once) == ("", "")
+        packed = sum(rows * columns // 2 for rows, columns in shapes)
+        assert block.parameter_bytes == packed + adapters + norms
+        assert block.gradient_bytes == adapters
+    tables = 4 * (16 + 256 + 1)
+    counted = sum(r * c // 64 + 4 * -(-r * c // 16384) + tables for r, c in shapes)
+    source = load_source("packed", model_config=json.dumps(CONFIG))
+    packed_model = source.build(dtype="bfloat16", adapter="lora r=4", quantize="nf4")
+    assert sum(t.numel() * t.itemsize for t in scales(packed_model)) == len(blocks) * counted
+    without = source.build(dtype="bfloat16", adapter="lora r=4", device="meta")
+    buffers = sum(b.numel() * b.itemsize for b in without.buffers())
+    tokens = 2 * 8 * BATCH * SEQUENCE
+    shared = profile.base_bytes - len(blocks) * counted - buffers - tokens
+    # What blocks share and recomputed ones hold: here the first one's input; and scalars.
+    assert 0 <= shared - HIDDEN_BYTES < SLACK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("activations", "states"),
+    [
+        (Recompute(), Offload(tier="disk")),
+        (Recompute(form="lite"), Persistent()),
+        (Swap(tier="disk"), Offload(tier="disk", keep_gathered=True)),
+        (SwapInput(tier="disk"), Offload(tier="disk")),
+    ],
+    ids=decision_name,
+)
+def test_training_is_plain_pytorchs_bitwise_within_what_was_predicted(
+    profile: Profile,
+    plain: Run,
+    activations: Activations,
+    states: Placement,
+    tmp_path: Path,
+) -> None:
+    """Over five steps; of the last one's slots none takes more.
+
+    The bound is as close as beside weights that are not packed: the first block's input is counted
+    in the base too, and a norm's float32 values where blocks keep what they save.
+    """
+    plan = planned(profile, activations, states)
+    others = bytes_of_others()
+    found = train(plan, num_steps=5, plain=False, text=None, spill_directory=tmp_path)
+    assert found.losses == plain.losses
+    assert len(set(found.losses)) == 5
+    assert found.parameters_sha256 == plain.parameters_sha256
+    program = compile_units(plan.units, profile, piece_bytes=PIECE_BYTES)
+    predicted = [slot.total for slot in device_bytes(program)]
+    measured = [size - others for size in found.slot_bytes]
+    above = [most - size for most, size in zip(predicted, measured, strict=True)]
+    assert min(above) >= 0
+    assert max(above) <= SLACK_BYTES + 3 * HIDDEN_BYTES
+
+
+def test_a_plain_run_takes_what_is_predicted_within_five_percent(
+    profile: Profile, tmp_path: Path
+) -> None:
+    plan = planned(profile, Keep(), Persistent())
+    program = compile_units(plan.units, profile, piece_bytes=PIECE_BYTES)
+    predicted = max(slot.total for slot in device_bytes(program))
+    others = bytes_of_others()
+    found = train(plan, num_steps=3, plain=True, text=None, spill_directory=tmp_path)
+    assert found.measured_peak_bytes is not None
+    measured = found.measured_peak_bytes.device - others
+    assert measured <= predicted <= 1.05 * measured
+
+
+def test_a_runs_checkpoint_goes_on_under_another_plan_and_plainly(
+    profile: Profile, plain: Run, tmp_path: Path
+) -> None:
+    offloaded = planned(profile, Recompute(), Offload(tier="disk"))
+    saved, again = tmp_path / "saved", tmp_path / "again"
+    train(
+        offloaded,
+        num_steps=2,
+        plain=False,
+        text=None,
+        spill_directory=tmp_path,
+        checkpoints=Checkpoints(directory=saved),
+    )
+    swapped = planned(profile, Swap(tier="disk"), Persistent())
+    train(
+        swapped,
+        num_steps=3,
+        plain=False,
+        text=None,
+        spill_directory=tmp_path,
+        checkpoints=Checkpoints(resume=saved, directory=again),
+    )
+    ended = train(
+        swapped,
+        num_steps=5,
+        plain=True,
+        text=None,
+        spill_directory=None,
+        checkpoints=Checkpoints(resume=again),
+    )
+    assert ended.losses == plain.losses[3:]
+    assert ended.parameters_sha256 == plain.parameters_sha256
+
+
+# --- models that a user has packed ----------------------------------------------------------------
+
+
+def user_model(seed: int = 0) -> nn.Module:
+    with seeded(seed):
+        return quantized_models.nf4_factory()[0].train()
+
+
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, numbers: Iterable[int]
+) -> list[float]:
+    batches = quantized_models.batches()
+    losses: list[float] = []
+    for number in numbers:
+        loss = loss_of(call_model(model, batches[number % len(batches)]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def own_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return ADAMW([p for p in model.parameters() if p.requires_grad])
+
+
+def prepared(model: nn.Module, seed: int, folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model under decisions at random for every unit."""
+    first = quantized_models.batches()[0]
+    units = mixed(units_of(user_model(), first), random.Random(seed), "disk", "host")
+    return prepare(model, plan_for(model, units), optimizer=ADAMW, spill_directory=folder)
+
+
+def everything(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(t, other[k]) for k, t in one.items())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_users_packed_model_trains_like_plain_pytorch_bitwise(seed: int, tmp_path: Path) -> None:
+    model = user_model()
+    losses = steps(model, own_optimizer(model), range(4))
+    planned_model, optimizer = prepared(user_model(), seed, tmp_path)
+    assert steps(planned_model, optimizer, range(4)) == losses
+    assert same(everything(planned_model), everything(model))
+    assert any("quant_state.bitsandbytes__nf4" in name for name in planned_model.state_dict())
+    assert same(everything(restore(planned_model)), everything(model))
+
+
+def test_the_usual_script_trains_like_plain_pytorch_bitwise(tmp_path: Path) -> None:
+    """from_pretrained, prepare_model_for_kbit_training, get_peft_model; then a plan."""
+    transformers: Any = pytest.importorskip("transformers")
+    peft: Any = pytest.importorskip("peft")
+    with seeded(0):
+        quantized_models.llama().save_pretrained(tmp_path / "base")
+
+    def made() -> nn.Module:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "base",
+            dtype=torch.bfloat16,
+            use_cache=False,
+            quantization_config=transformers.BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=torch.bfloat16,
+            ),
+        )
+        model = peft.prepare_model_for_kbit_training(
+            model, gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+        with seeded(1):
+            adapted: nn.Module = peft.get_peft_model(model, config)
+        return adapted.train()
+
+    model, sketched = made(), made()
+    losses = steps(model, own_optimizer(model), range(4))
+    sketched.gradient_checkpointing_disable()  # type: ignore[operator]
+    first = quantized_models.batches()[0]
+    for seed in range(2):
+        units = mixed(units_of(sketched, first), random.Random(seed), "disk", "host")
+        mine = made()
+        with pytest.warns(UserWarning, match="checkpoint"):
+            planned_model, optimizer = prepare(
+                mine, plan_for(sketched, units), optimizer=ADAMW, spill_directory=tmp_path
+            )
+        assert steps(planned_model, optimizer, range(4)) == losses
+        assert same(everything(planned_model), everything(model))
+
+
+def test_a_model_of_another_seed_takes_a_checkpoint_with_its_scales(tmp_path: Path) -> None:
+    model = user_model()
+    optimizer = own_optimizer(model)
+    steps(model, optimizer, range(2))
+    save(model, optimizer, tmp_path / "saved")
+    other = user_model(seed=5)
+    assert not same(everything(other), everything(model))
+    planned_model, planned_optimizer = prepared(other, 1, tmp_path)
+    load(planned_model, planned_optimizer, tmp_path / "saved")
+    assert same(everything(planned_model), everything(model))
+    assert steps(planned_model, planned_optimizer, range(2, 4)) == steps(
+        model, optimizer, range(2, 4)
+    )
+
+
+def test_packed_bytes_are_saved_where_hooks_see_them_and_come_back_from_there() -> None:
+    """The library's own product keeps them in an attribute: a chunk's buffer would be held."""
+    model = user_model()
+    settle_quantized(model)
+    layer = next(layer for _, layer in packed_layers(model))
+    given = torch.randn(4, 96, requires_grad=True)
+    (expected,) = torch.autograd.grad(layer(given).sum(), given)
+    packed = layer.weight.untyped_storage().data_ptr()
+    seen: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor.untyped_storage().data_ptr())
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = layer(given)
+    assert packed in seen
+    layer.weight.data = torch.zeros_like(layer.weight)  # as where its buffer has gone
+    (found,) = torch.autograd.grad(result.sum(), given)
+    assert torch.equal(found, expected)
+
+
+def test_a_copy_of_a_planned_model_has_weights_and_scales_of_its_own(tmp_path: Path) -> None:
+    model = user_model()
+    losses = steps(model, own_optimizer(model), range(3))
+    units = decided(
+        units_of(user_model(), quantized_models.batches()[0]), Recompute(), Offload(tier="disk")
+    )
+    planned_model, optimizer = prepare(
+        (mine := user_model()), plan_for(mine, units), optimizer=ADAMW, spill_directory=tmp_path
+    )
+    copied = copy.deepcopy(planned_model)
+    for layer in (layer for _, layer in packed_layers(copied)):
+        layer.weight.quant_state.absmax.zero_()
+        layer.weight.data.zero_()
+    assert steps(planned_model, optimizer, range(3)) == losses
+
+
+def test_an_evaluation_between_steps_gives_plain_pytorchs_logits(tmp_path: Path) -> None:
+    """And on every processor: packing anew for AVX-512 is off, which trained weights need."""
+    batches = quantized_models.batches()
+    model = user_model()
+    for _, layer in packed_layers(model):
+        layer.support_avx512bf16_for_cpu = False
+    optimizer = own_optimizer(model)
+    mine = user_model()
+    for _, layer in packed_layers(mine):
+        layer.support_avx512bf16_for_cpu = True  # as on such a processor
+    planned_model, planned_optimizer = prepared(mine, 2, tmp_path)
+    assert not any(layer.support_avx512bf16_for_cpu for _, layer in packed_layers(planned_model))
+    for number in range(2):
+        one, other = (
+            steps(model, optimizer, [number]),
+            steps(planned_model, planned_optimizer, [number]),
+        )
+        assert one == other
+        with torch.no_grad():
+            model.eval(), planned_model.eval()
+            expected: Any = call_model(model, batches[0])
+            found: Any = call_model(planned_model, batches[0])
+            assert torch.equal(found.logits, expected.logits)
+            model.train(), planned_model.train()
+    restore(planned_model)
+    assert all(layer.support_avx512bf16_for_cpu for _, layer in packed_layers(planned_model))
+
+
+@pytest.mark.parametrize("factory", ["nf4_factory", "plain_scales_factory"])
+def test_a_factorys_packed_model_is_profiled_planned_and_trained(
+    factory: str, tmp_path: Path
+) -> None:
+    name = f"tests.support.quantized_models:{factory}"
+    record = measure(
+        load_source(name),
+        batch_size=1,
+        seq_len=1,
+        dtype="float32",
+        device="cpu",
+        num_steps=1,
+        spill_directory=tmp_path,
+        machine=load_hardware("cpu"),
+    )
+    assert all(unit.stays == "" and unit.runs_once == "" for unit in record.units)
+    plan = planned(record, Recompute(), Offload(tier="disk"))
+    found, plainly = (
+        train(plan, num_steps=3, plain=plain, text=None, spill_directory=tmp_path)
+        for plain in (False, True)
+    )
+    assert found.losses == plainly.losses
+    assert found.parameters_sha256 == plainly.parameters_sha256
+
+
+# --- what cannot be planned -----------------------------------------------------------------------
+
+
+def eight_bits() -> nn.Module:
+    model: nn.Module = quantized_models.llama()
+    quantized_models.replace_linears(
+        model,
+        lambda linear: bitsandbytes.nn.Linear8bitLt(
+            linear.in_features, linear.out_features, has_fp16_weights=False
+        ),
+    )
+    return model
+
+
+def of_four_bits(**settings: Any) -> nn.Module:
+    model = quantized_models.llama()
+    make = partial(quantized_models.packed, **settings)
+    quantized_models.replace_linears(model, make)
+    return quantized_models.with_adapters(model.to("cpu"))
+
+
+def embedded() -> nn.Module:
+    model: nn.Module = quantized_models.llama()
+    model.set_submodule("model.embed_tokens", bitsandbytes.nn.Embedding4bit(320, 96))
+    return model
+
+
+def by_another_quantizer() -> nn.Module:
+    """As from_pretrained leaves one with a GPTQConfig."""
+    utilities: Any = pytest.importorskip("transformers.utils.quantization_config")
+    model: Any = quantized_models.llama()
+    model.quantization_method = utilities.QuantizationMethod.GPTQ
+    found: nn.Module = model
+    return found
+
+
+def packed_for_evaluation() -> nn.Module:
+    """As a processor with AVX-512 and bfloat16 leaves a layer that it has evaluated."""
+    model = of_four_bits()
+    next(layer for _, layer in packed_layers(model)).weight.quant_state.packing_format_for_cpu = 1
+    return model
+
+
+REFUSED: dict[str, Callable[[], nn.Module]] = {
+    "int8": eight_bits,
+    "embedding": embedded,
+    "storage": partial(of_four_bits, quant_storage=torch.bfloat16),
+    "computing": partial(of_four_bits, compute_dtype=None),
+    "quantizer": by_another_quantizer,
+    "evaluated": packed_for_evaluation,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_plan_can_follow_is_refused_by_name(name: str, assert_says: Speaker) -> None:
+    model = REFUSED[name]()
+    with pytest.raises(ProtrainError) as raised:
+        refuse_parameters(model, source="train.py:factory")
+    assert raised.value.fix is not None
+    assert_says(raised.value)
+    with pytest.raises(ProtrainError):
+        as_made(model, source="train.py:factory")
+
+
+def test_a_tensor_subclass_of_torchao_is_refused_by_name() -> None:
+    quantization: Any = pytest.importorskip("torchao.quantization")
+    model = quantized_models.llama()
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    with pytest.raises(ProtrainError, match="which is made of tensors of its own"):
+        refuse_parameters(model, source="train.py:factory")
