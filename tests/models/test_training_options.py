@@ -6,17 +6,12 @@ import torch
 from benchmarks.zoo import ZOO
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.models.building import (
-    Lora,
-    parameter_dtype,
-    parse_lora,
-    read_adapter,
-    stepped_dtype,
-)
+from protrain_plan.models.building import parameter_dtype, stepped_dtype
 from protrain_plan.models.optimizers import OPTIMIZERS, optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover
+from protrain_plan.records.adapters import Lora, parse_lora, read_adapter
 from protrain_plan.records.profile import DType, Precision
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.states.update_rules import UpdateRule
