@@ -1,9 +1,9 @@
 """Adapters as texts: small trainable layers that are added to a model whose own are frozen.
 
 A user says `--lora r=16,dropout=0.05`, and a record says
-`adapter: lora r=16 dtype=float32 dropout=0.05`. Both are one grammar, read by one parser, and differ
-in the dtype that is meant where none is said: the option has PEFT's default, and a record means the
-base model's, which was the only one when the first records with adapters were written.
+`adapter: lora r=16 dtype=float32 dropout=0.05`. Both are one grammar, read by one parser. They
+differ in the dtype that is meant where none is said: the option has PEFT's default, and a record
+means the base model's, which was the only one when the first records with adapters were written.
 """
 
 import difflib
