@@ -1,22 +1,20 @@
 """Adapters: their text, and the models that they make. The oracle of a model is PEFT itself."""
 
 import json
-import warnings
 from collections import Counter
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import nn
 
 from benchmarks.zoo import ZOO
 from protrain_plan.errors import ProtrainError
-from protrain_plan.models.building import seeded
-from protrain_plan.models.sources import ModelSource, load_source
+from protrain_plan.models.sources import load_source
 from protrain_plan.records.adapters import Lora, option_of, parse_lora, read_adapter
 from protrain_plan.records.commands import profile_command
 from protrain_plan.records.profile import DType, Workload
+from tests.support.by_peft import by_peft
 from tests.support.messages import Speaker
 
 # --- texts ----------------------------------------------------------------------------------------
@@ -124,22 +122,6 @@ def test_a_wrong_adapter_of_a_record_is_one_clear_error(assert_says: Speaker) ->
 
 
 # --- models ---------------------------------------------------------------------------------------
-
-
-def by_peft(
-    source: ModelSource, options: dict[str, Any], *, dtype: DType, autocast: bool = True
-) -> nn.Module:
-    """The source's model as PEFT wraps it by plain code, in the random state of a build."""
-    config, model_class = source._config_and_class()
-    with seeded(0), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        attention = "sdpa" if model_class._supports_sdpa else "eager"
-        base = model_class._from_config(
-            config, attn_implementation=attention, dtype=getattr(torch, dtype)
-        )
-        config = peft.LoraConfig(**{"target_modules": "all-linear"} | options)
-        found: nn.Module = peft.get_peft_model(base, config, autocast_adapter_dtype=autocast)
-    return found
 
 
 def seen(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype, bool]]:
