@@ -221,7 +221,9 @@ def fit(
             " autocast: float32 parameters, computed with in --dtype."
         ),
     ] = "master",
-    lora: Annotated[str | None, typer.Option(help="Train adapters alone, such as r=16.")] = None,
+    lora: Annotated[
+        str | None, typer.Option(help="Train adapters alone, such as r=16: see profile.")
+    ] = None,
     optimizer: Annotated[str, typer.Option(help="The optimizer whose states count.")] = "adamw",
     device_memory: Annotated[
         str | None, typer.Option(help="Of the device; default: all of the machine's.")

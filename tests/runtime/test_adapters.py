@@ -18,8 +18,11 @@ from benchmarks.zoo import ZOO, Specimen
 from protrain_plan.commands.training import digest, train
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
+from protrain_plan.profiling.memory.unit_bytes import ModelStructure, analyze_units
+from protrain_plan.profiling.structure.discovery import discover
 from protrain_plan.records.adapters import parse_lora
 from protrain_plan.records.plan import (
+    STEPPED,
     Activations,
     Keep,
     Offload,
@@ -38,7 +41,6 @@ from tests.support.programs import compile_units
 from tests.support.runtime_cases import (
     BATCH,
     SEQUENCE,
-    STEPPED,
     decided,
     described_by,
     open_to,
@@ -185,10 +187,15 @@ LAST_PART_BYTES = 4 * BATCH * SEQUENCE * WIDTH + 512
 """The last norm's float32 copy: a part has the costs of the costliest form that blocks may have."""
 OPTIONS = (
     "r=4",
-    "r=4,dropout=0.1",
     "r=4,dora",
-    "r=4,freeze=A,dropout=0.1",
-    "r=4,modules_to_save=lm_head+embed_tokens",
+    *(
+        pytest.param(text, marks=pytest.mark.slow)
+        for text in (
+            "r=4,dropout=0.1",
+            "r=4,freeze=A,dropout=0.1",
+            "r=4,modules_to_save=lm_head+embed_tokens",
+        )
+    ),
 )
 
 
@@ -233,3 +240,37 @@ def test_bytes_of_adapters_are_those_predicted(
     assert max(above) <= SLACK_BYTES + FIRST_INPUT_BYTES + LAST_PART_BYTES
     inner = above[: LAYERS + 1] + above[LAYERS + 3 :]
     assert max(inner) <= SLACK_BYTES + FIRST_INPUT_BYTES
+
+
+# --- what stays, what is its own master -----------------------------------------------------------
+
+
+def measured_as(adapter: str, precision: Precision = "pure") -> tuple[nn.Module, ModelStructure]:
+    specimen = replace(
+        ZOO["qwen2"], dtype="bfloat16", precision=precision, adapter=str(parse_lora(adapter))
+    )
+    model, batches = specimen.make()
+    batch = next(batches)
+    return model, analyze_units(model, batch, discover(model, batch), precision=precision)
+
+
+@pytest.mark.parametrize("adapter", ["r=2,bias=lora_only", "r=2,modules_to_save=input_layernorm"])
+def test_parameters_of_several_dtypes_stay_on_the_device(adapter: str) -> None:
+    """A block's float32 adapters beside what PEFT trains in bfloat16; other units may move."""
+    _, structure = measured_as(adapter)
+    blocks = [n for n, unit in enumerate(structure.found) if unit.kind == "block"]
+    assert structure.stays == dict.fromkeys(blocks, "trainable parameters of several dtypes")
+    _, of_base = measured_as(f"{adapter},dtype=base")
+    assert of_base.stays == {}
+
+
+def test_float32_adapters_are_their_own_masters() -> None:
+    """AdamW's two states alone; a copy that is bfloat16 has a master besides."""
+    model, structure = measured_as("r=2,modules_to_save=lm_head", "master")
+    trained = dict.fromkeys((torch.float32, torch.bfloat16), 0)
+    for parameter in model.parameters():
+        trained[parameter.dtype] += parameter.numel() * parameter.requires_grad
+    assert all(trained.values())
+    assert structure.state_bytes == {torch.float32: 8, torch.bfloat16: 12}
+    states = sum(chunk.size(structure.state_bytes).state_bytes for chunk in structure.chunks)
+    assert states == 8 * trained[torch.float32] + 12 * trained[torch.bfloat16]
