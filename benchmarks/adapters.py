@@ -75,11 +75,12 @@ def page(document: Mapping[str, Any]) -> str:
         " from fake tensors. The last column says what a prediction with adapters in the base"
         " model's dtype (`dtype=base`) would be off by, as all were before adapters had PEFT's.",
         "",
-        f"Predicted is {min(above):+.2%} to {max(above):+.2%} of measured. It is not below, and at"
-        f" most {MOST_ABOVE:.0%} above, in {len(held)} of {len(rows)} cases"
+        f"Predictions are off by {min(above):+.2%} to {max(above):+.2%}. They are not below, and at"
+        f" most {MOST_ABOVE:.0%} above, what was measured in {len(held)} of {len(rows)} cases"
         f"{f' (not: {missed})' if missed else ''}. In the base's dtype it would be"
         f" {min(old):+.1%} to {max(old):+.1%}. Checkpointed steps are predicted as a plan runs them"
-        " that recomputes every block: transformers' own take less memory where adapters are few.",
+        " that recomputes every block; transformers' own checkpointing frees at other moments, and"
+        " takes a little more or less.",
         "",
         "| model | `--lora` | steps | measured | predicted | off by | in the base's dtype |",
         "|---|---|---|---:|---:|---:|---:|",
