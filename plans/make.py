@@ -52,13 +52,13 @@ PAIRS = (
     Pair(
         name="llama-3.1-8b-lora-rtx-4090",
         shows="LoRA: the frozen weights of some layers wait in host memory",
-        profile="llama-3.1-8b --on rtx-4090 --dtype bfloat16 --lora r=16 --seq-len 4096",
+        profile="llama-3.1-8b --on rtx-4090 --dtype bfloat16 --lora r=16,dtype=base --seq-len 4096",
         plan="--clip --disk 0",
     ),
     Pair(
         name="mistral-7b-lora-l4",
         shows="Long sequences on a small card: 16,384 tokens",
-        profile="mistral-7b --on l4 --dtype bfloat16 --lora r=16 --seq-len 16384",
+        profile="mistral-7b --on l4 --dtype bfloat16 --lora r=16,dtype=base --seq-len 16384",
         plan="--clip --host-memory 56GiB --disk 0",
     ),
     Pair(
@@ -84,7 +84,8 @@ PAIRS = (
     Pair(
         name="llama-3.1-70b-lora-h100-sxm",
         shows="LoRA on 70 billion parameters, one card",
-        profile="llama-3.1-70b --on h100-sxm --dtype bfloat16 --lora r=16 --seq-len 4096",
+        profile="llama-3.1-70b --on h100-sxm --dtype bfloat16 --lora r=16,dtype=base"
+        " --seq-len 4096",
         plan="--clip --disk 0",
     ),
 )

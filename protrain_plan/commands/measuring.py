@@ -28,6 +28,7 @@ from protrain_plan.models.presets import read_config
 from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest, processes_at_once
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.whereabouts import Place
+from protrain_plan.records.adapters import parse_lora
 from protrain_plan.records.hardware import Hardware, is_accelerator
 from protrain_plan.records.profile import DType, Precision, Profile, Quantize, Workload
 
@@ -109,11 +110,7 @@ class ProfileRequest:
         return EstimateRequest.of(workload, self.optimizer, read_config(self.model))
 
     def _adapter(self) -> str:
-        if self.lora is None:
-            return ""
-        from protrain_plan.models.building import parse_lora
-
-        return str(parse_lora(self.lora))
+        return "" if self.lora is None else str(parse_lora(self.lora))
 
     def _quantize(self) -> Quantize:
         if self.quantize is None:

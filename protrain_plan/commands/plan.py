@@ -223,7 +223,9 @@ def fit(
             " autocast: float32 parameters, computed with in --dtype."
         ),
     ] = "master",
-    lora: Annotated[str | None, typer.Option(help="Train adapters alone, such as r=16.")] = None,
+    lora: Annotated[
+        str | None, typer.Option(help="Train adapters alone, such as r=16: see profile.")
+    ] = None,
     quantize: Annotated[
         str | None, typer.Option(help="Pack the layers below adapters: nf4 (with --lora).")
     ] = None,

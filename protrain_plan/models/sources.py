@@ -26,9 +26,9 @@ from torch._subclasses.fake_tensor import (
 )
 
 from protrain_plan.errors import ProtrainError, cut
+from protrain_plan.models.adapters import adapted
 from protrain_plan.models.batches import Batch, BatchRequest, batch_to, byte_tokens, inputs_of
 from protrain_plan.models.building import (
-    adapted,
     computing_in,
     moved,
     no_larger_than,

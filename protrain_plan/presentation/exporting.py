@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from protrain_plan.records.adapters import option_of
 from protrain_plan.records.forms import FORMS
 from protrain_plan.records.plan import (
     STEPPED,
@@ -225,7 +226,7 @@ def _common_losses(plan: Plan, switches: Switches, *, in_backward: bool = False)
     """
     losses: list[str] = []
     if plan.workload.adapter:
-        losses.append(f"The adapter ({plan.workload.adapter}) is the script's.")
+        losses.append(f"The adapter (--lora {option_of(plan.workload.adapter)}) is the script's.")
     if plan.workload.quantize:
         losses.append(f"Quantised weights ({plan.workload.quantize}) are the script's.")
     if plan.optimizer != "adamw":

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Sequence
 
+from protrain_plan.records.adapters import option_of
 from protrain_plan.records.profile import Workload
 
 
@@ -23,7 +24,7 @@ def profile_command(
     for option, value, default in (
         ("--dtype", workload.dtype, "float32"),
         ("--precision", workload.precision, "pure"),
-        ("--lora", ",".join(workload.adapter.split()[1:]), ""),
+        ("--lora", option_of(workload.adapter), ""),
         ("--quantize", workload.quantize, ""),
         ("--optimizer", optimizer, "adamw"),
         ("--seed", str(workload.seed), "0"),

@@ -40,7 +40,7 @@ class Workload:
     device: DeviceKind
     seed: int
     precision: Precision = "pure"
-    adapter: str = ""  # "lora r=16": what was added to the model, and trained instead of it
+    adapter: str = ""  # "lora r=16 dtype=float32": what was added, and is trained (see `adapters`)
     inputs: tuple[str, ...] = ()  # of a factory's profiled batch: "tokens 4x64", a tensor each
     deterministic: bool = False  # whether PyTorch took deterministic kernels alone
     quantize: Quantize = ""  # how the frozen linear layers below the adapter are packed

@@ -1,4 +1,4 @@
-"""Adapters, precision and optimizers: what a workload can ask for besides its model."""
+"""Precision and optimizers: what a workload can ask for besides its model."""
 
 import pytest
 import torch
@@ -6,13 +6,7 @@ import torch
 from benchmarks.zoo import ZOO
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.models.building import (
-    Lora,
-    parameter_dtype,
-    parse_lora,
-    read_adapter,
-    stepped_dtype,
-)
+from protrain_plan.models.building import parameter_dtype, stepped_dtype
 from protrain_plan.models.optimizers import OPTIMIZERS, optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
@@ -21,79 +15,6 @@ from protrain_plan.records.profile import DType, Precision
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.states.update_rules import UpdateRules
 from tests.support.messages import Speaker
-
-# --- adapters -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "lora", "canonical"),
-    [
-        ("r=16", Lora(rank=16, alpha=32), "lora r=16"),
-        ("alpha=32,r=16", Lora(rank=16, alpha=32), "lora r=16"),
-        ("r=8,alpha=8", Lora(rank=8, alpha=8), "lora r=8 alpha=8"),
-        ("r=4, targets=all-linear", Lora(rank=4, alpha=8), "lora r=4"),
-        (
-            "r=4,targets=q_proj+v_proj",
-            Lora(rank=4, alpha=8, targets=("q_proj", "v_proj")),
-            "lora r=4 targets=q_proj+v_proj",
-        ),
-    ],
-)
-def test_adapters_have_one_text(text: str, lora: Lora, canonical: str) -> None:
-    assert parse_lora(text) == lora
-    assert str(lora) == canonical
-    assert read_adapter(canonical) == lora
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("16", "--lora: expected r=16, or r=16,alpha=32,targets=q_proj+v_proj, got '16'"),
-        ("alpha=3", "--lora: expected r=16, or r=16,alpha=32,targets=q_proj+v_proj, got 'alpha=3'"),
-        ("r=4,r=5", "--lora: expected r=16, or r=16,alpha=32,targets=q_proj+v_proj, got 'r=4,r=5'"),
-        ("r=0", "--lora: expected r to be a whole number above 0, got '0'"),
-        (
-            "r=4,dropout=1",
-            "--lora: expected r, alpha or targets, got 'dropout'\n"
-            "  fix: such as r=16, or r=16,alpha=32,targets=q_proj+v_proj",
-        ),
-    ],
-)
-def test_a_wrong_adapter_is_one_clear_error(text: str, message: str) -> None:
-    with pytest.raises(ProtrainError) as caught:
-        parse_lora(text)
-    assert str(caught.value) == message
-
-
-def test_adapters_stand_beside_all_linear_layers_but_the_head() -> None:
-    model = load_source("tiny-llama").build(adapter="lora r=4", dtype="bfloat16")
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert len(trained) == 4 * 7 * 2  # layers, linear modules in each, A and B
-    assert all(".lora_A." in name or ".lora_B." in name for name in trained)
-    assert not any("lm_head" in name for name in trained)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    on_meta = load_source("tiny-llama").build(adapter="lora r=4", dtype="bfloat16", device="meta")
-    assert {(p.dtype, p.device.type) for p in on_meta.parameters()} == {(torch.bfloat16, "meta")}
-
-
-@pytest.mark.parametrize("name", ["gpt2", "pyramid"])
-def test_adapters_fit_models_of_other_classes(name: str) -> None:
-    source = ZOO[name].source
-    first, again = (source.build(adapter="lora r=2").state_dict() for _ in range(2))
-    assert any("lora_A" in key for key in first)
-    assert all(torch.equal(value, again[key]) for key, value in first.items())
-
-
-def test_targets_choose_layers_by_the_end_of_their_names(assert_says: Speaker) -> None:
-    source = load_source("tiny-llama")
-    model = source.build(adapter="lora r=4 targets=q_proj+v_proj")
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert len(trained) == 4 * 2 * 2
-    assert all(".q_proj." in name or ".v_proj." in name for name in trained)
-    with pytest.raises(ProtrainError) as caught:
-        source.build(adapter="lora r=4 targets=qproj")
-    assert_says(caught.value)
-
 
 # --- precision ------------------------------------------------------------------------------------
 

@@ -83,9 +83,9 @@ def test_a_plan_that_keeps_everything_loses_little(tool: str) -> None:
     ],
 )
 def test_what_is_the_script_s_is_told(tool: str, told: list[str]) -> None:
-    workload = replace(plain().workload, precision="autocast", adapter="lora r=16")
+    workload = replace(plain().workload, precision="autocast", adapter="lora r=16 dtype=float32")
     told = [
-        "The adapter (lora r=16) is the script's.",
+        "The adapter (--lora r=16) is the script's.",
         "The optimizer (sgd) is the script's.",
         *told,
     ]

@@ -33,6 +33,13 @@ CASES: dict[str, tuple[dict[str, object], dict[str, str]]] = {
     "tied": ({**CONFIGS["llama"], "tie_word_embeddings": True}, {}),
     "lora": (CONFIGS["llama"], {"adapter": "lora r=4"}),
     "packed": (CONFIGS["llama"], {"adapter": "lora r=4", "quantize": "nf4"}),
+    "lora beside bfloat16": (
+        CONFIGS["llama"],
+        {
+            "adapter": "lora r=4 dtype=float32 dropout=0.1 dora modules_to_save=lm_head freeze=A",
+            "dtype": "bfloat16",
+        },
+    ),
     "autocast": (CONFIGS["llama"], {"dtype": "bfloat16", "precision": "autocast"}),
 }
 QUICK = ("tied", "packed")

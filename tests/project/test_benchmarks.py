@@ -16,6 +16,7 @@ from torch.cuda._sanitizer import Access, AccessType, UnsynchronizedAccessError
 
 from benchmarks import (
     accuracy_page,
+    adapters,
     checkpoints,
     front,
     grid,
@@ -494,6 +495,7 @@ def test_a_prediction_for_the_papers_models(tmp_path: Path) -> None:
 RESULTS = ROOT / "benchmarks/results"
 STEMS = (
     "accuracy",
+    "adapters",
     "checkpoints",
     "cpu",
     "front",
@@ -513,6 +515,8 @@ def test_committed_tables_follow_from_committed_results(path: Path) -> None:
     match path.stem:
         case "accuracy":
             expected = accuracy_page.page(document)
+        case "adapters":
+            expected = adapters.page(document)
         case "checkpoints":
             expected = checkpoints.page(document)
         case "front":

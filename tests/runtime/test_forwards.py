@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from protrain_plan.models.adapters import adapted
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.models.building import adapted, parse_lora, seeded
+from protrain_plan.models.building import seeded
+from protrain_plan.records.adapters import parse_lora
 from protrain_plan.records.plan import (
     Activations,
     Keep,

@@ -8,7 +8,8 @@ from functools import cache, partial
 import torch
 from torch import nn
 
-from protrain_plan.models.building import adapted, computing_in, parameter_dtype, seeded
+from protrain_plan.models.adapters import adapted
+from protrain_plan.models.building import computing_in, parameter_dtype, seeded
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     STEPPED,

@@ -273,6 +273,7 @@ def saved_bytes(
     A storage is a unit's own if no other unit saves it or has it among its inputs, nobody else
     holds it, it is no parameter, and it is not what the unit hands on. Who else holds it
     is seen where the runtime looks as well: when the unit has ended; of an input, two units later.
+    What autograd has let go of by then (the graph of what a forward detaches) is no longer saved.
     The first block's input often stays, because a frame of the model's forward has a name for it:
     swapping it would free nothing before the forward returns. Parts swap nothing.
     """
@@ -281,6 +282,7 @@ def saved_bytes(
     saved: list[dict[int, TrackedStorage]] = [{} for _ in range(count)]
     inputs: list[list[TrackedStorage]] = [[] for _ in range(count)]
     held: list[set[int]] = [set() for _ in range(count)]  # by others, of what is saved
+    gone: list[set[int]] = [set() for _ in range(count)]  # of what is saved, when the unit ends
     staying: list[set[int]] = [set() for _ in range(count)]  # of the inputs
     outputs: list[set[int]] = [set() for _ in range(count)]
     flowing: set[int] = set()  # what has gradients, of what blocks get and give
@@ -300,6 +302,7 @@ def saved_bytes(
         if 0 < slot <= count:
             saved_before = saved[slot - 1].items()
             held[slot - 1] = {key for key, one in saved_before if one.held_elsewhere()}
+            gone[slot - 1] = {key for key, one in saved_before if not one.awaited}
         if 1 < slot <= count:
             look_at_inputs(slot - 2)
 
@@ -342,7 +345,7 @@ def saved_bytes(
             if readers[key] == {unit} and key not in shared and place in may_be_own
         )
         mine = {keys[place] for place in own}
-        foreign = shared | outputs[unit] | ({*keys, *held[unit]} - mine)
+        foreign = shared | outputs[unit] | gone[unit] | ({*keys, *held[unit]} - mine)
         leaving = {
             key: one.num_bytes
             for key, one in saved[unit].items()

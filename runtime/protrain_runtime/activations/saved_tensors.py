@@ -109,7 +109,7 @@ class SwappedStorage:
         return held
 
 
-HandedOn = WeakValueDictionary[int, SwappedStorage]
+ByPointer = WeakValueDictionary[int, SwappedStorage]
 """By data pointer; the saved tensors own the records."""
 
 
@@ -157,7 +157,7 @@ class SavedTensors:
         swaps: bool,
         foreign: frozenset[int],
         own: Set[int] = frozenset(),
-        handed_on: "HandedOn | None" = None,
+        handed_on: "ByPointer | None" = None,
         begin: Callable[[], None],
     ) -> None:
         self._begin = begin
@@ -168,9 +168,11 @@ class SavedTensors:
             if buffer.numel()  # all that are empty have one address
         }
         self._swaps, self._foreign, self._own = swaps, foreign, own
-        self._before = HandedOn() if handed_on is None else handed_on
-        self.handed_on = HandedOn()
-        self._by_pointer: dict[int, SwappedStorage] = {}
+        self._before = ByPointer() if handed_on is None else handed_on
+        self.handed_on = ByPointer()
+        # What autograd lets go of within the forward (the graph of what is detached) is gone here,
+        # too: it does not leave, and nothing holds it until the unit ends.
+        self._by_pointer = ByPointer()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def __enter__(self) -> None:
@@ -189,7 +191,7 @@ class SavedTensors:
         besides autograd, such as an attribute: a swap would free nothing.
         """
         storages: list[SwappedStorage] = []
-        for pointer, storage in self._by_pointer.items():
+        for pointer, storage in list(self._by_pointer.items()):
             if pointer in outputs:
                 storage.stay()
                 self.handed_on[pointer] = storage

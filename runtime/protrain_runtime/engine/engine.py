@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from protrain_plan.program.program import COLLECT, UPDATE_ON_DEVICE, Lane, Program
 from protrain_plan.records.plan import Keep, Persistent, Swap, SwapInput, UnitPlan
 from protrain_runtime.activations.forms import around
-from protrain_runtime.activations.saved_tensors import HandedOn, SavedTensors
+from protrain_runtime.activations.saved_tensors import ByPointer, SavedTensors
 from protrain_runtime.devices.lanes import Backend, LaneError, Ticket, WorkLane, is_held, nothing
 from protrain_runtime.devices.memory_meter import addresses
 from protrain_runtime.devices.stores import DeviceStore
@@ -192,7 +192,7 @@ class Engine:
         self._running: set[int] = set()  # submitted, and not yet seen to end
         self._saved: SavedTensors | None = None
         self._around = ExitStack()  # around the forward of the last part, where that has a form
-        self._handed_on: HandedOn | None = None
+        self._handed_on: ByPointer | None = None
         self._evaluation: EvaluationPass | None = None
         self._outputs: frozenset[int] = frozenset()
         self._lingering: list[tuple[int, StorageWeakRef]] = []  # by unit: buffers that are held

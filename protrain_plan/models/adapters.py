@@ -1,0 +1,133 @@
+"""Adapters: low-rank layers that PEFT adds to a model whose own parameters are frozen.
+
+What is trained, in which dtype, and with which values at the start, is PEFT's: a planned run trains
+the model that `peft.get_peft_model` makes. What PEFT takes in silence (a name that no module has)
+is refused here by name, and so is what it refuses.
+"""
+
+import difflib
+import importlib
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from protrain_plan.errors import ProtrainError, cut
+from protrain_plan.records.adapters import ALL_LINEAR, Lora, read_adapter
+
+_MAX_REASON = 300
+"""Characters of what PEFT says that a message repeats."""
+_MAX_NAMES = 20
+"""Names of modules that a message lists."""
+
+
+def adapted(model: nn.Module, adapter: str, *, source: str) -> nn.Module:
+    """The model with its adapter, as PEFT wraps it; the model itself where there is none.
+
+    Parameters may be on `meta`. ProtrainError where PEFT is missing, the model has no modules of
+    these names, or PEFT refuses them.
+    """
+    lora = read_adapter(adapter)
+    if lora is None:
+        return model
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError as error:
+        raise ProtrainError(
+            "adapters need the package peft", source=source, fix="pip install peft"
+        ) from error
+    _refuse_unknown(model, lora, source=source)
+    with warnings.catch_warnings():
+        # Of what it settles by itself: an older name in transformers, GPT-2's transposed weights.
+        warnings.simplefilter("ignore")
+        try:
+            wrapped: nn.Module = peft.get_peft_model(
+                model, _configuration(peft, lora), autocast_adapter_dtype=lora.dtype == "float32"
+            )
+        except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            if len(reason) > _MAX_REASON:
+                reason = f"{reason[:_MAX_REASON]}..."
+            raise ProtrainError(f"peft refuses the adapter: {reason}", source=source) from error
+    layers = [each for each in wrapped.modules() if isinstance(each, peft.tuners.lora.LoraLayer)]
+    if lora.dtype == "base":
+        _settle_meta(layers)
+    if lora.freeze == "A":
+        _freeze_first(layers)
+    return wrapped
+
+
+def _configuration(peft: Any, lora: Lora) -> Any:
+    every = lora.targets == (ALL_LINEAR,)
+    return peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=ALL_LINEAR if every else list(lora.targets),
+        lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        bias=lora.bias,
+        modules_to_save=list(lora.modules_to_save) or None,
+    )
+
+
+def _refuse_unknown(model: nn.Module, lora: Lora, *, source: str) -> None:
+    """ProtrainError for a name that no module has: PEFT asks that one of several be found."""
+    modules = dict(model.named_modules())
+    linear = {name: module for name, module in modules.items() if _can_be_adapted(module)}
+    if lora.targets != (ALL_LINEAR,):
+        for target in lora.targets:
+            _refuse_missing(target, linear, "layers that can be adapted,", "targets", source)
+    elif not linear:
+        raise ProtrainError("the model has no linear layers to adapt", source=source)
+    for name in lora.modules_to_save:
+        _refuse_missing(name, modules, "modules", "modules_to_save", source)
+
+
+def _can_be_adapted(module: nn.Module) -> bool:
+    # GPT-2 has a class of its own for them.
+    return (
+        isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        or type(module).__name__ == "Conv1D"
+    )
+
+
+def _refuse_missing(
+    name: str, modules: dict[str, nn.Module], what: str, key: str, source: str
+) -> None:
+    if any(f".{path}".endswith(f".{name}") for path in modules):
+        return
+    known = list(dict.fromkeys(path.rpartition(".")[2] for path in modules if path))
+    known = [each for each in known if not each.isdecimal()]
+    near = difflib.get_close_matches(name, known, n=1)
+    more = ", ..." if len(known) > _MAX_NAMES else ""
+    raise ProtrainError(
+        f"the model has no {what} called {cut(name)!r}",
+        source=source,
+        key=key,
+        fix=f"did you mean {near[0]}?" if near else f"one of {', '.join(known[:_MAX_NAMES])}{more}",
+    )
+
+
+def _adapters_of(layer: Any) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that PEFT has added to a layer, with the attribute that holds them."""
+    names = [name for name in layer.adapter_layer_names if hasattr(layer, name)]
+    return [(name, each) for name in names for each in getattr(layer, name).parameters()]
+
+
+def _settle_meta(layers: list[Any]) -> None:
+    """Let adapters on `meta` have their layer's dtype: PEFT leaves those as they were made."""
+    for layer in layers:
+        dtype: torch.dtype = layer.get_base_layer().weight.dtype
+        for _, parameter in _adapters_of(layer):
+            if parameter.is_meta:
+                parameter.data = parameter.data.to(dtype)
+
+
+def _freeze_first(layers: list[Any]) -> None:
+    """Let the first products' matrices, A, stay as they were drawn."""
+    for layer in layers:
+        for name, parameter in _adapters_of(layer):
+            if name in ("lora_A", "lora_embedding_A"):
+                parameter.requires_grad_(False)

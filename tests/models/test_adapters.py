@@ -1,0 +1,246 @@
+"""Adapters: their text, and the models that they make. The oracle of a model is PEFT itself."""
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.zoo import ZOO
+from protrain_plan.errors import ProtrainError
+from protrain_plan.models.sources import load_source
+from protrain_plan.records.adapters import Lora, option_of, parse_lora, read_adapter
+from protrain_plan.records.commands import profile_command
+from protrain_plan.records.profile import DType, Workload
+from tests.support.by_peft import by_peft
+from tests.support.messages import Speaker
+
+# --- texts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "lora", "option", "recorded"),
+    [
+        ("r=16", Lora(rank=16, alpha=32), "r=16", "lora r=16 dtype=float32"),
+        ("alpha=32,r=16", Lora(rank=16, alpha=32), "r=16", "lora r=16 dtype=float32"),
+        ("r=8,alpha=8", Lora(rank=8, alpha=8), "r=8,alpha=8", "lora r=8 alpha=8 dtype=float32"),
+        ("r=4, targets=all-linear", Lora(rank=4, alpha=8), "r=4", "lora r=4 dtype=float32"),
+        (
+            "r=4,targets=q_proj+self_attn.v_proj,dtype=base",
+            Lora(rank=4, alpha=8, targets=("q_proj", "self_attn.v_proj"), dtype="base"),
+            "r=4,targets=q_proj+self_attn.v_proj,dtype=base",
+            "lora r=4 targets=q_proj+self_attn.v_proj",
+        ),
+        (
+            "dora,r=4,dropout=0.050,rslora,bias=all",
+            Lora(rank=4, alpha=8, dropout=0.05, rslora=True, dora=True, bias="all"),
+            "r=4,dropout=0.05,rslora,dora,bias=all",
+            "lora r=4 dtype=float32 dropout=0.05 rslora dora bias=all",
+        ),
+        (
+            "r=4,freeze=A,modules_to_save=lm_head+embed_tokens,dropout=0,dtype=float32",
+            Lora(rank=4, alpha=8, freeze="A", modules_to_save=("lm_head", "embed_tokens")),
+            "r=4,modules_to_save=lm_head+embed_tokens,freeze=A",
+            "lora r=4 dtype=float32 modules_to_save=lm_head+embed_tokens freeze=A",
+        ),
+    ],
+)
+def test_adapters_have_one_text(text: str, lora: Lora, option: str, recorded: str) -> None:
+    assert parse_lora(text) == lora
+    assert lora.option == option_of(recorded) == option
+    assert str(lora) == recorded
+    assert parse_lora(option) == read_adapter(recorded) == lora
+
+
+def test_keys_may_have_the_names_that_peft_gives_them() -> None:
+    in_words_of_peft = "r=4,lora_alpha=4,target_modules=q_proj,lora_dropout=0.1,use_dora,use_rslora"
+    assert parse_lora(in_words_of_peft) == parse_lora(
+        "r=4,alpha=4,targets=q_proj,dropout=0.1,dora,rslora"
+    )
+
+
+def test_a_record_of_before_says_adapters_in_the_dtype_of_their_layers() -> None:
+    """Such records have no dtype; the command that makes them anew has one."""
+    old = read_adapter("lora r=16")
+    assert old == Lora(rank=16, alpha=32, dtype="base")
+    assert str(old) == "lora r=16"
+    workload = Workload(
+        model="tiny-llama",
+        model_config="{}",
+        batch_size=1,
+        seq_len=8,
+        dtype="bfloat16",
+        device="cpu",
+        seed=0,
+        adapter="lora r=16",
+    )
+    command = profile_command(workload, optimizer="adamw", output="profile.yaml")
+    assert "--lora r=16,dtype=base" in command
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "16",
+        "alpha=3",
+        "r=4,r=5",
+        "r=4,lora_alpha=5,alpha=5",
+        "r=0",
+        "r=²",
+        "r=4,dropuot=0.1",
+        "r=4,init=gaussian",
+        "r=4,dropout=1",
+        "r=4,dropout=nan",
+        "r=4,dtype=bfloat16",
+        "r=4,dtype=floot32",
+        "r=4,freeze=B",
+        "r=4,bias=lora",
+        "r=4,dora=true",
+        "r=4,rslora,rslora",
+        "r=4,targets=q_proj+",
+        "r=4,modules_to_save=lm head",
+    ],
+)
+def test_a_wrong_adapter_is_one_clear_error(text: str, assert_says: Speaker) -> None:
+    with pytest.raises(ProtrainError) as caught:
+        parse_lora(text)
+    assert caught.value.key == "--lora"
+    assert_says(caught.value)
+
+
+def test_a_wrong_adapter_of_a_record_is_one_clear_error(assert_says: Speaker) -> None:
+    found = []
+    for text in ("qlora r=4", "lora r=4 dropuot=0.1"):
+        with pytest.raises(ProtrainError) as caught:
+            read_adapter(text)
+        assert caught.value.key == "adapter"
+        found.append(str(caught.value))
+        assert option_of(text) == text
+    assert_says(found)
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def seen(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype, bool]]:
+    return {name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "t5", "mixtral", "bert", "vit"])
+def test_all_linear_is_what_peft_takes_it_to_be(name: str) -> None:
+    source = ZOO[name].source
+    expected = by_peft(source, {"r": 2, "lora_alpha": 4}, dtype="bfloat16")
+    adapter = str(parse_lora("r=2"))
+    assert seen(source.build(adapter=adapter, dtype="bfloat16")) == seen(expected)
+    on_meta = source.build(adapter=adapter, dtype="bfloat16", device="meta")
+    assert seen(on_meta) == seen(expected)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "r=2": {},
+    "r=2,dtype=base": {},
+    "r=2,targets=q_proj+mlp.down_proj": {"target_modules": ["q_proj", "mlp.down_proj"]},
+    "r=2,targets=q_proj+embed_tokens": {"target_modules": ["q_proj", "embed_tokens"]},
+    "r=2,dropout=0.1,rslora,alpha=3": {"lora_dropout": 0.1, "use_rslora": True, "lora_alpha": 3},
+    "r=2,dora": {"use_dora": True},
+    "r=2,dora,dtype=base": {"use_dora": True},
+    "r=2,bias=all": {"bias": "all"},
+    "r=2,bias=lora_only": {"bias": "lora_only"},
+    "r=2,modules_to_save=lm_head+norm": {"modules_to_save": ["lm_head", "norm"]},
+}
+
+
+@pytest.mark.parametrize("text", OPTIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_with_adapters_is_the_one_that_peft_makes(text: str, dtype: DType) -> None:
+    """Qwen2 has biases. Every parameter has PEFT's bits, and the whole has its structure."""
+    source = ZOO["qwen2"].source
+    lora = parse_lora(text)
+    options = {"r": 2, "lora_alpha": 4} | OPTIONS[text]
+    expected = by_peft(source, options, dtype=dtype, autocast=lora.dtype == "float32")
+    found = source.build(adapter=str(lora), dtype=dtype)
+    assert seen(found) == seen(expected)
+    assert repr(found) == repr(expected)
+    values = expected.state_dict()
+    assert all(torch.equal(value, values[key]) for key, value in found.state_dict().items())
+    on_meta = source.build(adapter=str(lora), dtype=dtype, device="meta")
+    assert seen(on_meta) == seen(expected)
+
+
+def test_adapters_stand_beside_all_linear_layers_but_the_head() -> None:
+    model = load_source("tiny-llama").build(adapter=str(parse_lora("r=4")), dtype="bfloat16")
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 4 * 7 * 2  # layers, linear modules in each, A and B
+    assert all(".lora_A." in name or ".lora_B." in name for name in trained)
+    assert not any("lm_head" in name for name in trained)
+
+
+def test_adapters_of_a_16_bit_model_are_float32_unless_said_otherwise() -> None:
+    source = load_source("tiny-llama")
+    for text, dtype in (("r=4", torch.float32), ("r=4,dtype=base", torch.bfloat16)):
+        model = source.build(adapter=str(parse_lora(text)), dtype="bfloat16")
+        dtypes = Counter(p.dtype for p in model.parameters() if p.requires_grad)
+        assert set(dtypes) == {dtype}
+        frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
+        assert frozen == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("text", ["r=4,freeze=A", "r=4,freeze=A,targets=q_proj+embed_tokens"])
+def test_of_frozen_first_products_the_second_ones_are_trained_alone(text: str) -> None:
+    source = load_source("tiny-llama")
+    model = source.build(adapter=str(parse_lora(text)))
+    both = source.build(adapter=str(parse_lora(text.replace(",freeze=A", ""))))
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), both.parameters(), strict=True)
+    )
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == sum(p.requires_grad for p in both.parameters()) // 2
+    assert all("lora_B" in name or "lora_embedding_B" in name for name in trained)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "pyramid"])
+def test_adapters_fit_models_of_other_classes(name: str) -> None:
+    source = ZOO[name].source
+    first, again = (source.build(adapter="lora r=2").state_dict() for _ in range(2))
+    assert any("lora_A" in key for key in first)
+    assert all(torch.equal(value, again[key]) for key, value in first.items())
+
+
+def test_targets_choose_layers_by_the_end_of_their_names() -> None:
+    model = load_source("tiny-llama").build(adapter="lora r=4 targets=q_proj+v_proj")
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 4 * 2 * 2
+    assert all(".q_proj." in name or ".v_proj." in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        "lora r=4 targets=qproj",
+        "lora r=4 targets=self_attn",
+        "lora r=4 modules_to_save=lmhead",
+        "lora r=4 targets=embed_tokens dropout=0.1 dora modules_to_save=embed_tokens",
+    ],
+)
+def test_what_a_model_has_not_is_refused_by_name(adapter: str, assert_says: Speaker) -> None:
+    with pytest.raises(ProtrainError) as caught:
+        load_source("tiny-llama").build(adapter=adapter)
+    assert caught.value.source == "tiny-llama"
+    assert_says(caught.value)
+
+
+def test_a_tied_head_that_is_saved_is_a_copy_of_its_own() -> None:
+    """As PEFT makes it: the embedding is frozen, and the head no longer tied to it."""
+    config = dict(ZOO["llama-tied"].config or {})
+    source = load_source("tied", model_config=json.dumps(config))
+    model = source.build(adapter="lora r=2 modules_to_save=lm_head")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    head = parameters["base_model.model.lm_head.modules_to_save.default.weight"]
+    original = parameters["base_model.model.lm_head.original_module.weight"]
+    embedding = parameters["base_model.model.model.embed_tokens.weight"]
+    assert original is embedding
+    assert head is not embedding
+    assert head.requires_grad
+    assert not embedding.requires_grad

@@ -1,0 +1,277 @@
+"""Training with adapters under plans: the bits of plain PyTorch on the model that PEFT makes.
+
+And the bytes that were predicted: an upper bound in every slot of a step that ran.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.zoo import ZOO, Specimen
+from protrain_plan.commands.training import digest, train
+from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.models.optimizers import optimizer_factory
+from protrain_plan.profiling.memory.unit_bytes import ModelStructure, analyze_units
+from protrain_plan.profiling.structure.discovery import discover
+from protrain_plan.records.adapters import parse_lora
+from protrain_plan.records.plan import (
+    STEPPED,
+    Activations,
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    Recompute,
+    Swap,
+    SwapInput,
+)
+from protrain_plan.records.profile import Precision, Profile
+from protrain_plan.simulation.memory import device_bytes
+from protrain_runtime.diagnostics.matching import model_fingerprint
+from tests.support.by_peft import by_peft
+from tests.support.peaks import SLACK_BYTES, bytes_of_others, without_freedom
+from tests.support.programs import compile_units
+from tests.support.runtime_cases import (
+    BATCH,
+    SEQUENCE,
+    decided,
+    described_by,
+    open_to,
+    plan_of,
+    profiled_here,
+    units_of,
+)
+
+PIECE_BYTES = 1 << 15
+NUM_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """An adapter as `--lora` says it and as PEFT is told."""
+
+    text: str
+    options: tuple[tuple[str, Any], ...] = ()
+    model: str = "qwen2"  # which has biases
+    precision: Precision = "pure"
+    stays: bool = False  # trainable parameters of several dtypes in a block
+
+    @property
+    def specimen(self) -> Specimen:
+        adapter = str(parse_lora(self.text))
+        precision = self.precision
+        return replace(ZOO[self.model], dtype="bfloat16", precision=precision, adapter=adapter)
+
+
+CASES: dict[str, Case] = {
+    "float32": Case("r=2"),
+    "base": Case("r=2,dtype=base"),
+    "dropout": Case("r=2,dropout=0.1,rslora", (("lora_dropout", 0.1), ("use_rslora", True))),
+    "dora": Case("r=2,dora", (("use_dora", True),)),
+    "dora with dropout": Case("r=2,dora,dropout=0.1", (("use_dora", True), ("lora_dropout", 0.1))),
+    "LoRA-FA": Case("r=2,freeze=A,dropout=0.1", (("lora_dropout", 0.1),)),
+    "saved modules": Case(
+        "r=2,modules_to_save=lm_head+embed_tokens",
+        (("modules_to_save", ["lm_head", "embed_tokens"]),),
+    ),
+    "a saved tied head": Case(
+        "r=2,modules_to_save=lm_head", (("modules_to_save", ["lm_head"]),), model="llama-tied"
+    ),
+    "an embedding": Case(
+        "r=2,targets=q_proj+embed_tokens", (("target_modules", ["q_proj", "embed_tokens"]),)
+    ),
+    "biases": Case("r=2,bias=lora_only", (("bias", "lora_only"),), stays=True),
+    "GPT-2": Case("r=2,dora", (("use_dora", True),), model="gpt2"),
+    "T5": Case("r=2,dropout=0.1", (("lora_dropout", 0.1),), model="t5"),
+    "master weights": Case(
+        "r=2,modules_to_save=lm_head", (("modules_to_save", ["lm_head"]),), precision="master"
+    ),
+    "autocast": Case("r=2,dropout=0.1", (("lora_dropout", 0.1),), precision="autocast"),
+}
+
+DECISIONS: dict[str, tuple[Activations, Placement]] = {
+    "persistent": (Keep(), Persistent()),
+    "updated in backward": (Recompute(form="lite"), STEPPED),
+    "host, recomputed": (Recompute(form="full"), Offload(tier="host")),
+    "disk, swapped": (Swap(tier="disk"), Offload(tier="disk")),
+    "disk, input swapped": (
+        SwapInput(tier="disk", form="attn"),
+        Offload(tier="disk", keep_gathered=True),
+    ),
+}
+
+
+def freeze_first(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name:
+            parameter.requires_grad_(False)
+
+
+@cache
+def plainly(name: str) -> tuple[list[float], str]:
+    """Losses and parameters of plain PyTorch on the model that PEFT makes."""
+    case = CASES[name]
+    specimen = case.specimen
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    stored = specimen.dtype
+    if case.precision == "autocast":
+        stored = "float32"
+        autocast = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
+    options = {"r": 2, "lora_alpha": 4} | dict(case.options)
+    own = "dtype=base" not in case.text
+    model = by_peft(specimen.source, options, dtype=stored, autocast=own)
+    if "freeze=A" in case.text:
+        freeze_first(model)
+    factory = optimizer_factory("adamw", case.precision)
+    optimizer = factory(p for p in model.parameters() if p.requires_grad)
+    _, batches = specimen.make()
+    torch.manual_seed(0)
+    losses = []
+    for _ in range(NUM_STEPS):
+        with autocast():
+            loss = loss_of(call_model(model, next(batches)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, digest(model)
+
+
+@pytest.mark.parametrize("decisions", DECISIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_adapters_train_as_plain_torch_trains_what_peft_makes(
+    name: str, decisions: str, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    activations, states = DECISIONS[decisions]
+    model, batches = case.specimen.make()
+    units = decided(units_of(model, next(batches)), activations, states)
+    if case.stays and not isinstance(states, Persistent):
+        units = tuple(
+            replace(unit, states=Persistent()) if unit.kind == "block" else unit for unit in units
+        )
+    plan = plan_of(
+        units,
+        fingerprint=model_fingerprint(model),
+        workload=case.specimen.workload,
+        piece_bytes=PIECE_BYTES,
+    )
+    del model
+    found = train(
+        plan,
+        num_steps=NUM_STEPS,
+        plain=False,
+        text=None,
+        spill_directory=tmp_path,
+        measured=False,
+    )
+    losses, parameters = plainly(name)
+    assert list(found.losses) == losses
+    assert len(set(losses)) == NUM_STEPS
+    assert found.parameters_sha256 == parameters
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+WIDTH, LAYERS = 96, 4  # of tiny-llama
+FIRST_INPUT_BYTES = 2 * BATCH * SEQUENCE * WIDTH
+"""It asks for no gradient, and the base counts it as if nothing else held it."""
+LAST_PART_BYTES = 4 * BATCH * SEQUENCE * WIDTH + 512
+"""The last norm's float32 copy: a part has the costs of the costliest form that blocks may have."""
+OPTIONS = (
+    "r=4",
+    "r=4,dora",
+    *(
+        pytest.param(text, marks=pytest.mark.slow)
+        for text in (
+            "r=4,dropout=0.1",
+            "r=4,freeze=A,dropout=0.1",
+            "r=4,modules_to_save=lm_head+embed_tokens",
+        )
+    ),
+)
+
+
+@contextmanager
+def nothing_else() -> Iterator[Callable[[int], int]]:
+    """Inside, bytes of this process less those of tensors that were there before."""
+    others = bytes_of_others()
+    yield lambda num_bytes: num_bytes - others
+
+
+@pytest.fixture(scope="module", params=OPTIONS)
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    """A measured profile of a small Llama in bfloat16 with an adapter."""
+    with nothing_else() as own:
+        adapter = str(parse_lora(request.param))
+        folder = tmp_path_factory.mktemp("spill")
+        record = profiled_here("tiny-llama", folder, dtype="bfloat16", num_steps=2, adapter=adapter)
+        return replace(record, base_bytes=own(record.base_bytes))
+
+
+@pytest.mark.parametrize(
+    "decisions", ["updated in backward", "host, recomputed", "disk, swapped", "disk, input swapped"]
+)
+def test_bytes_of_adapters_are_those_predicted(
+    measured: Profile, decisions: str, tmp_path: Path
+) -> None:
+    units = decided(described_by(measured), *DECISIONS[decisions])
+    units = without_freedom(open_to(measured, units))
+    plan = plan_of(
+        units,
+        fingerprint=measured.model_fingerprint,
+        workload=measured.workload,
+        piece_bytes=PIECE_BYTES,
+    )
+    with nothing_else() as own:
+        found = train(plan, num_steps=3, plain=False, text=None, spill_directory=tmp_path)
+        program = compile_units(units, measured, piece_bytes=PIECE_BYTES)
+        predicted = [slot.total for slot in device_bytes(program)]
+        taken = [own(num_bytes) for num_bytes in found.slot_bytes]
+    above = [most - size for most, size in zip(predicted, taken, strict=True)]
+    assert min(above) >= 0
+    assert max(above) <= SLACK_BYTES + FIRST_INPUT_BYTES + LAST_PART_BYTES
+    inner = above[: LAYERS + 1] + above[LAYERS + 3 :]
+    assert max(inner) <= SLACK_BYTES + FIRST_INPUT_BYTES
+
+
+# --- what stays, what is its own master -----------------------------------------------------------
+
+
+def measured_as(adapter: str, precision: Precision = "pure") -> tuple[nn.Module, ModelStructure]:
+    specimen = replace(
+        ZOO["qwen2"], dtype="bfloat16", precision=precision, adapter=str(parse_lora(adapter))
+    )
+    model, batches = specimen.make()
+    batch = next(batches)
+    return model, analyze_units(model, batch, discover(model, batch), precision=precision)
+
+
+@pytest.mark.parametrize("adapter", ["r=2,bias=lora_only", "r=2,modules_to_save=input_layernorm"])
+def test_parameters_of_several_dtypes_stay_on_the_device(adapter: str) -> None:
+    """A block's float32 adapters beside what PEFT trains in bfloat16; other units may move."""
+    _, structure = measured_as(adapter)
+    blocks = [n for n, unit in enumerate(structure.found) if unit.kind == "block"]
+    assert structure.stays == dict.fromkeys(blocks, "trainable parameters of several dtypes")
+    _, of_base = measured_as(f"{adapter},dtype=base")
+    assert of_base.stays == {}
+
+
+def test_float32_adapters_are_their_own_masters() -> None:
+    """AdamW's two states alone; a copy that is bfloat16 has a master besides."""
+    model, structure = measured_as("r=2,modules_to_save=lm_head", "master")
+    trained = dict.fromkeys((torch.float32, torch.bfloat16), 0)
+    for parameter in model.parameters():
+        trained[parameter.dtype] += parameter.numel() * parameter.requires_grad
+    assert all(trained.values())
+    kept = {dtype: structure.rules.of(dtype).element_bytes for dtype in trained}
+    assert kept == {torch.float32: 8, torch.bfloat16: 12}
+    states = sum(chunk.size(structure.rules).state_bytes for chunk in structure.chunks)
+    assert states == 8 * trained[torch.float32] + 12 * trained[torch.bfloat16]
