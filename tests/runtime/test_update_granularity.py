@@ -1,6 +1,7 @@
 """Optimizers that look at more than one element: cut at their blocks, or whole, on the device."""
 
 import random
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -73,14 +74,13 @@ def test_a_matrix_rule_grows_with_rows_and_columns() -> None:
     assert sorted(exact.whole) == [4 * 33, 4 * 40]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_ranges_of_blocks_are_whole_blocks_and_never_too_small(count: int) -> None:
-    rules = UpdateRules(EIGHT_BITS)
-    rng = random.Random(count)
-    for _ in range(200):
+def test_ranges_of_blocks_are_whole_blocks_and_never_too_small() -> None:
+    rng = random.Random(0)
+    kinds = [Cut(), Cut(256, 256), Cut(512, 512), Cut(4096, 4096), Cut(64, sys.maxsize)]
+    for _ in range(500):
         lengths = [rng.randrange(1, 20_000) for _ in range(rng.randrange(1, 5))]
-        cuts = [Cut.of(rules.of(torch.float32, torch.Size([n]))) for n in lengths]
-        found = ranges(lengths, count, longest=4096, cuts=cuts)
+        cuts = [rng.choice(kinds) for _ in lengths]
+        found = ranges(lengths, rng.randrange(1, 5), longest=4096, cuts=cuts)
         spans = [span for share in found for span in share]
         for tensor, (length, cut) in enumerate(zip(lengths, cuts, strict=True)):
             own = [span for span in spans if span.tensor == tensor]
@@ -91,6 +91,16 @@ def test_ranges_of_blocks_are_whole_blocks_and_never_too_small(count: int) -> No
                 assert one.stop % cut.unit == 0
             if len(own) > 1:
                 assert min(span.stop - span.start for span in own) >= cut.least
+
+
+def test_pieces_between_two_cuts_are_never_too_small() -> None:
+    """However small the pieces that a plan asks for."""
+    rng = random.Random(1)
+    for _ in range(500):
+        cut = rng.choice([Cut(256, 256), Cut(512, 512), Cut(4096, 4096)])
+        length = rng.randrange(1, 50_000)
+        places = sorted({0, length, *(cut.before(n, length) for n in range(0, length, 100))})
+        assert len(places) == 2 or min(b - a for a, b in pairwise(places)) >= cut.least
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
