@@ -79,6 +79,8 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
     "docs/how-to/ci.md#when-it-fails": Runs(prepare=copy_example),
     "docs/how-to/lora.md#lora": Runs(),
     "docs/how-to/quantized.md#quantised-weights": Runs(),
+    "docs/how-to/optimizers.md#optimizers": Runs(smaller=TINY),
+    "docs/how-to/optimizers.md#whole-matrices": Runs(),
     "docs/how-to/long-sequences.md#long-sequences": Runs(),
     "docs/how-to/small-cards.md#small-cards": Runs(),
     "docs/how-to/clip-and-accumulate.md#clip-and-accumulate": Runs(),
