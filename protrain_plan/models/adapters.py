@@ -119,7 +119,10 @@ def _adapters_of(layer: Any) -> list[tuple[str, nn.Parameter]]:
 def _settle_meta(layers: list[Any]) -> None:
     """Let adapters on `meta` have their layer's dtype: PEFT leaves those as they were made."""
     for layer in layers:
-        dtype: torch.dtype = layer.get_base_layer().weight.dtype
+        base = layer.get_base_layer()
+        # A packed layer's weights are bytes: it says in what it computes.
+        packed = not base.weight.is_floating_point()
+        dtype: torch.dtype = base.compute_dtype if packed else base.weight.dtype
         for _, parameter in _adapters_of(layer):
             if parameter.is_meta:
                 parameter.data = parameter.data.to(dtype)

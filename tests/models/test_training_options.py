@@ -7,7 +7,7 @@ from benchmarks.zoo import ZOO
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.building import parameter_dtype, stepped_dtype
-from protrain_plan.models.optimizers import OPTIMIZERS, optimizer_factory
+from protrain_plan.models.optimizers import KNOWN, OPTIMIZERS, optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover
@@ -91,5 +91,6 @@ def test_an_unknown_optimizer_is_one_clear_error() -> None:
     with pytest.raises(ProtrainError) as caught:
         optimizer_factory("sdg")
     assert str(caught.value) == (
-        f"optimizer: expected one of {', '.join(OPTIMIZERS)}, got 'sdg'\n  fix: did you mean sgd?"
+        f"optimizer: expected one of {', '.join(KNOWN)}, or package.module:Class, got 'sdg'"
+        "\n  fix: did you mean sgd?"
     )

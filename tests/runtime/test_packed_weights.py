@@ -58,6 +58,8 @@ CONFIG = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320,
 }  # fmt: skip
 PIECE_BYTES = 1 << 16
+ADAPTER = "lora r=4 dtype=float32"
+"""As PEFT makes them by default, on a model of 16 bits."""
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, fused=True)
 BATCH, SEQUENCE = 4, 64
 HIDDEN_BYTES = 2 * BATCH * SEQUENCE * 96
@@ -73,7 +75,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
         seq_len=SEQUENCE,
         dtype="bfloat16",
         device="cpu",
-        adapter="lora r=4",
+        adapter=ADAPTER,
         quantize="nf4",
         num_steps=1,
         spill_directory=tmp_path_factory.mktemp("spill"),
@@ -103,7 +105,7 @@ def test_packed_bytes_and_scales_are_counted_to_the_byte(profile: Profile) -> No
     """0.5 bytes of each weight in the chunk; in the base 1 byte of 64, and 4 of 16,384."""
     blocks = [unit for unit in profile.units if unit.kind == "block"]
     shapes = [(96, 96), (48, 96), (48, 96), (96, 96), (176, 96), (176, 96), (96, 176)]
-    adapters = sum(2 * 4 * (rows + columns) for rows, columns in shapes)
+    adapters = sum(4 * 4 * (rows + columns) for rows, columns in shapes)
     norms = 2 * 2 * 96
     for block in blocks:
         assert (block.stays, block.runs_once) == ("", "")
@@ -113,9 +115,9 @@ def test_packed_bytes_and_scales_are_counted_to_the_byte(profile: Profile) -> No
     tables = 4 * (16 + 256 + 1)
     counted = sum(r * c // 64 + 4 * -(-r * c // 16384) + tables for r, c in shapes)
     source = load_source("packed", model_config=json.dumps(CONFIG))
-    packed_model = source.build(dtype="bfloat16", adapter="lora r=4", quantize="nf4")
+    packed_model = source.build(dtype="bfloat16", adapter=ADAPTER, quantize="nf4")
     assert sum(t.numel() * t.itemsize for t in scales(packed_model)) == len(blocks) * counted
-    without = source.build(dtype="bfloat16", adapter="lora r=4", device="meta")
+    without = source.build(dtype="bfloat16", adapter=ADAPTER, device="meta")
     buffers = sum(b.numel() * b.itemsize for b in without.buffers())
     tokens = 2 * 8 * BATCH * SEQUENCE
     shared = profile.base_bytes - len(blocks) * counted - buffers - tokens

@@ -1,6 +1,5 @@
 """What random models and the matrix have found once: each a case of its own."""
 
-from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from protrain_plan.records.plan import (
 from protrain_plan.records.profile import Form
 from protrain_runtime import prepare, with_master_weights
 from protrain_runtime.model.prepared import engine_of
+from protrain_runtime.states.update_rules import UpdateRules
 from tests.support.cards import every_device
 from tests.support.messages import Speaker
 from tests.support.random_models import Shape, random_batch, random_model
@@ -134,26 +134,38 @@ FIX = (
     "\n  fix: an elementwise optimizer, such as AdamW or SGD; or a plan whose states stay on the"
     " device"
 )
-LOOKS = "one element's update depends on others"
-WHOLE: dict[str, tuple[Callable[[Iterable[Any]], torch.optim.Optimizer], str]] = {
-    "Adafactor": (torch.optim.Adafactor, LOOKS),
-    "WholeNorm": (partial(WholeNorm, lr=0.1), LOOKS),
-}
 
 
 def offloading() -> tuple[nn.Module, tuple[UnitPlan, ...]]:
     return random_model(NORMED), decided(normed_units(), Keep(), Offload(tier="disk"))
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_optimizers_that_look_at_whole_parameters_are_refused(name: str, tmp_path: Path) -> None:
-    factory, problem = WHOLE[name]
+def test_optimizers_that_look_at_whole_parameters_are_refused(tmp_path: Path) -> None:
     model, units = offloading()
     before = attached(model)
     with pytest.raises(ProtrainError) as caught:
-        prepare(model, plan_for(model, units), optimizer=factory, spill_directory=tmp_path)
-    assert str(caught.value) == f"{name} cannot update a parameter in pieces: {problem}{FIX}"
+        prepare(
+            model, plan_for(model, units), optimizer=torch.optim.Adafactor, spill_directory=tmp_path
+        )
+    assert str(caught.value) == (
+        "optimizer: the optimizer cannot update 'embedding.weight' in pieces: its 'row_var' is of"
+        f" the whole parameter{FIX}"
+    )
     assert attached(model) == before
+
+
+def test_a_parameter_whose_update_needs_all_of_it_is_never_cut(tmp_path: Path) -> None:
+    """A small one goes through the optimizer as a whole; of a large one that is not tried."""
+    whole = partial(WholeNorm, lr=0.1)
+    large = UpdateRules(whole).of(torch.float32, torch.Size([1024, 1024]))
+    assert large.reason == "one element's update depends on others"
+    reference, (model, units) = random_model(NORMED), offloading()
+    expected = Loop().train(reference, whole(reference.parameters()))
+    plan = plan_for(model, units, piece_bytes=256)
+    planned, optimizer = prepare(model, plan, optimizer=whole, spill_directory=tmp_path)
+    found = Loop().train(planned, optimizer)
+    assert list(differences(found.losses, expected.losses, "losses")) == []
+    assert list(differences(found.parameters, expected.parameters, "parameters")) == []
 
 
 def test_optimizers_that_look_at_whole_parameters_follow_plans_that_offload_no_states(
