@@ -70,7 +70,7 @@ from protrain_runtime.ranks.group import Ranks, ranks_of
 from protrain_runtime.states.chunks import Chunk, make_chunks, offload, read_values
 from protrain_runtime.states.quantized import refuse_quantized, scales, settle_quantized
 from protrain_runtime.states.unchanged_model import UnchangedModel, refuse_conversions
-from protrain_runtime.states.update_rules import OptimizerFactory, with_master_weights
+from protrain_runtime.states.update_rules import OptimizerFactory, in_turn, with_master_weights
 from protrain_runtime.states.updates import UpdateTeam, spare_threads
 
 Check = Literal["bitwise", "spills"]
@@ -143,6 +143,7 @@ def prepare(
         if plan.num_devices > 1:
             room = for_each(room, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         check_room(plan, room, directory)
+        optimizer = in_turn(optimizer)
         if plan.workload.precision == "master":
             optimizer = with_master_weights(optimizer)
         inner = make_inner(optimizer, model, param_groups)

