@@ -72,9 +72,11 @@ SMALL, LIKELY = 16, 3
 """A model of so few units has a moment to spare: so many of its fastest choices are tried with all
 rules of schedules, and the simulator compares baselines."""
 
+FEW = 8
 BRANCHED = {False: 1000, True: 300}
-"""Variables of a fluid model over which a search tree is worth its time, by whether steps overlap:
-most take 0.1 s, and the longest of 40 small problems 1.3 s, for 4 % of bound in the median."""
+"""Of so few units, variables of a fluid model over which a search tree is worth its time, by
+whether steps overlap: most take 0.1 s, and the longest of 40 small problems 1.3 s, for 4 % of bound
+in the median."""
 
 BRANCHED_UNITS = 800
 """Nodes of that tree times units."""
@@ -420,7 +422,8 @@ class _Planning:
         """Lift the bound: numbers that promise more, until what they promise is what they take."""
         counting, least = self.counting, inf
         close = 1 + self.effort.gap_target / 4
-        if counting.size <= BRANCHED[self.problem.settings.overlap_steps]:
+        most = BRANCHED[self.problem.settings.overlap_steps]
+        if self.problem.count <= FEW and counting.size <= most:
             numbers = counting.branch(
                 max_nodes=max(8, BRANCHED_UNITS // self.problem.count),
                 gap=self.effort.gap_target / 4,
