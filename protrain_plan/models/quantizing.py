@@ -9,7 +9,7 @@ they are the same for every device.
 Layer by layer: a weight of a configuration's model is drawn and packed before the next one is there
 (`packed_as_drawn`), with the numbers that the same seed gives without packing.
 
-What is not quantised has the dtype that the precision gives it, and so have the adapters:
+What is not quantised has the dtype that the precision gives it, and so have adapters of the base's:
 
 - `pure` and `master`: norms, embeddings, head and adapters in the workload's dtype, as in the paper
   and in TRL; with `master` the optimizer steps on float32 copies of the adapters.
@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.building import TORCH_DTYPES, replaced
+from protrain_plan.records.adapters import read_adapter
 from protrain_plan.records.profile import DType, Quantize
 from protrain_runtime.states.quantized import (
     packed_layers,
@@ -265,15 +266,18 @@ def as_made(model: nn.Module, *, source: str) -> nn.Module:
     return model
 
 
-def settled(model: nn.Module, *, dtype: torch.dtype, quantize: Quantize, source: str) -> nn.Module:
+def settled(
+    model: nn.Module, *, dtype: torch.dtype, quantize: Quantize, adapter: str, source: str
+) -> nn.Module:
     """The model with its adapters, ready to be trained: see `settle_quantized`.
 
-    Adapters beside packed weights come in float32, and get `dtype`. ProtrainError where a layer was
-    quantised in a way that no plan can follow.
+    Adapters beside packed weights come in float32, and get `dtype` where they are to have the
+    base's. ProtrainError where a layer was quantised in a way that no plan can follow.
     """
     refuse_quantized(model, source=source)
     settle_quantized(model)
-    if quantize:
+    lora = read_adapter(adapter)
+    if quantize and lora is not None and lora.dtype == "base":
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)

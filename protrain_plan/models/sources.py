@@ -135,7 +135,9 @@ class ConfigSource:
                 raise self._refused(error) from error
             model = quantized(model, quantize, adapter=adapter, dtype=dtype, source=self.name)
             model = adapted(model, adapter, source=self.name)
-            model = settled(model, dtype=stored, quantize=quantize, source=self.name)
+            model = settled(
+                model, dtype=stored, quantize=quantize, adapter=adapter, source=self.name
+            )
         if torch.device(device).type not in ("cpu", "meta"):
             model.to(device)
         return computing_in(model, dtype, precision).train()
@@ -311,7 +313,7 @@ class FactorySource:
             model = quantized(model, quantize, adapter=adapter, dtype=dtype, source=self.name)
             model = adapted(model, adapter, source=self.name)
         model = moved(model, device=device)
-        model = settled(model, dtype=stored, quantize=quantize, source=self.name)
+        model = settled(model, dtype=stored, quantize=quantize, adapter=adapter, source=self.name)
         return computing_in(model, dtype, precision).train()
 
     def batches(
