@@ -145,11 +145,11 @@ def works_in_place(name: str) -> bool:
     return _read(name)[0] in OF_8_BITS
 
 
-_HOST_SHARES = {"adamw8bit": 0.023, "lion8bit": 0.04}
+_HOST_SHARES = {"adamw8bit": 0.035, "lion8bit": 0.041}
 
 
 def host_share(name: str) -> float:
-    """Parameters per second on a host, over those of fused AdamW: `benchmarks/results/updates.md`.
+    """Parameters per second on a host, over those of fused AdamW (docs/decisions/optimizer.md).
 
     On a processor bitsandbytes does operator by operator what is one kernel on a card. Of others 1.
     """
