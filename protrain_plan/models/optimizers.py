@@ -111,17 +111,14 @@ _MAX_LENGTH = 1000  # of an optimizer's name with its options
 def optimizer_named(name: str, options: str | None = None) -> str:
     """The name of an optimizer with options, as records have it: `adamw(lr=0.001)`.
 
-    Options are Python's keyword arguments, literals alone. ProtrainError for others, and for a name
-    that is unknown.
+    Options are Python's keyword arguments, literals alone. ProtrainError for others;
+    `optimizer_factory` knows the names.
     """
     kind, own = _read(name)
     if options:
         own |= _options(options, key="--optimizer-args")
     text = ", ".join(f"{option}={value!r}" for option, value in own.items())
-    found = f"{kind}({text})" if own else kind
-    if ":" not in kind:
-        _known(kind)
-    return found
+    return f"{kind}({text})" if own else kind
 
 
 def optimizer_factory(name: str, precision: Precision = "pure") -> OptimizerFactory:
@@ -154,11 +151,6 @@ def host_share(name: str) -> float:
     On a processor bitsandbytes does operator by operator what is one kernel on a card. Of others 1.
     """
     return _HOST_SHARES.get(_read(name)[0], 1.0)
-
-
-def is_users_own(name: str) -> bool:
-    """Whether an optimizer's name stands for code of the user's."""
-    return ":" in name
 
 
 def _known(kind: str) -> OptimizerFactory:

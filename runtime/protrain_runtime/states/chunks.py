@@ -126,6 +126,10 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride()
 
 
+StateKind = tuple[str, StateRule]
+"""An optimizer state by its key, and how its values lie: one region of a chunk's store."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
     """One optimizer state, such as exp_avg, of some of the chunk's parameters, in its store.
@@ -139,7 +143,7 @@ class StateLayout:
     starts: Mapping[str, int]  # by parameter: its first value, of those in the region
 
     @property
-    def kind(self) -> tuple[str, StateRule]:
+    def kind(self) -> StateKind:
         """What tells it from the chunk's other states; the same in both copies of a chunk."""
         return self.key, self.rule
 
@@ -640,9 +644,9 @@ def offload(chunk: Chunk, store: Store, rules: UpdateRules, *, speculate: bool =
         write_values(chunk, part, part.parameter)
 
 
-def _state_kinds(chunk: Chunk) -> dict[tuple[str, StateRule], tuple[dict[str, int], int]]:
+def _state_kinds(chunk: Chunk) -> dict[StateKind, tuple[dict[str, int], int]]:
     """The kinds of states of a chunk: by parameter its first value, and how many there are."""
-    kinds: dict[tuple[str, StateRule], tuple[dict[str, int], int]] = {}
+    kinds: dict[StateKind, tuple[dict[str, int], int]] = {}
     trainable = [part for part in chunk.slices if part.trainable]
     if chunk.sharding is not None:
         # Of one kind all; padding between parameters has values, too. A rank that has nothing of

@@ -19,9 +19,9 @@ from torch import nn
 from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import STACK_BYTES, take_one_thread
 from protrain_runtime.devices.stores import HostStore, Store
-from protrain_runtime.states.chunks import Chunk, Copy, Cut, Slice, StateLayout
+from protrain_runtime.states.chunks import Chunk, Copy, Cut, Slice, StateKind, StateLayout
 from protrain_runtime.states.stand_ins import GradientInStore, scaled
-from protrain_runtime.states.update_rules import MasterOptimizer, OptimizerFactory, StateRule
+from protrain_runtime.states.update_rules import MasterOptimizer, OptimizerFactory
 
 SMALLEST_RANGE = 2**17
 """Elements that are worth a thread: about 150 us of AdamW's step, several times what handing a
@@ -138,10 +138,6 @@ def ranges(
 
 _PARAMETERS, _GRADIENTS = "parameters ", "gradients "
 """Stand for these among the elementwise states, whose keys are names."""
-
-
-StateKind = tuple[str, StateRule]
-"""See `StateLayout.kind`."""
 
 
 class _Staged(NamedTuple):
