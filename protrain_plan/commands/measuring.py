@@ -93,7 +93,7 @@ class ProfileRequest:
 
         ProtrainError for adapters that are unknown, and a file that holds no configuration.
         """
-        if self.text is not None or ":" in self.optimizer or self.optimizer_args:
+        if self.text is not None or self.optimizer_args:
             return None
         workload = Workload(
             model=self.model,

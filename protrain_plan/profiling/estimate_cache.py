@@ -87,7 +87,7 @@ class EstimateRequest:
 
         None where code may run that is no installed library's: see [Note: what is kept].
         """
-        if config is None or _names_code(config):
+        if config is None or _names_code(config) or ":" in optimizer:
             return None
         return EstimateRequest(
             model=workload.model,
