@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
@@ -243,6 +244,14 @@ def fit(
     clip: ClipOption = False,
     clip_share: ClipShareOption = None,
     accumulate: AccumulateOption = 1,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="Below each answer, what it is without a planner: plain PyTorch, checkpointing,"
+            " ZeRO-Offload, FSDP2.",
+        ),
+    ] = False,
     no_cache: NoCacheOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -319,7 +328,9 @@ def fit(
                     micro_batches=accumulate,
                 )
             )
-        with answers_of(_fitted, questions, at_once=processes_at_once(len(questions))) as found:
+        with answers_of(
+            partial(_fitted, compare=compare), questions, at_once=processes_at_once(len(questions))
+        ) as found:
             for question in questions:
                 asked_of = question.profile.workload
                 where = f"{asked_of.batch_size} x {asked_of.seq_len} tokens"
@@ -332,8 +343,8 @@ def fit(
         raise typer.Exit(3)
 
 
-def _fitted(question: "Question") -> "Fit":
+def _fitted(question: "Question", *, compare: bool) -> "Fit":
     from protrain_plan.planning.questions import objectives
     from protrain_plan.planning.search.improving import Effort
 
-    return objectives.fit(question, effort=Effort(gap_target=GAP))
+    return objectives.fit(question, effort=Effort(gap_target=GAP), compare=compare)

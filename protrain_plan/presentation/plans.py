@@ -281,10 +281,32 @@ def fits_json(fits: Sequence["Fit"]) -> dict[str, Any]:
             "measured_over_estimated": error_band(fit.profile.hardware),
             **(solved_json(fit.solved) if fit.solved is not None else {}),
             **(infeasible_json(fit.infeasible) if fit.infeasible is not None else {}),
+            **({"alternatives": _alternatives_json(fit)} if fit.alternatives else {}),
         }
         for fit in fits
     ]
     return {"cells": cells}
+
+
+def _alternatives_json(fit: "Fit") -> list[dict[str, Any]]:
+    return [
+        {
+            "name": other.name,
+            "checkpointing": other.checkpointing,
+            "fits": other.step_seconds is not None,
+            "step_seconds": other.step_seconds,
+            "tokens_per_second": other.step_seconds and fit.tokens_per_step / other.step_seconds,
+            "peak_bytes": tiers_json(other.peak_bytes),
+            "lacks": list(other.lacks),
+        }
+        for other in fit.alternatives
+    ]
+
+
+def _gibibytes(peak: TierBytes) -> list[str]:
+    """What is taken of the device, the host and the disk."""
+    sizes = (peak.on_device, peak.host, peak.disk)
+    return [f"{size / 2**30:.1f} GiB" if size else "-" for size in sizes]
 
 
 _VERDICTS = {
@@ -315,9 +337,7 @@ def fits_text(fits: Sequence["Fit"]) -> RenderableType:
         cells = ["-"] * 4
         if fit.solved is not None:
             prediction = fit.solved.plan.prediction
-            peak = prediction.peak_bytes
-            below = (f"{held / 2**30:.1f} GiB" if held else "-" for held in (peak.host, peak.disk))
-            cells = [f"{fit.tokens_per_s:,.0f}", f"{peak.on_device / 2**30:.1f} GiB", *below]
+            cells = [f"{fit.tokens_per_s:,.0f}", *_gibibytes(prediction.peak_bytes)]
             saved = 1 - prediction.step_seconds / fit.plain_seconds if fit.plain_seconds else 0.0
             if saved >= 0.0005:
                 faster.append(f"{cell}: {saved:.1%} less time per step")
@@ -325,6 +345,12 @@ def fits_text(fits: Sequence["Fit"]) -> RenderableType:
         replicas = f" ({group.num_replicas} replicas)" if group.num_replicas > 1 else ""
         devices = [f"{group.num_devices}{replicas}"] if several else []
         table.add_row(machine, *devices, size, Text(words, style=style), *cells)
+        for other in fit.alternatives:
+            name = "  checkpointed" if other.checkpointing else other.name
+            tokens = "no"
+            if other.step_seconds is not None:
+                tokens = f"{fit.tokens_per_step / other.step_seconds:,.0f}"
+            table.add_row("", *([""] * several), "", name, tokens, *_gibibytes(other.peak_bytes))
     if len(faster) == 1:  # in no cell
         faster = []
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)

@@ -14,6 +14,7 @@ from protrain_plan.planning.model.options import Pin
 from protrain_plan.planning.model.problem import SAFE, Choice, Problem, most_of
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.outcome import Infeasible, Solved
+from protrain_plan.planning.questions.alternatives import Alternative, alternatives
 from protrain_plan.planning.questions.growth import Largest, Quantity, largest
 from protrain_plan.planning.questions.planner import (
     Progress,
@@ -138,10 +139,12 @@ def ask(
     solver: Solver = "milp",
     progress: Progress | None = None,
     told: "Callable[[Point], None] | None" = None,
+    hints: Sequence[Choice] = (),
 ) -> Answer:
     """The answer to a question; ProtrainError where a pin does not fit it.
 
-    Of a front, each point is `told` as soon as it is known.
+    The search for the fastest step begins with `hints`, too. Of a front, each point is `told` as
+    soon as it is known.
     """
     found_largest = None
     if objective.maximize:
@@ -170,7 +173,9 @@ def ask(
         else:
             outcome, answer = front[-1].solved, replace(answer, front=front)
     else:
-        outcome = solve_any(problems, budgets, effort=effort, solver=solver, progress=progress)
+        outcome = solve_any(
+            problems, budgets, effort=effort, solver=solver, progress=progress, hints=hints
+        )
     if isinstance(outcome, Infeasible):
         batch, sequence = question.largest("batch-size"), question.largest("seq-len")
         outcome = replace(
@@ -353,7 +358,8 @@ class Fit:
     `plain_bytes` is what plain PyTorch would need of the device, what is besides tensors included;
     of several devices, with all states on each. `plain_seconds` is the step that keeps everything
     on the device, where it fits.
-    `binds` says in words what makes up the step, or what there is too little of.
+    `binds` says in words what makes up the step, or what there is too little of. `alternatives` are
+    what people do without a planner, where that was asked for.
     """
 
     profile: Profile
@@ -363,6 +369,8 @@ class Fit:
     solved: Solved | None
     infeasible: Infeasible | None
     binds: str
+    micro_batches: int = 1
+    alternatives: tuple[Alternative, ...] = ()
 
     @property
     def verdict(self) -> Feasibility:
@@ -374,18 +382,33 @@ class Fit:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens of all devices' micro-batches per second of the predicted step."""
+        """Tokens of a step per second of the predicted one."""
         if self.solved is None:
             return None
-        workload, plan = self.profile.workload, self.solved.plan
-        tokens = workload.batch_size * workload.seq_len * plan.micro_batches * plan.num_devices
-        return tokens / plan.prediction.step_seconds
+        return self.tokens_per_step / self.solved.plan.prediction.step_seconds
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all devices' micro-batches."""
+        workload, devices = self.profile.workload, self.group.num_devices
+        return workload.batch_size * workload.seq_len * self.micro_batches * devices
 
 
-def fit(question: Question, *, effort: Effort) -> Fit:
-    """Plan the question's profile, and say what binds."""
-    answer = ask(question, Objective(), effort=effort)
+def fit(question: Question, *, effort: Effort, compare: bool = False) -> Fit:
+    """Plan the question's profile, and say what binds; with `compare`, beside alternatives.
+
+    Where an alternative is faster by more than the gap that is good enough, the search begins there
+    once more.
+    """
     problems = question.problems()
+    answer = ask(question, Objective(), effort=effort)
+    others = alternatives(problems) if compare else ()
+    if answer.solved is not None:
+        enough_s = answer.solved.plan.prediction.step_seconds / (1 + effort.gap_target)
+        faster = [one for one in others if one.step_seconds and one.step_seconds < enough_s]
+        if faster:
+            hints = [problems[0].choice_of(one.units) for one in faster]
+            answer = ask(question, Objective(), effort=effort, hints=hints)
     problem = problem_of(answer.solved, problems) if answer.solved else problems[0]
     besides = problem.profile.hardware.device.besides_bytes
     plain = tuple((0, 0) for _ in problem.options)
@@ -406,4 +429,6 @@ def fit(question: Question, *, effort: Effort) -> Fit:
         solved=answer.solved,
         infeasible=answer.infeasible,
         binds=binds,
+        micro_batches=question.micro_batches,
+        alternatives=others,
     )

@@ -1,0 +1,118 @@
+"""What people do without a planner, from the same profile and by the same simulator.
+
+Each alternative decides the same for all units, as its library does, with updates after backward
+and steps that do not overlap. Its schedule is the best that the planner finds, so that what is said
+of it is what it can reach, not what it happens to reach. Device memory is what its tensors take;
+what libraries hold besides is not known.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from protrain_plan.planning.model.problem import Choice, Problem
+from protrain_plan.planning.search.choices import uniform
+from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
+from protrain_plan.records.plan import (
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    Recompute,
+    TierBytes,
+    UnitPlan,
+)
+from protrain_plan.simulation.memory import peak_bytes
+
+
+class Policy(NamedTuple):
+    """One of them: its name on one device and on several ("" where it is not for these)."""
+
+    alone: str
+    joined: str
+    states: Placement
+
+
+POLICIES = (
+    Policy("plain PyTorch", "DDP", Persistent()),
+    Policy("", "FSDP2", Offload(tier="device")),
+    Policy("ZeRO-Offload", "FSDP2, offload", Offload(tier="host")),
+)
+"""Each as it is, and with every block recomputed (gradient checkpointing).
+
+FSDP2 shards all states over all devices, as ZeRO-3 does. FSDP2's CPUOffloadPolicy, and ZeRO-Offload
+(arXiv 2101.06840) with parameters below the device as well, fetch each unit for forward and for
+backward, and update all states on the host when backward has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """What a policy takes: bytes of one device and its part of the rest, seconds of a step.
+
+    With `checkpointing`, every block is recomputed. `step_seconds` is None where it does not fit:
+    `lacks` are the tiers that have too little then, and `peak_bytes` what it needs of each.
+    """
+
+    name: str
+    checkpointing: bool
+    step_seconds: float | None
+    peak_bytes: TierBytes
+    lacks: tuple[str, ...] = ()
+    units: tuple[UnitPlan, ...] = ()  # where it fits
+
+
+def alternatives(problems: Sequence[Problem]) -> tuple[Alternative, ...]:
+    """All policies that a question's machine can follow, in the order of `POLICIES`.
+
+    `problems` are the question's, that of the fewest replicas first. States that have no other
+    place (see `Unit.stays`) persist under every policy.
+    """
+    fewest = problems[0]
+    settings = replace(fewest.settings, updates="after backward", overlap_steps=False)
+    problem = replace(fewest, settings=settings, pins=())
+    evaluator = Evaluator(problem)
+    found: dict[Choice, Alternative] = {}
+    for policy, checkpointing in itertools.product(POLICIES, (False, True)):
+        name = policy.joined if settings.num_devices > 1 else policy.alone
+        activations = Recompute() if checkpointing else Keep()
+        choice = uniform(problem, [activations], policy.states)
+        # Where no unit can take a policy, it is one that was looked at before.
+        if name and choice not in found:
+            found[choice] = _alternative(name, checkpointing, evaluator, choice)
+    return tuple(found.values())
+
+
+def _alternative(
+    name: str, checkpointing: bool, evaluator: Evaluator, choice: Choice
+) -> Alternative:
+    problem = evaluator.problem
+    found: Evaluation | None = evaluator.best_schedule(choice)
+    if found is not None:
+        peaks = peak_bytes(problem.program(found.plans))
+        return Alternative(
+            name=name,
+            checkpointing=checkpointing,
+            step_seconds=found.seconds,
+            peak_bytes=peaks,
+            units=found.plans,
+        )
+    machine = problem.profile.hardware.device
+    needed = {tier: problem.tier_use(tier, choice) for tier in problem.tiers}
+    on_device = max(problem.static_bytes(choice))
+    lacks: list[str] = ["device"] if on_device > problem.device else []
+    lacks += [tier for tier, limit in problem.tiers.items() if needed[tier] > limit]
+    peaks = TierBytes(
+        device=on_device,
+        context=machine.context_bytes,
+        host=needed.get("host", 0),
+        disk=needed.get("disk", 0),
+        allocator=machine.besides_bytes - machine.context_bytes,
+    )
+    return Alternative(
+        name=name,
+        checkpointing=checkpointing,
+        step_seconds=None,
+        peak_bytes=peaks,
+        lacks=tuple(lacks),
+    )

@@ -1,0 +1,76 @@
+"""What `fit --compare` says of plain PyTorch, checkpointing, ZeRO-Offload and FSDP2."""
+
+from dataclasses import replace
+
+import pytest
+
+from protrain_plan.planning.questions.alternatives import Alternative, alternatives
+from protrain_plan.planning.questions.objectives import Question, fit
+from protrain_plan.planning.search.improving import Effort
+from protrain_plan.program.group import ALONE, DeviceGroup
+from protrain_plan.records.plan import Budgets, Offload, Persistent
+from protrain_plan.simulation.report import report
+from tests.support.planning_cases import MB, decoder, gpu, joined
+
+GB, GAP = 1000 * MB, 0.02
+NAMES = {
+    1: ["plain PyTorch", "ZeRO-Offload"],
+    2: ["DDP", "FSDP2", "FSDP2, offload"],
+}
+
+
+def question(*, device: int, host: int = 100 * GB, num_devices: int = 1) -> Question:
+    profile = decoder(
+        joined(gpu()),
+        blocks=6,
+        block_parameters=40 * MB,
+        embedding_parameters=20 * MB,
+        kept=400 * MB,
+        seconds=0.02,
+        host_speed=1e9,
+        pieces=5,
+    )
+    group = DeviceGroup(num_devices=num_devices) if num_devices > 1 else ALONE
+    return Question(profile=profile, group=group, budgets=Budgets(device=device, host=host, disk=0))
+
+
+def by_name(found: tuple[Alternative, ...]) -> dict[tuple[str, bool], Alternative]:
+    return {(one.name, one.checkpointing): one for one in found}
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_each_library_is_there_with_and_without_checkpointing(num_devices: int) -> None:
+    asked = question(device=100 * GB, num_devices=num_devices)
+    answer = fit(asked, effort=Effort(gap_target=GAP), compare=True)
+    others = by_name(answer.alternatives)
+    assert list(others) == [(name, more) for name in NAMES[num_devices] for more in (False, True)]
+    plain = others[NAMES[num_devices][0], False]
+    assert plain.step_seconds == pytest.approx(answer.plain_seconds)
+    assert plain.peak_bytes.on_device == answer.plain_bytes
+    assert answer.solved is not None
+    for name in NAMES[num_devices]:
+        kept, recomputed = others[name, False], others[name, True]
+        assert kept.step_seconds and recomputed.step_seconds
+        assert recomputed.peak_bytes.device <= kept.peak_bytes.device
+        assert answer.solved.plan.prediction.step_seconds <= kept.step_seconds * (1 + GAP)
+
+
+def test_what_does_not_fit_says_of_which_memory_there_is_too_little() -> None:
+    others = by_name(alternatives(question(device=3 * GB, host=1 * GB).problems()))
+    plain, offloaded = others["plain PyTorch", False], others["ZeRO-Offload", True]
+    assert plain.step_seconds is offloaded.step_seconds is None
+    assert (plain.lacks, offloaded.lacks) == (("device",), ("host",))
+    assert plain.peak_bytes.on_device > 3 * GB >= offloaded.peak_bytes.on_device
+    assert offloaded.peak_bytes.host > 1 * GB
+
+
+def test_offloaded_states_are_updated_after_backward_on_the_host() -> None:
+    asked = question(device=100 * GB)
+    (problem,) = asked.problems()
+    kept = by_name(alternatives([problem]))["ZeRO-Offload", False]
+    assert {type(unit.states) for unit in kept.units if unit.states != Persistent()} == {Offload}
+    after = replace(asked, updates="after backward", overlap_steps=False).problem()
+    told = report(after.program(kept.units))
+    assert kept.step_seconds == pytest.approx(told.step_seconds)
+    parameters = sum(unit.num_parameters for unit in asked.profile.units)
+    assert told.step_seconds > parameters / asked.profile.optimizer.host_parameters_per_s
