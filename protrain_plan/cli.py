@@ -29,7 +29,7 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 import typer
 
 from protrain_plan import __version__
-from protrain_plan.commands import check, machines, plan, plans, profile, run
+from protrain_plan.commands import check, fit, machines, plan, plans, profile, run
 from protrain_plan.commands.output import (
     BROKEN_PIPE,
     flush,
@@ -61,7 +61,7 @@ def _add(group: typer.Typer, command: Callable[..., None], name: str | None = No
 
 
 for _command in (
-    *(profile.profile, plan.fit, plan.plan, plans.show, plans.simulate, plans.report, run.run),
+    *(profile.profile, fit.fit, plan.plan, plans.show, plans.simulate, plans.report, run.run),
     *(check.check, plans.diff, plans.export, machines.models),
 ):
     _add(app, _command)

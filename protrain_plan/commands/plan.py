@@ -1,10 +1,7 @@
-"""`protrain plan` and `protrain fit`: the fastest plans for a profile, and for models by name."""
+"""`protrain plan`: the fastest plan for a profile."""
 
-import itertools
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,30 +9,21 @@ from protrain_plan.commands.options import (
     AccumulateOption,
     ClipOption,
     ClipShareOption,
-    DTypeOption,
     JsonOption,
-    NoCacheOption,
-    OptimizerArgsOption,
-    OptimizerOption,
     PointsOption,
     UpdatesOption,
     budgets_of,
     choice,
     clip_share_of,
-    integers,
     refuse_host_memory,
-    size,
     updates_of,
 )
 from protrain_plan.errors import ProtrainError
 
 if TYPE_CHECKING:
     from protrain_plan.planning.questions.growth import Quantity
-    from protrain_plan.planning.questions.objectives import Fit, Question
 
 QUANTITIES: "tuple[Quantity, ...]" = ("batch-size", "seq-len")
-GAP = 0.02
-"""Plans this close to the bound are good enough for a table."""
 
 
 def plan(
@@ -200,151 +188,3 @@ def plan(
     )
     if answer.infeasible is not None:
         raise typer.Exit(3)
-
-
-def fit(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A preset's name, a Hugging Face config.json (file or folder),"
-            " or package.module:factory (path/to/file.py:factory).",
-            show_default=False,
-        ),
-    ],
-    on: Annotated[
-        str, typer.Option("--on", help="Machines: names of the catalogue or YAML files, by comma.")
-    ],
-    seq_len: Annotated[str, typer.Option(help="Tokens per sequence, one or more.")] = "2048",
-    batch_size: Annotated[str, typer.Option(help="Sequences per batch, one or more.")] = "1",
-    dtype: DTypeOption = "bfloat16",
-    precision: Annotated[
-        str,
-        typer.Option(
-            help="pure: everything in --dtype; master: the optimizer keeps float32 parameters;"
-            " autocast: float32 parameters, computed with in --dtype."
-        ),
-    ] = "master",
-    lora: Annotated[
-        str | None, typer.Option(help="Train adapters alone, such as r=16: see profile.")
-    ] = None,
-    quantize: Annotated[
-        str | None, typer.Option(help="Pack the layers below adapters: nf4 (with --lora).")
-    ] = None,
-    optimizer: OptimizerOption = "adamw",
-    optimizer_args: OptimizerArgsOption = None,
-    device_memory: Annotated[
-        str | None, typer.Option(help="Of the device; default: all of the machine's.")
-    ] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Host memory; default: typical.")] = None,
-    disk: Annotated[str | None, typer.Option(help="Disk space; default: typical.")] = None,
-    num_devices: Annotated[
-        str, typer.Option(help="Devices that train one model, each with such a batch; or several.")
-    ] = "1",
-    updates: UpdatesOption = None,
-    clip: ClipOption = False,
-    clip_share: ClipShareOption = None,
-    accumulate: AccumulateOption = 1,
-    compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare",
-            help="Below each answer, what it is without a planner: plain PyTorch, checkpointing,"
-            " ZeRO-Offload, FSDP2.",
-        ),
-    ] = False,
-    no_cache: NoCacheOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Say whether a model trains on machines, how fast and what binds. No GPU, no file needed.
-
-    Bytes are exact for the operators that run, seconds are estimates from data-sheet rates.
-
-    Examples: protrain fit llama-3.1-8b --on rtx-4090,a100-80gb --seq-len 2048,8192
-    | protrain fit qwen2.5-7b --on rtx-3090 --lora r=16 --host-memory 64GiB
-    | protrain fit llama-3.1-8b --on rtx-3090 --precision pure --lora r=16 --quantize nf4
-    """
-    from protrain_plan.commands.measuring import ProfileRequest, estimated
-    from protrain_plan.commands.output import progress, show
-    from protrain_plan.commands.processes import answers_of
-    from protrain_plan.hardware.catalogue import load_hardware
-    from protrain_plan.planning.questions.objectives import Question
-    from protrain_plan.presentation.plans import fits_json, fits_text
-    from protrain_plan.profiling.estimate_cache import EstimateCache, processes_at_once
-    from protrain_plan.program.group import group_on, profile_of_rank
-    from protrain_plan.records.profile import DType, Precision
-
-    when = updates_of(updates, clip=clip)
-    share = clip_share_of(clip_share, when)
-    machines = []
-    for name in on.split(","):
-        machine = load_hardware(name.strip())  # with as much below its device as was asked for
-        asked = {"host": size("--host-memory", host_memory, -1), "disk": size("--disk", disk, -1)}
-        tiers = tuple(
-            tier if asked[tier.name] < 0 else replace(tier, capacity_bytes=asked[tier.name])
-            for tier in machine.tiers
-        )
-        machines.append(replace(machine, tiers=tiers))
-    refuse_host_memory(host_memory, machines)
-    lengths, batches = integers("--seq-len", seq_len), integers("--batch-size", batch_size)
-    groups = [
-        (place, group_on(machine, count))
-        for place, machine in enumerate(machines)
-        for count in integers("--num-devices", num_devices)
-    ]
-    dtype_name: DType = choice("--dtype", dtype, get_args(DType))
-    precision_name: Precision = choice("--precision", precision, get_args(Precision))
-    if dtype_name == "float32" and precision_name == "master":
-        precision_name = "pure"  # the parameters are the float32 ones
-    requests = [
-        ProfileRequest(
-            model=model,
-            batch_size=batch,
-            seq_len=length,
-            dtype=dtype_name,
-            precision=precision_name,
-            lora=lora,
-            quantize=quantize,
-            optimizer=optimizer,
-            optimizer_args=optimizer_args,
-        )
-        for length, batch in itertools.product(lengths, batches)
-    ]
-    fits: list[Fit] = []
-    with progress(quiet=as_json) as report:
-        report("estimating", 0.0)
-        profiles = estimated(requests, machines, report, EstimateCache(off=no_cache))
-        questions: list[Question] = []
-        for request, (place, group) in itertools.product(range(len(requests)), groups):
-            record = profiles[request][place]
-            machine = profile_of_rank(record, group).hardware
-            questions.append(
-                Question(
-                    profile=record,
-                    group=group,
-                    replicas=group.replica_counts,
-                    budgets=budgets_of(machine, group, device_memory, host_memory, disk),
-                    updates=when,
-                    clip_share=share,
-                    micro_batches=accumulate,
-                )
-            )
-        with answers_of(
-            partial(_fitted, compare=compare), questions, at_once=processes_at_once(len(questions))
-        ) as found:
-            for question in questions:
-                asked_of = question.profile.workload
-                where = f"{asked_of.batch_size} x {asked_of.seq_len} tokens"
-                on_machine = question.profile.hardware.name
-                done = (1 + len(fits)) / (1 + len(questions))
-                report(f"{where} on {on_machine}: planning", done)
-                fits.append(next(found))
-    show(as_json, fits_json(fits), lambda: fits_text(fits))
-    if all(one.verdict == "does not fit" for one in fits):
-        raise typer.Exit(3)
-
-
-def _fitted(question: "Question", *, compare: bool) -> "Fit":
-    from protrain_plan.planning.questions import objectives
-    from protrain_plan.planning.search.improving import Effort
-
-    return objectives.fit(question, effort=Effort(gap_target=GAP), compare=compare)

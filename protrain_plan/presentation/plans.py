@@ -272,6 +272,7 @@ def fits_json(fits: Sequence["Fit"]) -> dict[str, Any]:
             "hardware": fit.profile.hardware.name,
             "batch_size": fit.profile.workload.batch_size,
             "seq_len": fit.profile.workload.seq_len,
+            "micro_batches": fit.micro_batches,
             **devices_json(fit.group),
             "verdict": fit.verdict,
             "plain_device_bytes": fit.plain_bytes,
@@ -331,6 +332,8 @@ def fits_text(fits: Sequence["Fit"]) -> RenderableType:
     for fit in fits:
         machine, group, workload = fit.profile.hardware.name, fit.group, fit.profile.workload
         size = f"{workload.batch_size} x {workload.seq_len}"
+        if fit.micro_batches > 1:
+            size = f"{fit.micro_batches} of {size}"
         many = f"{group.num_devices} x " if group.num_devices > 1 else ""
         cell = f"  {many}{machine} {size}"
         binds.append(f"{cell}: {fit.binds}")

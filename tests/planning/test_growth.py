@@ -6,17 +6,23 @@ from dataclasses import replace
 
 import pytest
 
+from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.options import Pin, parse_pin
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.questions.growth import (
     STEPS,
     Largest,
     Quantity,
+    between,
     grown,
     largest,
 )
 from protrain_plan.planning.search.choices import min_memory, plain_choices
+from protrain_plan.profiling.estimated import estimate
+from protrain_plan.program.program import BLOCK_BYTES
 from protrain_plan.records import dumps_profile, loads_profile
+from protrain_plan.records.adapters import parse_lora
 from protrain_plan.records.plan import Budgets
 from protrain_plan.records.profile import FormCost, Profile, Unit
 from tests.support.planning_cases import MB, cpu, decoder, gpu, random_profile
@@ -258,3 +264,37 @@ def test_largest_ends_at_its_bound() -> None:
     found = largest(profile, "batch-size", within(limits))
     assert found is not None
     assert found.value == 2**20
+
+
+def test_what_grows_in_proportion_is_exact_between_two_batches() -> None:
+    low, exact, high = small(1), small(3), small(8)
+    assert between(low, high, 1) is low
+    assert between(low, high, 8) is high
+    told = between(low, high, 3)
+    assert dumps_profile(told) == dumps_profile(exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "adapter"), [("tiny-llama", ""), ("tiny-gpt2", "r=2")])
+def test_a_models_kept_bytes_are_on_the_line_between_two_batches(model: str, adapter: str) -> None:
+    def at(batch_size: int) -> Profile:
+        return estimate(
+            load_source(model),
+            hardware=load_hardware("rtx-4090"),
+            batch_size=batch_size,
+            seq_len=128,
+            dtype="bfloat16",
+            adapter=adapter and str(parse_lora(adapter)),
+        )
+
+    low, exact, high = at(1), at(3), at(8)
+    told = between(low, high, 3)
+    assert exact.base_bytes <= told.base_bytes <= exact.base_bytes + 2 * BLOCK_BYTES
+    for unit, found in zip(exact.units, told.units, strict=True):
+        assert states(found) == states(unit)
+        for form in found.forms:
+            real = unit.cost(form.form)
+            assert 0 <= form.kept_bytes - real.kept_bytes <= 2 * BLOCK_BYTES
+            # Of few rows an embedding's backward is another kernel.
+            assert form.forward_peak_bytes >= real.forward_peak_bytes - BLOCK_BYTES
+            assert form.backward_peak_bytes >= real.backward_peak_bytes - 64 * KIB

@@ -19,6 +19,7 @@ from protrain_plan.records.plan import (
     Offload,
     Persistent,
     Placement,
+    Plan,
     Recompute,
     TierBytes,
     UnitPlan,
@@ -115,4 +116,15 @@ def _alternative(
         step_seconds=None,
         peak_bytes=peaks,
         lacks=tuple(lacks),
+    )
+
+
+def planned(name: str, plan: Plan) -> Alternative:
+    """A plan under other conditions, such as with another optimizer."""
+    return Alternative(
+        name=name,
+        checkpointing=False,
+        step_seconds=plan.prediction.step_seconds,
+        peak_bytes=plan.prediction.peak_bytes,
+        units=plan.units,
     )

@@ -87,6 +87,68 @@ def grown(
     )
 
 
+def between(low: Profile, high: Profile, batch_size: int) -> Profile:
+    """The profile of a batch size from two of one workload, a smaller and a larger one.
+
+    What is live at a moment is a sum of tensors, each constant or in proportion to the batch. So
+    bytes that are kept grow along a straight line, and a peak, the largest of many such sums, along
+    a convex line. Between two batches it is at most on the straight line between its ends, which is
+    what this profile has: bytes in whole `BLOCK_BYTES`, rounded up. Seconds are on that line, too.
+    A form of activations that only one of the two has is left out. That the batch does not change
+    which kernels run is assumed, and not always so (of few rows an embedding's backward is another
+    one): a plan to train with is made from an estimate of its own batch.
+    """
+    first, last = low.workload, high.workload
+    assert replace(first, batch_size=0, inputs=()) == replace(last, batch_size=0, inputs=())
+    assert first.batch_size <= batch_size <= last.batch_size
+    if batch_size in (first.batch_size, last.batch_size):
+        return low if batch_size == first.batch_size else high
+    share = Fraction(batch_size - first.batch_size, last.batch_size - first.batch_size)
+
+    def line(one: int, other: int) -> int:
+        return _aligned(one + share * (other - one))
+
+    def form_between(one: FormCost, other: FormCost) -> FormCost:
+        alike = len(one.swap_pieces) == len(other.swap_pieces)
+        pieces = tuple(map(line, one.swap_pieces, other.swap_pieces)) if alike else ()
+        moved = sum(pieces) if pieces else line(one.swappable_bytes, other.swappable_bytes)
+        kept = moved + line(
+            one.kept_bytes - one.swappable_bytes, other.kept_bytes - other.swappable_bytes
+        )
+        forward = line(one.forward_peak_bytes, other.forward_peak_bytes)
+        return replace(
+            one,
+            forward_peak_bytes=max(forward, kept),
+            kept_bytes=kept,
+            backward_peak_bytes=line(one.backward_peak_bytes, other.backward_peak_bytes),
+            swappable_bytes=moved,
+            swap_pieces=pieces,
+            forward_s=four_digits(one.forward_s + float(share) * (other.forward_s - one.forward_s)),
+            backward_s=four_digits(
+                one.backward_s + float(share) * (other.backward_s - one.backward_s)
+            ),
+        )
+
+    return replace(
+        low,
+        workload=replace(first, batch_size=batch_size, inputs=()),
+        base_bytes=line(low.base_bytes, high.base_bytes),
+        fixed_bytes=max(low.fixed_bytes, high.fixed_bytes),
+        units=tuple(
+            replace(
+                unit,
+                forms=tuple(
+                    form_between(one, other)
+                    for one in unit.forms
+                    for other in beyond.forms
+                    if one.form == other.form
+                ),
+            )
+            for unit, beyond in zip(low.units, high.units, strict=True)
+        ),
+    )
+
+
 def _form_grown(profile: Profile, index: int, form: FormCost, ratio: Fraction) -> FormCost:
     """The costs in whole blocks."""
     staying = form.kept_bytes - form.swappable_bytes  # what a swap leaves on the device

@@ -1,0 +1,140 @@
+"""A model on machines that need not be there: what is estimated, and what is then asked.
+
+Of a global batch the best micro-batch is found. Estimates of the smallest one and of about the
+largest that fits tell what others take (`growth.between`). The one that is the fastest then has an
+estimate of its own, so that what is answered is no interpolation.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from protrain_plan.commands.measuring import ProfileRequest, Progress, estimated
+from protrain_plan.commands.options import budgets_of
+from protrain_plan.commands.processes import answers_of
+from protrain_plan.errors import ProtrainError
+from protrain_plan.planning.questions.best_batch import divisors, fastest
+from protrain_plan.planning.questions.growth import between
+from protrain_plan.planning.questions.objectives import Question
+from protrain_plan.planning.search.improving import Effort
+from protrain_plan.profiling.estimate_cache import EstimateCache, processes_at_once
+from protrain_plan.program.group import DeviceGroup, profile_of_rank
+from protrain_plan.records.hardware import Hardware
+from protrain_plan.records.plan import Updates
+from protrain_plan.records.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cells:
+    """Every request on every group of devices: a group has the number of its machine.
+
+    Budgets are as the command line has them, and None for all that a machine has.
+    """
+
+    requests: Sequence[ProfileRequest]
+    machines: Sequence[Hardware]
+    groups: Sequence[tuple[int, DeviceGroup]]
+    device_memory: str | None
+    host_memory: str | None
+    disk: str | None
+    updates: Updates
+    clip_share: float
+    cache: EstimateCache
+
+    def questions(self, progress: Progress, *, micro_batches: int) -> list[Question]:
+        """Of every request and group, in this order."""
+        return [
+            self._question(profiles[place], group, micro_batches)
+            for profiles in estimated(self.requests, self.machines, progress, self.cache)
+            for place, group in self.groups
+        ]
+
+    def best(self, progress: Progress, *, global_batch: int, effort: Effort) -> list[Question]:
+        """The same, each with the micro-batch of the fastest update of so many sequences.
+
+        Where a model fits with no micro-batch, it is asked about with one sequence. ProtrainError
+        where devices cannot have equal parts of the global batch.
+        """
+        parts: list[int] = []
+        for _, group in self.groups:
+            part, rest = divmod(global_batch, group.num_devices)
+            if rest:
+                raise ProtrainError(
+                    f"{global_batch} sequences are no equal parts for {group.num_devices} devices",
+                    key="--global-batch",
+                )
+            parts.append(part)
+        known: dict[tuple[int, int], list[Profile]] = {}  # by request and batch size, per machine
+
+        def learn(wanted: Iterable[tuple[int, int]]) -> None:
+            new = [pair for pair in dict.fromkeys(wanted) if pair not in known]
+            sized = [replace(self.requests[request], batch_size=size) for request, size in new]
+            profiles = estimated(sized, self.machines, progress, self.cache)
+            known.update(zip(new, profiles, strict=True))
+
+        every = range(len(self.requests))
+        learn((request, 1) for request in every)
+        cells = list(itertools.product(every, range(len(self.groups))))
+        sizes: list[tuple[int, ...]] = []
+        ends = dict.fromkeys(every, 1)
+        for request, number in cells:
+            place, group = self.groups[number]
+            found = self._question(known[request, 1][place], group, 1).largest("batch-size")
+            open_to_it = divisors(parts[number])
+            # What fits is known in proportion alone: one more is looked at.
+            count = sum(size <= found.value for size in open_to_it) + 1 if found else 1
+            sizes.append(open_to_it[:count])
+            ends[request] = max(ends[request], sizes[-1][-1])
+        learn(ends.items())
+        candidates: list[list[Question]] = []
+        for (request, number), tried in zip(cells, sizes, strict=True):
+            place, group = self.groups[number]
+            low, high = (known[request, size][place] for size in (1, ends[request]))
+            profiles = [between(low, high, size) for size in tried]
+            candidates.append(
+                [
+                    self._question(profile, group, parts[number] // size)
+                    for profile, size in zip(profiles, tried, strict=True)
+                ]
+            )
+        progress("looking for the best micro-batches", 0.6)
+        search = partial(fastest, effort=effort)
+        with answers_of(search, candidates, at_once=processes_at_once(len(cells))) as answers:
+            chosen = [tried[number or 0] for tried, number in zip(sizes, answers, strict=True)]
+        learn((request, size) for (request, _), size in zip(cells, chosen, strict=True))
+        best: list[Question] = []
+        for (request, number), size in zip(cells, chosen, strict=True):
+            place, group = self.groups[number]
+            best.append(self._question(known[request, size][place], group, parts[number] // size))
+        return best
+
+    def with_optimizer(
+        self, questions: Sequence[Question], optimizer: str, progress: Progress
+    ) -> list[Question]:
+        """The same questions with another optimizer."""
+        workloads = [question.profile.workload for question in questions]
+        wanted = list(dict.fromkeys((w.seq_len, w.batch_size) for w in workloads))
+        requests = [
+            replace(self.requests[0], seq_len=length, batch_size=size, optimizer=optimizer)
+            for length, size in wanted
+        ]
+        profiles = estimated(requests, self.machines, progress, self.cache)
+        known = dict(zip(wanted, profiles, strict=True))
+        places = [self.machines.index(question.profile.hardware) for question in questions]
+        return [
+            replace(question, profile=known[workload.seq_len, workload.batch_size][place])
+            for question, workload, place in zip(questions, workloads, places, strict=True)
+        ]
+
+    def _question(self, profile: Profile, group: DeviceGroup, micro_batches: int) -> Question:
+        machine = profile_of_rank(profile, group).hardware
+        return Question(
+            profile=profile,
+            group=group,
+            replicas=group.replica_counts,
+            budgets=budgets_of(machine, group, self.device_memory, self.host_memory, self.disk),
+            updates=self.updates,
+            clip_share=self.clip_share,
+            micro_batches=micro_batches,
+        )
