@@ -24,6 +24,9 @@ from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import Updates
 from protrain_plan.records.profile import Profile
 
+GAP = 0.02
+"""Plans this close to the bound are good enough to compare machines and batches."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
@@ -42,20 +45,24 @@ class Cells:
     clip_share: float
     cache: EstimateCache
 
-    def questions(self, progress: Progress, *, micro_batches: int) -> list[Question]:
-        """Of every request and group, in this order."""
+    def questions(
+        self, progress: Progress, *, micro_batches: int = 1, global_batch: int | None = None
+    ) -> list[Question]:
+        """Of every request and group, in this order.
+
+        With a `global_batch`, requests have a batch of one, and each question the batch and the
+        micro-batches of the fastest update of so many sequences. Where a model fits with no batch,
+        it is asked about with one sequence. ProtrainError where devices cannot have equal parts.
+        """
+        if global_batch is not None:
+            return self._best(progress, global_batch)
         return [
             self._question(profiles[place], group, micro_batches)
             for profiles in estimated(self.requests, self.machines, progress, self.cache)
             for place, group in self.groups
         ]
 
-    def best(self, progress: Progress, *, global_batch: int, effort: Effort) -> list[Question]:
-        """The same, each with the micro-batch of the fastest update of so many sequences.
-
-        Where a model fits with no micro-batch, it is asked about with one sequence. ProtrainError
-        where devices cannot have equal parts of the global batch.
-        """
+    def _best(self, progress: Progress, global_batch: int) -> list[Question]:
         parts: list[int] = []
         for _, group in self.groups:
             part, rest = divmod(global_batch, group.num_devices)
@@ -99,7 +106,7 @@ class Cells:
                 ]
             )
         progress("looking for the best micro-batches", 0.6)
-        search = partial(fastest, effort=effort)
+        search = partial(fastest, effort=Effort(gap_target=GAP))
         with answers_of(search, candidates, at_once=processes_at_once(len(cells))) as answers:
             chosen = [tried[number or 0] for tried, number in zip(sizes, answers, strict=True)]
         learn((request, size) for (request, _), size in zip(cells, chosen, strict=True))
@@ -132,7 +139,7 @@ class Cells:
         return Question(
             profile=profile,
             group=group,
-            replicas=group.replica_counts,
+            replicas=group.replica_counts if group.num_replicas == 1 else (),
             budgets=budgets_of(machine, group, self.device_memory, self.host_memory, self.disk),
             updates=self.updates,
             clip_share=self.clip_share,

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from protrain_plan.commands.options import (
+    DTYPE,
+    PRECISION,
+    SEQ_LEN,
     AccumulateOption,
     ClipOption,
     ClipShareOption,
@@ -22,19 +25,17 @@ from protrain_plan.commands.options import (
     choice,
     clip_share_of,
     integers,
+    machine_with,
+    precision_of,
+    refuse_batches,
     refuse_host_memory,
-    size,
     updates_of,
 )
-from protrain_plan.errors import ProtrainError
 
 if TYPE_CHECKING:
     from protrain_plan.commands.cells import Cells
     from protrain_plan.commands.measuring import Progress
     from protrain_plan.planning.questions.objectives import Fit, Question
-
-GAP = 0.02
-"""Plans this close to the bound are good enough for a table."""
 
 OF_8_BITS = {"adamw": "adamw8bit"}
 """By optimizer, the one that `--compare` names beside it."""
@@ -52,7 +53,7 @@ def fit(
     on: Annotated[
         str, typer.Option("--on", help="Machines: names of the catalogue or YAML files, by comma.")
     ],
-    seq_len: Annotated[str, typer.Option(help="Tokens per sequence, one or more.")] = "2048",
+    seq_len: Annotated[str, typer.Option(help="Tokens per sequence, one or more.")] = str(SEQ_LEN),
     batch_size: Annotated[
         str | None,
         typer.Option(help="Sequences per batch, one or more. Default: 1.", show_default=False),
@@ -65,14 +66,14 @@ def fit(
             " micro-batches are found.",
         ),
     ] = None,
-    dtype: DTypeOption = "bfloat16",
+    dtype: DTypeOption = DTYPE,
     precision: Annotated[
         str,
         typer.Option(
             help="pure: everything in --dtype; master: the optimizer keeps float32 parameters;"
             " autocast: float32 parameters, computed with in --dtype."
         ),
-    ] = "master",
+    ] = PRECISION,
     lora: Annotated[
         str | None, typer.Option(help="Train adapters alone, such as r=16: see profile.")
     ] = None,
@@ -116,38 +117,23 @@ def fit(
     from protrain_plan.commands.cells import Cells
     from protrain_plan.commands.measuring import ProfileRequest
     from protrain_plan.commands.output import progress, show
-    from protrain_plan.hardware.catalogue import load_hardware
-    from protrain_plan.planning.search.improving import Effort
     from protrain_plan.presentation.plans import fits_json, fits_text
     from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_plan.program.group import group_on
-    from protrain_plan.records.profile import DType, Precision
+    from protrain_plan.records.profile import DType
 
     when = updates_of(updates, clip=clip)
-    machines = []
-    for name in on.split(","):
-        machine = load_hardware(name.strip())  # with as much below its device as was asked for
-        asked = {"host": size("--host-memory", host_memory, -1), "disk": size("--disk", disk, -1)}
-        tiers = tuple(
-            tier if asked[tier.name] < 0 else replace(tier, capacity_bytes=asked[tier.name])
-            for tier in machine.tiers
-        )
-        machines.append(replace(machine, tiers=tiers))
+    machines = [machine_with(name.strip(), host_memory, disk) for name in on.split(",")]
     refuse_host_memory(host_memory, machines)
     dtype_name: DType = choice("--dtype", dtype, get_args(DType))
-    precision_name: Precision = choice("--precision", precision, get_args(Precision))
-    if dtype_name == "float32" and precision_name == "master":
-        precision_name = "pure"  # the parameters are the float32 ones
-    if global_batch is not None and (batch_size is not None or accumulate > 1):
-        other = "--batch-size" if batch_size is not None else "--accumulate"
-        raise ProtrainError(f"--global-batch finds it: leave out {other}", key=other)
+    refuse_batches(global_batch, batch_size, accumulate)
     requests = [
         ProfileRequest(
             model=model,
             batch_size=batch,
             seq_len=length,
             dtype=dtype_name,
-            precision=precision_name,
+            precision=precision_of(precision, dtype_name),
             lora=lora,
             quantize=quantize,
             optimizer=optimizer,
@@ -174,10 +160,7 @@ def fit(
     )
     with progress(quiet=as_json) as report:
         report("estimating", 0.0)
-        if global_batch is None:
-            questions = cells.questions(report, micro_batches=accumulate)
-        else:
-            questions = cells.best(report, global_batch=global_batch, effort=Effort(gap_target=GAP))
+        questions = cells.questions(report, micro_batches=accumulate, global_batch=global_batch)
         fits = _answers(questions, report, compare=compare)
         if compare and lora is None and optimizer in OF_8_BITS and find_spec("bitsandbytes"):
             fits = _with_8_bits(fits, questions, cells, report)
@@ -225,6 +208,7 @@ def _with_8_bits(
 
 
 def _fitted(question: "Question", *, compare: bool) -> "Fit":
+    from protrain_plan.commands.cells import GAP
     from protrain_plan.planning.questions import objectives
     from protrain_plan.planning.search.improving import Effort
 

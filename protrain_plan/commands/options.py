@@ -5,8 +5,9 @@ and the rest where it runs.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar, get_args
 
 import typer
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from protrain_plan.program.group import DeviceGroup
     from protrain_plan.records.hardware import Hardware
     from protrain_plan.records.plan import Budgets, Updates
+    from protrain_plan.records.profile import Precision
 
 Name = TypeVar("Name", bound=str)
 
@@ -66,6 +68,31 @@ SpillOption = Annotated[
         help="Where a disk tier keeps its unnamed file; default: the system's temporary files.",
     ),
 ]
+
+
+SEQ_LEN, DTYPE, PRECISION = 2048, "bfloat16", "master"
+"""What a model is asked about with, where nothing is said: its own dtype, and float32 states."""
+
+
+def machine_with(name: str, host_memory: str | None, disk: str | None) -> "Hardware":
+    """A machine of the catalogue or of a file, with as much below its device as was asked for."""
+    from protrain_plan.hardware.catalogue import load_hardware
+
+    machine = load_hardware(name)
+    asked = {"host": size("--host-memory", host_memory, -1), "disk": size("--disk", disk, -1)}
+    tiers = tuple(
+        tier if asked[tier.name] < 0 else replace(tier, capacity_bytes=asked[tier.name])
+        for tier in machine.tiers
+    )
+    return replace(machine, tiers=tiers)
+
+
+def precision_of(text: str, dtype: str) -> "Precision":
+    """What `--precision` says; in float32 the parameters are the masters themselves."""
+    from protrain_plan.records.profile import Precision
+
+    precision: Precision = choice("--precision", text, get_args(Precision))
+    return "pure" if (dtype, precision) == ("float32", "master") else precision
 
 
 def size(option: str, text: str | None, default: int) -> int:
@@ -166,6 +193,14 @@ def refuse_host_memory(text: str | None, machines: "Sequence[Hardware]") -> None
             key="--host-memory",
             fix="--device-memory says how much of it there is",
         )
+
+
+def refuse_batches(global_batch: int | None, batch_size: object, accumulate: int) -> None:
+    """ProtrainError where a global batch is given with what it finds."""
+    if global_batch is not None:
+        for option, given in (("--batch-size", batch_size), ("--accumulate", accumulate > 1)):
+            if given:
+                raise ProtrainError("--global-batch finds it", key=option)
 
 
 OptimizerOption = Annotated[

@@ -1,20 +1,27 @@
 """`protrain plan`: the fastest plan for a profile."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 from protrain_plan.commands.options import (
+    DTYPE,
+    PRECISION,
+    SEQ_LEN,
     AccumulateOption,
     ClipOption,
     ClipShareOption,
     JsonOption,
+    NoCacheOption,
     PointsOption,
     UpdatesOption,
     budgets_of,
     choice,
     clip_share_of,
+    machine_with,
+    precision_of,
+    refuse_batches,
     refuse_host_memory,
     updates_of,
 )
@@ -23,11 +30,14 @@ from protrain_plan.errors import ProtrainError
 if TYPE_CHECKING:
     from protrain_plan.planning.questions.growth import Quantity
 
+OF_MODEL = "A model by its name, with --on"
 QUANTITIES: "tuple[Quantity, ...]" = ("batch-size", "seq-len")
 
 
 def plan(
-    profile: Annotated[Path, typer.Argument(help="A profile.", show_default=False)],
+    profile: Annotated[
+        str, typer.Argument(help="A profile; with --on a model, as of fit.", show_default=False)
+    ],
     device_memory: Annotated[
         str | None,
         typer.Option(help="The most that the process may take of the device, such as 1.5GiB."),
@@ -35,7 +45,13 @@ def plan(
     host_memory: Annotated[str | None, typer.Option(help="The most pinned host memory.")] = None,
     disk: Annotated[str | None, typer.Option(help="The most disk space.")] = None,
     output: Annotated[
-        Path, typer.Option("-o", "--output", help="The plan to write; - is standard output.")
+        Path,
+        typer.Option(
+            "-o",
+            "--output",
+            help="The plan to write; - is standard output. With --on also a folder, for"
+            " profile.yaml and plan.yaml.",
+        ),
     ] = Path("plan.yaml"),
     pin: Annotated[
         list[str] | None,
@@ -98,6 +114,51 @@ def plan(
     lp: Annotated[
         Path | None, typer.Option(help="Write the integer programme in the readable .lp format.")
     ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--on",
+            help="Estimate the model's profile for a machine: a name of the catalogue, or a YAML"
+            " file.",
+            rich_help_panel=OF_MODEL,
+        ),
+    ] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens per sequence. Default: 2048.", rich_help_panel=OF_MODEL),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Sequences per batch. Default: 1.", rich_help_panel=OF_MODEL),
+    ] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Sequences per update over all devices: batch and micro-batches are found.",
+            rich_help_panel=OF_MODEL,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Default: bfloat16.", rich_help_panel=OF_MODEL)
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(help="pure, master or autocast. Default: master.", rich_help_panel=OF_MODEL),
+    ] = None,
+    lora: Annotated[
+        str | None, typer.Option(help="As of profile: r=16.", rich_help_panel=OF_MODEL)
+    ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(help="As of profile: nf4.", rich_help_panel=OF_MODEL)
+    ] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="As of profile. Default: adamw.", rich_help_panel=OF_MODEL)
+    ] = None,
+    optimizer_args: Annotated[
+        str | None, typer.Option(help="As of profile.", rich_help_panel=OF_MODEL)
+    ] = None,
+    no_cache: NoCacheOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Find the fastest step within the budgets, and write it as a plan.
@@ -107,6 +168,7 @@ def plan(
     far.
 
     Examples: protrain plan profile.yaml --device-memory 1.5GiB --disk 20GiB -o plan.yaml
+    | protrain plan llama-3.2-1b --on rtx-4090 --global-batch 32 -o plans/mine
     | protrain plan profile.yaml --pareto
     | protrain plan profile.yaml --device-memory 24GiB --maximize batch-size
     | protrain plan profile.yaml --pin 'layers.0-3: recompute' --explain
@@ -119,16 +181,40 @@ def plan(
         show,
     )
     from protrain_plan.presentation.plans import answer_json, answer_text, point_text, search_text
-    from protrain_plan.records import read_profile, write_plan
+    from protrain_plan.records import read_profile, write_plan, write_profile
 
+    of_model = {
+        "--seq-len": seq_len,
+        "--batch-size": batch_size,
+        "--global-batch": global_batch,
+        "--dtype": dtype,
+        "--precision": precision,
+        "--lora": lora,
+        "--quantize": quantize,
+        "--optimizer": optimizer,
+        "--optimizer-args": optimizer_args,
+    }
+    for option, value in of_model.items() if on is None else ():
+        if value is not None:
+            raise ProtrainError(
+                "a profile says it already", key=option, fix="plan a model by its name with --on"
+            )
+    beside = None
+    if on is not None:
+        output, beside = _places(output)
     target = output if pareto else destination(output)  # a front is printed
     lp_target = None if lp is None else destination(lp, option="--lp")
+    from protrain_plan.commands.cells import Cells
+    from protrain_plan.commands.measuring import ProfileRequest
+    from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
     from protrain_plan.planning.model.fluid import Fluid
     from protrain_plan.planning.model.options import parse_pin, read_pins
     from protrain_plan.planning.questions.objectives import Objective, Question, ask
     from protrain_plan.planning.questions.planner import SOLVERS, Solver
     from protrain_plan.planning.search.improving import Effort
+    from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_plan.program.group import group_on, profile_of_rank
+    from protrain_plan.records.profile import DType
 
     solver_name: Solver = choice("--solver", solver, SOLVERS)
     asked = {
@@ -140,7 +226,42 @@ def plan(
     if len(objectives) > 1:
         raise ProtrainError(f"{objectives[0]} and {objectives[1]} ask for different things")
     when = updates_of(updates, clip=clip)
-    record = read_profile(profile)
+    share = clip_share_of(clip_share, when)
+    if on is None:
+        record = read_profile(Path(profile))
+    else:
+        refuse_batches(global_batch, batch_size, accumulate)
+        dtype_name: DType = choice("--dtype", dtype or DTYPE, get_args(DType))
+        request = ProfileRequest(
+            model=profile,
+            batch_size=batch_size or 1,
+            seq_len=seq_len or SEQ_LEN,
+            dtype=dtype_name,
+            precision=precision_of(precision or PRECISION, dtype_name),
+            lora=lora,
+            quantize=quantize,
+            optimizer=optimizer or DEFAULT_OPTIMIZER,
+            optimizer_args=optimizer_args,
+        )
+        machine = machine_with(on, host_memory, disk)
+        cells = Cells(
+            requests=[request],
+            machines=[machine],
+            groups=[
+                (0, group_on(machine, num_devices, num_nodes=nodes, num_replicas=replicas or 1))
+            ],
+            device_memory=device_memory,
+            host_memory=host_memory,
+            disk=disk,
+            updates=when,
+            clip_share=share,
+            cache=EstimateCache(off=no_cache),
+        )
+        with progress(quiet=as_json) as report:
+            [estimate] = cells.questions(
+                report, micro_batches=accumulate, global_batch=global_batch
+            )
+        record, accumulate = estimate.profile, estimate.micro_batches
     refuse_host_memory(host_memory, [record.hardware])
     group = group_on(record.hardware, num_devices, num_nodes=nodes, num_replicas=replicas or 1)
     question = Question(
@@ -151,7 +272,7 @@ def plan(
             profile_of_rank(record, group).hardware, group, device_memory, host_memory, disk
         ),
         updates=when,
-        clip_share=clip_share_of(clip_share, when),
+        clip_share=share,
         micro_batches=accumulate,
         allow=tuple(allow or ()),
         overlap_steps=overlap,
@@ -177,14 +298,32 @@ def plan(
             told=None if as_json else lambda point: print_beside(point_text(point)),
         )
     if answer.solved is not None and not pareto:
+        if beside is not None:
+            write_profile(record, beside)
         write_plan(answer.solved.plan, target)
     explanation = None
     if explain and answer.solved is not None:
         from protrain_plan.planning.explain.explaining import explain as explained
 
         explanation = explained(answer.profile, answer.solved.plan)
+    written = output if beside is None else beside
     show(
-        as_json, answer_json(answer, explanation), lambda: answer_text(answer, explanation, output)
+        as_json,
+        answer_json(answer, explanation),
+        lambda: answer_text(answer, explanation, *dict.fromkeys((written, output))),
     )
     if answer.infeasible is not None:
         raise typer.Exit(3)
+
+
+def _places(output: Path) -> tuple[Path, Path]:
+    """Where a plan and its profile go: into a folder that is named, or a plan and beside it."""
+    if str(output) == "-":
+        raise ProtrainError("a plan and its profile are two files", key="-o", fix="name a folder")
+    if output.suffix in (".yaml", ".yml"):
+        return output, output.with_name("profile.yaml")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ProtrainError(f"cannot be made: {error.strerror}", source=str(output)) from None
+    return output / "plan.yaml", output / "profile.yaml"

@@ -71,8 +71,8 @@ def tiers_json(peak: TierBytes) -> dict[str, int]:
     return {tier: size for tier, size in asdict(peak).items() if size or tier != "allocator"}
 
 
-def solved_text(solved: "Solved", profile: Profile, path: Path) -> RenderableType:
-    """What `protrain plan` prints for a plan."""
+def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableType:
+    """What `protrain plan` prints for a plan; `paths` are what it wrote."""
     plan, prediction = solved.plan, solved.plan.prediction
     peak = prediction.peak_bytes
     several = DeviceGroup.of(plan) if plan.num_devices > 1 else None
@@ -116,7 +116,7 @@ def solved_text(solved: "Solved", profile: Profile, path: Path) -> RenderableTyp
     saving = checkpoint_bytes(plan.units, profile) - peak.device
     if not is_accelerator(profile.hardware.device.kind) and saving > 0:
         notes.append(f"saving a checkpoint takes {format_bytes(saving)} more than a step")
-    return Group(decisions, "", table, "", *map(Text, notes), wrote(path))
+    return Group(decisions, "", table, "", *map(Text, notes), *map(wrote, paths))
 
 
 def _others(solved: "Solved") -> str:
@@ -201,8 +201,10 @@ def answer_json(answer: "Answer", explanation: "Explanation | None") -> dict[str
     return data
 
 
-def answer_text(answer: "Answer", explanation: "Explanation | None", path: Path) -> RenderableType:
-    """What `protrain plan` prints."""
+def answer_text(
+    answer: "Answer", explanation: "Explanation | None", *paths: Path
+) -> RenderableType:
+    """What `protrain plan` prints; `paths` are what it wrote, the plan last."""
     if answer.infeasible is not None:
         return infeasible_text(answer.infeasible)
     assert answer.solved is not None
@@ -234,7 +236,7 @@ def answer_text(answer: "Answer", explanation: "Explanation | None", path: Path)
         from protrain_plan.planning.explain.explaining import in_words
 
         notes += ["", *in_words(explanation)]
-    solved = solved_text(answer.solved, answer.profile, path)
+    solved = solved_text(answer.solved, answer.profile, *paths)
     return Group(*map(Text, head), solved, *map(Text, notes))
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from protrain_plan.records import read_profile
+from protrain_plan.records import read_plan, read_profile
+from protrain_plan.records.writer import fingerprint
 from tests.support.commands import printed
 from tests.support.forked import protrain
 
@@ -137,3 +138,64 @@ def test_estimating_and_measuring_do_not_mix(tmp_path: Path) -> None:
     result = protrain("profile", "tiny-llama", "--on", "l4", "--steps", 3, folder=tmp_path)
     assert result.returncode == 2
     assert result.stderr == "error: --steps: is for measuring; --on estimates\n"
+
+
+def test_a_model_is_planned_by_its_name_with_the_best_batch(tmp_path: Path) -> None:
+    asked = ("tiny-llama", "--on", "rtx-4090", "--seq-len", 64, "--global-batch", 4)
+    answer = printed(protrain("plan", *asked, "-o", "plans/mine", "--json", folder=tmp_path))
+    record, made = (
+        read_profile(tmp_path / "plans/mine/profile.yaml"),
+        read_plan(tmp_path / "plans/mine/plan.yaml"),
+    )
+    assert made.profile_fingerprint == fingerprint(record)
+    assert made.workload == record.workload
+    # All fits, and one micro-batch of four sequences launches the fewest kernels.
+    assert (record.workload.batch_size, made.micro_batches) == (4, 1)
+    assert (record.workload.precision, record.workload.dtype) == ("master", "bfloat16")
+    assert answer["step_seconds"] == made.prediction.step_seconds
+
+
+@pytest.mark.slow
+def test_the_best_batch_is_no_slower_than_any_other(tmp_path: Path) -> None:
+    asked = ("tiny-llama", "--on", "rtx-4090", "--seq-len", 256, "--device-memory", "640MiB")
+    (best,) = printed_list(tmp_path, *asked, "--global-batch", 16, "--compare")
+    assert int(str(best["batch_size"])) * int(str(best["micro_batches"])) == 16
+    others = [
+        cell
+        for size in (1, 2, 4, 8, 16)
+        for cell in printed_list(tmp_path, *asked, "--batch-size", size, "--accumulate", 16 // size)
+        if cell["verdict"] != "does not fit"
+    ]
+    assert len(others) > 1
+    fastest = max(float(str(cell["tokens_per_second"])) for cell in others)
+    assert float(str(best["tokens_per_second"])) >= fastest / 1.04  # two gaps of 2 %
+    alternatives = best["alternatives"]
+    assert isinstance(alternatives, list)
+    assert {one["name"] for one in alternatives} >= {"plain PyTorch", "ZeRO-Offload"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("fit", "--global-batch", "8", "--batch-size", "2"), "--batch-size: --global-batch finds"),
+        (("fit", "--global-batch", "8", "--accumulate", "2"), "--accumulate: --global-batch finds"),
+        (("plan", "--global-batch", "8", "--accumulate", "2"), "--accumulate: --global-batch"),
+        (("plan", "-o", "-"), "-o: a plan and its profile are two files"),
+        (("plan", "-o", "there/plan"), "cannot be made: "),
+    ],
+)
+def test_mistakes_with_batches_and_places(
+    arguments: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "there").touch()
+    command, *rest = arguments
+    result = protrain(command, "tiny-llama", "--on", "rtx-4090", *rest, folder=tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_profile_says_already_what_a_model_is_asked_about_with(tmp_path: Path) -> None:
+    result = protrain("plan", "profile.yaml", "--seq-len", 64, folder=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: --seq-len: a profile says it already")

@@ -1,11 +1,15 @@
-"""What `fit --compare` says of plain PyTorch, checkpointing, ZeRO-Offload and FSDP2."""
+"""What `fit` says beside a plan: alternatives to it, and the best micro-batch."""
 
 from dataclasses import replace
 
 import pytest
 
+from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.alternatives import Alternative, alternatives
+from protrain_plan.planning.questions.best_batch import divisors, fastest
+from protrain_plan.planning.questions.growth import grown
 from protrain_plan.planning.questions.objectives import Question, fit
+from protrain_plan.planning.questions.planner import solve_any
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.program.group import ALONE, DeviceGroup
 from protrain_plan.records.plan import Budgets, Offload, Persistent
@@ -74,3 +78,27 @@ def test_offloaded_states_are_updated_after_backward_on_the_host() -> None:
     assert kept.step_seconds == pytest.approx(told.step_seconds)
     parameters = sum(unit.num_parameters for unit in asked.profile.units)
     assert told.step_seconds > parameters / asked.profile.optimizer.host_parameters_per_s
+
+
+@pytest.mark.parametrize("device", [100 * GB, 3 * GB])
+def test_the_fastest_micro_batch_is_that_of_planning_all(device: int) -> None:
+    questions = [
+        replace(
+            asked,
+            profile=grown(asked.profile, batch_size=size),
+            micro_batches=8 // size,
+        )
+        for asked in [question(device=device)]
+        for size in divisors(8)
+    ]
+    effort = Effort(gap_target=GAP)
+    found = [solve_any(one.problems(), one.budgets, effort=effort) for one in questions]
+    seconds = [one.plan.prediction.step_seconds for one in found if isinstance(one, Solved)]
+    assert len(seconds) == (4 if device > 3 * GB else 3)
+    number = fastest(questions, effort=effort)
+    assert number is not None
+    assert seconds[number] <= min(seconds) * (1 + GAP)
+
+
+def test_no_micro_batch_is_the_fastest_where_none_fits() -> None:
+    assert fastest([question(device=1 * GB, host=0)], effort=Effort()) is None
