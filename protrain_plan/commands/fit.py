@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
@@ -102,6 +103,10 @@ def fit(
             " ZeRO-Offload, FSDP2), and with 8-bit states where a plan is needed.",
         ),
     ] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write a page with the chart of tokens per second against memory."),
+    ] = None,
     no_cache: NoCacheOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -116,12 +121,15 @@ def fit(
     """
     from protrain_plan.commands.cells import Cells
     from protrain_plan.commands.measuring import ProfileRequest
-    from protrain_plan.commands.output import progress, show
+    from protrain_plan.commands.output import destination, progress, show
     from protrain_plan.presentation.plans import fits_json, fits_text
+    from protrain_plan.presentation.report.fit_page import fit_page
     from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_plan.program.group import group_on
+    from protrain_plan.records.files import replace_text
     from protrain_plan.records.profile import DType
 
+    page = None if report is None else destination(report, option="--report")
     when = updates_of(updates, clip=clip)
     machines = [machine_with(name.strip(), host_memory, disk) for name in on.split(",")]
     refuse_host_memory(host_memory, machines)
@@ -158,13 +166,16 @@ def fit(
         clip_share=clip_share_of(clip_share, when),
         cache=EstimateCache(off=no_cache),
     )
-    with progress(quiet=as_json) as report:
-        report("estimating", 0.0)
-        questions = cells.questions(report, micro_batches=accumulate, global_batch=global_batch)
-        fits = _answers(questions, report, compare=compare)
+    with progress(quiet=as_json) as tell:
+        tell("estimating", 0.0)
+        questions = cells.questions(tell, micro_batches=accumulate, global_batch=global_batch)
+        fits = _answers(questions, tell, compare=compare)
         if compare and lora is None and optimizer in OF_8_BITS and find_spec("bitsandbytes"):
-            fits = _with_8_bits(fits, questions, cells, report)
-    show(as_json, fits_json(fits), lambda: fits_text(fits))
+            fits = _with_8_bits(fits, questions, cells, tell)
+    if page is not None:
+        replace_text(page, fit_page(fits))
+    written = () if report is None else (report,)
+    show(as_json, fits_json(fits), lambda: fits_text(fits, *written))
     if all(one.verdict == "does not fit" for one in fits):
         raise typer.Exit(3)
 

@@ -319,8 +319,8 @@ _VERDICTS = {
 }
 
 
-def fits_text(fits: Sequence["Fit"]) -> RenderableType:
-    """What `protrain fit` prints.
+def fits_text(fits: Sequence["Fit"], *paths: Path) -> RenderableType:
+    """What `protrain fit` prints; `paths` are what it wrote.
 
     Below the table: what binds in each cell, what a plan saves, and how far to trust seconds.
     """
@@ -360,7 +360,7 @@ def fits_text(fits: Sequence["Fit"]) -> RenderableType:
         faster = []
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
     trusted = (f"{hardware.name}: {trust(hardware)}" for hardware in machines)
-    return Group(table, "", *map(Text, (*binds, *faster, *trusted)))
+    return Group(table, "", *map(Text, (*binds, *faster, *trusted)), *map(wrote, paths))
 
 
 # A run

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -199,3 +200,24 @@ def test_a_profile_says_already_what_a_model_is_asked_about_with(tmp_path: Path)
     result = protrain("plan", "profile.yaml", "--seq-len", 64, folder=tmp_path)
     assert result.returncode == 2
     assert result.stderr.startswith("error: --seq-len: a profile says it already")
+
+
+def test_a_page_of_answers_has_every_way_to_train_and_no_script(tmp_path: Path) -> None:
+    asked = ("tiny-llama", "--on", "rtx-4090,h100-sxm", "--seq-len", 64, "--batch-size", 2)
+    result = protrain("fit", *asked, "--compare", "--report", "fit.html", folder=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines()[-1] == "wrote fit.html"
+    page = (tmp_path / "fit.html").read_text(encoding="utf-8")
+    assert "<script" not in page
+    assert "http" not in page.replace('http-equiv="Content-Security-Policy"', "")
+    drawing = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
+    titles = [one.text for one in drawing.iter("title")]
+    names = ["plan"] + [
+        name + more for name in ("plain PyTorch", "ZeRO-Offload") for more in ("", ", checkpointed")
+    ]
+    assert titles == names * 2
+    circles = drawing.findall("g/circle")
+    assert len(circles) == len(titles)  # all fit
+    labels = [(float(one.attrib["x"]), float(one.attrib["y"])) for one in drawing.findall("g/text")]
+    assert len(set(labels)) == len(labels)
+    assert page.count("<tr><td>rtx-4090, 2 x 64</td>") == len(names)
