@@ -98,6 +98,11 @@ def is_composed(value: object) -> bool:
     return isinstance(value, torch.Tensor) and bool(is_traceable_wrapper_subclass(value))
 
 
+def is_composition(key: str) -> bool:
+    """Whether a state of that key says what others are put together to."""
+    return key.endswith(_MARK)
+
+
 def taken_apart(state: Mapping[str, Any]) -> dict[str, Any]:
     """The states of one parameter, with plain tensors for those that are made of others."""
     flat: dict[str, Any] = {}
