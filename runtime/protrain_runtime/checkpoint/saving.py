@@ -626,13 +626,17 @@ class _Resumed:
             self.targets.append((entry, Held(state[key])))
         # Of what is below the device only the shape: it is there in parts.
         gone = entries.keys() - kept.keys()
-        parts = {k: torch.empty(entries[k].shape, dtype=entries[k].dtype, device="meta") for k in gone}
+        parts = {
+            k: torch.empty(entries[k].shape, dtype=entries[k].dtype, device="meta") for k in gone
+        }
         try:
             for key in (key for key in state if is_composition(key)):
                 state[key] = Composition.read(state[key])
             whole = put_together({**state, **parts}, parameter.shape)
         except Exception as error:  # the checkpoint's own words, which a class of a package reads
-            raise self._other(f"a state of {shown(name)} cannot be made: {cut(str(error))}") from error
+            raise self._other(
+                f"a state of {shown(name)} cannot be made: {cut(str(error))}"
+            ) from error
         self._states[name] = whole if below is None else state
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from protrain_runtime.devices.turns import Turns, in_turn
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.states.chunks import Chunk, read_values, write_values
-from protrain_runtime.states.compositions import Composition, put_together, taken_apart
+from protrain_runtime.states.compositions import put_together, taken_apart
 from protrain_runtime.states.stand_ins import UsedGradient
 from protrain_runtime.states.update_rules import MasterOptimizer, OptimizerFactory
 
@@ -220,9 +220,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         for parameter, scalars, states in self._offloaded_states():
             if parameter in counts_on_device:
                 scalars = _moved(scalars, parameter.device)
-            if any(isinstance(value, Composition) for value in scalars.values()):
-                scalars = _moved(scalars, parameter.device)  # the tables of what is made of several
-            whole = scalars | _moved(states, parameter.device)
+            tables = {k: v for k, v in scalars.items() if torch.is_tensor(v) and v.numel() > 1}
+            whole = scalars | _moved(tables | states, parameter.device)
             self._inner.state[parameter] = put_together(whole, parameter.shape)
         self._chunks, self._persistent, self._consumed, self._engine = (), (), (), None
 

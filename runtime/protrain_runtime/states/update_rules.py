@@ -471,18 +471,19 @@ def _alike(
 def smaller(shape: torch.Size, most: int) -> torch.Size:
     """A shape with as many dimensions and about `most` elements, if `shape` has more.
 
-    Dimensions that are odd, or multiples of small powers of two, stay so. One with less than two
-    elements is tried with two.
+    Dimensions that are odd, or multiples of small powers of two, stay so, of large ones up to 256:
+    an optimizer may ask whether its blocks divide a parameter. One with less than two elements is
+    tried with two.
     """
     if shape.numel() < 2:
         return torch.Size([2, *[1] * (len(shape) - 1)])
     sizes = list(shape)
     while prod(sizes) > most:
         place = max(range(len(sizes)), key=lambda one: sizes[one])
-        step = 256 if place == len(sizes) - 1 else 16
-        halved = sizes[place] // 2 // step * step + sizes[place] % step
-        if not 0 < halved < sizes[place]:
-            halved = sizes[place] // 2
+        size = sizes[place]
+        steps = (256,) if place == len(sizes) - 1 else (256, 16)
+        shorter = (size // 2 // step * step + size % step for step in steps if size >= 2 * step)
+        halved = next((one for one in shorter if 0 < one < size), size // 2)
         if halved < 2:
             break  # of many dimensions none is large
         sizes[place] = halved
@@ -492,7 +493,9 @@ def smaller(shape: torch.Size, most: int) -> torch.Size:
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The plain tensors in containers, objects, and tensors that are made of others."""
     if is_composed(value):
-        return [one for part in Composition.of(value).parts for one in tensors_in(getattr(value, part))]
+        return [
+            one for part in Composition.of(value).parts for one in tensors_in(getattr(value, part))
+        ]
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -540,12 +543,16 @@ def in_turn(factory: OptimizerFactory) -> OptimizerFactory:
 
 def check_separable(factory: OptimizerFactory, dtype: torch.dtype) -> None:
     """ProtrainError where a step on two parameters is another than a step on each."""
-    together = _stepped_twice(factory, dtype, separately=False)
-    apart = _stepped_twice(factory, dtype, separately=True)
-    if not _same(together, apart):
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        together = _stepped_twice(factory, dtype, separately=False)
+        draws = not torch.equal(before, torch.get_rng_state())
+        apart = _stepped_twice(factory, dtype, separately=True)
+    if draws or not _same(together, apart):
+        another = "a step on all of them is another than a step on each"
         raise ProtrainError(
-            f"{type(together).__name__} cannot update parameters in backward, chunk by chunk: a"
-            " step on all of them is another than a step on each",
+            f"{type(together).__name__} cannot update parameters in backward, chunk by chunk:"
+            f" {DRAWS if draws else another}",
             fix="an optimizer that looks at one parameter at a time, such as AdamW or SGD; or plan"
             " with --clip: updates then come after backward",
         )
@@ -571,7 +578,10 @@ def _stepped_twice(
 
 def _same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
     """Whether two optimizers have the same parameters, states and options, to the bit."""
-    kept, others = one.state_dict(), other.state_dict()
+    kept, others = (
+        {**each.state_dict(), "state": [taken_apart(own) for own in each.state.values()]}
+        for each in (one, other)
+    )
     pairs = [
         pair
         for groups in zip(one.param_groups, other.param_groups, strict=True)

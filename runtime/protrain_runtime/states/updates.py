@@ -399,10 +399,12 @@ class Piece:
         for shadow, part, low, high in shadows:
             if part.name in self.source.updated:
                 chosen = options[part.name]
-                # A fused optimizer has its counters where it steps.
+                # A fused optimizer has its counters where it steps, and a table is with its codes.
                 moved = chosen.get("fused") or chosen.get("capturable")
                 state = {
-                    key: value.to(shadow.device if moved else value.device, copy=True)
+                    key: value.to(
+                        shadow.device if moved or value.numel() > 1 else value.device, copy=True
+                    )
                     if isinstance(value, torch.Tensor)
                     else value
                     for key, value in self.source.scalars[part.name].items()
