@@ -105,9 +105,7 @@ class UpdateRule:
 
 COMPILED_SPAN = 2**20
 """Elements of a range that a compiled step works on: one length for all parameters, besides what is
-left of each at its end, so that as few lengths are compiled as there are shapes in plain training.
-A call of a compiled step takes about 0.2 ms, the step on a range of this length 0.1 s on a
-processor (docs/decisions/optimizer.md)."""
+left of each at its end: about as many as plain training has shapes (docs/decisions/optimizer.md)."""
 
 _ANY = torch.Size([64, 256])
 """A matrix that is large enough for whatever an optimizer does with large ones."""
@@ -191,7 +189,7 @@ DEPENDS = "one element's update depends on others"
 DRAWS = "its step draws random numbers"
 
 _Tried = dict[tuple[torch.dtype, torch.Size, bool], tuple[int, str]]
-"""By dtype, shape, and whether there are cuts: the least elements of a range, or why there are none."""
+"""By dtype, shape, and whether there are cuts: the least elements of a range, or why none are."""
 
 
 class _Trial:
