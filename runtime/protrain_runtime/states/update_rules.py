@@ -104,8 +104,8 @@ class UpdateRule:
 
 
 COMPILED_SPAN = 2**20
-"""Elements of a range that a compiled step works on: one length for all parameters, besides what is
-left of each at its end: about as many as plain training has shapes (docs/decisions/optimizer.md)."""
+"""Elements of a range that a compiled step works on, so that few lengths are compiled: this one for
+all parameters, and what is left of each at its end (docs/decisions/optimizer.md)."""
 
 _ANY = torch.Size([64, 256])
 """A matrix that is large enough for whatever an optimizer does with large ones."""
