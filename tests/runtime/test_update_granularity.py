@@ -312,14 +312,14 @@ def test_steps_that_draw_random_numbers_persist(monkeypatch: pytest.MonkeyPatch)
                 prepare(model, plan_for(model, units), optimizer=trainer.factory)
         found = []
         for planned in (False, True):
-            model = build(name).to(torch.bfloat16)
+            trained: Any = build(name).to(torch.bfloat16)
+            optimizer: Any = None
             if planned:
                 units = decided(described(name), Recompute(), Persistent())
-                trained, optimizer = prepare(
-                    model, plan_for(model, units), optimizer=trainer.factory
-                )
+                plan = plan_for(trained, units)
+                trained, optimizer = prepare(trained, plan, optimizer=trainer.factory)
             else:
-                trained, optimizer = model, trainer.factory(model.parameters())
+                optimizer = trainer.factory(trained.parameters())
             found.append(train(name, trained, optimizer, num_steps=2))
         assert_bitwise(*found)
 
@@ -356,7 +356,8 @@ def test_bytes_of_states_made_of_tensors_stay_below_predicted(
             device="cpu",
             seed=0,
         )
-        return replace(cost(optimizer), **cuts_of(subject.build(), optimizer, workload))
+        cuts: dict[str, Any] = dict(cuts_of(subject.build(), optimizer, workload))
+        return replace(cost(optimizer), **cuts)
 
     monkeypatch.setattr(judging, "_cost", with_cuts)
     with uncompiled(4096, monkeypatch):
