@@ -119,6 +119,19 @@ def refuse_unknown(machine: Hardware) -> None:
         )
 
 
+def _refuse_compiled(optimizer: str, workload: Workload) -> None:
+    """ProtrainError where the optimizer's kernels are made for the device that they run on."""
+    stepped = TORCH_DTYPES[stepped_dtype(workload.dtype, workload.precision)]
+    if UpdateRules(optimizer_factory(optimizer)).compiled(stepped):
+        raise ProtrainError(
+            f"the step of {optimizer} goes through torch.compile, and what it takes is known where"
+            " it is compiled: on the device itself",
+            source=workload.model,
+            key="optimizer",
+            fix="profile on the device, or --optimizer adamw8bit, whose kernels are known",
+        )
+
+
 def _rates(machine: Hardware) -> Rates:
     if machine.rates is None:
         raise ProtrainError(
@@ -140,6 +153,7 @@ def _estimates(
     workload = workload_of(source, kind, options)
     optimizer = options.get("optimizer", DEFAULT_OPTIMIZER)
     progress: Progress = options.get("progress", lambda *_: None)
+    _refuse_compiled(optimizer, workload)
     progress("reading a batch", 0.0)
     loaded = Loaded() if kind == "cpu" else None
     # Held while bytes are counted: what it keeps of a batch is memory in a run, too.

@@ -280,7 +280,8 @@ def _idle(factory: OptimizerFactory) -> OptimizerFactory:
     def make(parameters: ParamsT) -> torch.optim.Optimizer:
         made = factory(parameters)
         for group in made.param_groups:
-            group["lr"] = 0.0
+            rate = group["lr"]  # some take a tensor alone
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
         return made
 
     return make

@@ -2,8 +2,9 @@
 
 import random
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -13,16 +14,27 @@ import pytest
 import torch
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.models.batches import Batch
 from protrain_plan.models.optimizers import KNOWN, OF_8_BITS, OF_MATRICES, optimizer_factory
+from protrain_plan.models.sources import load_source
+from protrain_plan.profiling.estimated import estimate
+from protrain_plan.profiling.measured import cuts_of
 from protrain_plan.records.plan import STEPPED, Keep, Offload, Persistent, Recompute, Swap
+from protrain_plan.records.profile import OptimizerCost, Workload
 from protrain_runtime import prepare, save
 from protrain_runtime.checkpoint.saving import load
+from protrain_runtime.states import update_rules
 from protrain_runtime.states.chunks import Cut
+from protrain_runtime.states.compositions import Composition, is_composed, taken_apart
 from protrain_runtime.states.update_rules import StateRule, UpdateRules
 from protrain_runtime.states.updates import ranges
+from tests.support import judging
+from tests.support.messages import Speaker
 from tests.support.runtime_cases import (
     Trainer,
     assert_bitwise,
+    batch,
     build,
     decided,
     delays,
@@ -43,6 +55,30 @@ TRAINERS = {
     "adamw8bit": Trainer(EIGHT_BITS, weight_decay_groups),
     "lion8bit": Trainer(partial(OF_8_BITS["lion8bit"], min_8bit_size=512)),
 }
+
+
+def of_torchao(kind: str, **options: Any) -> Any:
+    """A class of torchao's, with options."""
+    return partial(getattr(pytest.importorskip("torchao.optim"), kind), **options)
+
+
+TORCHAO: dict[str, dict[str, StateRule]] = {
+    "AdamW8bit": {"codes": StateRule(torch.uint8), "scale": StateRule(torch.float32, 256)},
+    "AdamW4bit": {"codes": StateRule(torch.uint8, 2), "scale": StateRule(torch.float32, 128)},
+    "AdamWFp8": {"codes": StateRule(torch.float8_e4m3fn), "scale": StateRule(torch.float32, 256)},
+}
+"""What each state of a large parameter is made of, as a value for so many elements."""
+
+
+@contextmanager
+def uncompiled(span: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Steps run operator by operator, plain ones too; a range has at least `span` elements.
+
+    Compiling one takes 3 to 50 s on a processor.
+    """
+    patch.setattr(update_rules, "COMPILED_SPAN", span)
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @pytest.mark.parametrize("masters", [False, True])
@@ -144,6 +180,203 @@ def test_states_of_eight_bits_go_through_checkpoints_bitwise(tmp_path: Path) -> 
         losses += [step(name, planned, optimizer, number) for number in numbers]
         save(planned, optimizer, tmp_path / "saved")
     assert_bitwise(outcome(planned, optimizer, losses), expected)
+
+
+@pytest.mark.parametrize("kind", TORCHAO)
+def test_states_made_of_tensors_are_cut_at_their_blocks(kind: str) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        rules = UpdateRules(of_torchao(kind))
+        found = [
+            rules.of(torch.float32, torch.Size(shape))
+            for shape in ([32_000, 100], [4096, 14_336], [128_256, 4096], [4096])
+        ]
+        small = rules.of(torch.float32, torch.Size([4095]))
+        unblocked = rules.of(torch.float32, torch.Size([50_257, 33]))
+    keys = ("exp_avg", "exp_avg_sq")
+    parts = TORCHAO[kind]
+    for rule in found:
+        assert dict(rule.states) == {
+            f"{key}:{part}": state for key in keys for part, state in parts.items()
+        }
+        assert (rule.block, rule.unit, rule.reason) == (parts["scale"].per, 2**20, "")
+    for rule in (small, unblocked):
+        assert dict(rule.states) == dict.fromkeys(keys, StateRule(torch.float32))
+        assert not rule.reason
+
+
+def test_a_compiled_step_has_few_lengths() -> None:
+    """One for all parameters, and what is left of each; however they are cut in pieces."""
+    rng = random.Random(2)
+    for _ in range(200):
+        cut = Cut(1024, 1024, 1024)
+        length = rng.randrange(1, 20_000)
+        ends = {cut.before(rng.randrange(length), length) for _ in range(rng.randrange(4))}
+        places = sorted({0, length, *ends})
+        found = set[int]()
+        for start, stop in pairwise(places):
+            shares = ranges([stop - start], rng.randrange(1, 4), longest=2**20, cuts=[cut])
+            found |= {span.stop - span.start for share in shares for span in share}
+        assert found <= {1024, length if length < 2048 else 1024 + length % 1024}
+
+
+TORCHAO_RUNS = [
+    ("AdamW4bit", "disk"),
+    pytest.param("AdamW8bit", "host", marks=pytest.mark.slow),
+    pytest.param("AdamWFp8", "host", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("kind", "tier"), TORCHAO_RUNS)
+def test_states_made_of_tensors_train_in_pieces_bitwise(
+    kind: str, tier: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And through checkpoints: states that stay, such that leave, and plain ones at last."""
+    name, trainer = "llama-tied", Trainer(of_torchao(kind, lr=1e-3), weight_decay_groups)
+    units = described(name)
+    runs = [
+        decided(units, Recompute(), STEPPED),
+        decided(units, Recompute(), Offload(tier=tier)),
+        decided(units, Recompute(), Offload(tier="host", update_on_device=True)),
+        None,
+    ]
+    losses = []
+    with uncompiled(4096, monkeypatch):
+        expected = plain(name, trainer)
+        for run, own in enumerate(runs):
+            model = build(name, seed=run)
+            if own is None:
+                planned, optimizer = model, trainer.factory(trainer.groups(model))
+            else:
+                planned, optimizer = prepare(
+                    model,
+                    plan_for(model, own, piece_bytes=20_000),
+                    optimizer=trainer.factory,
+                    param_groups=trainer.groups(model),
+                    spill_directory=tmp_path,
+                )
+            if run:
+                load(planned, optimizer, tmp_path / "saved")
+            else:
+                torch.manual_seed(1)
+            numbers = range(run, run + 1 if own else 5)
+            losses += [step(name, planned, optimizer, number) for number in numbers]
+            save(planned, optimizer, tmp_path / "saved")
+        assert_bitwise(outcome(planned, optimizer, losses), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", TORCHAO)
+def test_compiled_steps_in_pieces_match_plain_training_bitwise(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each length is compiled, as each shape is in plain training: minutes."""
+    monkeypatch.setattr(update_rules, "COMPILED_SPAN", 4096)
+    name, trainer = "functional", Trainer(of_torchao(kind, lr=1e-3))
+    expected = plain(name, trainer)
+    model = build(name)
+    planned, optimizer = prepare(
+        model,
+        plan_for(model, decided(described(name), Keep(), Offload(tier="host")), piece_bytes=20_000),
+        optimizer=trainer.factory,
+    )
+    assert_bitwise(train(name, planned, optimizer), expected)
+
+
+def test_a_state_is_put_together_by_listed_classes_alone() -> None:
+    torchao = of_torchao("AdamW4bit")
+    parameter = torch.nn.Parameter(torch.zeros(64, 64))
+    parameter.grad = torch.ones(64, 64)
+    optimizer = torchao([parameter])
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    state = optimizer.state[parameter]["exp_avg"]
+    assert is_composed(state)
+    described_ = taken_apart({"exp_avg": state})["exp_avg:"].described()
+    again = Composition.read(described_)
+    assert again == Composition.of(state)
+    assert again.reshaped(torch.Size([4096])).context[1] == torch.Size([4096])
+    for change in ({"class": "os.system"}, {"class": 3}, {"shape": ["a"]}, {"parts": None}):
+        with pytest.raises(ValueError, match=r"^(it|no package) "):
+            Composition.read({**described_, **change})
+
+
+def test_steps_that_draw_random_numbers_persist(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "llama"
+    trainer = Trainer(of_torchao("AdamWFp8", bf16_stochastic_round=True))
+    with uncompiled(4096, monkeypatch):
+        for placement in (Offload(tier="host"), STEPPED):
+            model = build(name).to(torch.bfloat16)
+            units = decided(described(name), Keep(), placement)
+            with pytest.raises(ProtrainError, match="its step draws random numbers"):
+                prepare(model, plan_for(model, units), optimizer=trainer.factory)
+        found = []
+        for planned in (False, True):
+            trained: Any = build(name).to(torch.bfloat16)
+            optimizer: Any = None
+            if planned:
+                units = decided(described(name), Recompute(), Persistent())
+                plan = plan_for(trained, units)
+                trained, optimizer = prepare(trained, plan, optimizer=trainer.factory)
+            else:
+                optimizer = trainer.factory(trained.parameters())
+            found.append(train(name, trained, optimizer, num_steps=2))
+        assert_bitwise(*found)
+
+
+@dataclass(frozen=True)
+class OfTorchao:
+    """A small model that torchao's optimizer trains."""
+
+    optimizer: str = "torchao.optim:AdamW4bit"
+    factory: None = None
+    gives_up: None = None
+
+    def build(self) -> torch.nn.Module:
+        return build("llama-tied")
+
+    def batch(self, step: int) -> Batch:
+        return batch("llama-tied", step)
+
+
+@pytest.mark.slow
+def test_bytes_of_states_made_of_tensors_stay_below_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torchao.optim")
+    subject, cost = OfTorchao(), judging._cost
+
+    def with_cuts(optimizer: str) -> OptimizerCost:
+        workload = Workload(
+            model="",
+            model_config="",
+            batch_size=1,
+            seq_len=1,
+            dtype="float32",
+            device="cpu",
+            seed=0,
+        )
+        cuts: dict[str, Any] = dict(cuts_of(subject.build(), optimizer, workload))
+        return replace(cost(optimizer), **cuts)
+
+    monkeypatch.setattr(judging, "_cost", with_cuts)
+    with uncompiled(4096, monkeypatch):
+        verdicts = list(judging.Judge(subject, 0, tmp_path).verdicts(judging.PLANS))
+    assert [(one.kind, one.text) for one in verdicts] == [("like plain", "")] * 4
+
+
+def test_a_compiled_step_is_profiled_where_it_runs(assert_says: Speaker) -> None:
+    pytest.importorskip("torchao.optim")
+    with pytest.raises(ProtrainError) as raised:
+        estimate(
+            load_source("tiny-llama"),
+            hardware=load_hardware("rtx-4090"),
+            batch_size=1,
+            seq_len=32,
+            dtype="float32",
+            optimizer="torchao.optim:AdamW8bit",
+        )
+    assert_says(raised.value)
 
 
 @pytest.mark.parametrize("kind", OF_MATRICES)

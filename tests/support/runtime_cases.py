@@ -54,6 +54,7 @@ from protrain_plan.records.plan import (
 from protrain_plan.records.profile import DType, Form, Profile, Quantize, Workload
 from protrain_runtime.devices import device as devices
 from protrain_runtime.diagnostics.matching import model_fingerprint
+from protrain_runtime.states.compositions import Composition, is_composed
 from tests.support.functional_model import FunctionalStack
 
 VOCABULARY = 256
@@ -529,6 +530,10 @@ def outcome(
 
 
 def copied(tree: Any) -> Any:
+    if is_composed(tree):
+        how = Composition.of(tree)
+        parts = {part: copied(getattr(tree, part)) for part in how.parts}
+        return {"": (str(how.kind), *map(str, how.shape)), **parts}
     if isinstance(tree, Tensor):
         return tree.detach().clone()
     if isinstance(tree, Mapping):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from protrain_plan.errors import ProtrainError
+from protrain_plan.errors import ProtrainError, cut
 from protrain_plan.units import format_bytes
 from protrain_runtime.checkpoint.files import (
     SUMS,
@@ -55,6 +55,12 @@ from protrain_runtime.model.prepared import (
     turns_of,
 )
 from protrain_runtime.ranks.group import Ranks
+from protrain_runtime.states.compositions import (
+    Composition,
+    is_composition,
+    put_together,
+    taken_apart,
+)
 from protrain_runtime.states.values import (
     Held,
     Shared,
@@ -222,7 +228,7 @@ def _optimizer_values(
     tensors: dict[str, Value] = {}
     others: dict[str, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
-        state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+        state: Mapping[str, Any] = taken_apart(optimizer.state.get(parameter, {}))
         if name in offloaded:
             chunk, part = offloaded[name]
             updated = chunk.has_states(name)
@@ -234,6 +240,9 @@ def _optimizer_values(
                 tensors[f"{name}.{key}"] = Held(value)
             elif isinstance(value, Stored | Shared):
                 tensors[f"{name}.{key}"] = value
+            elif isinstance(value, Composition):
+                # Of a range it is kept below the device, of the whole it is saved.
+                others.setdefault(name, {})[key] = value.reshaped(parameter.shape).described()
             else:
                 others.setdefault(name, {})[key] = value
     groups = [
@@ -592,10 +601,10 @@ class _Resumed:
             if differing:
                 raise self._other(f"the states of {part.name} differ: {_some(differing)}")
             self.targets += [(kept.pop(key), value) for key, value in stored.items()]
-        state = self._states[name] = dict(others)
+        state = dict(others)
         # The tensors that are to hold the rest: what the optimizer has, or as it would make them.
         parameter = self._parameters[name]
-        has = self._optimizer.state.get(parameter, {}) if below is None else {}
+        has = taken_apart(self._optimizer.state.get(parameter, {})) if below is None else {}
         # Where torch.optim keeps counters: with the kernel that reads them.
         kernels = (options.get("fused"), options.get("capturable"))
         device = parameter.device if below is None and any(on is True for on in kernels) else "cpu"
@@ -606,13 +615,29 @@ class _Resumed:
             elif entry.shape == parameter.shape:
                 state[key] = torch.empty_like(parameter, dtype=entry.dtype, requires_grad=False)
             else:
+                by_itself = entry.shape.numel() > 1 and below is None  # no counter
+                where = parameter.device if by_itself else device
                 try:
-                    state[key] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+                    state[key] = torch.empty(entry.shape, dtype=entry.dtype, device=where)
                 except (RuntimeError, MemoryError) as error:  # a shape only such a checkpoint has
                     size = format_bytes(entry.shape.numel() * entry.dtype.itemsize)
                     problem = f"{shown(entry.key)} takes {size}, for which there is no room"
                     raise self._other(problem) from error
             self.targets.append((entry, Held(state[key])))
+        # Of what is below the device only the shape: it is there in parts.
+        gone = entries.keys() - kept.keys()
+        parts = {
+            k: torch.empty(entries[k].shape, dtype=entries[k].dtype, device="meta") for k in gone
+        }
+        try:
+            for key in (key for key in state if is_composition(key)):
+                state[key] = Composition.read(state[key])
+            whole = put_together({**state, **parts}, parameter.shape)
+        except Exception as error:  # the checkpoint's own words, which a class of a package reads
+            raise self._other(
+                f"a state of {shown(name)} cannot be made: {cut(str(error))}"
+            ) from error
+        self._states[name] = whole if below is None else state
 
 
 def _try_random(states: Mapping[str, Any], directory: Path) -> None:

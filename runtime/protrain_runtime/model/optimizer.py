@@ -17,6 +17,7 @@ from torch import nn
 from protrain_runtime.devices.turns import Turns, in_turn
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.states.chunks import Chunk, read_values, write_values
+from protrain_runtime.states.compositions import put_together, taken_apart
 from protrain_runtime.states.stand_ins import UsedGradient
 from protrain_runtime.states.update_rules import MasterOptimizer, OptimizerFactory
 
@@ -158,7 +159,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._settle("optimizer.state_dict() was called")
         added: list[nn.Parameter] = []
         for parameter, scalars, states in self._offloaded_states():
-            self._inner.state[parameter] = scalars | states
+            self._inner.state[parameter] = put_together(scalars | states, parameter.shape)
             added.append(parameter)
         try:
             return self._inner.state_dict()
@@ -201,7 +202,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 if part.name not in states:
                     chunk.updated.discard(part.name)
                     continue
-                state = dict(states[part.name])
+                state = taken_apart(states[part.name])
                 for layout in chunk.own.current.of(part):
                     write_values(chunk, part, state.pop(layout.key), layout)
                 # A fused optimizer has its counters on the device, that of a chunk steps here.
@@ -219,7 +220,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
         for parameter, scalars, states in self._offloaded_states():
             if parameter in counts_on_device:
                 scalars = _moved(scalars, parameter.device)
-            self._inner.state[parameter] = scalars | _moved(states, parameter.device)
+            tables = {k: v for k, v in scalars.items() if torch.is_tensor(v) and v.numel() > 1}
+            whole = scalars | _moved(tables | states, parameter.device)
+            self._inner.state[parameter] = put_together(whole, parameter.shape)
         self._chunks, self._persistent, self._consumed, self._engine = (), (), (), None
 
     def _offloaded_states(self) -> Iterator[tuple[nn.Parameter, dict[str, Any], dict[str, Any]]]:

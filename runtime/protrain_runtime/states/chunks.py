@@ -161,17 +161,21 @@ class StateLayout:
 
 
 class Cut(NamedTuple):
-    """Where ranges of a parameter begin: at multiples of `unit`, `least` from its ends or more."""
+    """Where ranges of a parameter begin: at multiples of `unit`, `least` from its ends or more.
+
+    A range of more than `most` elements is stepped on in several.
+    """
 
     unit: int = PIECE_ALIGNMENT
     least: int = 1
+    most: int = sys.maxsize
 
     @staticmethod
     def of(rule: UpdateRule) -> "Cut":
         """The optimizer's; none where it cannot cut the parameter."""
         if rule.reason:
             return Cut(least=sys.maxsize)
-        return Cut(rule.unit, rule.least)
+        return Cut(rule.unit, rule.least, rule.unit if rule.compiled else sys.maxsize)
 
     def before(self, element: int, count: int) -> int:
         """The last place for a cut up to `element`, of a parameter of `count`; 0: none."""

@@ -23,11 +23,12 @@ from typing import Any, NamedTuple, overload
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from protrain_plan.errors import ProtrainError, cut
 from protrain_plan.program.program import PIECE_ALIGNMENT, in_blocks
+from protrain_runtime.states.compositions import Composition, is_composed, taken_apart
 
 OptimizerFactory = Callable[[Iterable[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -63,6 +64,7 @@ class UpdateRule:
     least    elements that a range has at least: the optimizer keeps other states of less
     reason   why it cannot be cut; empty: it can
     whole    bytes of each state but scalars, where it cannot be cut
+    compiled its step is compiled for each length: ranges are of COMPILED_SPAN elements
     """
 
     states: Mapping[str, StateRule] = field(default_factory=dict[str, StateRule])
@@ -71,6 +73,7 @@ class UpdateRule:
     least: int = 1
     reason: str = ""
     whole: tuple[int, ...] = ()
+    compiled: bool = False
 
     @property
     def unit(self) -> int:
@@ -100,6 +103,10 @@ class UpdateRule:
         return sum(in_blocks(num_bytes, block) for num_bytes in self.scalars)
 
 
+COMPILED_SPAN = 2**20
+"""Elements of a range that a compiled step works on, so that few lengths are compiled: this one for
+all parameters, and what is left of each at its end (docs/decisions/optimizer.md)."""
+
 _ANY = torch.Size([64, 256])
 """A matrix that is large enough for whatever an optimizer does with large ones."""
 
@@ -118,6 +125,8 @@ class UpdateRules:
     ) -> None:
         self._factory, self._groups = factory, groups
         self._known: dict[tuple[torch.dtype, torch.Size, bool], UpdateRule] = {}
+        self._least: list[_Tried] = [{} for _ in groups]
+        self._compiles: bool | None = None
 
     def of(
         self, dtype: torch.dtype, shape: torch.Size = _ANY, *, in_order: bool = True
@@ -131,7 +140,11 @@ class UpdateRules:
             return self._known[place]
         # On tensors of their own, whatever is around; random numbers are drawn again.
         with _disable_current_modes(), torch.random.fork_rng(devices=[]):
-            found = [_Trial(self._factory, dtype, one).rule(shape) for one in self._groups]
+            compiled = self.compiled(dtype)
+            found = [
+                _Trial(self._factory, dtype, one, tried, compiled=compiled).rule(shape)
+                for one, tried in zip(self._groups, self._least, strict=True)
+            ]
         if any(rule.states != found[0].states for rule in found):
             raise ProtrainError(
                 "the parameter groups' options give them different optimizer states",
@@ -147,6 +160,14 @@ class UpdateRules:
             )
         self._known[place] = rule
         return rule
+
+    def compiled(self, dtype: torch.dtype) -> bool:
+        """Whether a step goes through `torch.compile`."""
+        if self._compiles is None:
+            with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+                trial = _Trial(self._factory, dtype, self._groups[0], {}, compiled=False)
+                self._compiles = trial.calls_compiler()
+        return self._compiles
 
     def refuse_whole(self, name: str, rule: UpdateRule) -> None:
         """ProtrainError where a parameter of this rule cannot be updated in pieces."""
@@ -165,16 +186,49 @@ larger one is tried in a smaller shape. Of so few that are cut, operators comput
 whose vectors a cut at a multiple of PIECE_ALIGNMENT leaves as they are."""
 
 DEPENDS = "one element's update depends on others"
+DRAWS = "its step draws random numbers"
+
+_Tried = dict[tuple[torch.dtype, torch.Size, bool], tuple[int, str]]
+"""By dtype, shape, and whether there are cuts: the least elements of a range, or why none are."""
 
 
 class _Trial:
-    """Steps of an optimizer on parameters of a dtype, in a group with these options."""
+    """Steps of an optimizer on parameters of a dtype, in a group with these options.
+
+    What it keeps is seen in steps that run operator by operator, also where it compiles them; where
+    a parameter may be cut, in steps as they are in training. Compiling takes seconds for each
+    length, so that of a `compiled` step a matrix of the same kind stands for all large ones.
+    """
 
     def __init__(
-        self, factory: OptimizerFactory, dtype: torch.dtype, options: Mapping[str, Any]
+        self,
+        factory: OptimizerFactory,
+        dtype: torch.dtype,
+        options: Mapping[str, Any],
+        tried: _Tried,
+        *,
+        compiled: bool,
     ) -> None:
         self._factory, self._dtype, self._options = factory, dtype, options
+        self._tried, self._compiled = tried, compiled
         self._states: dict[torch.Size, Mapping[str, Any]] = {}
+        self._draws = False
+
+    def calls_compiler(self) -> bool:
+        """Whether a step calls what `torch.compile` made."""
+        calls: list[object] = []
+
+        def backend(graph: Any, _: object) -> Any:
+            calls.append(graph)
+            return graph.forward
+
+        try:
+            with torch.compiler.set_stance("default", force_backend=backend):
+                stepped = self._optimizer([_values(torch.Size([2, 2]), self._dtype)])
+                self._step(stepped, [_values(torch.Size([2, 2]), self._dtype).flip(-1)])
+        except Exception:  # noqa: BLE001 (the user's class; `_state` says what it does not take)
+            return bool(calls)
+        return bool(calls)
 
     @property
     def class_name(self) -> str:
@@ -187,24 +241,41 @@ class _Trial:
         if found.reason:
             return self._whole(shape, found.reason)
         block = lcm(*(state.per for state in found.states.values())) if found.states else 1
+        cuts = not self._compiled or shape.numel() >= 2 * COMPILED_SPAN
+        if not cuts and len(shape) == 1:
+            return self._of_spans(found, block, 1)  # all of it, as it is
         few = smaller(shape, _SMALL)
+        if self._compiled and len(shape) == 2 and self._kept(_ANY).states == found.states:
+            few = _ANY
         if few != tried and self._kept(few).states != found.states:
             few = tried  # so few elements have other states
-        least, reason = self._least(few, block, to_scale=few != shape)
+        place = (self._dtype, few, cuts)
+        if place not in self._tried or not self._compiled:
+            self._tried[place] = self._least(few, block, to_scale=few != shape, cuts=cuts)
+        least, reason = self._tried[place]
         if reason:
             return self._whole(shape, reason)
-        return replace(found, block=block, least=least)
+        return self._of_spans(found, block, least)
+
+    def _of_spans(self, found: UpdateRule, block: int, least: int) -> UpdateRule:
+        if self._compiled:
+            least = max(least, COMPILED_SPAN)
+        return replace(found, block=block, least=least, compiled=self._compiled)
 
     def _kept(self, shape: torch.Size) -> UpdateRule:
         """What it keeps of a parameter of just this shape: with a reason, if that has no order."""
         kept = self._state(shape)
+        if self._draws:
+            return UpdateRule(reason=DRAWS)
         states: dict[str, StateRule] = {}
         scalars: list[int] = []
         for key, value in kept.items():
+            if isinstance(value, Composition):
+                continue
             if not isinstance(value, torch.Tensor):
                 if tensors_in(value):
                     return UpdateRule(reason=f"it keeps tensors in {key!r}, a {_kind(value)}")
-            elif _is_made_of_others(value):
+            elif is_composed(value):
                 return UpdateRule(reason=f"its {key!r} is a {_kind(value)}")
             elif value.shape == shape:
                 states[key] = StateRule(value.dtype)
@@ -223,9 +294,11 @@ class _Trial:
 
         None where neither is so.
         """
-        plain = torch.Size(2 ** (size.bit_length() - 1) for size in shape)
+        rows, *others = (2 ** (size.bit_length() - 1) for size in shape)
+        while rows * prod(others) < shape.numel():  # of fewer it may keep other states
+            rows *= 2
         counts: list[tuple[int, int]] = []  # elements, values
-        for tried in (shape, plain, torch.Size([2 * plain[0], *plain[1:]])):
+        for tried in (shape, torch.Size([rows, *others]), torch.Size([2 * rows, *others])):
             value = self._state(tried).get(key)
             if not isinstance(value, torch.Tensor) or value.dim() != 1:
                 return None
@@ -236,28 +309,32 @@ class _Trial:
         per = elements // values
         return per if all(-(-n // per) == values for n, values in counts) else None
 
-    def _least(self, shape: torch.Size, block: int, *, to_scale: bool) -> tuple[int, str]:
+    def _least(
+        self, shape: torch.Size, block: int, *, to_scale: bool, cuts: bool
+    ) -> tuple[int, str]:
         """The least elements of a range that is updated as within the whole; or why there is none.
 
         Ranges begin at multiples of `block` and of PIECE_ALIGNMENT. `to_scale`: the parameter is
-        larger.
+        larger. Without `cuts` there is one range, all of it.
         """
         count = shape.numel()
         try:
             whole = self._stepped(shape, [(0, count)], flat=False)
-            kept = self._kept(torch.Size([count])).states
+            flat = torch.Size([count])
+            kept = self._kept(flat).states
             least = 1
             while True:
                 first = _unit(block, least)
                 last = (count - least) // first * first
                 ends = sorted({0, *(end for end in (first, last) if least <= end < count), count})
-                if last < first:
+                if last < first or not cuts:
                     ends = [0, count]  # it is never cut
                 spans = [*pairwise(ends)]
                 lengths = {past - start for start, past in spans}
                 if (
-                    not (len(ends) == 2 and to_scale and least > 1)
+                    not (len(ends) == 2 and to_scale and least > 1 and cuts)
                     and all(self._kept(torch.Size([one])).states == kept for one in lengths)
+                    and all(self._remade(shape, torch.Size([one])) for one in lengths)
                     and _alike(whole, self._stepped(shape, spans, flat=True))
                 ):
                     return least, ""
@@ -267,6 +344,15 @@ class _Trial:
         except Exception as error:  # noqa: BLE001 (the user's class meets a flat parameter)
             of_step = error.__cause__ or error
             return 0, f"of a range of it, {_kind(of_step)}: {cut(str(of_step))}"
+
+    def _remade(self, shape: torch.Size, other: torch.Size) -> bool:
+        """Whether states made of others are of one shape as they are of another."""
+        found, others = self._state(shape), self._state(other)
+        return all(
+            how.reshaped(other) == others.get(key)
+            for key, how in found.items()
+            if isinstance(how, Composition)
+        )
 
     def _whole(self, shape: torch.Size, reason: str) -> UpdateRule:
         """The rule of parameters that cannot be cut, with the bytes of all states."""
@@ -309,16 +395,19 @@ class _Trial:
         if shape in self._states:
             return self._states[shape]
         try:
-            stepped = self._optimizer([_values(shape, self._dtype)])
-            (parameter,) = stepped.param_groups[0]["params"]
-            self._step(stepped, [_values(shape, self._dtype).flip(-1)])
+            with torch.compiler.set_stance("force_eager"):
+                stepped = self._optimizer([_values(shape, self._dtype)])
+                (parameter,) = stepped.param_groups[0]["params"]
+                before = torch.get_rng_state()
+                self._step(stepped, [_values(shape, self._dtype).flip(-1)])
+            self._draws = self._draws or not torch.equal(before, torch.get_rng_state())
         except Exception as error:
             raise ProtrainError(
                 f"the optimizer takes no step on a parameter of shape {list(shape)}:"
                 f" {_kind(error)}: {cut(str(error))}",
                 key="optimizer",
             ) from error
-        self._states[shape] = dict(stepped.state[parameter])
+        self._states[shape] = taken_apart(stepped.state[parameter])
         return self._states[shape]
 
     def _stepped(
@@ -335,7 +424,7 @@ class _Trial:
                 gradient = (values + step / 4).flatten().flip(0)
                 self._step(stepped, [gradient[first:past].reshape(own.shape).clone()])
             found[""].append(parameter.detach().flatten())
-            for key, value in stepped.state[parameter].items():
+            for key, value in taken_apart(stepped.state[parameter]).items():
                 if isinstance(value, torch.Tensor):
                     found.setdefault(key, []).append(value.flatten())
         return list(found.values())
@@ -380,18 +469,19 @@ def _alike(
 def smaller(shape: torch.Size, most: int) -> torch.Size:
     """A shape with as many dimensions and about `most` elements, if `shape` has more.
 
-    Dimensions that are odd, or multiples of small powers of two, stay so. One with less than two
-    elements is tried with two.
+    Dimensions that are odd, or multiples of small powers of two, stay so, of large ones up to 256:
+    an optimizer may ask whether its blocks divide a parameter. One with less than two elements is
+    tried with two.
     """
     if shape.numel() < 2:
         return torch.Size([2, *[1] * (len(shape) - 1)])
     sizes = list(shape)
     while prod(sizes) > most:
         place = max(range(len(sizes)), key=lambda one: sizes[one])
-        step = 256 if place == len(sizes) - 1 else 16
-        halved = sizes[place] // 2 // step * step + sizes[place] % step
-        if not 0 < halved < sizes[place]:
-            halved = sizes[place] // 2
+        size = sizes[place]
+        steps = (256,) if place == len(sizes) - 1 else (256, 16)
+        shorter = (size // 2 // step * step + size % step for step in steps if size >= 2 * step)
+        halved = next((one for one in shorter if 0 < one < size), size // 2)
         if halved < 2:
             break  # of many dimensions none is large
         sizes[place] = halved
@@ -400,11 +490,12 @@ def smaller(shape: torch.Size, most: int) -> torch.Size:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The plain tensors in containers, objects, and tensors that are made of others."""
-    if isinstance(value, torch.Tensor) and not _is_made_of_others(value):
-        return [value]
+    if is_composed(value):
+        return [
+            one for part in Composition.of(value).parts for one in tensors_in(getattr(value, part))
+        ]
     if isinstance(value, torch.Tensor):
-        names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
-        return [one for name in names for one in tensors_in(getattr(value, name))]
+        return [value]
     if isinstance(value, Mapping):
         inside: Iterable[object] = value.values()
     elif isinstance(value, list | tuple | set):
@@ -414,17 +505,14 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [one for each in inside for one in tensors_in(each)]
 
 
-def _is_made_of_others(tensor: torch.Tensor) -> bool:
-    return bool(is_traceable_wrapper_subclass(tensor))
-
-
 def _kind(value: object) -> str:
     return type(value).__name__
 
 
 _TURN = threading.RLock()
-_ALONE = ("bitsandbytes",)
-"""Packages whose optimizers may not be made or step beside each other on a processor."""
+_ALONE = ("bitsandbytes", "torchao")
+"""Packages whose optimizers may not be made or step beside each other: of torchao's each changes a
+setting of the compiler while it steps, and sets it back."""
 
 
 def in_turn(factory: OptimizerFactory) -> OptimizerFactory:
@@ -453,12 +541,16 @@ def in_turn(factory: OptimizerFactory) -> OptimizerFactory:
 
 def check_separable(factory: OptimizerFactory, dtype: torch.dtype) -> None:
     """ProtrainError where a step on two parameters is another than a step on each."""
-    together = _stepped_twice(factory, dtype, separately=False)
-    apart = _stepped_twice(factory, dtype, separately=True)
-    if not _same(together, apart):
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        together = _stepped_twice(factory, dtype, separately=False)
+        draws = not torch.equal(before, torch.get_rng_state())
+        apart = _stepped_twice(factory, dtype, separately=True)
+    if draws or not _same(together, apart):
+        another = "a step on all of them is another than a step on each"
         raise ProtrainError(
-            f"{type(together).__name__} cannot update parameters in backward, chunk by chunk: a"
-            " step on all of them is another than a step on each",
+            f"{type(together).__name__} cannot update parameters in backward, chunk by chunk:"
+            f" {DRAWS if draws else another}",
             fix="an optimizer that looks at one parameter at a time, such as AdamW or SGD; or plan"
             " with --clip: updates then come after backward",
         )
@@ -484,7 +576,10 @@ def _stepped_twice(
 
 def _same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
     """Whether two optimizers have the same parameters, states and options, to the bit."""
-    kept, others = one.state_dict(), other.state_dict()
+    kept, others = (
+        {**each.state_dict(), "state": [taken_apart(own) for own in each.state.values()]}
+        for each in (one, other)
+    )
     pairs = [
         pair
         for groups in zip(one.param_groups, other.param_groups, strict=True)
@@ -610,7 +705,8 @@ class MasterOptimizer(torch.optim.Optimizer):
             made = dict(worker.state[master])
             for key, value in made.items():
                 # An optimizer may keep the gradient itself, where the next batch's will stand.
-                if isinstance(value, torch.Tensor) and lowest <= value.data_ptr() < highest:
+                plain = isinstance(value, torch.Tensor) and not is_composed(value)
+                if plain and lowest <= value.data_ptr() < highest:
                     made[key] = value.clone()
             if one.parameter.dtype != master.dtype:
                 made[MASTER] = master.detach()

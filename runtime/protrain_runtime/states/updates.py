@@ -20,6 +20,7 @@ from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import STACK_BYTES, take_one_thread
 from protrain_runtime.devices.stores import HostStore, Store
 from protrain_runtime.states.chunks import Chunk, Copy, Cut, Slice, StateKind, StateLayout
+from protrain_runtime.states.compositions import put_together, taken_apart
 from protrain_runtime.states.stand_ins import GradientInStore, scaled
 from protrain_runtime.states.update_rules import MasterOptimizer, OptimizerFactory
 
@@ -128,8 +129,8 @@ def ranges(
             if taken <= 0:
                 number += 1
                 continue
-            if taken > longest:
-                taken = may_cut.before(longest, rest) or taken
+            if taken > (most := min(longest, may_cut.most)):
+                taken = may_cut.before(most, rest) or taken
             shares[number].append(ElementRange(tensor, start, start + taken))
             start += taken
         done += length
@@ -357,7 +358,7 @@ class Piece:
         team.run([each.step for each in stepped])
         for each in stepped:
             for shadow, part, low, high in each.shadows:
-                self.made.append((part, low, high, dict(each.worker.state[shadow])))
+                self.made.append((part, low, high, taken_apart(each.worker.state[shadow])))
 
     def _due(self, gradients: Mapping[str, torch.Tensor]) -> Iterable[_Due]:
         """The gradients that there are, from where each of them is."""
@@ -398,10 +399,12 @@ class Piece:
         for shadow, part, low, high in shadows:
             if part.name in self.source.updated:
                 chosen = options[part.name]
-                # A fused optimizer has its counters where it steps.
+                # A fused optimizer has its counters where it steps, and a table is with its codes.
                 moved = chosen.get("fused") or chosen.get("capturable")
                 state = {
-                    key: value.to(shadow.device if moved else value.device, copy=True)
+                    key: value.to(
+                        shadow.device if moved or value.numel() > 1 else value.device, copy=True
+                    )
                     if isinstance(value, torch.Tensor)
                     else value
                     for key, value in self.source.scalars[part.name].items()
@@ -409,7 +412,7 @@ class Piece:
                 for layout in self.source.of(part):
                     if (staged := self.staging.get(layout.kind)) is not None:
                         state[layout.key] = staged.of(layout, part, low, high)
-                worker.state[shadow] = state
+                worker.state[shadow] = put_together(state, shadow.shape)
         return _Range(worker, shadows, scales)
 
     def write_made(self) -> None:

@@ -1,0 +1,127 @@
+"""Optimizer states that are tensors made of tensors: taken apart, and put together again.
+
+Such a state is a traceable tensor subclass, as torchao's are: codes, scales and a table. Stores,
+moves and checkpoints have plain tensors. A state `exp_avg` made of `codes` and `scale` is to them
+`exp_avg:codes` and `exp_avg:scale`, and at `exp_avg:` is what makes one state of them again, for
+the whole parameter or for a range of it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_MARK = ":"
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """What makes a tensor of its parts, as PyTorch's protocol of tensor subclasses says it.
+
+    context  what `__tensor_flatten__` gives besides the parts' names
+    shape    of the tensor, which the context may name, too
+    """
+
+    kind: type
+    parts: tuple[str, ...]
+    context: Any
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Composition":
+        """That of a tensor made of others."""
+        parts, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        return cls(type(tensor), tuple(parts), context, tensor.shape)
+
+    def reshaped(self, shape: torch.Size) -> "Composition":
+        """That of a tensor of another shape, made of parts that are as much longer or shorter."""
+        return replace(self, context=_renamed(self.context, self.shape, shape), shape=shape)
+
+    def make(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The tensor, on the parts' memory."""
+        stride = torch.empty(self.shape, device="meta").stride()
+        kind: Any = self.kind
+        made: torch.Tensor = kind.__tensor_unflatten__(
+            dict(parts), self.context, self.shape, stride
+        )
+        return made
+
+    def described(self) -> dict[str, Any]:
+        """In plain values, for a checkpoint."""
+        return {
+            "class": _name(self.kind),
+            "parts": list(self.parts),
+            "context": self.context,
+            "shape": list(self.shape),
+        }
+
+    @classmethod
+    def read(cls, described: Any) -> "Composition":
+        """What `described` gave.
+
+        ValueError where it is no such thing. A class comes from PyTorch's list of what files may
+        name (`torch.serialization.add_safe_globals`), on which its package has put it.
+        """
+        match described:
+            case {"class": str(name), "parts": list(parts), "context": context, "shape": list(own)}:
+                pass
+            case _:
+                raise ValueError("it does not say what it is made of")
+        listed = (each for each in torch.serialization.get_safe_globals() if isinstance(each, type))
+        kinds = {_name(each): each for each in listed if hasattr(each, "__tensor_unflatten__")}
+        if name not in kinds:
+            raise ValueError(f"no package that is imported has the class {name[:100]}")
+        if not all(isinstance(size, int) and size >= 0 for size in own):
+            raise ValueError("it has no shape")
+        return cls(kinds[name], tuple(map(str, parts)), context, torch.Size(own))
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _renamed(context: Any, old: torch.Size, new: torch.Size) -> Any:
+    """The same with the other shape, where it names the one."""
+    if isinstance(context, tuple) and tuple(context) == tuple(old):
+        return new
+    if isinstance(context, tuple | list):
+        return type(context)(_renamed(each, old, new) for each in context)
+    if isinstance(context, dict):
+        return {key: _renamed(each, old, new) for key, each in context.items()}
+    return context
+
+
+def is_composed(value: object) -> bool:
+    """Whether it is a tensor made of tensors."""
+    return isinstance(value, torch.Tensor) and bool(is_traceable_wrapper_subclass(value))
+
+
+def is_composition(key: str) -> bool:
+    """Whether a state of that key says what others are put together to."""
+    return key.endswith(_MARK)
+
+
+def taken_apart(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of one parameter, with plain tensors for those that are made of others."""
+    flat: dict[str, Any] = {}
+    for key, value in state.items():
+        if is_composed(value):
+            how = Composition.of(value)
+            flat |= {f"{key}{_MARK}{part}": getattr(value, part) for part in how.parts}
+            flat[f"{key}{_MARK}"] = how
+        else:
+            flat[key] = value
+    return flat
+
+
+def put_together(flat: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
+    """What `taken_apart` took apart, for a parameter, or a range of one, of this shape."""
+    state = dict(flat)
+    for key, how in flat.items():
+        if isinstance(how, Composition):
+            del state[key]
+            parts = {part: state.pop(f"{key}{part}") for part in how.parts}
+            state[key.removesuffix(_MARK)] = how.reshaped(shape).make(parts)
+    return state
