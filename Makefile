@@ -18,6 +18,8 @@ STAMP := .venv/.installed
 MARKERS ?= not slow and not gpu
 CHOSEN := $(if $(MARKERS),($(MARKERS)) and )
 JOBS ?= 2
+# What is installed; the tests of torchao's optimizers need `torchao`, too.
+EXTRAS ?= hf,dev
 # Threads of PyTorch in each of the jobs.
 THREADS ?= 1
 FUZZ_SECONDS ?= 300
@@ -33,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv (the first time takes minutes: PyTorch is large)"
 	@$(PIP) torch==2.13.0 hatchling
-	@$(PIP) --no-build-isolation -e '.[hf,dev]'
+	@$(PIP) --no-build-isolation -e '.[$(EXTRAS)]'
 	@touch $@
 
 demo: $(STAMP) ## profile, plan, check and train a small model under a hard memory limit

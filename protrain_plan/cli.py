@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 a verification or a rule failed, 2 a mistake in the input,
 4 out of memory, 130 interrupted, 141 nobody reads what is printed.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -15,6 +16,9 @@ from typing import Annotated, NoReturn
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+# torchao, which peft imports where it is installed, says what of its kernels this machine lacks.
+for _talkative in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_talkative).setLevel(logging.ERROR)
 # An accelerator's allocator then cuts blocks as they are asked for, from segments that grow. Limits
 # are on the segments: without this, much of them may be holes that no tensor fits into.
 if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & set(
