@@ -16,9 +16,6 @@ from typing import Annotated, NoReturn
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-# torchao, which peft imports where it is installed, says what of its kernels this machine lacks.
-for _talkative in ("torchao", "torch.utils._pytree"):
-    logging.getLogger(_talkative).setLevel(logging.ERROR)
 # An accelerator's allocator then cuts blocks as they are asked for, from segments that grow. Limits
 # are on the segments: without this, much of them may be holes that no tensor fits into.
 if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & set(
@@ -83,6 +80,9 @@ def main() -> None:
 def run_command(command: Callable[[], int | None]) -> NoReturn:
     """End with what a command gives as exit code; what a user can mend becomes one message."""
     prepare_streams()
+    # torchao, which peft imports where it is installed, says what of its kernels a machine lacks.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     try:
         code = command()
         flush()

@@ -204,17 +204,12 @@ def plan(
         output, beside = _places(output)
     target = output if pareto else destination(output)  # a front is printed
     lp_target = None if lp is None else destination(lp, option="--lp")
-    from protrain_plan.commands.cells import Cells
-    from protrain_plan.commands.measuring import ProfileRequest
-    from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
     from protrain_plan.planning.model.fluid import Fluid
     from protrain_plan.planning.model.options import parse_pin, read_pins
     from protrain_plan.planning.questions.objectives import Objective, Question, ask
     from protrain_plan.planning.questions.planner import SOLVERS, Solver
     from protrain_plan.planning.search.improving import Effort
-    from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_plan.program.group import group_on, profile_of_rank
-    from protrain_plan.records.profile import DType
 
     solver_name: Solver = choice("--solver", solver, SOLVERS)
     asked = {
@@ -231,6 +226,12 @@ def plan(
         record = read_profile(Path(profile))
     else:
         refuse_batches(global_batch, batch_size, accumulate)
+        from protrain_plan.commands.cells import Cells
+        from protrain_plan.commands.measuring import ProfileRequest
+        from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
+        from protrain_plan.profiling.estimate_cache import EstimateCache
+        from protrain_plan.records.profile import DType
+
         dtype_name: DType = choice("--dtype", dtype or DTYPE, get_args(DType))
         request = ProfileRequest(
             model=profile,
