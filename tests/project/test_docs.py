@@ -83,6 +83,11 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
     "docs/how-to/optimizers.md#whole-matrices": Runs(),
     "docs/how-to/long-sequences.md#long-sequences": Runs(),
     "docs/how-to/small-cards.md#small-cards": Runs(),
+    "docs/how-to/small-cards.md#beside-what-you-would-do-without-a-plan": Runs(
+        smaller={"llama-3.1-8b": "tiny-llama"}
+    ),
+    "docs/how-to/small-cards.md#the-best-batch": Runs(smaller={"llama-3.2-1b": "tiny-llama"}),
+    "docs/how-to/small-cards.md#what-to-turn": Runs(),
     "docs/how-to/clip-and-accumulate.md#clip-and-accumulate": Runs(),
     "docs/how-to/mixed-precision.md#mixed-precision": Runs(),
     "docs/how-to/saving.md#save-and-resume": Runs(),
