@@ -218,9 +218,9 @@ def _problem_of_eight_bits(layer: Any) -> tuple[str, str]:
         )
     if layer.state.threshold > 0:
         return (
-            f"is multiplied with in two parts: columns of inputs that reach {layer.state.threshold}"
-            " are taken apart, and how many these are, and what they take, depends on the data",
-            "llm_int8_threshold=0.0 beside load_in_8bit=True",
+            f"is multiplied once more for columns of inputs that reach {layer.state.threshold}: how"
+            " many these are, and so what a step takes, depends on the data",
+            "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)",
         )
     if layer.weight.dtype != torch.int8 or not scales_of(layer):
         return "is not packed yet", "move the model to its device, which packs it"
