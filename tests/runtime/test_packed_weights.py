@@ -4,6 +4,7 @@ import copy
 import json
 import random
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,13 @@ from protrain_plan.records.profile import Profile, Quantize
 from protrain_plan.simulation.memory import device_bytes
 from protrain_runtime import load, prepare, restore, save
 from protrain_runtime.states.chunks import refuse_parameters
-from protrain_runtime.states.quantized import packed_layers, scales, scales_of, settle_quantized
+from protrain_runtime.states.quantized import (
+    packed_layers,
+    products_of_a_card,
+    scales,
+    scales_of,
+    settle_quantized,
+)
 from tests.support import quantized_models
 from tests.support.messages import Speaker
 from tests.support.peaks import SLACK_BYTES, bytes_of_others, without_freedom
@@ -352,13 +359,21 @@ def test_a_model_of_another_seed_takes_a_checkpoint_with_its_scales(
     )
 
 
-@USERS
+@pytest.mark.parametrize(
+    ("users_kind", "products"),
+    [("nf4", nullcontext), ("int8", nullcontext), ("int8", products_of_a_card)],
+)
 def test_packed_bytes_are_saved_where_hooks_see_them_and_come_back_from_there(
-    users_kind: Quantize,
+    users_kind: Quantize, products: Callable[[], AbstractContextManager[None]]
 ) -> None:
     """The library's own product keeps them in an attribute: a chunk's buffer would be held."""
     model = user_model(kind=users_kind)
     settle_quantized(model)
+    with products():
+        packed_bytes_come_back(model)
+
+
+def packed_bytes_come_back(model: nn.Module) -> None:
     layer = next(layer for _, layer in packed_layers(model))
     given = torch.randn(4, 96, requires_grad=True)
     (expected,) = torch.autograd.grad(layer(given).sum(), given)
@@ -521,6 +536,17 @@ def test_what_no_plan_can_follow_is_refused_by_name(name: str, assert_says: Spea
     assert_says(raised.value)
     with pytest.raises(ProtrainError):
         as_made(model, source="train.py:factory")
+
+
+def test_a_bias_that_a_forward_would_convert_is_refused_by_name(assert_says: Speaker) -> None:
+    """Of a layer of 8 bits, in place: a plan has placed it."""
+    model = user_model(kind="int8")
+    settle_quantized(model)
+    layer = next(layer for _, layer in packed_layers(model))
+    with pytest.raises(ProtrainError) as raised:
+        layer(torch.randn(4, 96, dtype=torch.bfloat16))
+    assert layer.bias.dtype == torch.float32
+    assert_says(raised.value)
 
 
 def test_a_tensor_subclass_of_torchao_is_refused_by_name() -> None:

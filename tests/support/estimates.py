@@ -16,7 +16,7 @@ def machine(name: str = "cpu") -> Hardware:
 
 
 def bytes_alone(unit: Unit, real: Unit) -> Unit:
-    """The unit without seconds, nor the Python number that may be more in a form that recomputes."""
+    """The unit without seconds, nor the Python number that recomputation may take more or not."""
     forms: list[FormCost] = []
     for form, other in zip(unit.forms, real.forms, strict=True):
         excess = form.forward_peak_bytes - other.forward_peak_bytes
