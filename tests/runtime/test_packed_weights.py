@@ -233,7 +233,8 @@ def test_a_runs_checkpoint_goes_on_under_another_plan_and_plainly(
 
 def user_model(seed: int = 0, kind: Quantize = "nf4") -> nn.Module:
     with seeded(seed):
-        return getattr(quantized_models, f"{kind}_factory")()[0].train()
+        model: nn.Module = getattr(quantized_models, f"{kind}_factory")()[0]
+        return model.train()
 
 
 USERS = pytest.mark.parametrize("users_kind", ["nf4", "int8"])
