@@ -79,7 +79,7 @@ def fit(
         str | None, typer.Option(help="Train adapters alone, such as r=16: see profile.")
     ] = None,
     quantize: Annotated[
-        str | None, typer.Option(help="Pack the layers below adapters: nf4 (with --lora).")
+        str | None, typer.Option(help="Pack the layers below adapters: nf4 or int8 (with --lora).")
     ] = None,
     optimizer: OptimizerOption = "adamw",
     optimizer_args: OptimizerArgsOption = None,

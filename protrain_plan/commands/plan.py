@@ -150,7 +150,7 @@ def plan(
         str | None, typer.Option(help="As of profile: r=16.", rich_help_panel=OF_MODEL)
     ] = None,
     quantize: Annotated[
-        str | None, typer.Option(help="As of profile: nf4.", rich_help_panel=OF_MODEL)
+        str | None, typer.Option(help="As of profile: nf4 or int8.", rich_help_panel=OF_MODEL)
     ] = None,
     optimizer: Annotated[
         str | None, typer.Option(help="As of profile. Default: adamw.", rich_help_panel=OF_MODEL)

@@ -59,8 +59,8 @@ def profile(
     quantize: Annotated[
         str | None,
         typer.Option(
-            help="Pack the frozen linear layers below adapters: nf4 (4 bits, as in QLoRA; with"
-            " --lora)."
+            help="Pack the frozen linear layers below adapters: nf4 (4 bits, as in QLoRA) or int8"
+            " (with --lora)."
         ),
     ] = None,
     optimizer: OptimizerOption = "adamw",

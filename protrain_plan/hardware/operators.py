@@ -39,7 +39,8 @@ from protrain_runtime.devices.memory_meter import storage_bytes
 
 aten = torch.ops.aten
 PACKED_PRODUCT = "bitsandbytes::gemm_4bit"
-"""By its name: the operator is there once bitsandbytes is imported."""
+INT8_PRODUCT = "bitsandbytes::int8_scaled_mm"
+"""By their names: operators are there once bitsandbytes is imported."""
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -214,6 +215,21 @@ def _cpu_packed_product(call: OperatorCall) -> int:
     each = packed_bytes(rows, inner, columns)
     whole = 4 * call.outputs[0].numel() + call.num_threads * _KERNEL_BYTES
     return packed_product(call) + max(call.num_threads * each, whole)
+
+
+def int8_product(call: OperatorCall) -> int:
+    """Of int8 [rows, inner] and [columns, inner]: sums of int32, and then numbers of float16.
+
+    The latter are the result where that is float16 (bitsandbytes 0.50, backends/cuda/ops.py,
+    `int8_mm_dequant`). An inner size that is no multiple of 4 is multiplied in float32, as one is
+    for which the library has no kernel.
+    """
+    given, weight = call.args[:2]
+    each = in_blocks(call.outputs[0].numel(), BLOCK_BYTES)
+    if given.shape[-1] % 4:
+        operands = in_blocks(given.numel(), BLOCK_BYTES) + in_blocks(weight.numel(), BLOCK_BYTES)
+        return 4 * operands + 3 * 4 * each
+    return 4 * each + (0 if call.outputs[0].dtype == torch.float16 else 2 * each)
 
 
 # --- element-wise operators -----------------------------------------------------------------------
@@ -484,6 +500,7 @@ CUDA_WORKSPACES: dict[Any, Workspace] = {
     # A bound: operands that the library cannot read as they lie are copied.
     aten.bmm.default: lambda call: contiguous(*call.inputs),
     PACKED_PRODUCT: packed_product,
+    INT8_PRODUCT: int8_product,
 }
 
 
@@ -681,6 +698,12 @@ class OperatorLog:
             self.slots[-1].append(Work(0.0, packed + weight, half))
             flops = 2.0 * rows.numel() * args[2][0]
             moved += weight - packed
+        elif func._schema.name == INT8_PRODUCT:
+            # At most as long as in 16 bits. Sums of int32 are written and read.
+            rows, columns = args[0], args[1].shape[0]
+            half = True
+            flops = 2.0 * rows.numel() * columns
+            moved += 2 * 4 * rows.shape[0] * columns
         self.slots[-1].append(Work(flops, moved, half))
 
 

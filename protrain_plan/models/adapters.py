@@ -10,7 +10,6 @@ import importlib
 import warnings
 from typing import Any
 
-import torch
 from torch import nn
 
 from protrain_plan.errors import ProtrainError, cut
@@ -120,9 +119,12 @@ def _settle_meta(layers: list[Any]) -> None:
     """Let adapters on `meta` have their layer's dtype: PEFT leaves those as they were made."""
     for layer in layers:
         base = layer.get_base_layer()
-        # A packed layer's weights are bytes: it says in what it computes.
+        # A packed layer's weights are bytes. One of 4 bits says in what it computes, and beside one
+        # of 8 bits PEFT leaves adapters as they were made everywhere.
         packed = not base.weight.is_floating_point()
-        dtype: torch.dtype = base.compute_dtype if packed else base.weight.dtype
+        dtype = getattr(base, "compute_dtype", None) if packed else base.weight.dtype
+        if dtype is None:
+            continue
         for _, parameter in _adapters_of(layer):
             if parameter.is_meta:
                 parameter.data = parameter.data.to(dtype)

@@ -23,7 +23,7 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.records.profile import DType, Precision
 from protrain_plan.units import format_bytes
 from protrain_runtime.devices import device as devices
-from protrain_runtime.states.quantized import STATE, carry_scales
+from protrain_runtime.states.quantized import carry_scales, name_scales
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     "float32": torch.float32,
@@ -238,9 +238,7 @@ def remake_tensors(
                         carry_scales(tensor, found, remade)
                     made[tensor] = found
                 place[name] = made[tensor]
-        weight = module._parameters.get("weight")
-        if weight is not None and weight.__dict__.get(STATE) is not None:
-            setattr(module, STATE, weight.__dict__[STATE])
+        name_scales(module)
 
 
 def parameter_dtype(dtype: DType, precision: Precision) -> torch.dtype:

@@ -1,10 +1,15 @@
-"""Quantised base weights below adapters (QLoRA, arXiv 2305.14314): `--quantize nf4`.
+"""Quantised base weights below adapters (QLoRA, arXiv 2305.14314): `--quantize nf4 | int8`.
 
-The layers are those that transformers replaces for `BitsAndBytesConfig(load_in_4bit=True)`: linear
-ones, but for the head, what is tied to the embedding, and what the architecture keeps in float32.
-They become bitsandbytes' `Linear4bit` of NF4, with nested scales ("double quantization", as in the
-paper). Weights are quantised from, and computed with in, the workload's dtype, on the CPU, so that
-they are the same for every device.
+The layers are those that transformers replaces for a `BitsAndBytesConfig`: linear ones, but for the
+head, what is tied to the embedding, and what the architecture keeps in float32. Weights are
+quantised from the workload's dtype, on the CPU, so that they are the same for every device.
+
+- `nf4` (`load_in_4bit=True`): bitsandbytes' `Linear4bit` of NF4, with nested scales ("double
+  quantization", as in the paper), which computes in the workload's dtype.
+- `int8` (`load_in_8bit=True, llm_int8_threshold=0.0`): bitsandbytes' `Linear8bitLt`, which computes
+  in its input's dtype. On a card it quantises its input, too, row by row, and multiplies int8 with
+  int8 (LLM.int8, arXiv 2208.07339, without its second product of outliers: how many columns that
+  has depends on the data, and so would the bytes of a step).
 
 Layer by layer: a weight of a configuration's model is drawn and packed before the next one is there
 (`packed_as_drawn`), with the numbers that the same seed gives without packing.
@@ -13,7 +18,7 @@ What is not quantised has the dtype that the precision gives it, and so have ada
 
 - `pure` and `master`: norms, embeddings, head and adapters in the workload's dtype, as in the paper
   and in TRL; with `master` the optimizer steps on float32 copies of the adapters.
-- `autocast`: all of them in float32 and products in the workload's dtype, which is what
+- `autocast`: all of them in float32 and products of 4 bits in the workload's dtype, which is what
   `peft.prepare_model_for_kbit_training` and peft's own adapters come to under autocast.
 
 That function also recomputes blocks and makes inputs ask for gradients for the sake of that: here
@@ -36,12 +41,15 @@ from protrain_plan.models.building import TORCH_DTYPES, replaced
 from protrain_plan.records.adapters import read_adapter
 from protrain_plan.records.profile import DType, Quantize
 from protrain_runtime.states.quantized import (
+    name_scales,
+    of_eight_bits,
     packed_layers,
     refuse_quantized,
+    scales_of,
     settle_quantized,
 )
 
-KINDS: tuple[Quantize, ...] = ("nf4",)
+KINDS: tuple[Quantize, ...] = ("nf4", "int8")
 
 PACKAGE_MISSING = "quantised weights need the package bitsandbytes"
 _INSTALL = "pip install 'protrain-plan[quantize]'"
@@ -51,13 +59,6 @@ def read_quantize(text: str | None, *, adapter: str) -> Quantize:
     """What `--quantize` says, beside the adapter; ProtrainError for what cannot be trained."""
     if not text:
         return ""
-    if text == "int8":
-        raise ProtrainError(
-            "int8 layers of bitsandbytes keep weights and inputs for backward where a plan cannot"
-            " move them",
-            key="--quantize",
-            fix="--quantize nf4",
-        )
     for kind in KINDS:
         if text == kind:
             _refuse_without(adapter, key="--quantize")
@@ -94,21 +95,25 @@ def quantized(
     if not before:
         raise ProtrainError("the model has no linear layers to quantise", source=source)
     for name in list(before):
-        _pack(library, model.get_submodule(name), before.pop(name), TORCH_DTYPES[dtype])
-    setattr(model, "is_loaded_in_4bit", True)  # noqa: B010  peft asks, and adapts such layers then
+        _pack(library, model.get_submodule(name), before.pop(name), kind, TORCH_DTYPES[dtype])
+    # peft asks, and adapts such layers then
+    setattr(model, "is_loaded_in_4bit" if kind == "nf4" else "is_loaded_in_8bit", True)
     return model
 
 
 def _replace(model: nn.Module, kind: Quantize, dtype: DType, source: str) -> None:
-    """Put layers of 4 bits, on `meta`, into the places of those that transformers would replace."""
+    """Put packed layers, on `meta`, into the places of those that transformers would replace."""
     transformers = _imported("transformers", source)
     replacing = importlib.import_module("transformers.integrations.bitsandbytes")
-    config = transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=kind,
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=TORCH_DTYPES[dtype],
-    )
+    if kind == "nf4":
+        config = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=kind,
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=TORCH_DTYPES[dtype],
+        )
+    else:
+        config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     replacing.replace_with_bnb_linear(
         model, modules_to_not_convert=_kept(model), quantization_config=config
     )
@@ -188,10 +193,7 @@ def _drawn_one_by_one(
             module.weight = nn.Parameter(torch.empty_like(module.weight, device="cpu"))
         initialize(model, module, *args, **kwargs)
         if waits:
-            settings = {"quant_type": kind, "compress_statistics": True}
-            values = module.weight.detach().to(dtype)
-            with _packing("cpu"):
-                module.weight = library.nn.Params4bit(values, **settings)._quantize("cpu")
+            module.weight = _packed(library, kind, module.weight.detach().to(dtype))
             packed.append((module.weight, module.weight._version))
 
     with (
@@ -204,24 +206,37 @@ def _drawn_one_by_one(
     return model
 
 
-def _pack(library: Any, layer: Any, plain: nn.Module, dtype: torch.dtype) -> None:
+def _pack(library: Any, layer: Any, plain: nn.Module, kind: Quantize, dtype: torch.dtype) -> None:
     """Let a layer, new and on `meta`, have the weight and bias of the plain one in its place."""
-    weight: torch.Tensor = plain.weight.detach()  # type: ignore[operator]
-    if getattr(plain.weight, "quant_state", None) is not None:  # packed as it was drawn
-        layer.weight, layer.quant_state = plain.weight, plain.weight.quant_state  # type: ignore[union-attr]
-        layer.weight.module = layer
+    weight: Any = plain.weight
+    if isinstance(weight, library.nn.Params4bit | library.nn.Int8Params):  # packed as it was drawn
+        layer.weight = weight
     else:
         if type(plain) is not nn.Linear:  # GPT-2's own class has them transposed
             weight = weight.T
-        settings = layer.weight.__dict__  # with the layer itself, which gets the scales
-        with _packing(weight.device):
-            packed = library.nn.Params4bit(weight.to(dtype), requires_grad=False, **settings)
-            layer.weight = packed._quantize(weight.device)
+        layer.weight = _packed(library, kind, weight.detach().to(dtype))
+    name_scales(layer)
     if plain.bias is not None:
         bias: torch.Tensor = plain.bias.detach()  # type: ignore[operator]
-        layer.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
+        # In 8 bits it is computed with in the dtype of what the layer gets, which is that of norms.
+        layer.bias = nn.Parameter(bias.to(dtype) if kind == "nf4" else bias, requires_grad=False)
+    if kind == "nf4":
+        layer.weight.module = layer  # which gets the scales where the weight is moved
     plain.weight = plain.bias = None  # type: ignore[assignment]
     layer.train(plain.training)
+
+
+def _packed(library: Any, kind: Quantize, values: torch.Tensor) -> nn.Parameter:
+    """A weight packed where its values are, with its scales."""
+    with _packing(values.device):
+        if kind == "nf4":
+            weight = library.nn.Params4bit(
+                values, requires_grad=False, quant_type=kind, compress_statistics=True
+            )
+        else:
+            weight = library.nn.Int8Params(values, requires_grad=False)
+        packed: nn.Parameter = weight._quantize(values.device)
+    return packed
 
 
 @contextmanager
@@ -258,11 +273,12 @@ def as_made(model: nn.Module, *, source: str) -> nn.Module:
     ProtrainError where something of it was quantised in a way that no plan can follow.
     """
     for _, layer in packed_layers(model):
-        if getattr(layer.weight, "quant_state", None) is None:
+        if not scales_of(layer) and layer.weight.is_floating_point():
             bitsandbytes(source)
             with _packing(layer.weight.device):
                 layer.weight = layer.weight._quantize(layer.weight.device)
     refuse_quantized(model, source=source)
+    settle_quantized(model)
     return model
 
 
@@ -287,13 +303,20 @@ def settled(
 def drawn(layer: Any, *, std: float, device: torch.device) -> None:
     """Give a layer whose packed weight is on `meta` one of random numbers, with its scales."""
     library = bitsandbytes("")
-    state, settings = layer.weight.quant_state, dict(layer.weight.__dict__)
-    settings |= {"quant_state": None, "bnb_quantized": False}
-    values = torch.empty(state.shape, dtype=state.dtype, device="cpu").normal_(std=std)
+    settings: dict[str, Any] = dict(layer.weight.__dict__)
+    if of_eight_bits(layer):
+        shape, dtype, kind = layer.weight.shape, torch.float16, library.nn.Int8Params
+        settings |= {"SCB": None}
+    else:
+        state, kind = layer.weight.quant_state, library.nn.Params4bit
+        shape, dtype = state.shape, state.dtype
+        settings |= {"quant_state": None, "bnb_quantized": False}
+    values = torch.empty(shape, dtype=dtype, device="cpu").normal_(std=std)
     with _packing("cpu"):
-        weight = library.nn.Params4bit(values, requires_grad=False, **settings)._quantize("cpu")
+        weight = kind(values, requires_grad=False, **settings)._quantize("cpu")
     layer.weight = weight if device.type == "cpu" else weight.to(device)
-    layer.quant_state = layer.weight.quant_state
+    name_scales(layer)
+    layer.weight.CB = None
 
 
 def bitsandbytes(source: str) -> Any:

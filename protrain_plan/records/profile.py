@@ -24,7 +24,7 @@ Precision = Literal["pure", "master", "autocast"]
 """pure: parameters, gradients and states of one dtype; master: states hold float32 parameters too;
 autocast: float32 parameters, computed with in the workload's dtype."""
 DType = Literal["float32", "bfloat16", "float16"]
-Quantize = Literal["", "nf4"]
+Quantize = Literal["", "nf4", "int8"]
 """How the frozen linear layers below adapters are packed; empty: they are not."""
 
 

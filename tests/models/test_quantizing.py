@@ -13,7 +13,7 @@ from torch import nn
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.building import TORCH_DTYPES
-from protrain_plan.models.quantizing import read_quantize
+from protrain_plan.models.quantizing import KINDS, read_quantize
 from protrain_plan.models.sources import load_source
 from protrain_plan.records import dumps_profile, loads_profile
 from protrain_plan.records.commands import profile_command
@@ -36,12 +36,27 @@ def of_the_base(model: nn.Module) -> dict[str, torch.Tensor]:
             found[name.removeprefix("base_model.model.").replace(".base_layer", "")] = tensor
     for name, layer in packed_layers(model):
         short = name.removeprefix("base_model.model.").replace(".base_layer", "")
-        found |= {f"{short}.{key}": t for key, t in scales_of(layer.weight.quant_state).items()}
+        found |= {f"{short}.{key}": tensor for key, tensor in scales_of(layer).items()}
     return found
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
-def test_layers_and_bits_are_those_that_transformers_packs(name: str, tmp_path: Path) -> None:
+OPTIONS: dict[Quantize, dict[str, Any]] = {
+    "nf4": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": torch.bfloat16,
+    },
+    "int8": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("tiny-llama", "nf4"), ("tiny-gpt2", "nf4"), ("tiny-gpt2", "int8")]
+)
+def test_layers_and_bits_are_those_that_transformers_packs(
+    name: str, kind: Quantize, tmp_path: Path
+) -> None:
     """The oracle is from_pretrained with a BitsAndBytesConfig, given the same weights."""
     transformers: Any = pytest.importorskip("transformers")
     source = load_source(name)
@@ -50,24 +65,21 @@ def test_layers_and_bits_are_those_that_transformers_packs(name: str, tmp_path: 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path,
         dtype=torch.bfloat16,
-        quantization_config=transformers.BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        ),
+        quantization_config=transformers.BitsAndBytesConfig(**OPTIONS[kind]),
     )
-    ours = source.build(dtype="bfloat16", adapter="lora r=4", quantize="nf4")
+    ours = source.build(dtype="bfloat16", adapter="lora r=4", quantize=kind)
     without = dict(source.build(dtype="bfloat16", adapter="lora r=4").named_parameters())
     for key, parameter in ours.named_parameters():
         assert "lora_" not in key or torch.equal(parameter, without[key])
     own, expected = of_the_base(ours), of_the_base(theirs)
     assert own.keys() == expected.keys()
-    assert sum(tensor.dtype == torch.uint8 for tensor in own.values()) >= 16
+    packed = torch.uint8 if kind == "nf4" else torch.int8
+    assert sum(tensor.dtype == packed for tensor in own.values()) >= 16
     for key, tensor in own.items():
         assert tensor.dtype == expected[key].dtype, key
         assert torch.equal(tensor, expected[key]), key
-    assert {type(p).__name__ for p in ours.parameters()} == {"Parameter", "Params4bit"}
+    own_class = "Params4bit" if kind == "nf4" else "Int8Params"
+    assert {type(p).__name__ for p in ours.parameters()} == {"Parameter", own_class}
 
 
 @pytest.mark.parametrize(
@@ -88,17 +100,18 @@ def test_what_is_not_packed_has_the_dtype_of_the_precision(
     assert {layer.weight.quant_state.dtype for layer in layers.values()} == {torch.bfloat16}
 
 
-def test_the_same_seed_packs_the_same_and_on_meta_the_same_shapes() -> None:
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_the_same_seed_packs_the_same_and_on_meta_the_same_shapes(kind: Quantize) -> None:
     source = load_source("tiny-llama")
-    made = [of_the_base(source.build(adapter="lora r=4", quantize="nf4", seed=3)) for _ in range(2)]
+    made = [of_the_base(source.build(adapter="lora r=4", quantize=kind, seed=3)) for _ in range(2)]
     assert all(torch.equal(tensor, made[1][key]) for key, tensor in made[0].items())
-    absent = of_the_base(source.build(adapter="lora r=4", quantize="nf4", device="meta"))
+    absent = of_the_base(source.build(adapter="lora r=4", quantize=kind, device="meta"))
     for key, tensor in made[0].items():
         assert (tensor.shape, tensor.dtype) == (absent[key].shape, absent[key].dtype)
 
 
 def test_wrong_kinds_and_missing_adapters_are_one_clear_error(assert_says: Speaker) -> None:
-    for text, adapter in (("nf4", ""), ("int8", "lora r=4"), ("fp8", "lora r=4")):
+    for text, adapter in (("nf4", ""), ("int8", ""), ("fp8", "lora r=4")):
         with pytest.raises(ProtrainError) as raised:
             read_quantize(text, adapter=adapter)
         assert raised.value.key == "--quantize"
@@ -107,7 +120,8 @@ def test_wrong_kinds_and_missing_adapters_are_one_clear_error(assert_says: Speak
         load_source("tiny-llama").build(quantize="nf4")
     assert_says(raised.value)
     assert read_quantize(None, adapter="") == ""
-    assert read_quantize("nf4", adapter="lora r=4") == "nf4"
+    for kind in KINDS:
+        assert read_quantize(kind, adapter="lora r=4") == kind
 
 
 def test_a_missing_bitsandbytes_names_the_extra(
@@ -130,8 +144,9 @@ def test_a_record_says_it_only_where_it_is_so() -> None:
     assert " --quantize nf4 " in again
 
 
-def test_a_checkpoint_has_the_names_of_the_librarys_own_state_dict() -> None:
-    model = load_source("tiny-llama").build(adapter="lora r=4", quantize="nf4")
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_checkpoint_has_the_names_of_the_librarys_own_state_dict(kind: Quantize) -> None:
+    model = load_source("tiny-llama").build(adapter="lora r=4", quantize=kind)
     values = dict(model_values(model, None))
     state = model.state_dict()
     assert values.keys() == state.keys()
@@ -145,7 +160,8 @@ def test_a_checkpoint_has_the_names_of_the_librarys_own_state_dict() -> None:
             assert torch.equal(saved, tensor.contiguous().view(-1).view(torch.uint8)), name
 
 
-def test_a_model_is_packed_as_it_is_drawn() -> None:
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_model_is_packed_as_it_is_drawn(kind: Quantize) -> None:
     """So that all weights never stand together: what a build takes beside the packed model."""
     config = {"model_type": "llama", "num_hidden_layers": 12, "hidden_size": 256,
               "intermediate_size": 1024, "num_attention_heads": 4, "vocab_size": 300}  # fmt: skip
@@ -158,8 +174,8 @@ def test_a_model_is_packed_as_it_is_drawn() -> None:
         (segment,) = meter.segments
         return model, segment.peak_bytes - segment.start_bytes
 
-    building("nf4")  # what the libraries make once
-    model, peak = building("nf4")
+    building(kind)  # what the libraries make once
+    model, peak = building(kind)
     _, plainly = building("")
     own = sum(t.numel() * t.itemsize for t in of_the_base(model).values())
     largest = 256 * 1024
@@ -167,20 +183,23 @@ def test_a_model_is_packed_as_it_is_drawn() -> None:
     assert peak < plainly / 1.5
 
 
-def test_a_factorys_plain_model_is_packed_and_gets_adapters() -> None:
+@pytest.mark.parametrize(("kind", "precision"), [("nf4", "autocast"), ("int8", "pure")])
+def test_a_factorys_plain_model_is_packed_and_gets_adapters(
+    kind: Quantize, precision: Precision
+) -> None:
     """Biases of packed layers are in the dtype that is computed in, as the first forward does."""
     source = load_source("tests.support.quantized_models:plain_factory")
-    model = source.build(dtype="bfloat16", precision="autocast", adapter="lora r=4", quantize="nf4")
+    model = source.build(dtype="bfloat16", precision=precision, adapter="lora r=4", quantize=kind)
     layers = dict(packed_layers(model))
     assert len(layers) == 7 * 3
     assert all(
         layer.bias.dtype == torch.bfloat16 for layer in layers.values() if layer.bias is not None
     )
-    batch = next(source.batches(batch_size=4, seq_len=64, dtype="bfloat16", precision="autocast"))
+    batch = next(source.batches(batch_size=4, seq_len=64, dtype="bfloat16", precision=precision))
     before = model_fingerprint(model)
     loss_of(call_model(model, batch)).backward()
     assert model_fingerprint(model) == before
     on_meta = source.build(
-        dtype="bfloat16", precision="autocast", adapter="lora r=4", quantize="nf4", device="meta"
+        dtype="bfloat16", precision=precision, adapter="lora r=4", quantize=kind, device="meta"
     )
     assert model_fingerprint(on_meta) == before

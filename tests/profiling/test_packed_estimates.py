@@ -1,12 +1,18 @@
-"""Estimates of models of 4 bits: bytes beside real tensors, and by hand for a card."""
+"""Estimates of packed models: bytes beside real tensors, and by hand for a card."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
 
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.hardware.operators import PACKED_PRODUCT, OperatorLog, allocator_of
+from protrain_plan.hardware.operators import (
+    INT8_PRODUCT,
+    PACKED_PRODUCT,
+    OperatorLog,
+    allocator_of,
+)
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.memory import passes
@@ -36,6 +42,7 @@ def config(width: int, inner: int) -> str:
     )  # fmt: skip
 
 
+@cache
 def estimated(
     hardware_name: str,
     *,
@@ -56,12 +63,12 @@ def estimated(
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32"])
-def test_bytes_are_those_of_real_tensors(dtype: DType) -> None:
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", "nf4"), ("float32", "int8")])
+def test_bytes_are_those_of_real_tensors(dtype: DType, kind: Quantize) -> None:
     width, inner, tokens = SMALL
-    profile = estimated("cpu", dtype=dtype, sizes=SMALL)
+    profile = estimated("cpu", dtype=dtype, quantize=kind, sizes=SMALL)
     source = load_source("packed", model_config=config(width, inner))
-    model = source.build(dtype=dtype, adapter="lora r=4", quantize="nf4")
+    model = source.build(dtype=dtype, adapter="lora r=4", quantize=kind)
     batch = next(iter(source.batches(batch_size=1, seq_len=tokens, dtype=dtype)))
     found = discover(model, batch)
     passes.training_step(model, batch)  # as a measured profile does, for caches
@@ -104,6 +111,54 @@ def test_an_estimate_for_a_card_has_packed_bytes_and_the_workspace_of_both_passe
             assert without < largest < getattr(full, peak) <= without + most
         assert full.forward_s > before.forward_s
         assert full.backward_s > before.backward_s
+
+
+def test_an_estimate_for_a_card_has_int8_bytes_and_numbers_in_backward_alone() -> None:
+    """By hand: forward multiplies int8 with int8, and backward a layer as numbers."""
+    packed = estimated("rtx-4090", quantize="int8", sizes=(WIDTH, INNER, FEW))
+    plain = estimated("rtx-4090", quantize="", sizes=(WIDTH, INNER, FEW))
+    weights = sum(rows * columns for rows, columns in SHAPES)
+    scales = sum(in_blocks(4 * rows, BLOCK_BYTES) for rows, _ in SHAPES)
+    assert packed.base_bytes - plain.base_bytes == LAYERS * scales
+    largest = 2 * WIDTH * INNER
+    # Of a layer's input in float16 and int8 with a scale of each token, and sums of int32.
+    inputs = FEW * INNER * (2 + 1 + 4 + 2) + 2 * BLOCK_BYTES
+    for unit, other in zip(packed.units, plain.units, strict=True):
+        if unit.kind != "block":
+            continue
+        assert other.parameter_bytes - unit.parameter_bytes == (2 - 1) * weights
+        assert other.gradient_bytes == unit.gradient_bytes
+        full, before = unit.cost("full"), other.cost("full")
+        assert full.forward_peak_bytes <= before.forward_peak_bytes + inputs < largest
+        assert before.backward_peak_bytes < largest < full.backward_peak_bytes
+        assert full.backward_peak_bytes <= before.backward_peak_bytes + largest + inputs
+        assert unit.cost("keep").kept_bytes == other.cost("keep").kept_bytes
+
+
+def test_an_int8_product_takes_its_sums_and_at_most_a_product_of_16_bits_seconds() -> None:
+    operator = torch.ops.bitsandbytes.int8_scaled_mm.default
+    assert operator._schema.name == INT8_PRODUCT
+    workspace = allocator_of(load_hardware("rtx-4090").device).workspace
+    tokens, rows = 512, 1024
+    for inner, dtype, expected in (
+        (2048, torch.float16, 4 * tokens * rows),
+        (2048, torch.bfloat16, (4 + 2) * tokens * rows),  # numbers are float16 first
+        (2046, torch.float16, 4 * 2046 * (tokens + rows) + 3 * 4 * tokens * rows),
+    ):
+        given, weight = (
+            torch.empty(size, inner, dtype=torch.int8, device="meta") for size in (tokens, rows)
+        )
+        scales = (torch.empty(size, device="meta") for size in (tokens, rows))
+        arguments = (given, weight, *scales)
+        result = operator(*arguments, dtype=dtype)
+        assert workspace(operator, arguments, {"dtype": dtype}, result) == expected
+        log = OperatorLog()
+        log.mark()
+        log.note(operator, arguments, {"dtype": dtype}, result)
+        ((work,),) = log.slots
+        assert (work.flops, work.half) == (2 * tokens * rows * inner, True)
+        read = inner * (tokens + rows) + 4 * (tokens + rows)
+        assert work.bytes == read + (2 * 4 + 2) * tokens * rows
 
 
 def test_a_packed_product_takes_its_bytes_and_the_products_seconds() -> None:

@@ -1,9 +1,10 @@
-"""Adapters beside weights of 4 bits: the bits of plain PyTorch, within what was predicted."""
+"""Adapters beside packed weights: the bits of plain PyTorch, within what was predicted."""
 
 import copy
 import json
 import random
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,11 +33,17 @@ from protrain_plan.records.plan import (
     Swap,
     SwapInput,
 )
-from protrain_plan.records.profile import Profile
+from protrain_plan.records.profile import Profile, Quantize
 from protrain_plan.simulation.memory import device_bytes
 from protrain_runtime import load, prepare, restore, save
 from protrain_runtime.states.chunks import refuse_parameters
-from protrain_runtime.states.quantized import packed_layers, scales, settle_quantized
+from protrain_runtime.states.quantized import (
+    packed_layers,
+    products_of_a_card,
+    scales,
+    scales_of,
+    settle_quantized,
+)
 from tests.support import quantized_models
 from tests.support.messages import Speaker
 from tests.support.peaks import SLACK_BYTES, bytes_of_others, without_freedom
@@ -65,9 +72,15 @@ BATCH, SEQUENCE = 4, 64
 HIDDEN_BYTES = 2 * BATCH * SEQUENCE * 96
 
 
+@pytest.fixture(scope="module", params=["nf4", "int8"])
+def kind(request: pytest.FixtureRequest) -> Quantize:
+    found: Quantize = request.param
+    return found
+
+
 @pytest.fixture(scope="module")
-def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    """A measured profile of a small Llama of NF4 in bfloat16, with adapters."""
+def profile(kind: Quantize, tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    """A measured profile of a small Llama in bfloat16, packed, with adapters."""
     others = bytes_of_others()
     record = measure(
         load_source("packed", model_config=json.dumps(CONFIG)),
@@ -76,7 +89,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
         dtype="bfloat16",
         device="cpu",
         adapter=ADAPTER,
-        quantize="nf4",
+        quantize=kind,
         num_steps=1,
         spill_directory=tmp_path_factory.mktemp("spill"),
         machine=load_hardware("cpu"),
@@ -102,20 +115,27 @@ def planned(profile: Profile, activations: Activations, states: Placement) -> Pl
 
 
 def test_packed_bytes_and_scales_are_counted_to_the_byte(profile: Profile) -> None:
-    """0.5 bytes of each weight in the chunk; in the base 1 byte of 64, and 4 of 16,384."""
+    """In the chunk and in the base, of a weight: of 4 bits 0.5, and 1 of 64 and 4 of 16,384.
+
+    Of 8 bits 1, and 4 of each row.
+    """
+    eight = profile.workload.quantize == "int8"
     blocks = [unit for unit in profile.units if unit.kind == "block"]
     shapes = [(96, 96), (48, 96), (48, 96), (96, 96), (176, 96), (176, 96), (96, 176)]
     adapters = sum(4 * 4 * (rows + columns) for rows, columns in shapes)
     norms = 2 * 2 * 96
     for block in blocks:
         assert (block.stays, block.runs_once) == ("", "")
-        packed = sum(rows * columns // 2 for rows, columns in shapes)
+        packed = sum(rows * columns // (1 if eight else 2) for rows, columns in shapes)
         assert block.parameter_bytes == packed + adapters + norms
         assert block.gradient_bytes == adapters
     tables = 4 * (16 + 256 + 1)
     counted = sum(r * c // 64 + 4 * -(-r * c // 16384) + tables for r, c in shapes)
+    counted = sum(4 * rows for rows, _ in shapes) if eight else counted
     source = load_source("packed", model_config=json.dumps(CONFIG))
-    packed_model = source.build(dtype="bfloat16", adapter=ADAPTER, quantize="nf4")
+    packed_model = source.build(
+        dtype="bfloat16", adapter=ADAPTER, quantize=profile.workload.quantize
+    )
     assert sum(t.numel() * t.itemsize for t in scales(packed_model)) == len(blocks) * counted
     without = source.build(dtype="bfloat16", adapter=ADAPTER, device="meta")
     buffers = sum(b.numel() * b.itemsize for b in without.buffers())
@@ -211,9 +231,13 @@ def test_a_runs_checkpoint_goes_on_under_another_plan_and_plainly(
 # --- models that a user has packed ----------------------------------------------------------------
 
 
-def user_model(seed: int = 0) -> nn.Module:
+def user_model(seed: int = 0, kind: Quantize = "nf4") -> nn.Module:
     with seeded(seed):
-        return quantized_models.nf4_factory()[0].train()
+        model: nn.Module = getattr(quantized_models, f"{kind}_factory")()[0]
+        return model.train()
+
+
+USERS = pytest.mark.parametrize("users_kind", ["nf4", "int8"])
 
 
 def steps(
@@ -234,10 +258,12 @@ def own_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return ADAMW([p for p in model.parameters() if p.requires_grad])
 
 
-def prepared(model: nn.Module, seed: int, folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
+def prepared(
+    model: nn.Module, seed: int, folder: Path, kind: Quantize = "nf4"
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model under decisions at random for every unit."""
     first = quantized_models.batches()[0]
-    units = mixed(units_of(user_model(), first), random.Random(seed), "disk", "host")
+    units = mixed(units_of(user_model(kind=kind), first), random.Random(seed), "disk", "host")
     return prepare(model, plan_for(model, units), optimizer=ADAMW, spill_directory=folder)
 
 
@@ -249,18 +275,37 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(t, other[k]) for k, t in one.items())
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_users_packed_model_trains_like_plain_pytorch_bitwise(seed: int, tmp_path: Path) -> None:
-    model = user_model()
+@pytest.mark.parametrize(
+    ("users_kind", "seed"), [("nf4", 0), ("nf4", 1), ("nf4", 2), ("int8", 0), ("int8", 1)]
+)
+def test_a_users_packed_model_trains_like_plain_pytorch_bitwise(
+    users_kind: Quantize, seed: int, tmp_path: Path
+) -> None:
+    model = user_model(kind=users_kind)
     losses = steps(model, own_optimizer(model), range(4))
-    planned_model, optimizer = prepared(user_model(), seed, tmp_path)
+    planned_model, optimizer = prepared(user_model(kind=users_kind), seed, tmp_path, users_kind)
     assert steps(planned_model, optimizer, range(4)) == losses
     assert same(everything(planned_model), everything(model))
-    assert any("quant_state.bitsandbytes__nf4" in name for name in planned_model.state_dict())
+    own = "quant_state.bitsandbytes__nf4" if users_kind == "nf4" else ".SCB"
+    assert any(own in name for name in planned_model.state_dict())
     assert same(everything(restore(planned_model)), everything(model))
 
 
-def test_the_usual_script_trains_like_plain_pytorch_bitwise(tmp_path: Path) -> None:
+OPTIONS: dict[Quantize, dict[str, Any]] = {
+    "nf4": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": torch.bfloat16,
+    },
+    "int8": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
+}
+
+
+@USERS
+def test_the_usual_script_trains_like_plain_pytorch_bitwise(
+    users_kind: Quantize, tmp_path: Path
+) -> None:
     """from_pretrained, prepare_model_for_kbit_training, get_peft_model; then a plan."""
     transformers: Any = pytest.importorskip("transformers")
     peft: Any = pytest.importorskip("peft")
@@ -272,12 +317,7 @@ def test_the_usual_script_trains_like_plain_pytorch_bitwise(tmp_path: Path) -> N
             tmp_path / "base",
             dtype=torch.bfloat16,
             use_cache=False,
-            quantization_config=transformers.BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type="nf4",
-                bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype=torch.bfloat16,
-            ),
+            quantization_config=transformers.BitsAndBytesConfig(**OPTIONS[users_kind]),
         )
         model = peft.prepare_model_for_kbit_training(
             model, gradient_checkpointing_kwargs={"use_reentrant": False}
@@ -302,14 +342,17 @@ def test_the_usual_script_trains_like_plain_pytorch_bitwise(tmp_path: Path) -> N
         assert same(everything(planned_model), everything(model))
 
 
-def test_a_model_of_another_seed_takes_a_checkpoint_with_its_scales(tmp_path: Path) -> None:
-    model = user_model()
+@USERS
+def test_a_model_of_another_seed_takes_a_checkpoint_with_its_scales(
+    users_kind: Quantize, tmp_path: Path
+) -> None:
+    model = user_model(kind=users_kind)
     optimizer = own_optimizer(model)
     steps(model, optimizer, range(2))
     save(model, optimizer, tmp_path / "saved")
-    other = user_model(seed=5)
+    other = user_model(seed=5, kind=users_kind)
     assert not same(everything(other), everything(model))
-    planned_model, planned_optimizer = prepared(other, 1, tmp_path)
+    planned_model, planned_optimizer = prepared(other, 1, tmp_path, users_kind)
     load(planned_model, planned_optimizer, tmp_path / "saved")
     assert same(everything(planned_model), everything(model))
     assert steps(planned_model, planned_optimizer, range(2, 4)) == steps(
@@ -317,10 +360,21 @@ def test_a_model_of_another_seed_takes_a_checkpoint_with_its_scales(tmp_path: Pa
     )
 
 
-def test_packed_bytes_are_saved_where_hooks_see_them_and_come_back_from_there() -> None:
+@pytest.mark.parametrize(
+    ("users_kind", "products"),
+    [("nf4", nullcontext), ("int8", nullcontext), ("int8", products_of_a_card)],
+)
+def test_packed_bytes_are_saved_where_hooks_see_them_and_come_back_from_there(
+    users_kind: Quantize, products: Callable[[], AbstractContextManager[None]]
+) -> None:
     """The library's own product keeps them in an attribute: a chunk's buffer would be held."""
-    model = user_model()
+    model = user_model(kind=users_kind)
     settle_quantized(model)
+    with products():
+        packed_bytes_come_back(model)
+
+
+def packed_bytes_come_back(model: nn.Module) -> None:
     layer = next(layer for _, layer in packed_layers(model))
     given = torch.randn(4, 96, requires_grad=True)
     (expected,) = torch.autograd.grad(layer(given).sum(), given)
@@ -339,33 +393,47 @@ def test_packed_bytes_are_saved_where_hooks_see_them_and_come_back_from_there() 
     assert torch.equal(found, expected)
 
 
-def test_a_copy_of_a_planned_model_has_weights_and_scales_of_its_own(tmp_path: Path) -> None:
-    model = user_model()
+@USERS
+def test_a_copy_of_a_planned_model_has_weights_and_scales_of_its_own(
+    users_kind: Quantize, tmp_path: Path
+) -> None:
+    model = user_model(kind=users_kind)
     losses = steps(model, own_optimizer(model), range(3))
     units = decided(
-        units_of(user_model(), quantized_models.batches()[0]), Recompute(), Offload(tier="disk")
+        units_of(user_model(kind=users_kind), quantized_models.batches()[0]),
+        Recompute(),
+        Offload(tier="disk"),
     )
+    mine = user_model(kind=users_kind)
     planned_model, optimizer = prepare(
-        (mine := user_model()), plan_for(mine, units), optimizer=ADAMW, spill_directory=tmp_path
+        mine, plan_for(mine, units), optimizer=ADAMW, spill_directory=tmp_path
     )
     copied = copy.deepcopy(planned_model)
     for layer in (layer for _, layer in packed_layers(copied)):
-        layer.weight.quant_state.absmax.zero_()
+        for scale in scales_of(layer).values():
+            scale.zero_()
         layer.weight.data.zero_()
     assert steps(planned_model, optimizer, range(3)) == losses
 
 
-def test_an_evaluation_between_steps_gives_plain_pytorchs_logits(tmp_path: Path) -> None:
-    """And on every processor: packing anew for AVX-512 is off, which trained weights need."""
+@USERS
+def test_an_evaluation_between_steps_gives_plain_pytorchs_logits(
+    users_kind: Quantize, tmp_path: Path
+) -> None:
+    """And on every processor: packing anew for AVX-512 is off, which trained weights need.
+
+    In 8 bits it runs other products than training does: inputs are quantised, too.
+    """
     batches = quantized_models.batches()
-    model = user_model()
+    model = user_model(kind=users_kind)
+    four = users_kind == "nf4"
     for _, layer in packed_layers(model):
         layer.support_avx512bf16_for_cpu = False
     optimizer = own_optimizer(model)
-    mine = user_model()
+    mine = user_model(kind=users_kind)
     for _, layer in packed_layers(mine):
-        layer.support_avx512bf16_for_cpu = True  # as on such a processor
-    planned_model, planned_optimizer = prepared(mine, 2, tmp_path)
+        layer.support_avx512bf16_for_cpu = four  # as on such a processor
+    planned_model, planned_optimizer = prepared(mine, 2, tmp_path, users_kind)
     assert not any(layer.support_avx512bf16_for_cpu for _, layer in packed_layers(planned_model))
     for number in range(2):
         one, other = (
@@ -380,10 +448,12 @@ def test_an_evaluation_between_steps_gives_plain_pytorchs_logits(tmp_path: Path)
             assert torch.equal(found.logits, expected.logits)
             model.train(), planned_model.train()
     restore(planned_model)
-    assert all(layer.support_avx512bf16_for_cpu for _, layer in packed_layers(planned_model))
+    assert all(
+        layer.support_avx512bf16_for_cpu == four for _, layer in packed_layers(planned_model)
+    )
 
 
-@pytest.mark.parametrize("factory", ["nf4_factory", "plain_scales_factory"])
+@pytest.mark.parametrize("factory", ["mixed_factory", "plain_scales_factory"])
 def test_a_factorys_packed_model_is_profiled_planned_and_trained(
     factory: str, tmp_path: Path
 ) -> None:
@@ -411,15 +481,11 @@ def test_a_factorys_packed_model_is_profiled_planned_and_trained(
 # --- what cannot be planned -----------------------------------------------------------------------
 
 
-def eight_bits() -> nn.Module:
-    model: nn.Module = quantized_models.llama()
-    quantized_models.replace_linears(
-        model,
-        lambda linear: bitsandbytes.nn.Linear8bitLt(
-            linear.in_features, linear.out_features, has_fp16_weights=False
-        ),
-    )
-    return model
+def of_eight_bits(**settings: Any) -> nn.Module:
+    model = quantized_models.llama()
+    make = partial(quantized_models.packed_in_8_bits, **settings)
+    quantized_models.replace_linears(model, make)
+    return quantized_models.with_adapters(model.to("cpu"))
 
 
 def of_four_bits(**settings: Any) -> nn.Module:
@@ -452,7 +518,8 @@ def packed_for_evaluation() -> nn.Module:
 
 
 REFUSED: dict[str, Callable[[], nn.Module]] = {
-    "int8": eight_bits,
+    "outliers": partial(of_eight_bits, threshold=6.0),
+    "packed in every forward": partial(of_eight_bits, has_fp16_weights=True),
     "embedding": embedded,
     "storage": partial(of_four_bits, quant_storage=torch.bfloat16),
     "computing": partial(of_four_bits, compute_dtype=None),
@@ -470,6 +537,17 @@ def test_what_no_plan_can_follow_is_refused_by_name(name: str, assert_says: Spea
     assert_says(raised.value)
     with pytest.raises(ProtrainError):
         as_made(model, source="train.py:factory")
+
+
+def test_a_bias_that_a_forward_would_convert_is_refused_by_name(assert_says: Speaker) -> None:
+    """Of a layer of 8 bits, in place: a plan has placed it."""
+    model = user_model(kind="int8")
+    settle_quantized(model)
+    layer = next(layer for _, layer in packed_layers(model))
+    with pytest.raises(ProtrainError) as raised:
+        layer(torch.randn(4, 96, dtype=torch.bfloat16))
+    assert layer.bias.dtype == torch.float32
+    assert_says(raised.value)
 
 
 def test_a_tensor_subclass_of_torchao_is_refused_by_name() -> None:

@@ -16,11 +16,11 @@ def machine(name: str = "cpu") -> Hardware:
 
 
 def bytes_alone(unit: Unit, real: Unit) -> Unit:
-    """The unit without seconds, nor the Python number that a partial form may take more or not."""
+    """The unit without seconds, nor the Python number that recomputation may take more or not."""
     forms: list[FormCost] = []
     for form, other in zip(unit.forms, real.forms, strict=True):
         excess = form.forward_peak_bytes - other.forward_peak_bytes
-        allowed = (0,) if form.form in ("keep", "full") else (0, NUMBER_BYTES)
+        allowed = (0,) if form.form == "keep" else (0, NUMBER_BYTES)
         peak = form.forward_peak_bytes - (excess if excess in allowed else 0)
         forms.append(replace(form, forward_peak_bytes=peak, forward_s=0.0, backward_s=0.0))
     return replace(unit, forms=tuple(forms))

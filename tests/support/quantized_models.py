@@ -1,6 +1,7 @@
 """Models that a user has packed with bitsandbytes and given adapters, as factories."""
 
 import importlib
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,10 +50,22 @@ def packed(linear: nn.Linear, **settings: Any) -> nn.Module:
     return layer
 
 
+def packed_in_8_bits(linear: nn.Linear, **settings: Any) -> nn.Module:
+    """A layer of 8 bits with the linear layer's values, which a move to a device packs."""
+    library = importlib.import_module("bitsandbytes")
+    settings = {"has_fp16_weights": False, **settings}
+    layer: nn.Module = library.nn.Linear8bitLt(
+        linear.in_features, linear.out_features, linear.bias is not None, **settings
+    )
+    layer.load_state_dict(linear.state_dict())
+    return layer.requires_grad_(False)
+
+
 def with_adapters(model: nn.Module) -> nn.Module:
     """The model with LoRA beside all of its packed layers."""
     peft = importlib.import_module("peft")
-    setattr(model, "is_loaded_in_4bit", True)  # noqa: B010  as from_pretrained leaves it
+    for kind in ("is_loaded_in_4bit", "is_loaded_in_8bit"):  # as from_pretrained leaves one
+        setattr(model, kind, True)
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
     adapted: nn.Module = peft.get_peft_model(model, config)
     return adapted
@@ -78,6 +91,20 @@ def plain_scales_factory() -> tuple[nn.Module, Iterable[Batch]]:
     replace_linears(
         model, lambda linear: packed(linear, quant_type="fp4", compress_statistics=False)
     )
+    return with_adapters(model), batches()
+
+
+def int8_factory() -> tuple[nn.Module, Iterable[Batch]]:
+    """Of 8 bits, packed by the move to the CPU."""
+    model = llama()
+    replace_linears(model, packed_in_8_bits)
+    return with_adapters(model.to("cpu")), batches()
+
+
+def mixed_factory() -> tuple[nn.Module, Iterable[Batch]]:
+    """Layers of 8 bits among those of NF4; they are packed when the profiler moves them."""
+    model, makers = llama(), itertools.cycle((packed, packed_in_8_bits))
+    replace_linears(model, lambda linear: next(makers)(linear))
     return with_adapters(model), batches()
 
 

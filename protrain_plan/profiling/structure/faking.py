@@ -36,6 +36,7 @@ from protrain_plan.records.profile import DType, Precision, Quantize
 from protrain_runtime.activations.compiled import uncompiled
 from protrain_runtime.activations.trees import taken_apart, tensors_in
 from protrain_runtime.devices.memory_meter import PARTS, strided_parts
+from protrain_runtime.states.quantized import products_of_a_card
 
 aten = torch.ops.aten
 
@@ -219,6 +220,8 @@ def faking(kind: DeviceKind = "cpu") -> Iterator[FakeTensorMode]:
         stack.enter_context(undrawn)
         stack.enter_context(mode)
         stack.enter_context(KnownValues())
+        if kind not in ("cpu", "xpu"):  # as bitsandbytes tells devices apart
+            stack.enter_context(products_of_a_card())
         attention = device_type(kind).attention
         if attention is not None:
             # Not a function mode: those are not asked in a backward, where blocks are recomputed.
@@ -268,7 +271,7 @@ def fake_model(
 def _is_packing(error: BaseException | None) -> bool:
     """Whether what failed was to make a packed parameter of a fake tensor."""
     while error is not None:
-        if "Tensor subclass Params4bit" in str(error):
+        if any(f"Tensor subclass {kind}" in str(error) for kind in ("Params4bit", "Int8Params")):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -68,7 +68,7 @@ from protrain_runtime.checkpoint.part_files import (
 )
 from protrain_runtime.checkpoint.pickled import pack
 from protrain_runtime.ranks.group import Ranks
-from protrain_runtime.states.values import Held, PackedSettings, Shared, Stored, Value
+from protrain_runtime.states.values import Held, PackedSettings, RowFormat, Shared, Stored, Value
 
 
 class _Part:
@@ -273,7 +273,7 @@ def _writable(value: Value, *, writes: bool, copied: bool) -> Any:
             return plain.to("cpu", copy=True) if copied else plain
         case Shared():
             return _Part(value, writes=writes, copied=copied)
-        case Stored() | PackedSettings():
+        case Stored() | PackedSettings() | RowFormat():
             pieces: list[torch.Tensor] = []
             value.copy_to(lambda piece: pieces.append(piece.clone()))
             return torch.cat(pieces).view(value.dtype).view(value.shape)

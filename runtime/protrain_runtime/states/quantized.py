@@ -1,27 +1,36 @@
-"""Weights that bitsandbytes has packed (`Linear4bit`): in chunks like others, scales beside them.
+"""Weights that bitsandbytes has packed: in chunks like others, their scales beside them.
 
-A packed weight is a frozen parameter of bytes, uint8 [elements / 2, 1], that a chunk holds and
-moves as any other. What makes numbers of it again are its *scales*: absmax of every block of 64
-elements and tables of codes, tensors in the `quant_state` of the parameter and of its layer, which
-no `named_parameters` or `named_buffers` lists. They stay on the device, because kernels read them
-through attributes wherever the bytes are needed, and because they are small beside what moves:
-with nested scales 0.0159 bytes per element (8 bits per block, and 32 per 256 blocks), without
-0.0625, beside 0.5 of the packed weight itself. The profile counts them in its base.
+A packed weight is a frozen parameter of bytes that a chunk holds and moves as any other. What makes
+numbers of it again are its *scales*, which no `named_parameters` or `named_buffers` lists. They
+stay on the device, because kernels read them through attributes wherever the bytes are needed, and
+because they are small beside what moves. The profile counts them in its base.
 
-bitsandbytes does three things that no plan could follow, and `settle_quantized` settles them. None
-changes a bit of training:
+- Of 4 bits (`Linear4bit`): uint8 [elements / 2, 1]. Scales are absmax of every block of 64 elements
+  and tables of codes, in the `quant_state` of the parameter and of its layer: with nested scales
+  0.0159 bytes per element (8 bits per block, and 32 per 256 blocks), without 0.0625, beside 0.5.
+- Of 8 bits (`Linear8bitLt`): int8 [rows, columns]. Scales are absmax of every row, float32 [rows],
+  `SCB` of the parameter and of its layer's `state`: 4 bytes beside a row's columns.
 
-- Its product keeps the packed weight for backward in an attribute of autograd's context, where no
-  hook sees it. A chunk's buffer would be held from forward to backward. `save_packed_weights` lets
-  it be saved as every operator saves.
-- On a CPU with AVX-512 and bfloat16 an evaluation packs a weight anew, in place and for good. It
-  would write to what a plan has placed, and training could not go on from there without a plan
-  either. The layers are told that the processor has no such instructions.
-- The first forward converts a bias to the dtype that is computed in, in place. It is done before.
+bitsandbytes does what no plan could follow, and `settle_quantized` settles it. None of that changes
+a bit of training:
+
+- Its products keep the packed weight for backward where no hook sees it: in attributes of
+  autograd's context, of 8 bits in the layer's `state`, too. A chunk's buffer would be held from
+  forward to backward. `save_packed_weights` lets it be saved as every operator saves. Products of
+  8 bits keep their input as well, which they need for the gradient of a weight that has one.
+- On a CPU with AVX-512 and bfloat16 an evaluation packs a weight of 4 bits anew, in place and for
+  good. It would write to what a plan has placed, and training could not go on from there without a
+  plan either. The layers are told that the processor has no such instructions.
+- The first forward converts a bias to the dtype that is computed in, in place. Of 4 bits, that is
+  known, and done before. Of 8 bits it is the input's dtype: where the two differ, it is refused.
 """
 
+import copy
+import logging
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -32,7 +41,10 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.program.program import in_blocks
 
 STATE = "quant_state"
-"""The attribute of a packed weight, and of its layer, that holds the scales."""
+"""The attribute of a packed weight of 4 bits, and of its layer, that holds the scales."""
+
+ROW_SCALES = "SCB"
+"""The attribute of a packed weight of 8 bits, and of its layer's `state`, that is the scales."""
 
 _TENSORS = ("absmax", "code", "offset")
 """Of a `QuantState`; of its `state2`, which has the scales' own scales, too."""
@@ -44,29 +56,46 @@ def library() -> ModuleType | None:
 
 
 def packed_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers of 4 bits by name, whether their weights are packed already or not."""
+    """The layers of 4 and of 8 bits by name, whether their weights are packed already or not."""
     found = library()
     if found is None:
         return
     for name, module in model.named_modules():
-        if isinstance(module, found.nn.Linear4bit):
+        if isinstance(module, found.nn.Linear4bit | found.nn.Linear8bitLt):
             yield name, module
 
 
-def scales_of(state: Any) -> dict[str, torch.Tensor]:
+def of_eight_bits(layer: nn.Module) -> bool:
+    """Whether a packed layer is one of 8 bits."""
+    found = library()
+    return found is not None and isinstance(layer, found.nn.Linear8bitLt)
+
+
+def scales_of(layer: Any) -> dict[str, torch.Tensor]:
+    """A packed layer's scales by their paths: `weight.absmax`, `weight.state2.code`; or `SCB`."""
+    if of_eight_bits(layer):
+        # Where they are depends on whether the layer has run: see `Linear8bitLt.init_8bit_state`.
+        own = getattr(layer.weight, ROW_SCALES, None)
+        own = layer.state.SCB if own is None else own
+        return {} if own is None else {ROW_SCALES: own}
+    state = getattr(layer.weight, STATE, None)
+    return {f"weight.{path}": tensor for path, tensor in _state_tensors(state).items()}
+
+
+def _state_tensors(state: Any) -> dict[str, torch.Tensor]:
     """The tensors of a `QuantState` by the path of their attributes: `absmax`, `state2.code`."""
     held = {name: getattr(state, name, None) for name in _TENSORS}
     found = {name: tensor for name, tensor in held.items() if isinstance(tensor, torch.Tensor)}
     if getattr(state, "state2", None) is not None:
-        found |= {f"state2.{name}": tensor for name, tensor in scales_of(state.state2).items()}
+        found |= {f"state2.{name}": tensor for name, tensor in _state_tensors(state.state2).items()}
     return found
 
 
 def named_scales(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The scales of the model's packed weights, each layer's in order: `fc.weight.absmax`."""
     for name, layer in packed_layers(model):
-        for path, tensor in scales_of(getattr(layer.weight, STATE, None)).items():
-            yield f"{name}.weight.{path}".removeprefix("."), tensor
+        for path, tensor in scales_of(layer).items():
+            yield f"{name}.{path}".removeprefix("."), tensor
 
 
 def scales(model: nn.Module) -> list[torch.Tensor]:
@@ -80,17 +109,15 @@ def absent_scale_bytes(model: nn.Module, *, block: int = 1) -> int:
     return sum(in_blocks(scale.numel() * scale.itemsize, block) for scale in absent)
 
 
-def with_scales(state: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _with_tensors(state: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """A `QuantState` like `state`, with `make(tensor)` in place of each of its tensors."""
-    if state is None:
-        return None
     made = object.__new__(type(state))
     made.__dict__.update(state.__dict__)
     for name in _TENSORS:
         if isinstance(getattr(state, name, None), torch.Tensor):
             setattr(made, name, make(getattr(state, name)))
     if getattr(state, "state2", None) is not None:
-        made.state2 = with_scales(state.state2, make)
+        made.state2 = _with_tensors(state.state2, make)
     return made
 
 
@@ -98,10 +125,24 @@ def carry_scales(
     weight: nn.Parameter, made: nn.Parameter, make: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """Let a parameter made in place of a packed weight have what that has besides its bytes."""
-    state = weight.__dict__.get(STATE)
-    if state is not None:
-        made.__dict__.update(weight.__dict__)
-        made.__dict__[STATE] = with_scales(state, make)
+    own = weight.__dict__
+    if own.get(STATE) is not None:
+        made.__dict__.update(own)
+        made.__dict__[STATE] = _with_tensors(own[STATE], make)
+    elif own.get(ROW_SCALES) is not None:
+        made.__dict__.update(own)
+        made.__dict__[ROW_SCALES] = make(own[ROW_SCALES])
+        made.__dict__["CB"] = None  # else the bytes that it is made in place of
+
+
+def name_scales(module: Any) -> None:
+    """Let a packed layer, too, have the scales of the weight that it has by now."""
+    weight = module._parameters.get("weight")
+    own = {} if weight is None else weight.__dict__
+    if own.get(STATE) is not None:
+        module.quant_state = own[STATE]
+    elif own.get(ROW_SCALES) is not None and of_eight_bits(module):
+        module.state.CB, module.state.SCB = None, own[ROW_SCALES]
 
 
 def refuse_quantized(model: nn.Module, *, source: str) -> None:
@@ -110,25 +151,24 @@ def refuse_quantized(model: nn.Module, *, source: str) -> None:
     if method is not None:
         raise ProtrainError(
             f"the model's weights are quantised by {method}: of packed weights, those of"
-            " bitsandbytes in 4 bits can be planned",
+            " bitsandbytes can be planned",
             source=source,
             fix="BitsAndBytesConfig(load_in_4bit=True), or plan the model before it is quantised",
         )
     found = library()
     if found is None:
         return
-    kinds = found.nn
-    others = (kinds.Linear8bitLt, kinds.Embedding8bit, kinds.Embedding4bit)
     for name, module in model.named_modules():
-        if isinstance(module, others):
+        if isinstance(module, found.nn.Embedding8bit | found.nn.Embedding4bit):
             raise ProtrainError(
                 f"'{name}' is a {type(module).__name__}: its scales, and what it keeps for"
                 " backward, are where a plan cannot follow them",
                 source=source,
-                fix="let it be a Linear4bit (load_in_4bit=True), or leave it as it was",
+                fix="leave embeddings as they were, and pack linear layers",
             )
     for name, layer in packed_layers(model):
-        problem, fix = _problem(layer)
+        eight = of_eight_bits(layer)
+        problem, fix = _problem_of_eight_bits(layer) if eight else _problem(layer)
         if problem:
             raise ProtrainError(f"the weight of '{name}' {problem}", source=source, fix=fix)
 
@@ -169,44 +209,100 @@ def _problem(layer: Any) -> tuple[str, str]:
     return "", ""
 
 
-def settle_quantized(model: nn.Module) -> Callable[[], None]:
-    """Settle what is said above; returns what lets evaluations pack again.
+def _problem_of_eight_bits(layer: Any) -> tuple[str, str]:
+    """The same for one of 8 bits."""
+    if layer.state.has_fp16_weights:
+        return (
+            "is kept as numbers, and packed again in every forward",
+            "Linear8bitLt(..., has_fp16_weights=False), or llm_int8_has_fp16_weight=False",
+        )
+    if layer.state.threshold > 0:
+        return (
+            f"is multiplied once more for columns of inputs that reach {layer.state.threshold}: how"
+            " many these are, and so what a step takes, depends on the data",
+            "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)",
+        )
+    if layer.weight.dtype != torch.int8 or not scales_of(layer):
+        return "is not packed yet", "move the model to its device, which packs it"
+    return "", ""
 
-    The other two stay, because nobody can see them but by the memory that they save. A model
-    without packed weights is left alone.
+
+def settle_quantized(model: nn.Module) -> Callable[[], None]:
+    """Settle what is said above; returns what gives layers back to the library.
+
+    Evaluations pack again then, and layers of 8 bits have their bytes in their `state`. Products
+    stay, and biases of 4 bits, because nobody can see them but by the memory that they save. A
+    model without packed weights is left alone.
     """
-    layers = [layer for _, layer in packed_layers(model)]
-    if layers:
+    undo: list[Callable[[], None]] = []
+    for name, layer in packed_layers(model):
         save_packed_weights()
-    packing = [layer for layer in layers if layer.support_avx512bf16_for_cpu]
-    for layer in layers:
+        if of_eight_bits(layer):
+            undo += _settle_eight_bits(name, layer)
+            continue
+        if layer.support_avx512bf16_for_cpu:
+            undo.append(partial(setattr, layer, "support_avx512bf16_for_cpu", True))
         layer.support_avx512bf16_for_cpu = False
         if getattr(layer, STATE, None) is None:  # where the scales are looked for to be counted
             layer.quant_state = getattr(layer.weight, STATE, None)
         if layer.bias is not None and layer.compute_dtype is not None:
             layer.bias.data = layer.bias.data.to(layer.compute_dtype)
 
-    def undo() -> None:
-        for layer in packing:
-            layer.support_avx512bf16_for_cpu = True
+    def undone() -> None:
+        for each in undo:
+            each()
 
+    return undone
+
+
+def _settle_eight_bits(name: str, layer: Any) -> list[Callable[[], None]]:
+    """Leave one name for the packed bytes, the parameter; what undoes that."""
+    weight, state = layer.weight, layer.state
+    undo: list[Callable[[], None]] = []
+    if state.CB is not None or getattr(weight, "CB", None) is not None:
+        undo.append(lambda: setattr(state, "CB", layer.weight.data))
+    found = scales_of(layer).get(ROW_SCALES)
+    if found is not None:  # whoever moved the weight may have left them
+        setattr(weight, ROW_SCALES, found.to(weight.device))
+        state.SCB = getattr(weight, ROW_SCALES)
+    weight.CB = state.CB = None
+    hooks = layer._forward_pre_hooks.values()
+    if layer.bias is not None and not any(getattr(h, "func", 0) is _refuse_bias for h in hooks):
+        undo.append(layer.register_forward_pre_hook(partial(_refuse_bias, name)).remove)
     return undo
 
 
-_PRODUCT = "MatMul4Bit"
+def _refuse_bias(name: str, layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+    own, given = layer.bias.dtype, inputs[0].dtype
+    if own != given:
+        has, gets = (str(dtype).removeprefix("torch.") for dtype in (own, given))
+        raise ProtrainError(
+            f"the bias of '{name}' is in {has} and its input in {gets}: a layer of 8 bits would"
+            " convert the bias, which a plan has placed",
+            fix=f"let it be in {gets} before, or let the whole model be in one dtype",
+        )
+
+
+_FOUR, _EIGHT, _EIGHT_AS_NUMBERS = "MatMul4Bit", "MatMul8bitLt", "MatMul8bitFp"
+_SAVES = "saves_packed_weights"
 
 
 def save_packed_weights() -> None:
-    """Let the product with a packed weight save it through autograd, in this process from now on.
+    """Let products with packed weights save them through autograd, in this process from now on.
 
-    The library's own code runs forward and backward, and gives the same bits: what it has put into
-    `ctx.tensors` is handed to `save_for_backward`, and is back there when its backward runs.
+    The library's own code runs forward and backward, and gives the same bits: what it would keep
+    is handed to `save_for_backward`, and is back in its place when its backward runs.
     """
     functions: Any = sys.modules["bitsandbytes.autograd._functions"]
-    plain: Any = getattr(functions, _PRODUCT)
-    if getattr(plain, "saves_packed_weights", False):
+    if hasattr(getattr(functions, _FOUR), _SAVES):
         return
+    plain = {name: getattr(functions, name) for name in (_FOUR, _EIGHT, _EIGHT_AS_NUMBERS)}
+    setattr(functions, _FOUR, _saving_four_bits(plain[_FOUR]))
+    for name in (_EIGHT, _EIGHT_AS_NUMBERS):
+        setattr(functions, name, _saving_eight_bits(plain[name], of_cards=plain[_EIGHT]))
 
+
+def _saving_four_bits(plain: Any) -> Any:
     class SavingProduct(plain):
         saves_packed_weights = True
 
@@ -230,4 +326,65 @@ def save_packed_weights() -> None:
             finally:
                 ctx.tensors = None
 
-    setattr(functions, _PRODUCT, SavingProduct)
+    return SavingProduct
+
+
+_as_on_a_card = False
+
+
+@contextmanager
+def products_of_a_card() -> Iterator[None]:
+    """Products of 8 bits inside are those of a card, where the library takes others on a CPU.
+
+    On a card inputs are quantised, too; a CPU makes numbers of the weight. Fake tensors are on a
+    CPU. A card's products warn of every input of bfloat16, which is not told here.
+    """
+    global _as_on_a_card
+    log = logging.getLogger("bitsandbytes.autograd._functions")
+    before = _as_on_a_card, log.disabled
+    _as_on_a_card = log.disabled = True
+    try:
+        yield
+    finally:
+        _as_on_a_card, log.disabled = before
+
+
+def _saving_eight_bits(plain: Any, *, of_cards: Any) -> Any:
+    class SavingProduct(plain):
+        saves_packed_weights = True
+
+        @staticmethod
+        def forward(
+            ctx: Any,
+            given: torch.Tensor,
+            weight: torch.Tensor,
+            out: Any = None,
+            bias: Any = None,
+            state: Any = None,
+        ) -> Any:
+            ctx.product = of_cards if _as_on_a_card else plain
+            packed = weight.dtype == torch.int8 and state.SCB is not None
+            if not packed or not given.numel():
+                return ctx.product.forward(ctx, given, weight, out, bias, state)
+            bound = copy.copy(state)
+            bound.CB = weight.detach()
+            output = ctx.product.forward(ctx, given, weight, out, bias, bound)
+            # Of a weight without a gradient, backward reads the state alone.
+            ctx.A, ctx.tensors, ctx.tensor_states = None, (None, None, None), (None, None)
+            bound.CB, ctx.state = None, bound
+            if ctx.needs_input_grad[0]:
+                ctx.save_for_backward(weight)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            saved = ctx.saved_tensors  # once: what is recomputed is handed out a single time
+            if not saved or saved[0] is None:
+                return ctx.product.backward(ctx, *gradients)
+            ctx.state.CB = saved[0].detach()
+            try:
+                return ctx.product.backward(ctx, *gradients)
+            finally:
+                ctx.state.CB = None
+
+    return SavingProduct

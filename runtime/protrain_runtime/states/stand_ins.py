@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from protrain_runtime.devices.stores import HostStore, Store
-from protrain_runtime.states.quantized import STATE, with_scales
+from protrain_runtime.states.quantized import carry_scales
 
 
 @cache
@@ -344,8 +344,7 @@ def _with_values(parameter: nn.Parameter) -> nn.Parameter:
     plain.__class__ = place.kind
     own = {k: v for k, v in parameter.__dict__.items() if k not in (_KEY, _LISTED)}
     plain.__dict__.update(own)
-    if STATE in own:  # of a packed weight: with scales of its own, which a copy moves in place
-        plain.__dict__[STATE] = with_scales(own[STATE], torch.clone)
+    carry_scales(plain, plain, torch.clone)  # of its own, which a copy moves in place
     return plain
 
 

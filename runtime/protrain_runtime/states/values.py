@@ -22,7 +22,7 @@ from protrain_runtime.states.chunks import (
     flat_storage_order,
     write_values,
 )
-from protrain_runtime.states.quantized import STATE, packed_layers
+from protrain_runtime.states.quantized import STATE, of_eight_bits, packed_layers, scales_of
 
 Write = Callable[[torch.Tensor], object]
 """Takes bytes that come next: a contiguous uint8 tensor in host memory, good during the call."""
@@ -238,9 +238,45 @@ class PackedSettings:
         return text.ljust(in_blocks(len(text), _SETTINGS_BYTES))
 
 
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """`weight_format`, which bitsandbytes writes beside int8 weights: 0, they lie in rows.
+
+    Earlier versions had others. ProtrainError where a checkpoint has one.
+    """
+
+    name: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([])
+
+    def copy_to(self, write: Write) -> None:
+        write(torch.zeros(1, dtype=torch.uint8))
+
+    def copy_from(self, fill: Fill) -> None:
+        content = torch.empty(1, dtype=torch.uint8)
+        fill(content)
+        if content.item() != 0:
+            raise ProtrainError(
+                f"the checkpoint's {self.name} is {content.item()}: its weights do not lie in rows",
+                fix="save it with bitsandbytes 0.45 or later",
+            )
+
+
 def scale_values(model: nn.Module) -> Iterator[tuple[str, Value]]:
     """What belongs to packed weights besides their bytes, in bitsandbytes' names and order."""
     for layer_name, layer in packed_layers(model):
+        if of_eight_bits(layer):
+            for path, tensor in scales_of(layer).items():
+                yield f"{layer_name}.{path}".removeprefix("."), Held(tensor)
+            name = f"{layer_name}.weight_format".removeprefix(".")
+            yield name, RowFormat(name)
+            continue
         state: Any = getattr(layer.weight, STATE)
         prefix = f"{layer_name}.weight" if layer_name else "weight"
         held = {"absmax": state.absmax, "quant_map": state.code}
