@@ -31,6 +31,27 @@ ProfileOption = Annotated[
         show_default=False,
     ),
 ]
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A preset's name, a Hugging Face config.json (file or folder),"
+        " or package.module:factory (path/to/file.py:factory).",
+        show_default=False,
+    ),
+]
+PrecisionOption = Annotated[
+    str,
+    typer.Option(
+        help="pure: everything in --dtype; master: the optimizer keeps float32 parameters;"
+        " autocast: float32 parameters, computed with in --dtype."
+    ),
+]
+LoraOption = Annotated[
+    str | None, typer.Option(help="Train adapters alone, such as r=16: see profile.")
+]
+QuantizeOption = Annotated[
+    str | None, typer.Option(help="Pack the layers below adapters: nf4 (with --lora).")
+]
 NoCacheOption = Annotated[
     bool,
     typer.Option(

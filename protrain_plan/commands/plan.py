@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,10 +13,14 @@ from protrain_plan.commands.options import (
     ClipShareOption,
     DTypeOption,
     JsonOption,
+    LoraOption,
+    ModelArgument,
     NoCacheOption,
     OptimizerArgsOption,
     OptimizerOption,
     PointsOption,
+    PrecisionOption,
+    QuantizeOption,
     UpdatesOption,
     budgets_of,
     choice,
@@ -202,33 +206,16 @@ def plan(
 
 
 def fit(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A preset's name, a Hugging Face config.json (file or folder),"
-            " or package.module:factory (path/to/file.py:factory).",
-            show_default=False,
-        ),
-    ],
+    model: ModelArgument,
     on: Annotated[
         str, typer.Option("--on", help="Machines: names of the catalogue or YAML files, by comma.")
     ],
     seq_len: Annotated[str, typer.Option(help="Tokens per sequence, one or more.")] = "2048",
     batch_size: Annotated[str, typer.Option(help="Sequences per batch, one or more.")] = "1",
     dtype: DTypeOption = "bfloat16",
-    precision: Annotated[
-        str,
-        typer.Option(
-            help="pure: everything in --dtype; master: the optimizer keeps float32 parameters;"
-            " autocast: float32 parameters, computed with in --dtype."
-        ),
-    ] = "master",
-    lora: Annotated[
-        str | None, typer.Option(help="Train adapters alone, such as r=16: see profile.")
-    ] = None,
-    quantize: Annotated[
-        str | None, typer.Option(help="Pack the layers below adapters: nf4 (with --lora).")
-    ] = None,
+    precision: PrecisionOption = "master",
+    lora: LoraOption = None,
+    quantize: QuantizeOption = None,
     optimizer: OptimizerOption = "adamw",
     optimizer_args: OptimizerArgsOption = None,
     device_memory: Annotated[
@@ -243,6 +230,21 @@ def fit(
     clip: ClipOption = False,
     clip_share: ClipShareOption = None,
     accumulate: AccumulateOption = 1,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            help="One of host, device, disk, link, num-devices, and its values: doubles in a range"
+            " such as host=64GiB..1TiB, or link=pcie-4,64GB/s."
+        ),
+    ] = None,
+    what_helps: Annotated[
+        bool,
+        typer.Option(
+            "--what-helps",
+            help="Say what more memory, a faster link, larger batches and states of 8 bits are"
+            " worth. Each takes as long as an answer.",
+        ),
+    ] = False,
     no_cache: NoCacheOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -253,18 +255,20 @@ def fit(
     Examples: protrain fit llama-3.1-8b --on rtx-4090,a100-80gb --seq-len 2048,8192
     | protrain fit qwen2.5-7b --on rtx-3090 --lora r=16 --host-memory 64GiB
     | protrain fit llama-3.1-8b --on rtx-3090 --precision pure --lora r=16 --quantize nf4
+    | protrain fit llama-3.1-8b --on rtx-4090 --sweep host=64GiB..512GiB
     """
-    from protrain_plan.commands.measuring import ProfileRequest, estimated
+    from protrain_plan.commands.measuring import estimated, requests_for
     from protrain_plan.commands.output import progress, show
     from protrain_plan.commands.processes import answers_of
+    from protrain_plan.commands.sweeping import lighter_states, read_sweep, show_help, show_sweep
     from protrain_plan.hardware.catalogue import load_hardware
     from protrain_plan.planning.questions.objectives import Question
     from protrain_plan.presentation.plans import fits_json, fits_text
     from protrain_plan.profiling.estimate_cache import EstimateCache, processes_at_once
     from protrain_plan.program.group import group_on, profile_of_rank
-    from protrain_plan.records.profile import DType, Precision
 
     when = updates_of(updates, clip=clip)
+    swept = None if sweep is None else read_sweep(sweep)
     share = clip_share_of(clip_share, when)
     machines = []
     for name in on.split(","):
@@ -280,26 +284,19 @@ def fit(
     groups = [
         (place, group_on(machine, count))
         for place, machine in enumerate(machines)
-        for count in integers("--num-devices", num_devices)
+        for count in (swept and swept.counts) or integers("--num-devices", num_devices)
     ]
-    dtype_name: DType = choice("--dtype", dtype, get_args(DType))
-    precision_name: Precision = choice("--precision", precision, get_args(Precision))
-    if dtype_name == "float32" and precision_name == "master":
-        precision_name = "pure"  # the parameters are the float32 ones
-    requests = [
-        ProfileRequest(
-            model=model,
-            batch_size=batch,
-            seq_len=length,
-            dtype=dtype_name,
-            precision=precision_name,
-            lora=lora,
-            quantize=quantize,
-            optimizer=optimizer,
-            optimizer_args=optimizer_args,
-        )
-        for length, batch in itertools.product(lengths, batches)
-    ]
+    requests = requests_for(
+        model,
+        lengths,
+        batches,
+        dtype=dtype,
+        precision=precision,
+        lora=lora,
+        quantize=quantize,
+        optimizer=optimizer,
+        optimizer_args=optimizer_args,
+    )
     fits: list[Fit] = []
     with progress(quiet=as_json) as report:
         report("estimating", 0.0)
@@ -319,15 +316,25 @@ def fit(
                     micro_batches=accumulate,
                 )
             )
-        with answers_of(_fitted, questions, at_once=processes_at_once(len(questions))) as found:
-            for question in questions:
-                asked_of = question.profile.workload
-                where = f"{asked_of.batch_size} x {asked_of.seq_len} tokens"
-                on_machine = question.profile.hardware.name
-                done = (1 + len(fits)) / (1 + len(questions))
-                report(f"{where} on {on_machine}: planning", done)
-                fits.append(next(found))
-    show(as_json, fits_json(fits), lambda: fits_text(fits))
+    if swept is not None:
+        show_sweep(swept, questions, as_json=as_json)
+        return
+    at_once = processes_at_once(len(questions))
+    with (
+        progress(quiet=as_json) as report,
+        answers_of(_fitted, questions, at_once=at_once) as found,
+    ):
+        for question in questions:
+            asked_of = question.profile.workload
+            where = f"{asked_of.batch_size} x {asked_of.seq_len} tokens"
+            on_machine = question.profile.hardware.name
+            done = (1 + len(fits)) / (1 + len(questions))
+            report(f"{where} on {on_machine}: planning", done)
+            fits.append(next(found))
+    if what_helps:
+        show_help(fits, questions, lighter_states(requests, machines, no_cache), as_json=as_json)
+    else:
+        show(as_json, fits_json(fits), lambda: fits_text(fits))
     if all(one.verdict == "does not fit" for one in fits):
         raise typer.Exit(3)
 
