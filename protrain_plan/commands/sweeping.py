@@ -196,7 +196,7 @@ def show_help(
         }
     )
     bases = [
-        Reached(question=question, solved=fit.solved, binds=fit.binds)
+        Reached(question=question, solved=fit.solved, infeasible=fit.infeasible)
         for question, fit in zip(questions, fits, strict=True)
     ]
     asked = [

@@ -72,14 +72,16 @@ def read_offers(path: Path) -> tuple[MachineOffer, ...]:
 
     Also for a machine that is not there, and where a machine's devices are not joined.
     """
-    machines = root(read_text(path), str(path)).any_mapping()
+    top = root(read_text(path), str(path))
     found: list[MachineOffer] = []
-    for name, entry in machines.items():
+    for name, entry in top.any_mapping().items():
         try:
             machine = load_hardware(name)
         except ProtrainError as error:
             raise entry.error(error.message, error.fix) from None
         found += _offers(machine, entry)
+    if not found:
+        raise top.error("expected at least one machine with its price, got none")
     return tuple(found)
 
 
@@ -125,8 +127,9 @@ def _offers(machine: Hardware, entry: Node) -> Iterator[MachineOffer]:
         raise entry.error("missing key 'price_per_hour'", "the machine's own file has no price")
     counts = device_counts(machine)
     if "num_devices" in values:
-        nodes = values["num_devices"].sequence(MAX_LIST)
-        counts = tuple(_count(node) for node in nodes)
+        counts = tuple(_count(node) for node in values["num_devices"].sequence(MAX_LIST))
+        if not counts:
+            raise values["num_devices"].error("expected at least one number of devices, got none")
     options: dict[str, list[_Option]] = {}
     for key, tier in (("host_memory", "host"), ("disk", "disk"), ("link", "host")):
         if key not in values:

@@ -28,7 +28,7 @@ def reached_json(reached: "Reached") -> dict[str, Any]:
     return {
         "verdict": "fits" if solved else "does not fit",
         "tokens_per_second": reached.tokens_per_s or None,
-        "binds": reached.binds,
+        "binds": reached.binds(),
         **(solved_json(solved) if solved else {}),
     }
 
@@ -113,7 +113,7 @@ def sweep_text(
             table.add_row(_value(resource, value), speed, *_taken(one.solved), bar)
         parts += [table, "", Text("what makes up the step, or what is missing:")]
         words = [(_value(resource, value), one) for value, one in zip(values, line, strict=True)]
-        parts += [Text(f"  {value}: {one.binds}") for value, one in words] + [""]
+        parts += [Text(f"  {value}: {one.binds()}") for value, one in words] + [""]
     machines = dict.fromkeys(line[0].question.profile.hardware for line in lines)
     parts += [Text(f"{machine.name}: {trust(machine)}") for machine in machines]
     return Group(*parts)
@@ -245,7 +245,7 @@ def search_text(found: "Found", *, speed: float | None, num_offers: int) -> Rend
             style="bold",
         )
     )
-    parts.append(Text(f"what makes up its step: {best.reached.binds}"))
+    parts.append(Text(f"what makes up its step: {best.reached.binds()}"))
     parts += [
         Text(
             f"{one.offer.name} is cheaper: its plan reaches {one.tokens_per_s:,.0f}, and whether"

@@ -40,11 +40,11 @@ MORE_MICRO_BATCHES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """A question with its plan, or without one; `binds` says in words what limits it."""
+    """A question with its plan, or why there is none."""
 
     question: Question
     solved: Solved | None
-    binds: str
+    infeasible: Infeasible | None
 
     @property
     def tokens_per_s(self) -> float:
@@ -52,6 +52,14 @@ class Reached:
         if self.solved is None:
             return 0.0
         return tokens_of(self.question) / self.solved.plan.prediction.step_seconds
+
+    def binds(self) -> str:
+        """What makes up the step, or what there is too little of, in words: a second's work."""
+        if self.infeasible is not None:
+            return self.infeasible.in_a_line
+        assert self.solved is not None
+        problem = problem_of(self.solved, self.question.problems())
+        return lanes_in_a_line(problem, problem.choice_of(self.solved.plan.units))
 
 
 def tokens_of(question: Question) -> int:
@@ -118,10 +126,8 @@ def reach(question: Question, *, effort: Effort, known: Reached | None = None) -
             plan = replace(before.plan, budgets=question.budgets, prediction=prediction)
             found = replace(before, plan=plan, gap=plan.gap, status=status_of(plan.gap, effort))
     if isinstance(found, Infeasible):
-        return Reached(question=question, solved=None, binds=found.in_a_line)
-    problem = problem_of(found, problems)
-    binds = lanes_in_a_line(problem, problem.choice_of(found.plan.units))
-    return Reached(question=question, solved=found, binds=binds)
+        return Reached(question=question, solved=None, infeasible=found)
+    return Reached(question=question, solved=found, infeasible=None)
 
 
 def _same_options(question: Question, known: Question) -> bool:
@@ -176,8 +182,9 @@ class Change:
 class Helped:
     """What a change is worth: tokens/s with it over those without; 0 where it does not fit either.
 
-    `times` is None where it fits only with the change. `reached` is None where a bound says that
-    the change is worth less than `WORTH`, so that nothing was planned.
+    `times` is None where it fits only with the change. A search ends where its bound says that the
+    change is worth less than `WORTH`, up to the planner's gap, and `times` is of what it has then.
+    `reached` is None where a bound says so before anything is planned.
     """
 
     change: Change
@@ -259,11 +266,15 @@ def changes(question: Question, *, device_sizes: Sequence[int] = ()) -> Iterator
 def helped(base: Reached, change: Change, *, gap: float) -> Helped:
     """What a change is worth, planned unless a bound says that it is worth too little."""
     question, before = change.question, base.tokens_per_s
+    effort = Effort(gap_target=gap)
     if before:
+        # A step has to be faster than this, or the change is worth too little.
+        worth_s = tokens_of(question) / (before * (1 + WORTH))
         least = least_seconds(question)
-        if least is None or tokens_of(question) / least < before * (1 + WORTH):
+        if least is None or least > worth_s:
             return Helped(change=change, times=0.0 if least is None else 1.0, reached=None)
-    found = reach(question, effort=Effort(gap_target=gap), known=base)
+        effort = replace(effort, below_s=worth_s)
+    found = reach(question, effort=effort, known=base)
     times: float | None = found.tokens_per_s / before if before else None
     if found.solved is None:
         times = 0.0
