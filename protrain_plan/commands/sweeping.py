@@ -72,9 +72,10 @@ def read_sweep(text: str) -> Sweep:
         found.append(low)
         if several:
             high = _value(resource, last)
-            if high < low:
+            if not 0 < low <= high:
+                how = "goes up" if low else "begins above nothing"
                 raise ProtrainError(
-                    f"expected a range that goes up, got {cut(part)!r}", key="--sweep"
+                    f"expected a range that {how}, got {cut(part)!r}", key="--sweep"
                 )
             # Doubles, and the end itself.
             while 2 * found[-1] < high and len(found) <= MOST_VALUES:

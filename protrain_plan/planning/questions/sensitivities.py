@@ -80,7 +80,7 @@ def with_resource(question: Question, resource: Resource, value: float) -> Quest
     tier: TierName = "host" if resource == "link" else resource
     if all(one.name != tier for one in machine.tiers):
         what = "host memory" if tier == "host" else "disk"
-        raise ProtrainError(f"{machine.name} has no {what} below its device", key=resource)
+        raise ProtrainError(f"{machine.name} has no {what} below its device", key="--sweep")
     if resource == "link":
         return _on(question, with_link(machine, "host", value, value))
     of_rank = int(value) // question.group.in_node
