@@ -280,6 +280,8 @@ def fit(
         )
         machines.append(replace(machine, tiers=tiers))
     refuse_host_memory(host_memory, machines)
+    if swept is not None:
+        swept.refuse_missing(machines)
     lengths, batches = integers("--seq-len", seq_len), integers("--batch-size", batch_size)
     groups = [
         (place, group_on(machine, count))

@@ -39,11 +39,16 @@ class Sweep:
         """Numbers of devices, where these are swept."""
         return tuple(map(int, self.values)) if self.resource == "num-devices" else ()
 
-    def series(self, questions: Sequence["Question"]) -> "list[tuple[Question, ...]]":
-        """The questions of each line of answers; those about numbers of devices are there already.
+    def refuse_missing(self, machines: Sequence[Hardware]) -> None:
+        """ProtrainError where a machine does not have what is swept."""
+        from protrain_plan.planning.questions.sensitivities import refuse_missing
 
-        ProtrainError where a machine does not have what is swept.
-        """
+        if self.resource != "num-devices":
+            for machine in machines:
+                refuse_missing(machine, self.resource)
+
+    def series(self, questions: Sequence["Question"]) -> "list[tuple[Question, ...]]":
+        """The questions of each line of answers; those of numbers of devices are there already."""
         from protrain_plan.planning.questions.sensitivities import with_resource
 
         if self.resource == "num-devices":

@@ -1,7 +1,6 @@
 """`protrain fit --sweep`, `--what-helps` and `protrain hardware search`, as people type them."""
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +71,10 @@ def test_a_sweep_is_a_line_of_answers(tmp_path: Path) -> None:
     assert small["verdict"] == "does not fit"
     assert "of device memory, in " in small["binds"]
     assert large["tokens_per_second"] == pytest.approx(120 * 256 / large["step_seconds"])
+
+
+@pytest.mark.slow
+def test_a_sweep_is_a_table_with_bars(tmp_path: Path) -> None:
     text = protrain(
         *("fit", *SMALL, "--on", "rtx-4090", "--sweep", "link=1GB/s,pcie-4"),
         *("--device-memory", "1200MiB"),
@@ -106,15 +109,24 @@ def test_what_helps_stands_below_the_answer(tmp_path: Path) -> None:
     assert "  does not fit: host memory, link, " in text
 
 
+def searched(folder: Path) -> tuple[object, ...]:
+    """Among two machines."""
+    prices = "rtx-4090: {price_per_hour: 0.5, num_devices: [1]}\nl4: 0.1\n"
+    (folder / "prices.yaml").write_text(prices)
+    return ("hardware", "search", "tiny-llama", "--seq-len", 64, "--among", "prices.yaml")
+
+
 def test_a_search_names_the_cheapest(tmp_path: Path) -> None:
-    (tmp_path / "prices.yaml").write_text(
-        "rtx-4090: {price_per_hour: 0.5, num_devices: [1]}\nl4: 0.1\n"
-    )
-    arguments = ("hardware", "search", "tiny-llama", "--seq-len", 64, "--among", "prices.yaml")
+    arguments = searched(tmp_path)
     slow = printed(*arguments, "--speed", 1000, folder=tmp_path)
     assert slow["best"]["name"] == "l4"
     assert slow["best"]["tokens_per_second"] >= 1000
     assert [one["name"] for one in slow["not_looked_at"]] == ["rtx-4090"]
+
+
+@pytest.mark.slow
+def test_a_search_says_where_nothing_is_as_fast(tmp_path: Path) -> None:
+    arguments = searched(tmp_path)
     none = printed(*arguments, "--speed", 1e9, folder=tmp_path, code=3)
     assert none["best"] is None
     assert [one["bound"] for one in none["looked_at"]] == ["compute", "compute"]

@@ -75,16 +75,21 @@ def with_resource(question: Question, resource: Resource, value: float) -> Quest
     joins several devices stays as it is. ProtrainError where the machine has no such tier.
     """
     machine = question.profile.hardware
+    refuse_missing(machine, resource)
     if resource == "device":
         return replace(question, budgets=replace(question.budgets, device=int(value)))
-    tier: TierName = "host" if resource == "link" else resource
-    if all(one.name != tier for one in machine.tiers):
-        what = "host memory" if tier == "host" else "disk"
-        raise ProtrainError(f"{machine.name} has no {what} below its device", key="--sweep")
     if resource == "link":
         return _on(question, with_link(machine, "host", value, value))
     of_rank = int(value) // question.group.in_node
     return replace(question, budgets=replace(question.budgets, **{resource: of_rank}))
+
+
+def refuse_missing(machine: Hardware, resource: Resource) -> None:
+    """ProtrainError where a machine does not have what is to be changed."""
+    tier = "host" if resource == "link" else resource
+    if tier != "device" and all(one.name != tier for one in machine.tiers):
+        what = "host memory" if tier == "host" else "disk"
+        raise ProtrainError(f"{machine.name} has no {what} below its device", key="--sweep")
 
 
 def with_link(machine: Hardware, name: TierName, read: float, write: float) -> Hardware:
