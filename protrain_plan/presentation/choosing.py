@@ -181,7 +181,7 @@ def _worth(helped: "Helped") -> str:
     words = helped.change.words
     if helped.times is None:
         return f"would fit with {words}: {helped.reached.tokens_per_s:,.0f} tokens/s"
-    return f"{helped.times:.3g} times as fast with {words}"
+    return f"{helped.times:.2f} times as fast with {words}"
 
 
 # --- the search for a machine ---------------------------------------------------------------------

@@ -25,7 +25,7 @@ from protrain_plan.planning.questions.planner import problem_of, solve_any, stat
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.records.hardware import PCIE, Hardware, TierName
 from protrain_plan.records.profile import SPARSE
-from protrain_plan.units import exact_bytes, format_bytes
+from protrain_plan.units import format_bytes
 
 Resource = Literal["host", "device", "disk", "link"]
 
@@ -226,7 +226,7 @@ def changes(question: Question, *, device_sizes: Sequence[int] = ()) -> Iterator
             size *= 2
         yield Change(
             what="host memory",
-            words=f"{exact_bytes(size)} of host memory in place of {format_bytes(there)}",
+            words=f"{format_bytes(size - there)} more host memory ({format_bytes(size)})",
             question=with_resource(question, "host", size),
         )
         slower = min(host.link.read_bytes_per_s, host.link.write_bytes_per_s)
