@@ -55,7 +55,8 @@ budgets for [`protrain check`](../checks.md). They are read strictly: an unknown
 or a value of another kind is an error that names file, line and key. Every file begins with
 `protrain: KIND` and its version: 2, or 1 for budgets. Hardware, profiles and plans of version 1,
 with older words ([glossary](../glossary.md)), are still read. A size is a whole number of bytes or
-a text such as `1.5GiB`.
+a text such as `1.5GiB`. What machines cost is a list without such a head, for one command:
+[Choose a machine](../how-to/choose-a-machine.md).
 
 The tables are made from the JSON Schemas in `schemas/` and the texts from the code that reads the
 files. Editors check a file as it is written when its first line is

@@ -30,7 +30,16 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 import typer
 
 from protrain_plan import __version__
-from protrain_plan.commands import check, fit, machines, plan, plans, profile, run
+from protrain_plan.commands import (
+    check,
+    fit,
+    machines,
+    plan,
+    plans,
+    profile,
+    run,
+    searching,
+)
 from protrain_plan.commands.output import (
     BROKEN_PIPE,
     flush,
@@ -69,6 +78,7 @@ for _command in (
 _add(hardware, machines.list_machines, "list")
 _add(hardware, machines.show_machine, "show")
 _add(hardware, machines.probe)
+_add(hardware, searching.search)
 app.add_typer(hardware, name="hardware", help=machines.HELP, epilog=machines.EXAMPLES)
 
 

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 
 from protrain_plan.commands.measuring import ProfileRequest, Progress, estimated
 from protrain_plan.commands.options import budgets_of
@@ -26,6 +27,9 @@ from protrain_plan.records.profile import Profile
 
 GAP = 0.02
 """Plans this close to the bound are good enough to compare machines and batches."""
+
+STATES_OF_8_BITS = {"adamw": "adamw8bit"}
+"""Optimizers, and the same with states of 8 bits: another optimizer, with results of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +120,21 @@ class Cells:
             best.append(self._question(known[request, size][place], group, parts[number] // size))
         return best
 
-    def with_optimizer(
-        self, questions: Sequence[Question], optimizer: str, progress: Progress
+    def with_states_of_8_bits(
+        self, questions: Sequence[Question], progress: Progress
     ) -> list[Question]:
-        """The same questions with another optimizer."""
+        """The same questions with such an optimizer.
+
+        None of them where there is none, its package is missing, or adapters have few states.
+        """
+        asked = self.requests[0]
+        optimizer = STATES_OF_8_BITS.get(asked.optimizer)
+        if not optimizer or asked.optimizer_args or asked.lora or not find_spec("bitsandbytes"):
+            return []
         workloads = [question.profile.workload for question in questions]
         wanted = list(dict.fromkeys((w.seq_len, w.batch_size) for w in workloads))
         requests = [
-            replace(self.requests[0], seq_len=length, batch_size=size, optimizer=optimizer)
+            replace(asked, seq_len=length, batch_size=size, optimizer=optimizer)
             for length, size in wanted
         ]
         profiles = estimated(requests, self.machines, progress, self.cache)

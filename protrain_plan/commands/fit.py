@@ -1,12 +1,10 @@
 """`protrain fit`: whether models train on machines that need not be there, and how fast."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,38 +17,30 @@ from protrain_plan.commands.options import (
     ClipShareOption,
     DTypeOption,
     JsonOption,
+    LoraOption,
+    ModelArgument,
     NoCacheOption,
     OptimizerArgsOption,
     OptimizerOption,
+    PrecisionOption,
+    QuantizeOption,
     UpdatesOption,
-    choice,
     clip_share_of,
     integers,
     machine_with,
-    precision_of,
     refuse_batches,
     refuse_host_memory,
     updates_of,
 )
+from protrain_plan.errors import ProtrainError
 
 if TYPE_CHECKING:
-    from protrain_plan.commands.cells import Cells
     from protrain_plan.commands.measuring import Progress
     from protrain_plan.planning.questions.objectives import Fit, Question
 
-OF_8_BITS = {"adamw": "adamw8bit"}
-"""By optimizer, the one that `--compare` names beside it."""
-
 
 def fit(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A preset's name, a Hugging Face config.json (file or folder),"
-            " or package.module:factory (path/to/file.py:factory).",
-            show_default=False,
-        ),
-    ],
+    model: ModelArgument,
     on: Annotated[
         str, typer.Option("--on", help="Machines: names of the catalogue or YAML files, by comma.")
     ],
@@ -68,19 +58,9 @@ def fit(
         ),
     ] = None,
     dtype: DTypeOption = DTYPE,
-    precision: Annotated[
-        str,
-        typer.Option(
-            help="pure: everything in --dtype; master: the optimizer keeps float32 parameters;"
-            " autocast: float32 parameters, computed with in --dtype."
-        ),
-    ] = PRECISION,
-    lora: Annotated[
-        str | None, typer.Option(help="Train adapters alone, such as r=16: see profile.")
-    ] = None,
-    quantize: Annotated[
-        str | None, typer.Option(help="Pack the layers below adapters: nf4 or int8 (with --lora).")
-    ] = None,
+    precision: PrecisionOption = PRECISION,
+    lora: LoraOption = None,
+    quantize: QuantizeOption = None,
     optimizer: OptimizerOption = "adamw",
     optimizer_args: OptimizerArgsOption = None,
     device_memory: Annotated[
@@ -103,6 +83,21 @@ def fit(
             " ZeRO-Offload, FSDP2), and with 8-bit states where a plan is needed.",
         ),
     ] = False,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            help="One of host, device, disk, link, num-devices, and its values: doubles in a range"
+            " such as host=64GiB..1TiB, or link=pcie-4,64GB/s."
+        ),
+    ] = None,
+    what_helps: Annotated[
+        bool,
+        typer.Option(
+            "--what-helps",
+            help="Say what more memory, a faster link, larger batches and states of 8 bits are"
+            " worth. Each takes as long as an answer.",
+        ),
+    ] = False,
     report: Annotated[
         Path | None,
         typer.Option(help="Write a page with the chart of tokens per second against memory."),
@@ -118,46 +113,48 @@ def fit(
     | protrain fit llama-3.1-8b --on h200 --compare
     | protrain fit llama-3.1-8b --on h100-sxm --num-devices 8 --global-batch 64
     | protrain fit llama-3.1-8b --on rtx-3090 --precision pure --lora r=16 --quantize nf4
+    | protrain fit llama-3.1-8b --on rtx-4090 --sweep host=64GiB..512GiB
     """
     from protrain_plan.commands.cells import Cells
-    from protrain_plan.commands.measuring import ProfileRequest
+    from protrain_plan.commands.measuring import requests_for
     from protrain_plan.commands.output import destination, progress, show
+    from protrain_plan.commands.sweeping import read_sweep, show_help, show_sweep
     from protrain_plan.presentation.plans import fits_json, fits_text
     from protrain_plan.presentation.report.fit_page import fit_page
     from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_plan.program.group import group_on
     from protrain_plan.records.files import replace_text
-    from protrain_plan.records.profile import DType
 
     page = None if report is None else destination(report, option="--report")
     when = updates_of(updates, clip=clip)
     machines = [machine_with(name.strip(), host_memory, disk) for name in on.split(",")]
     refuse_host_memory(host_memory, machines)
-    dtype_name: DType = choice("--dtype", dtype, get_args(DType))
     refuse_batches(global_batch, batch_size, accumulate)
-    requests = [
-        ProfileRequest(
-            model=model,
-            batch_size=batch,
-            seq_len=length,
-            dtype=dtype_name,
-            precision=precision_of(precision, dtype_name),
-            lora=lora,
-            quantize=quantize,
-            optimizer=optimizer,
-            optimizer_args=optimizer_args,
-        )
-        for length, batch in itertools.product(
-            integers("--seq-len", seq_len), integers("--batch-size", batch_size or "1")
-        )
-    ]
+    swept = None if sweep is None else read_sweep(sweep)
+    if swept is not None:
+        swept.refuse_missing(machines)
+        others = {"--what-helps": what_helps, "--compare": compare, "--report": page}
+        for option, given in others.items():
+            if given:
+                raise ProtrainError("--sweep prints a table of its own", key=option)
+    requests = requests_for(
+        model,
+        integers("--seq-len", seq_len),
+        integers("--batch-size", batch_size or "1"),
+        dtype=dtype,
+        precision=precision,
+        lora=lora,
+        quantize=quantize,
+        optimizer=optimizer,
+        optimizer_args=optimizer_args,
+    )
     cells = Cells(
         requests=requests,
         machines=machines,
         groups=[
             (place, group_on(machine, count))
             for place, machine in enumerate(machines)
-            for count in integers("--num-devices", num_devices)
+            for count in (swept and swept.counts) or integers("--num-devices", num_devices)
         ],
         device_memory=device_memory,
         host_memory=host_memory,
@@ -169,19 +166,28 @@ def fit(
     with progress(quiet=as_json) as tell:
         tell("estimating", 0.0)
         questions = cells.questions(tell, micro_batches=accumulate, global_batch=global_batch)
-        fits = _answers(questions, tell, compare=compare)
-        if compare and lora is None and optimizer in OF_8_BITS and find_spec("bitsandbytes"):
-            fits = _with_8_bits(fits, questions, cells, tell)
+        fits = [] if swept else _answers(questions, tell, compare=compare)
+        lighter = []
+        if compare or what_helps:
+            lighter = cells.with_states_of_8_bits(questions, tell)
+        if compare and lighter:
+            fits = _with_8_bits(fits, lighter, tell)
+    if swept is not None:
+        show_sweep(swept, questions, as_json=as_json)
+        return
     if page is not None:
         replace_text(page, fit_page(fits))
     written = () if report is None else (report,)
-    show(as_json, fits_json(fits), lambda: fits_text(fits, *written))
+    if what_helps:
+        show_help(fits, questions, lighter, as_json=as_json, written=written)
+    else:
+        show(as_json, fits_json(fits), lambda: fits_text(fits, *written))
     if all(one.verdict == "does not fit" for one in fits):
         raise typer.Exit(3)
 
 
 def _answers(
-    questions: "Sequence[Question]", report: "Progress", *, compare: bool = False
+    questions: "Sequence[Question]", tell: "Progress", *, compare: bool = False
 ) -> "list[Fit]":
     from protrain_plan.commands.processes import answers_of
     from protrain_plan.profiling.estimate_cache import processes_at_once
@@ -194,27 +200,25 @@ def _answers(
             where = f"{asked_of.batch_size} x {asked_of.seq_len} tokens"
             on_machine = question.profile.hardware.name
             done = (1 + len(fits)) / (1 + len(questions))
-            report(f"{where} on {on_machine}: planning", done)
+            tell(f"{where} on {on_machine}: planning", done)
             fits.append(next(found))
     return fits
 
 
 def _with_8_bits(
-    fits: "Sequence[Fit]", questions: "Sequence[Question]", cells: "Cells", report: "Progress"
+    fits: "Sequence[Fit]", lighter: "Sequence[Question]", tell: "Progress"
 ) -> "list[Fit]":
     """The answers beside those with 8-bit states, where plain PyTorch does not fit."""
     from protrain_plan.planning.questions.alternatives import planned
 
-    of_8_bits = OF_8_BITS[cells.requests[0].optimizer]
     found = list(fits)
     needing = [number for number, one in enumerate(fits) if one.verdict != "fits"]
-    asked = cells.with_optimizer([questions[number] for number in needing], of_8_bits, report)
-    for number, other in zip(needing, _answers(asked, report), strict=True):
+    others = _answers([lighter[number] for number in needing], tell)
+    for number, other in zip(needing, others, strict=True):
         if other.solved is not None:
-            beside = planned(of_8_bits, other.solved.plan)
-            found[number] = replace(
-                found[number], alternatives=(*found[number].alternatives, beside)
-            )
+            beside = planned(other.profile.optimizer.name, other.solved.plan)
+            alternatives = (*found[number].alternatives, beside)
+            found[number] = replace(found[number], alternatives=alternatives)
     return found
 
 

@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from itertools import starmap
+from itertools import product, starmap
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from protrain_plan.commands.options import choice
 from protrain_plan.errors import OutOfMemoryError, ProtrainError
 from protrain_plan.models.model_code import INTERRUPTED, culprit_in, end_with, explained
 from protrain_plan.models.presets import read_config
@@ -137,6 +138,39 @@ class ProfileRequest:
             "text": self.text,
             "progress": progress,
         }
+
+
+def requests_for(
+    model: str,
+    lengths: Sequence[int],
+    batches: Sequence[int],
+    *,
+    dtype: str,
+    precision: str,
+    lora: str | None,
+    quantize: str | None,
+    optimizer: str,
+    optimizer_args: str | None,
+) -> list[ProfileRequest]:
+    """What is to be estimated, each length with each batch; ProtrainError for unknown choices."""
+    dtype_name: DType = choice("--dtype", dtype, get_args(DType))
+    precision_name: Precision = choice("--precision", precision, get_args(Precision))
+    if dtype_name == "float32" and precision_name == "master":
+        precision_name = "pure"  # the parameters are the float32 ones
+    return [
+        ProfileRequest(
+            model=model,
+            batch_size=batch,
+            seq_len=length,
+            dtype=dtype_name,
+            precision=precision_name,
+            lora=lora,
+            quantize=quantize,
+            optimizer=optimizer,
+            optimizer_args=optimizer_args,
+        )
+        for length, batch in product(lengths, batches)
+    ]
 
 
 # Torch loads in the functions below, so that --help and planning need not wait for it.

@@ -7,7 +7,7 @@ and the rest where it runs.
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from protrain_plan.program.group import DeviceGroup
     from protrain_plan.records.hardware import Hardware
     from protrain_plan.records.plan import Budgets, Updates
-    from protrain_plan.records.profile import Precision
 
 Name = TypeVar("Name", bound=str)
 
@@ -32,6 +31,27 @@ ProfileOption = Annotated[
         help="The profile that the plan was made from; default: profile.yaml beside the plan.",
         show_default=False,
     ),
+]
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A preset's name, a Hugging Face config.json (file or folder),"
+        " or package.module:factory (path/to/file.py:factory).",
+        show_default=False,
+    ),
+]
+PrecisionOption = Annotated[
+    str,
+    typer.Option(
+        help="pure: everything in --dtype; master: the optimizer keeps float32 parameters;"
+        " autocast: float32 parameters, computed with in --dtype."
+    ),
+]
+LoraOption = Annotated[
+    str | None, typer.Option(help="Train adapters alone, such as r=16: see profile.")
+]
+QuantizeOption = Annotated[
+    str | None, typer.Option(help="Pack the layers below adapters: nf4 or int8 (with --lora).")
 ]
 NoCacheOption = Annotated[
     bool,
@@ -85,14 +105,6 @@ def machine_with(name: str, host_memory: str | None, disk: str | None) -> "Hardw
         for tier in machine.tiers
     )
     return replace(machine, tiers=tiers)
-
-
-def precision_of(text: str, dtype: str) -> "Precision":
-    """What `--precision` says; in float32 the parameters are the masters themselves."""
-    from protrain_plan.records.profile import Precision
-
-    precision: Precision = choice("--precision", text, get_args(Precision))
-    return "pure" if (dtype, precision) == ("float32", "master") else precision
 
 
 def size(option: str, text: str | None, default: int) -> int:

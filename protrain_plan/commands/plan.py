@@ -1,7 +1,7 @@
 """`protrain plan`: the fastest plan for a profile."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,7 +20,6 @@ from protrain_plan.commands.options import (
     choice,
     clip_share_of,
     machine_with,
-    precision_of,
     refuse_batches,
     refuse_host_memory,
     updates_of,
@@ -227,18 +226,16 @@ def plan(
     else:
         refuse_batches(global_batch, batch_size, accumulate)
         from protrain_plan.commands.cells import Cells
-        from protrain_plan.commands.measuring import ProfileRequest
+        from protrain_plan.commands.measuring import requests_for
         from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
         from protrain_plan.profiling.estimate_cache import EstimateCache
-        from protrain_plan.records.profile import DType
 
-        dtype_name: DType = choice("--dtype", dtype or DTYPE, get_args(DType))
-        request = ProfileRequest(
-            model=profile,
-            batch_size=batch_size or 1,
-            seq_len=seq_len or SEQ_LEN,
-            dtype=dtype_name,
-            precision=precision_of(precision or PRECISION, dtype_name),
+        requests = requests_for(
+            profile,
+            [seq_len or SEQ_LEN],
+            [batch_size or 1],
+            dtype=dtype or DTYPE,
+            precision=precision or PRECISION,
             lora=lora,
             quantize=quantize,
             optimizer=optimizer or DEFAULT_OPTIMIZER,
@@ -246,7 +243,7 @@ def plan(
         )
         machine = machine_with(on, host_memory, disk)
         cells = Cells(
-            requests=[request],
+            requests=requests,
             machines=[machine],
             groups=[
                 (0, group_on(machine, num_devices, num_nodes=nodes, num_replicas=replicas or 1))

@@ -5,6 +5,7 @@ from typing import Literal
 
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import Plan
+from protrain_plan.units import format_bytes
 
 Status = Literal["optimal", "feasible"]
 
@@ -62,3 +63,8 @@ class Infeasible:
     advice: tuple[str, ...]
     largest_batch_size: int | None = None
     largest_seq_len: int | None = None
+
+    @property
+    def in_a_line(self) -> str:
+        """What there is too little of, and where."""
+        return f"{format_bytes(self.shortfall_bytes)} of {self.tier} memory, in {self.slot}"

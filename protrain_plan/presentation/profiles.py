@@ -209,6 +209,8 @@ def _facts(machine: Hardware) -> Iterator[tuple[str, str]]:
             f" {joined.link_share:.0%}; {format_bytes(joined.library_bytes)} held by its library;"
             f" tiers are those {joined.below}",
         )
+    if machine.price_per_hour:
+        yield "price", f"{machine.price_per_hour:g} an hour for each device"
     if rates is not None:
         yield "estimates", trust(machine)
 

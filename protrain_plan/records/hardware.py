@@ -32,6 +32,12 @@ class Link:
     duplex: float
 
 
+PCIE = {"pcie-3": 12e9, "pcie-4": 24e9, "pcie-5": 50e9}
+"""Bytes per second of 16 lanes in each direction, as the catalogue has them: 76 % of the nominal
+15.8 and 31.5 GB/s, and 79 % of 63 (8, 16 and 32 GT/s a lane, 128 bits in 130: PCI Express Base
+Specification 5.0). The sources of the machines say that these shares are assumed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
     """A place below the device where bytes can live."""
@@ -137,7 +143,8 @@ class Hardware:
 
     `rates` are there for estimates of a model's seconds, `interconnect` for several devices;
     `sources` say where the numbers are from. `move_s` is what a move takes of the time that
-    computes, to be submitted and ended, where that is one processor's work.
+    computes, to be submitted and ended, where that is one processor's work. `price_per_hour` is
+    that of one device with its part of a node, in any currency; 0: it is not said.
     """
 
     name: str
@@ -150,6 +157,7 @@ class Hardware:
     interconnect: Interconnect | None = None
     sources: tuple[str, ...] = ()
     move_s: float = 0.0
+    price_per_hour: float = 0.0
 
     def tier(self, name: TierName) -> Tier:
         """The tier called `name`; KeyError where this machine has none."""

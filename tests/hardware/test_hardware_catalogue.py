@@ -262,7 +262,7 @@ def test_mistakes_are_messages() -> None:
     )
 
 
-@pytest.mark.parametrize("command", [(), ("list",), ("show",), ("probe",)], ids=str)
+@pytest.mark.parametrize("command", [(), ("list",), ("show",), ("probe",), ("search",)], ids=str)
 def test_help_has_examples(command: tuple[str, ...]) -> None:
     result = protrain(*command, "--help")
     assert (result.returncode, result.stderr) == (0, "")

@@ -99,6 +99,12 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
     "docs/how-to/profile.md#what-one-can-profile": Runs(smaller=TINY),
     "docs/how-to/plan.md#ask-the-planner": Runs(prepare=measured_profile),
     "docs/how-to/hardware.md#machines": Runs(),
+    "docs/how-to/choose-a-machine.md#choose-a-machine": Runs(
+        smaller={"llama-3.1-8b": "tiny-llama"}
+    ),
+    "docs/how-to/choose-a-machine.md#the-cheapest-that-is-fast-enough": Runs(
+        smaller={"llama-3.1-8b": "tiny-llama"}
+    ),
     "docs/looking.md#looking-at-a-plan": Runs(prepare=committed_plans, slow=False),
     **{
         f"docs/plans.md#{re.sub(r'[^a-z0-9-]', '', heading)}": CoveredBy(

@@ -207,7 +207,10 @@ from protrain_plan.cli import app
 for command in sys.argv[1:]:
     app([*command.split(), "--help"], standalone_mode=False)
 ours = {name for name in sys.modules if name.startswith(("protrain_plan", "protrain_runtime"))}
-commands = ("check", "fit", "machines", "options", "output", "plan", "plans", "profile", "run")
+commands = (
+    *("check", "fit", "machines", "options", "output", "plan", "plans", "profile", "run"),
+    "searching",
+)
 light = ("commands", "cli", "errors", "escaping", "units", "presentation", "presentation.terminal")
 allowed = {"protrain_plan"} | {f"protrain_plan.{name}" for name in light}
 allowed |= {f"protrain_plan.commands.{name}" for name in commands}
@@ -218,6 +221,7 @@ assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
 COMMANDS = (
     *("profile", "fit", "plan", "show", "simulate", "report", "run", "check", "diff", "export"),
     *("models", "hardware", "hardware list", "hardware show", "hardware probe"),
+    "hardware search",
 )
 
 

@@ -50,6 +50,9 @@ TIE = 2e-4
 """The fraction of the step that does not count: the planner gives away ten times as much to make
 schedules simple."""
 
+NOTEWORTHY = 0.1
+"""A lane that makes up less of the step is not named where all is said in a line."""
+
 GIB = 2**30
 
 NEGLIGIBLE = 1e-7
@@ -227,6 +230,13 @@ def limits_of(problem: Problem, choice: Choice) -> Iterator[Limit]:
     yield from sorted(_worth_of_slots(model), key=lambda limit: -limit.seconds_per_gib)
     for resource, seconds_per_gib in worth.items():
         yield MemoryLimit(resource=resource, seconds_per_gib=seconds_per_gib, where="")
+
+
+def lanes_in_a_line(problem: Problem, choice: Choice) -> str:
+    """What makes up the step of the plan's decisions: "transfers to disk 87%, compute 13%"."""
+    lanes = [limit for limit in limits_of(problem, choice) if isinstance(limit, LaneLimit)]
+    named = [limit for limit in lanes if limit.share >= NOTEWORTHY] or lanes[:1]
+    return ", ".join(f"{lane_words(limit.resource)} {limit.share:.0%}" for limit in named)
 
 
 def _solved(model: pulp.LpProblem) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.planning.explain.explaining import LaneLimit, lane_words, limits_of
+from protrain_plan.planning.explain.explaining import lanes_in_a_line
 from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.options import Pin
 from protrain_plan.planning.model.problem import SAFE, Choice, Problem, most_of
@@ -347,9 +347,6 @@ def pareto(
 
 Feasibility = Literal["fits", "fits with a plan", "does not fit"]
 
-NOTEWORTHY = 0.1
-"""A lane that makes up less of the step is not named."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
@@ -413,14 +410,11 @@ def fit(question: Question, *, effort: Effort, compare: bool = False) -> Fit:
     besides = problem.profile.hardware.device.besides_bytes
     plain = tuple((0, 0) for _ in problem.options)
     if answer.solved is not None:
-        limits = limits_of(problem, problem.choice_of(answer.solved.plan.units))
-        lanes = [limit for limit in limits if isinstance(limit, LaneLimit)]  # the largest first
-        named = [limit for limit in lanes if limit.share >= NOTEWORTHY] or lanes[:1]
-        binds = ", ".join(f"{lane_words(limit.resource)} {limit.share:.0%}" for limit in named)
+        binds = lanes_in_a_line(problem, problem.choice_of(answer.solved.plan.units))
     else:
         short = answer.infeasible
         assert short is not None
-        binds = f"{format_bytes(short.shortfall_bytes)} of {short.tier} memory, in {short.slot}"
+        binds = short.in_a_line
     return Fit(
         profile=question.profile,
         group=DeviceGroup.of(answer.solved.plan) if answer.solved else question.group,

@@ -1,0 +1,155 @@
+"""`protrain hardware search`: the cheapest machine for a speed, the fastest for a price."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from protrain_plan.commands.options import (
+    AccumulateOption,
+    ClipOption,
+    ClipShareOption,
+    DTypeOption,
+    JsonOption,
+    LoraOption,
+    ModelArgument,
+    NoCacheOption,
+    OptimizerArgsOption,
+    OptimizerOption,
+    PrecisionOption,
+    QuantizeOption,
+    UpdatesOption,
+    budgets_of,
+    clip_share_of,
+    integers,
+    updates_of,
+)
+from protrain_plan.errors import ProtrainError
+
+if TYPE_CHECKING:
+    from protrain_plan.planning.questions.machines import Offer
+
+
+def search(
+    model: ModelArgument,
+    speed: Annotated[
+        float | None, typer.Option(min=1e-3, help="Tokens per second of all devices to reach.")
+    ] = None,
+    price_limit: Annotated[
+        float | None, typer.Option(min=0.0, help="The most that all devices may cost an hour.")
+    ] = None,
+    among: Annotated[
+        Path | None,
+        typer.Option(
+            help="A YAML file of machines and prices: 'rtx-4090: 0.35' in a line; default: the"
+            " catalogue's machines that have a price."
+        ),
+    ] = None,
+    seq_len: Annotated[str, typer.Option(help="Tokens per sequence.")] = "2048",
+    batch_size: Annotated[
+        str, typer.Option(help="Sequences of each device's batch; of several, any may be best.")
+    ] = "1",
+    dtype: DTypeOption = "bfloat16",
+    precision: PrecisionOption = "master",
+    lora: LoraOption = None,
+    quantize: QuantizeOption = None,
+    optimizer: OptimizerOption = "adamw",
+    optimizer_args: OptimizerArgsOption = None,
+    updates: UpdatesOption = None,
+    clip: ClipOption = False,
+    clip_share: ClipShareOption = None,
+    accumulate: AccumulateOption = 1,
+    no_cache: NoCacheOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the cheapest machine that trains a model at a speed, or the fastest within a price.
+
+    Machines, counts of their devices, host memory and links are those of --among. What cannot
+    reach the speed is ruled out by a bound, the rest is planned in the order of prices, so that the
+    first that reaches it is the cheapest. Seconds are estimates from data-sheet rates.
+
+    Examples: protrain hardware search llama-3.1-8b --speed 5000 --among prices.yaml
+    | protrain hardware search llama-3.1-8b --price-limit 3 --among prices.yaml --batch-size 1,4
+    """
+    if speed is None and price_limit is None:
+        raise ProtrainError(
+            "what is to be found?",
+            key="--speed",
+            fix="--speed 5000 for the cheapest that is as fast, --price-limit 3 for the fastest",
+        )
+    from protrain_plan.commands.cells import GAP
+    from protrain_plan.commands.measuring import estimated, requests_for
+    from protrain_plan.commands.output import progress, show
+    from protrain_plan.hardware.offers import catalogue_offers, read_offers
+    from protrain_plan.planning.questions import machines
+    from protrain_plan.planning.questions.objectives import Question
+    from protrain_plan.presentation.choosing import search_json, search_text
+    from protrain_plan.profiling.estimate_cache import EstimateCache
+    from protrain_plan.program.group import profile_of_rank
+
+    when = updates_of(updates, clip=clip)
+    share = clip_share_of(clip_share, when)
+    offered = catalogue_offers() if among is None else read_offers(among)
+    within = [one for one in offered if price_limit is None or one.price_per_hour <= price_limit]
+    if not within:
+        cheapest = min(one.price_per_hour for one in offered)
+        raise ProtrainError(
+            f"the cheapest of {len(offered)} costs {cheapest:g} an hour", key="--price-limit"
+        )
+    requests = requests_for(
+        model,
+        integers("--seq-len", seq_len),
+        integers("--batch-size", batch_size),
+        dtype=dtype,
+        precision=precision,
+        lora=lora,
+        quantize=quantize,
+        optimizer=optimizer,
+        optimizer_args=optimizer_args,
+    )
+    # A price is no part of what is estimated.
+    listed = dict.fromkeys(replace(one.listed, price_per_hour=0.0) for one in within)
+    with progress(quiet=as_json) as report:
+        report("estimating", 0.0)
+        estimates = estimated(requests, list(listed), report, EstimateCache(off=no_cache))
+        offers: list[Offer] = []
+        for row in estimates:
+            profiles = dict(zip(listed, row, strict=True))
+            for one in within:
+                # Sizes and links alter no bytes of a profile, nor seconds of its units.
+                profile = profiles[replace(one.listed, price_per_hour=0.0)]
+                profile = replace(profile, hardware=replace(one.machine, price_per_hour=0.0))
+                part = profile_of_rank(profile, one.group).hardware
+                question = Question(
+                    profile=profile,
+                    group=one.group,
+                    replicas=one.group.replica_counts,
+                    budgets=budgets_of(part, one.group, None, None, None),
+                    updates=when,
+                    clip_share=share,
+                    micro_batches=accumulate,
+                )
+                offers.append(
+                    machines.Offer(
+                        name=one.name, price_per_hour=one.price_per_hour, question=question
+                    )
+                )
+        seen: list[Offer] = []
+
+        def told(offer: "Offer") -> None:
+            report(offer.name, len(seen) / len(offers))
+            seen.append(offer)
+
+        if speed is None:
+            found = machines.fastest(offers, gap=GAP, told=told)
+        else:
+            found = machines.cheapest(offers, tokens_per_s=speed, gap=GAP, told=told)
+    asked = {"tokens_per_second": speed, "price_limit": price_limit}
+    show(
+        as_json,
+        search_json(found, asked),
+        lambda: search_text(found, speed=speed, num_offers=len(offers)),
+    )
+    if found.best is None:
+        raise typer.Exit(3)

@@ -1,0 +1,267 @@
+"""Sweeps, what helps, and the search for a machine: on small synthetic models."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from protrain_plan.errors import ProtrainError
+from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.questions.machines import (
+    LANES,
+    MEMORY,
+    Found,
+    Offer,
+    cheapest,
+    fastest,
+)
+from protrain_plan.planning.questions.objectives import Question
+from protrain_plan.planning.questions.sensitivities import (
+    WORTH,
+    Change,
+    Reached,
+    Resource,
+    changes,
+    helped,
+    least_seconds,
+    reach,
+    sweep,
+    tokens_of,
+    with_resource,
+)
+from protrain_plan.planning.search.choices import min_memory
+from protrain_plan.planning.search.improving import Effort
+from protrain_plan.program.group import DeviceGroup
+from protrain_plan.records.hardware import Hardware
+from protrain_plan.records.plan import Budgets
+from protrain_plan.simulation.memory import peak_bytes
+from tests.support.planning_cases import MB, cpu, decoder, gpu, joined
+
+GAP = 0.02
+
+
+def question(
+    hardware: Hardware, *, device: int = 900 * MB, group: DeviceGroup | None = None
+) -> Question:
+    """A model of 60 M parameters: states of 840 MB, of which a card of 900 MB has room for half."""
+    profile = decoder(
+        hardware,
+        blocks=1,
+        block_parameters=40 * MB,
+        embedding_parameters=10 * MB,
+        kept=60 * MB,
+        seconds=0.01,
+    )
+    capacities = {tier.name: tier.capacity_bytes for tier in hardware.tiers}
+    budgets = Budgets(device=device, host=capacities.get("host", 0), disk=capacities.get("disk", 0))
+    group = group or DeviceGroup()
+    return Question(profile=profile, budgets=budgets, group=group, replicas=group.replica_counts)
+
+
+def seconds_of(reached: Reached) -> float:
+    assert reached.solved is not None
+    return reached.solved.plan.prediction.step_seconds
+
+
+# --- sweeps ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resource", ["host", "device", "disk"])
+def test_more_memory_is_never_slower(resource: Resource) -> None:
+    """Exactly, and with searches that end far from the best: by construction, not by luck."""
+    asked = question(gpu(disk_gb=10, host_gb=2), device=900 * MB)
+    least = {"host": 100 * MB, "device": 700 * MB, "disk": 100 * MB}[resource]
+    values = [round(least * 1.25**number) for number in range(8)]
+    line = sweep([with_resource(asked, resource, value) for value in values], gap=0.5)
+    found = [one for one in line if one.solved]
+    assert len(found) >= 3
+    assert [one.solved is not None for one in line] == sorted(bool(one.solved) for one in line)
+    for less, more in pairwise(found):
+        assert seconds_of(more) <= seconds_of(less)
+    for one in found:
+        assert one.solved
+        plan = one.solved.plan
+        assert plan.budgets == one.question.budgets
+        assert plan.prediction.lower_bound_seconds <= plan.prediction.step_seconds
+        problem = Problem.of_plan(plan, one.question.profile)
+        peaks = peak_bytes(problem.program(plan.units))
+        assert peaks == plan.prediction.peak_bytes
+        assert peaks.on_device <= plan.budgets.device
+        assert (peaks.host, peaks.disk) <= (plan.budgets.host, plan.budgets.disk)
+
+
+def test_the_plan_for_less_is_kept_where_no_faster_one_is_found() -> None:
+    """A search that ends at once, after one that went on."""
+    asked = question(gpu())
+    good = reach(asked, effort=Effort(gap_target=GAP))
+    more = with_resource(asked, "device", asked.budgets.device + 10 * MB)
+    hasty = Effort(gap_target=100.0)
+    assert seconds_of(reach(more, effort=hasty)) > seconds_of(good), "there is nothing to keep"
+    kept = reach(more, effort=hasty, known=good)
+    assert seconds_of(kept) <= seconds_of(good)
+    less = with_resource(asked, "device", asked.budgets.device - 10 * MB)
+    other = reach(less, effort=hasty, known=good)
+    assert other.solved is not None
+    assert other.solved.plan.prediction.peak_bytes.on_device <= less.budgets.device
+
+
+def test_a_faster_link_is_no_slower() -> None:
+    asked = question(gpu())
+    line = sweep([with_resource(asked, "link", rate) for rate in (5e9, 10e9, 40e9)], gap=GAP)
+    for slow, fast in pairwise(line):
+        assert seconds_of(fast) <= seconds_of(slow) * 1.002
+    assert seconds_of(line[-1]) < seconds_of(line[0])
+    # What was planned for is the faster link, in both directions.
+    link = line[-1].question.profile.hardware.tier("host").link
+    assert (link.read_bytes_per_s, link.write_bytes_per_s) == (40e9, 40e9)
+
+
+def test_a_machine_without_host_memory_is_refused() -> None:
+    asked = question(cpu(), device=900 * MB)
+    for resource in ("host", "link"):
+        with pytest.raises(ProtrainError, match="cpu has no host memory below its device"):
+            with_resource(asked, resource, 1e9)
+
+
+def test_host_memory_is_that_of_a_node() -> None:
+    hardware = joined(gpu(), below="of the node")
+    asked = question(hardware, group=DeviceGroup(num_devices=8, num_nodes=2))
+    assert with_resource(asked, "host", 8000 * MB).budgets.host == 2000 * MB
+
+
+# --- what helps -----------------------------------------------------------------------------------
+
+
+def helps(base: Reached) -> dict[str, tuple[Change, float | None, bool]]:
+    found = {}
+    for change in changes(base.question, device_sizes=[800 * MB, 1500 * MB, 3000 * MB]):
+        one = helped(base, change, gap=GAP)
+        found[change.what] = (change, one.times, one.reached is not None)
+    return found
+
+
+def test_what_helps_is_what_planning_says() -> None:
+    """What a bound leaves out is planned here all the same, and is worth less than was said."""
+    asked = question(gpu())
+    base = reach(asked, effort=Effort(gap_target=GAP))
+    found = helps(base)
+    assert found.keys() == {"host memory", "link", "device memory", "micro-batches", "batch"}
+    change, times, _ = found["device memory"]
+    assert change.question.budgets.device == 1500 * MB
+    assert change.words == "1.40 GiB of device memory in place of 858.31 MiB"
+    assert times is not None
+    assert times > 1 + WORTH
+    for what in ("device memory", "host memory"):
+        change, times, planned = found[what]
+        again = reach(change.question, effort=Effort(gap_target=GAP))
+        if planned:
+            assert times == pytest.approx(again.tokens_per_s / base.tokens_per_s, rel=3 * GAP)
+        else:
+            assert again.tokens_per_s < (1 + WORTH) * base.tokens_per_s
+    # 512 GB are more than the model can take.
+    assert found["host memory"][1] == pytest.approx(1.0, abs=WORTH)
+
+
+def test_what_would_fit_is_said_where_nothing_does() -> None:
+    least = min_memory(question(gpu()).problem())
+    assert least is not None
+    device = least.bytes + gpu().device.context_bytes - MB
+    base = reach(question(gpu(), device=device), effort=Effort(gap_target=GAP))
+    assert base.solved is None
+    found = helps(base)
+    assert found["device memory"][1] is None, "it fits with that, and there is nothing to divide by"
+    assert found["link"][1] == 0.0
+
+
+# --- machines -------------------------------------------------------------------------------------
+
+
+def offers() -> list[Offer]:
+    """Cards and counts of them, of which some are too small, some too slow and some too dear."""
+    made: list[Offer] = []
+    for pcie, device, price in (
+        (4e9, 500 * MB, 0.1),
+        (2e9, 900 * MB, 0.2),
+        (20e9, 1200 * MB, 0.5),
+        (20e9, 3000 * MB, 1.6),
+    ):
+        hardware = joined(gpu(pcie=pcie), network=pcie / 2)
+        for count in (1, 4):
+            group = DeviceGroup(num_devices=count)
+            asked = question(hardware, device=device, group=group)
+            name = f"{count} x {device // MB} at {pcie:g}"
+            made.append(Offer(name=name, price_per_hour=count * price, question=asked))
+    random.Random(0).shuffle(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def exhaustive() -> dict[str, float]:
+    """Tokens per second of every offer, each planned by itself."""
+    effort = Effort(gap_target=GAP)
+    return {one.name: reach(one.question, effort=effort).tokens_per_s for one in offers()}
+
+
+def speeds(known: dict[str, float]) -> Sequence[float]:
+    """Between what offers reach, and beyond."""
+    found = sorted(value for value in known.values() if value)
+    return [found[0] / 2, *((a + b) / 2 for a, b in pairwise(found)), found[-1] * 2]
+
+
+def test_the_cheapest_is_what_planning_all_of_them_finds(exhaustive: dict[str, float]) -> None:
+    prices = {one.name: one.price_per_hour for one in offers()}
+    bounds: set[str] = set()
+    for speed in speeds(exhaustive)[::2]:
+        found = cheapest(offers(), tokens_per_s=speed, gap=GAP)
+        reaching = [name for name, value in exhaustive.items() if value >= speed]
+        assert bool(found.best) is bool(reaching), speed
+        if found.best is not None:
+            assert found.best.offer.price_per_hour == min(prices[name] for name in reaching)
+            assert found.best.tokens_per_s >= speed
+            most = exhaustive[found.best.offer.name]
+            assert found.best.tokens_per_s == pytest.approx(most, rel=2 * GAP)
+        holds(found, exhaustive, speed)
+        bounds |= {one.bound for one in found.looked_at if one.reached is None}
+    assert {LANES, MEMORY} <= bounds, "nothing was ruled out without a plan"
+
+
+def test_the_fastest_is_what_planning_all_of_them_finds(exhaustive: dict[str, float]) -> None:
+    found = fastest(offers(), gap=GAP)
+    assert found.best is not None
+    assert found.best.tokens_per_s == pytest.approx(max(exhaustive.values()), rel=2 * GAP)
+    assert any(one.reached is None for one in found.looked_at) or found.unseen
+    holds(found, exhaustive, found.best.tokens_per_s)
+
+
+def holds(found: Found, exhaustive: dict[str, float], speed: float) -> None:
+    """No offer that was ruled out is as fast as its bound, and all offers are accounted for."""
+    for one in found.looked_at:
+        assert exhaustive[one.offer.name] <= one.most_tokens_per_s * (1 + 1e-9)
+        assert one.reached is not None or one.most_tokens_per_s <= speed
+    names = [one.offer.name for one in found.looked_at] + [one.name for one in found.unseen]
+    assert sorted(names) == sorted(exhaustive)
+
+
+def test_the_bound_of_a_question_is_that_of_all_its_replicas() -> None:
+    asked = question(joined(gpu(), network=1e9), group=DeviceGroup(num_devices=4))
+    assert len(asked.replicas) == 3
+    bound = least_seconds(asked)
+    assert bound is not None
+    found = [
+        reach(replace(asked, replicas=(number,)), effort=Effort(gap_target=GAP))
+        for number in asked.replicas
+    ]
+    steps = [seconds_of(one) for one in found if one.solved]
+    assert steps
+    assert bound <= min(steps)
+    assert tokens_of(asked) == 4 * 1024
+
+
+def test_offers_are_told_as_they_are_looked_at() -> None:
+    told: list[Offer] = []
+    found = cheapest(offers(), tokens_per_s=1e12, gap=GAP, told=told.append)
+    assert [one.offer for one in found.looked_at] == told
+    assert all(one.reached is None for one in found.looked_at)
+    assert (found.best, found.unseen) == (None, ())
