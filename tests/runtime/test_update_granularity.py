@@ -1,5 +1,6 @@
 """Optimizers that look at more than one element: cut at their blocks, or whole, on the device."""
 
+import itertools
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from protrain_plan.models.optimizers import KNOWN, OF_8_BITS, OF_MATRICES, optim
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.measured import cuts_of
+from protrain_plan.profiling.structure.faking import faking
 from protrain_plan.records.plan import STEPPED, Keep, Offload, Persistent, Recompute, Swap
 from protrain_plan.records.profile import OptimizerCost, Workload
 from protrain_runtime import prepare, save
@@ -456,3 +458,14 @@ def test_an_optimizer_of_the_users_own_is_seen_as_it_is(tmp_path: Path) -> None:
         spill_directory=tmp_path,
     )
     assert_bitwise(train("gpt2", planned, optimizer), plain("gpt2", trainer))
+
+
+def test_where_tensors_are_fake_a_step_is_seen_to_draw_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = itertools.count()
+    with faking("cuda"):
+        # What an estimate has in place of the generator's state tells nothing.
+        monkeypatch.setattr(torch, "get_rng_state", lambda: torch.full((16,), next(states)))
+        rule = UpdateRules(optimizer_factory("adamw")).of(torch.float32, torch.Size([64, 48]))
+    assert rule.reason == ""
