@@ -23,7 +23,12 @@ from typing import Any, NamedTuple, overload
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves
 
 from protrain_plan.errors import ProtrainError, cut
@@ -270,16 +275,34 @@ class _Trial:
 
     def _whole(self, shape: torch.Size, reason: str) -> UpdateRule:
         """The rule of parameters that cannot be cut, with the bytes of all states."""
-        if shape.numel() > _LARGE:
-            sizes = self._grown(smaller(shape, _SMALL), shape)
-        else:
-            sizes = [(one.numel(), one.itemsize) for one in tensors_in(self._state(shape))]
+        tried = smaller(shape, _LARGE)
+        sizes = _sizes(self._state(tried))
+        if tried != shape:
+            alike = self._without_values(tried) == sizes
+            known = self._without_values(shape) if alike else None
+            sizes = known or self._grown(smaller(shape, _SMALL), shape)
         return UpdateRule(
             scalars=tuple(size for number, size in sizes if number <= 1),
             block=0,
             reason=reason,
             whole=tuple(number * size for number, size in sizes if number > 1),
         )
+
+    def _without_values(self, shape: torch.Size) -> list[tuple[int, int]] | None:
+        """Elements and bytes of an element of each state, from a step on fake tensors.
+
+        A smaller shape tells less: which side of a matrix is projected may depend on which one is
+        longer, and a rank on how long that is. A value that the step reads is taken to be one.
+        None where there is no such step.
+        """
+        try:
+            with FakeTensorMode(), _Ones():
+                stepped = self._optimizer([torch.empty(shape, dtype=self._dtype)])
+                (parameter,) = stepped.param_groups[0]["params"]
+                self._step(stepped, [torch.empty(shape, dtype=self._dtype)])
+                return _sizes(stepped.state[parameter])
+        except Exception:  # noqa: BLE001 (the user's class meets tensors without values)
+            return None
 
     def _grown(self, small: torch.Size, shape: torch.Size) -> list[tuple[int, int]]:
         """Elements and bytes of an element of each state, from those of a small parameter.
@@ -349,6 +372,23 @@ class _Trial:
         for parameter, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=True):
             parameter.grad = gradient
         optimizer.step()
+
+
+class _Ones(TorchDispatchMode):
+    """Where fake tensors are asked for a value: one."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            (tensor,) = args
+            return 1.0 if tensor.is_floating_point() else tensor.dtype == torch.bool or 1
+        return func(*args, **(kwargs or {}))
+
+
+def _sizes(kept: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Elements and bytes of an element of each plain tensor in states."""
+    return [(one.numel(), one.itemsize) for one in tensors_in(dict(kept))]
 
 
 def _unit(block: int, least: int) -> int:
