@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.records.profile import Precision
 from protrain_runtime.devices.device import HOST, synchronize
-from protrain_runtime.devices.memory_meter import MemoryMeter
+from protrain_runtime.devices.memory_meter import MemoryMeter, storage_bytes
 from protrain_runtime.states.update_rules import (
     OptimizerFactory,
     UpdateRules,
@@ -128,7 +128,7 @@ class _Stepper:
 
     def state_bytes(self) -> int:
         """Of the first parameter."""
-        return sum(one.nbytes for one in tensors_in(dict(self.optimizer.state[self.parameters[0]])))
+        return storage_bytes(tensors_in(dict(self.optimizer.state[self.parameters[0]])))
 
 
 def _taken(
@@ -174,7 +174,7 @@ class _Operators(TorchDispatchMode):
     """Counts the operators that work on tensors."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: Counter[str] = Counter()
 
     def __torch_dispatch__(
@@ -194,7 +194,8 @@ def _tensors(values: Iterable[Any]) -> bool:
 
 
 def _operators(stepper: _Stepper) -> Counter[str]:
-    with _Operators() as mode:
+    mode = _Operators()
+    with mode:
         stepper.step()
     return mode.found
 

@@ -15,6 +15,7 @@ optimizer, which are float32 with it.
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -114,29 +115,39 @@ class UpdateRules:
 
     Each is seen in steps that the optimizer does on a parameter of that shape, or of a smaller one
     with as many dimensions: what it keeps may depend on how many elements there are, and on how
-    many dimensions. `groups` are the options of the groups that a parameter may be in, which have
-    to give it the same states.
+    many dimensions. `groups` are the options of the groups that a parameter may be in, and
+    `members` says in which one it is, where that is known. What may be cut has to have the same
+    states in all of them.
     """
 
     def __init__(
-        self, factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]] = ({},)
+        self,
+        factory: OptimizerFactory,
+        groups: Sequence[Mapping[str, Any]] = ({},),
+        members: Mapping[nn.Parameter, int] | None = None,
     ) -> None:
-        self._factory, self._groups = factory, groups
-        self._known: dict[tuple[torch.dtype, torch.Size, bool], UpdateRule] = {}
+        self._factory, self._groups, self._members = factory, groups, members or {}
+        self._known: dict[tuple[torch.dtype, torch.Size, bool, int | None], UpdateRule] = {}
 
     def of(
-        self, dtype: torch.dtype, shape: torch.Size = _ANY, *, in_order: bool = True
+        self,
+        dtype: torch.dtype,
+        shape: torch.Size = _ANY,
+        *,
+        in_order: bool = True,
+        parameter: nn.Parameter | None = None,
     ) -> UpdateRule:
         """That of a parameter; not `in_order`: its elements do not lie in that of its dimensions.
 
         ProtrainError where groups differ in it, or the optimizer takes no such parameter.
         """
-        place = (dtype, shape, in_order)
+        own = None if parameter is None else self._members.get(parameter)
+        place = (dtype, shape, in_order, own)
         if place in self._known:
             return self._known[place]
         # On tensors of their own, whatever is around; random numbers are drawn again.
         with _disable_current_modes(), torch.random.fork_rng(devices=[]):
-            found = [_Trial(self._factory, dtype, one).rule(shape) for one in self._groups]
+            found = self._found(dtype, shape, own)
         if any(rule.states != found[0].states for rule in found):
             raise ProtrainError(
                 "the parameter groups' options give them different optimizer states",
@@ -152,6 +163,18 @@ class UpdateRules:
             )
         self._known[place] = rule
         return rule
+
+    def _found(self, dtype: torch.dtype, shape: torch.Size, own: int | None) -> list[UpdateRule]:
+        """The rules of the groups that a parameter may be in: its own one first, if it is known."""
+        trials = [_Trial(self._factory, dtype, one) for one in self._groups]
+        if own is None:
+            return [trial.rule(shape) for trial in trials]
+        found = [trials.pop(own).rule(shape)]
+        for trial in trials if not found[0].reason else ():
+            with suppress(ProtrainError):  # another group's options may be for other shapes alone
+                rule = trial.rule(shape)
+                found += [] if rule.reason else [rule]
+        return found
 
     def refuse_whole(self, name: str, rule: UpdateRule) -> None:
         """ProtrainError where a parameter of this rule cannot be updated in pieces."""
@@ -296,7 +319,7 @@ class _Trial:
         None where there is no such step.
         """
         try:
-            with FakeTensorMode(), _Ones():
+            with FakeTensorMode(), _Ones():  # type: ignore[no-untyped-call]
                 stepped = self._optimizer([torch.empty(shape, dtype=self._dtype)])
                 (parameter,) = stepped.param_groups[0]["params"]
                 self._step(stepped, [torch.empty(shape, dtype=self._dtype)])
@@ -310,12 +333,12 @@ class _Trial:
         A state grows in proportion with a dimension, or not at all: seen in steps on parameters
         that are twice as large in one dimension. ProtrainError where it grows otherwise.
         """
-        found = tensors_in(self._state(small))
-        numbers = [one.numel() for one in found]
+        found = _sizes(self._state(small))
+        numbers = [number for number, _ in found]
         for place, size in enumerate(small):
             twice = torch.Size([*small[:place], 2 * size, *small[place + 1 :]])
-            larger = [one.numel() for one in tensors_in(self._state(twice))]
-            ratios = [a / b for a, b in zip(larger, (one.numel() for one in found), strict=False)]
+            larger = [number for number, _ in _sizes(self._state(twice))]
+            ratios = [a / b for a, (b, _) in zip(larger, found, strict=False)]
             if len(larger) != len(found) or any(ratio not in (1, 2) for ratio in ratios):
                 raise ProtrainError(
                     f"the states of {self.class_name} for a parameter of shape {list(shape)} are"
@@ -325,7 +348,7 @@ class _Trial:
             for number, ratio in enumerate(ratios):
                 if ratio == 2:
                     numbers[number] = numbers[number] * shape[place] // size
-        return [(number, one.itemsize) for number, one in zip(numbers, found, strict=True)]
+        return [(number, width) for number, (_, width) in zip(numbers, found, strict=True)]
 
     def _state(self, shape: torch.Size) -> Mapping[str, Any]:
         """What a step leaves for a parameter of a shape; ProtrainError where there is no step."""
@@ -387,8 +410,11 @@ class _Ones(TorchDispatchMode):
 
 
 def _sizes(kept: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Elements and bytes of an element of each plain tensor in states."""
-    return [(one.numel(), one.itemsize) for one in tensors_in(dict(kept))]
+    """Elements and bytes of an element of each memory that states keep: of a view, the whole."""
+    memories = {one.untyped_storage()._cdata: one for one in tensors_in(dict(kept))}
+    return [
+        (one.untyped_storage().nbytes() // one.itemsize, one.itemsize) for one in memories.values()
+    ]
 
 
 def _unit(block: int, least: int) -> int:
@@ -534,11 +560,19 @@ def _same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
     return (
         all(torch.equal(*pair) for pair in pairs)
         and len(leaves) == len(more)
-        and all(
-            torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-            for a, b in zip(leaves, more, strict=True)
-        )
+        and all(_equal(a, b) for a, b in zip(leaves, more, strict=True))
     )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two leaves of states are the same: tensors to the bit, objects in what they hold."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    held = getattr(one, "__dict__", None)
+    if held is None or type(one) is not type(other):
+        return bool(one == other)
+    leaves, more = tree_leaves(held), tree_leaves(vars(other))
+    return len(leaves) == len(more) and all(map(_equal, leaves, more))
 
 
 MASTER = "master"
