@@ -60,6 +60,11 @@ def adapted(model: nn.Module, adapter: str, *, source: str) -> nn.Module:
 
 def _configuration(peft: Any, lora: Lora) -> Any:
     every = lora.targets == (ALL_LINEAR,)
+    options: dict[str, Any] = {}
+    if lora.velora:
+        if not hasattr(peft, "VeloraConfig"):
+            raise ValueError(f"VeLoRA is missing in its version {peft.__version__}")
+        options["velora_config"] = peft.VeloraConfig(init_type=lora.velora)
     return peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -69,6 +74,7 @@ def _configuration(peft: Any, lora: Lora) -> Any:
         use_dora=lora.dora,
         bias=lora.bias,
         modules_to_save=list(lora.modules_to_save) or None,
+        **options,
     )
 
 
