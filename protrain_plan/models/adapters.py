@@ -50,6 +50,15 @@ def adapted(model: nn.Module, adapter: str, *, source: str) -> nn.Module:
             if len(reason) > _MAX_REASON:
                 reason = f"{reason[:_MAX_REASON]}..."
             raise ProtrainError(f"peft refuses the adapter: {reason}", source=source) from error
+        except RuntimeError as error:
+            if not (lora.velora and next(model.parameters()).is_meta):
+                raise
+            raise ProtrainError(
+                "VeLoRA looks at values when it is made, and an estimate has none",
+                source=source,
+                key="--lora",
+                fix="measure the model on the device, or say velora=batch_average",
+            ) from error
     layers = [each for each in wrapped.modules() if isinstance(each, peft.tuners.lora.LoraLayer)]
     if lora.dtype == "base":
         _settle_meta(layers)

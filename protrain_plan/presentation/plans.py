@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
-from protrain_plan.presentation.profiles import error_band, trust
+from protrain_plan.presentation.profiles import error_band, own_update, trust
 from protrain_plan.presentation.terminal import Text, run_name, table_of, wrote
 from protrain_plan.program.group import DeviceGroup
 from protrain_plan.records import activations_text, states_text
@@ -121,6 +121,7 @@ def solved_text(solved: "Solved", profile: Profile, path: Path) -> RenderableTyp
         f" ({solved.status}, {solved.solver}, {format_seconds(solved.solve_seconds)})"
     ]
     notes += other_steps(plan)
+    notes += [said] if (said := own_update(profile)) else []
     if several:
         notes.insert(0, f"on {several}, each with batches of its own")
     if len(solved.replicas) > 1:
@@ -340,8 +341,9 @@ def fits_text(fits: Sequence["Fit"]) -> RenderableType:
     if len(faster) == 1:  # in no cell
         faster = []
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
-    trusted = (f"{hardware.name}: {trust(hardware)}" for hardware in machines)
-    return Group(table, "", *map(Text, (*binds, *faster, *trusted)))
+    trusted = [f"{hardware.name}: {trust(hardware)}" for hardware in machines]
+    unknown = dict.fromkeys(said for fit in fits if (said := own_update(fit.profile)))
+    return Group(table, "", *map(Text, (*binds, *faster, *trusted, *unknown)))
 
 
 # A run

@@ -36,13 +36,13 @@ WELL_ABOVE = 1.5
 """Times the usual update that a slow one takes at least. Repeated steps of plain PyTorch were up to
 15 % off either way on a machine that others use, too (`passes`)."""
 
-_LARGE, _SMALL = (
-    2**16,
-    2**14,
-)  # elements of a matrix whose bytes, and whose operators, are looked at
+_LARGE, _SMALL = 2**16, 2**14  # elements of a matrix of which bytes, and operators, are seen
 _MOST_STEPS = 520  # GaLore's and APOLLO's own scripts project anew every 200 steps, or every 500
 _ROUNDS, _ROUNDS_S = 3, 1.0
-_MAKERS = ("new_", "zeros", "ones", "empty", "full", "rand", "clone", "copy", "_to_copy", "detach")
+_MAKERS = (
+    *("new_", "zeros", "ones", "empty", "full", "rand"),
+    *("clone", "copy", "_to_copy", "detach", "lift"),
+)
 """How names of operators begin that make a state, or copy one."""
 
 

@@ -237,6 +237,8 @@ def test_targets_choose_layers_by_the_end_of_their_names() -> None:
         "lora r=4 targets=self_attn",
         "lora r=4 modules_to_save=lmhead",
         "lora r=4 targets=embed_tokens dropout=0.1 dora modules_to_save=embed_tokens",
+        "lora r=4 velora dora",
+        "lora r=4 velora targets=embed_tokens",
     ],
 )
 def test_what_a_model_has_not_is_refused_by_name(adapter: str, assert_says: Speaker) -> None:
