@@ -121,7 +121,7 @@ def solved_text(solved: "Solved", profile: Profile, path: Path) -> RenderableTyp
         f" ({solved.status}, {solved.solver}, {format_seconds(solved.solve_seconds)})"
     ]
     notes += other_steps(plan)
-    notes += [said] if (said := own_update(profile)) else []
+    notes += [unknown] if (unknown := own_update(profile)) else []
     if several:
         notes.insert(0, f"on {several}, each with batches of its own")
     if len(solved.replicas) > 1:

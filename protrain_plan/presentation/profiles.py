@@ -41,7 +41,7 @@ def profile_json(profile: Profile) -> dict[str, Any]:
 
 
 def own_update(profile: Profile) -> str | None:
-    """What to say of an update that an estimate knows bytes of alone: that of a user's own class."""
+    """What to say of a user's own update, of which an estimate knows the bytes alone."""
     if profile.method != "estimated" or ":" not in profile.optimizer.name:
         return None
     return (
