@@ -57,7 +57,7 @@ def adapted(model: nn.Module, adapter: str, *, source: str) -> nn.Module:
                 "VeLoRA looks at values when it is made, and an estimate has none",
                 source=source,
                 key="--lora",
-                fix="measure the model on the device, or say velora=batch_average",
+                fix="profile it on the device that it is to run on",
             ) from error
     layers = [each for each in wrapped.modules() if isinstance(each, peft.tuners.lora.LoraLayer)]
     if lora.dtype == "base":
