@@ -71,12 +71,12 @@ def test_slow_steps_train_as_plain_torch_within_what_was_predicted(
             plan, num_steps=num_steps, plain=True, text=None, spill_directory=None, measured=False
         )
         assert (run.losses, run.parameters_sha256) == (plainly.losses, plainly.parameters_sha256)
+    # Exact but where the optimizer steps: a usual step takes less of what a slow one may take.
     slow, usual = above
+    workspace = profile.optimizer.workspace_bytes
     assert min(slow) <= SLACK_BYTES
-    # What a step of the optimizer may take counts where it is highest: a slow one takes most of it.
-    assert (
-        max(slow) <= profile.optimizer.workspace_bytes / 2 < usual[-2 if states == STEPPED else -1]
-    )
+    assert max(slow) <= workspace
+    assert max(b - a for a, b in zip(slow, usual, strict=True)) > workspace / 4
 
 
 def test_a_plan_says_how_long_a_slow_step_takes(profile: Profile) -> None:
