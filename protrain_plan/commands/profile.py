@@ -51,7 +51,7 @@ def profile(
         str | None,
         typer.Option(
             help="Train PEFT's low-rank adapters alone: r=16[,alpha=32][,targets=q_proj+v_proj]"
-            "[,dtype=base][,dropout=0.05][,rslora][,dora][,bias=all|lora_only]"
+            "[,dtype=base][,dropout=0.05][,rslora][,dora][,velora][,bias=all|lora_only]"
             "[,modules_to_save=lm_head+embed_tokens][,freeze=A]. Default: alpha = 2 r, all linear"
             " layers but the head, adapters of a 16-bit model in float32, as PEFT has them."
         ),

@@ -49,6 +49,15 @@ def adapted(model: nn.Module, adapter: str, *, source: str) -> nn.Module:
             if len(reason) > _MAX_REASON:
                 reason = f"{reason[:_MAX_REASON]}..."
             raise ProtrainError(f"peft refuses the adapter: {reason}", source=source) from error
+        except RuntimeError as error:
+            if not (lora.velora and next(model.parameters()).is_meta):
+                raise
+            raise ProtrainError(
+                "VeLoRA looks at values when it is made, and an estimate has none",
+                source=source,
+                key="--lora",
+                fix="profile it on the device that it is to run on",
+            ) from error
     layers = [each for each in wrapped.modules() if isinstance(each, peft.tuners.lora.LoraLayer)]
     if lora.dtype == "base":
         _settle_meta(layers)
@@ -59,6 +68,11 @@ def adapted(model: nn.Module, adapter: str, *, source: str) -> nn.Module:
 
 def _configuration(peft: Any, lora: Lora) -> Any:
     every = lora.targets == (ALL_LINEAR,)
+    options: dict[str, Any] = {}
+    if lora.velora:
+        if not hasattr(peft, "VeloraConfig"):
+            raise ValueError(f"VeLoRA is missing in its version {peft.__version__}")
+        options["velora_config"] = peft.VeloraConfig(init_type=lora.velora)
     return peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -68,6 +82,7 @@ def _configuration(peft: Any, lora: Lora) -> Any:
         use_dora=lora.dora,
         bias=lora.bias,
         modules_to_save=list(lora.modules_to_save) or None,
+        **options,
     )
 
 

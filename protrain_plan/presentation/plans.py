@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
-from protrain_plan.presentation.profiles import error_band, trust
+from protrain_plan.presentation.profiles import error_band, own_update, trust
 from protrain_plan.presentation.terminal import Text, run_name, table_of, wrote
 from protrain_plan.program.group import DeviceGroup
 from protrain_plan.records import activations_text, states_text
@@ -36,7 +36,7 @@ def solved_json(solved: "Solved") -> dict[str, Any]:
         **devices_json(DeviceGroup.of(solved.plan)),
         "lower_bound_seconds": prediction.lower_bound_seconds,
         "step_seconds": prediction.step_seconds,
-        **clipped_json(prediction),
+        **other_steps_json(prediction),
         "expected_seconds": prediction.expected_seconds,
         "stall_seconds": solved.stall_seconds,
         "solve_seconds": solved.solve_seconds,
@@ -46,19 +46,32 @@ def solved_json(solved: "Solved") -> dict[str, Any]:
     }
 
 
-def clipped_json(prediction: Prediction) -> dict[str, float]:
-    """A step that is clipped, where that is another one."""
-    seconds = prediction.clipped_step_seconds
-    return {"clipped_step_seconds": seconds} if seconds else {}
+def other_steps_json(prediction: Prediction) -> dict[str, float]:
+    """A step that is clipped, and one whose update is slow, where that is another one."""
+    found = {
+        "clipped_step_seconds": prediction.clipped_step_seconds,
+        "slow_step_seconds": prediction.slow_step_seconds,
+        "slow_every": prediction.slow_every,
+    }
+    return {key: value for key, value in found.items() if value}
 
 
-def clipped_text(plan: Plan) -> str:
-    """The same in words; empty where there is no other one."""
-    seconds = plan.prediction.clipped_step_seconds
-    if not seconds:
-        return ""
-    share = f"{100 * plan.clip_share:.3g} %"
-    return f"a step that is clipped takes {format_seconds(seconds)}, as {share} of all are taken to"
+def other_steps(plan: Plan) -> list[str]:
+    """The same in words."""
+    found, prediction = [], plan.prediction
+    if prediction.clipped_step_seconds:
+        seconds = format_seconds(prediction.clipped_step_seconds)
+        share = f"{100 * plan.clip_share:.3g} %"
+        found.append(f"a step that is clipped takes {seconds}, as {share} of all are taken to")
+    if prediction.slow_step_seconds:
+        often = (
+            f"every {prediction.slow_every} steps" if prediction.slow_every else "such as the first"
+        )
+        found.append(
+            f"a step takes {format_seconds(prediction.step_seconds)}, a slow one ({often}, by what"
+            f" the optimizer does) {format_seconds(prediction.slow_step_seconds)}"
+        )
+    return found
 
 
 def devices_json(group: DeviceGroup) -> dict[str, int]:
@@ -107,8 +120,8 @@ def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableT
         f" at most {solved.gap:.2%} above the fastest possible"
         f" ({solved.status}, {solved.solver}, {format_seconds(solved.solve_seconds)})"
     ]
-    if clipped := clipped_text(plan):
-        notes.append(clipped)
+    notes += other_steps(plan)
+    notes += [unknown] if (unknown := own_update(profile)) else []
     if several:
         notes.insert(0, f"on {several}, each with batches of its own")
     if len(solved.replicas) > 1:
@@ -359,8 +372,10 @@ def fits_text(fits: Sequence["Fit"], *paths: Path) -> RenderableType:
     if len(faster) == 1:  # in no cell
         faster = []
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
-    trusted = (f"{hardware.name}: {trust(hardware)}" for hardware in machines)
-    return Group(table, "", *map(Text, (*binds, *faster, *trusted)), *map(wrote, paths))
+    trusted = [f"{hardware.name}: {trust(hardware)}" for hardware in machines]
+    unknown = dict.fromkeys(said for fit in fits if (said := own_update(fit.profile)))
+    notes = map(Text, (*binds, *faster, *trusted, *unknown))
+    return Group(table, "", *notes, *map(wrote, paths))
 
 
 # A run
@@ -382,6 +397,7 @@ def run_json(
         "step_seconds": run.step_seconds,
         "seconds": list(run.seconds),
         "predicted_step_seconds": None if plain else plan.prediction.step_seconds,
+        **_slow_json(plan, run, plain=plain),
         "expected_seconds": None if plain else expected,
         "outside_expected": None if plain else outside,
         "predicted_peak_bytes": None if plain else tiers_json(plan.prediction.peak_bytes),
@@ -390,6 +406,16 @@ def run_json(
         "verified": verified,
         "overruns": [asdict(overrun) for overrun in overruns],
         "profile_again": again if overruns else None,
+    }
+
+
+def _slow_json(plan: Plan, run: "Run", *, plain: bool) -> dict[str, float | None]:
+    """The slowest step, where the plan expects some to take longer than others."""
+    if not plan.prediction.slow_step_seconds:
+        return {}
+    return {
+        "slowest_step_seconds": max(run.seconds),
+        "predicted_slow_step_seconds": None if plain else plan.prediction.slow_step_seconds,
     }
 
 
@@ -409,6 +435,9 @@ def run_text(
     table = table_of("", "predicted", "measured")
     promised = f"{format_seconds(prediction.step_seconds)}{expected}"
     table.add_row("step", "-" if plain else promised, format_seconds(run.step_seconds))
+    if slow := prediction.slow_step_seconds:
+        slowest = format_seconds(data["slowest_step_seconds"])
+        table.add_row("slow step", "-" if plain else format_seconds(slow), slowest)
     for label, tier in (
         ("device peak, tensors", "device"),
         ("device, allocator", "allocator"),

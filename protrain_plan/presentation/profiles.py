@@ -40,6 +40,29 @@ def profile_json(profile: Profile) -> dict[str, Any]:
     }
 
 
+def own_update(profile: Profile) -> str | None:
+    """What to say of a user's own update, of which an estimate knows the bytes alone."""
+    if profile.method != "estimated" or ":" not in profile.optimizer.name:
+        return None
+    return (
+        f"seconds of {profile.optimizer.name} are not known: an update is taken to move its bytes"
+        " and to compute nothing; measure on the device to know them, and those of a slow step"
+    )
+
+
+def slow_update(profile: Profile) -> str | None:
+    """How long updates of all parameters take, where some take longer than others."""
+    cost, count = profile.optimizer, sum(unit.num_parameters for unit in profile.units)
+    if not cost.slow_parameters_per_s:
+        return None
+    usual_s, slow_s = count / cost.device_parameters_per_s, count / cost.slow_parameters_per_s
+    often = f"every {cost.slow_every} steps" if cost.slow_every else "such as the first"
+    return (
+        f"an update of all parameters takes {format_seconds(usual_s)}, a slow one ({often})"
+        f" {format_seconds(slow_s)}"
+    )
+
+
 STEADY = 1.2
 """The slowest of whole steps over the fastest, on a machine that does nothing else. Medians of
 three were up to 15 % off where others' work changes its speed from second to second (`passes`)."""
@@ -94,6 +117,7 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
     how: list[Text] = []
     if profile.method == "estimated":
         how.append(Text(f"estimated for {machine.name}: {trust(machine)}"))
+    how += [Text(said) for said in (slow_update(profile), own_update(profile)) if said]
     if data["unsteady"]:
         how.append(Text(data["unsteady"], style="yellow"))
     return Group(table, "", note, total, *how, wrote(path))

@@ -37,11 +37,14 @@ from protrain_plan.models.optimizers import (
     works_in_place,
 )
 from protrain_plan.models.sources import ModelSource
+from protrain_plan.profiling.first_steps import FirstSteps, first_steps
 from protrain_plan.profiling.measured import (
     cuts_of,
     other_dtypes,
     refuse_sparse,
     timed,
+    trained,
+    with_workspace,
     workspace,
 )
 from protrain_plan.profiling.memory.block_classes import filled
@@ -193,6 +196,7 @@ def _estimates(
     beside = other_dtypes(model, workload)
     refuse_sparse(sparse, optimizer, workload)
     cuts = cuts_of(model, optimizer, workload)
+    seen = first_steps(optimizer, trained(model), precision=workload.precision)
     profiles: list[Profile] = []
     for machine in machines:
         rates = _rates(machine)
@@ -208,7 +212,13 @@ def _estimates(
                 method="estimated",
                 model_fingerprint=fingerprint,
                 optimizer=_optimizer(
-                    optimizer, workload, rates, beside=beside, sparse=bool(sparse), cuts=cuts
+                    optimizer,
+                    workload,
+                    rates,
+                    beside=beside,
+                    sparse=bool(sparse),
+                    cuts=cuts,
+                    seen=seen,
                 ),
                 base_bytes=sketch.base_bytes + sketch.counted.left_bytes + data_bytes,
                 units=tuple(filled(timed(units, seconds, by_themselves), sketch.block_classes)),
@@ -229,6 +239,7 @@ def _optimizer(
     beside: Set[torch.dtype],
     sparse: bool,
     cuts: Mapping[str, int],
+    seen: FirstSteps,
 ) -> OptimizerCost:
     """The device's step moves bytes and computes next to nothing."""
     stepped = stepped_dtype(workload.dtype, workload.precision)
@@ -239,7 +250,7 @@ def _optimizer(
     moved += 2 * rule.element_bytes
     if stored != TORCH_DTYPES[stepped]:
         moved += stored.itemsize  # the parameters that the model computes with
-    return OptimizerCost(
+    cost = OptimizerCost(
         name=name,
         host_parameters_per_s=four_digits(rates.host_parameters_per_s * host_share(name)),
         device_parameters_per_s=four_digits(
@@ -257,3 +268,4 @@ def _optimizer(
         host_piece_s=rates.host_piece_s,
         **cuts,
     )
+    return with_workspace(cost, seen, workload)

@@ -1,7 +1,7 @@
 """`measure`: a profile of a model on the device that it runs on."""
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -18,6 +18,7 @@ from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import parameter_dtype
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.models.sources import ModelSource
+from protrain_plan.profiling.first_steps import WELL_ABOVE, FirstSteps, first_steps
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.block_classes import (
     BlockClasses,
@@ -288,7 +289,7 @@ def _optimizer(
     # What updates whole parameters alone does none of a piece.
     pieces = name if cuts["block"] else DEFAULT_OPTIMIZER
     piece_s = measure_overheads(spill_directory, optimizer=pieces).piece_s if on_host else 0.0
-    return OptimizerCost(
+    cost = OptimizerCost(
         name=name,
         host_parameters_per_s=four_digits(host),
         device_parameters_per_s=four_digits(device),
@@ -303,6 +304,29 @@ def _optimizer(
             sparse=sparse,
         ),
     )
+    seen = first_steps(name, trained(model), precision=workload.precision, device=where)
+    cost, count = with_workspace(cost, seen, workload), sum(shape.numel() for shape in shapes)
+    usual_s = count / device
+    if usual_s + seen.more_s < WELL_ABOVE * usual_s:
+        return cost
+    slow = four_digits(count / (usual_s + seen.more_s))
+    return replace(cost, slow_parameters_per_s=slow, slow_every=seen.every)
+
+
+def trained(model: nn.Module) -> Counter[tuple[torch.dtype, torch.Size]]:
+    """The dtypes and shapes of the model's trainable parameters."""
+    return Counter((p.dtype, p.shape) for p in model.parameters() if p.requires_grad)
+
+
+def with_workspace(cost: OptimizerCost, seen: FirstSteps, workload: Workload) -> OptimizerCost:
+    """The cost with the workspace that first steps showed.
+
+    Masters have room for the gradients of a whole chunk: theirs grows with the chunk.
+    """
+    fraction = four_digits(max(cost.workspace_fraction, seen.fraction))
+    known = not cost.at_once and workload.precision != "master"
+    most = seen.workspace_bytes if known else 0
+    return replace(cost, workspace_fraction=fraction, workspace_bytes=most)
 
 
 def cuts_of(model: nn.Module, optimizer: str, workload: Workload) -> dict[str, int]:

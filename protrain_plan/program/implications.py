@@ -323,6 +323,9 @@ class Implications:
                 device_s += optimizer.host_piece_s  # a step of its own, which starts by itself
             else:
                 workspace = _step_workspace(index, self.profile)
+                if workspace and optimizer.workspace_bytes:
+                    # One step goes through all chunks, and may still hold what another one took.
+                    workspace = optimizer.workspace_bytes
         elif self.settings.num_devices > 1:
             if on_device:
                 workspace = own.gradient_bytes * optimizer.workspace_fraction
@@ -553,8 +556,9 @@ def _chunk_holdings(
 
 def _step_workspace(index: int, profile: Profile) -> float:
     """Bytes of the workspace of the device's step on a whole chunk."""
-    unit = profile.units[index]
-    return unit.gradient_bytes * profile.optimizer.workspace_fraction * unit.reached
+    unit, optimizer = profile.units[index], profile.optimizer
+    found = unit.gradient_bytes * optimizer.workspace_fraction * unit.reached
+    return min(found, optimizer.workspace_bytes or found)
 
 
 def _beyond_peak(index: int, profile: Profile, standing: int) -> int:

@@ -18,6 +18,8 @@ ALL_LINEAR = "all-linear"
 AdapterDType = Literal["float32", "base"]
 """float32: what PEFT makes of adapters of a 16-bit model; base: that of the adapted layer."""
 Biases = Literal["none", "all", "lora_only"]
+Projection = Literal["batch_average", "batch_average_once", "random"]
+"""What VeLoRA projects on, in PEFT's words: the mean of each batch, of the first one, or chance."""
 
 _Word = TypeVar("_Word", bound=str)
 
@@ -27,7 +29,12 @@ _DTYPE_OF_OPTIONS: AdapterDType = "float32"
 _MAX_DIGITS = 6  # of ranks
 _EXAMPLE = "r=16, or r=16,alpha=32,targets=q_proj+v_proj"
 _FLAGS = ("rslora", "dora")
-_KEYS = ("r", "alpha", "targets", "dtype", "dropout", *_FLAGS, "bias", "modules_to_save", "freeze")
+_KEYS = (
+    *("r", "alpha", "targets", "dtype", "dropout", *_FLAGS),
+    *("velora", "bias", "modules_to_save", "freeze"),
+)
+_ALONE: dict[str, str] = {"velora": "batch_average"}
+"""What a key means that is said without a value."""
 _PEFT_KEYS = {
     "lora_alpha": "alpha",
     "target_modules": "targets",
@@ -49,6 +56,8 @@ class Lora:
     dtype            of the adapters of a 16-bit model
     dropout          probability with which an element of x is 0 on the adapter's way
     dora             a trained magnitude per output besides (arXiv 2402.09353)
+    velora           A's gradient is of the input projected on one direction for each group of 64
+                     (arXiv 2405.17991, as PEFT has it), and which; empty: of the input
     bias             which biases of the model are trained, too
     modules_to_save  ends of names of modules of which a copy is trained
     freeze           `A`: A stays as it was drawn (LoRA-FA, arXiv 2308.03303)
@@ -61,6 +70,7 @@ class Lora:
     dropout: float = 0.0
     rslora: bool = False
     dora: bool = False
+    velora: Literal["", "batch_average", "batch_average_once", "random"] = ""
     bias: Biases = "none"
     modules_to_save: tuple[str, ...] = ()
     freeze: Literal["", "A"] = ""
@@ -81,11 +91,16 @@ class Lora:
             "targets": "" if self.targets == (ALL_LINEAR,) else "+".join(self.targets),
             "dtype": "" if self.dtype == dtype else self.dtype,
             "dropout": repr(self.dropout) if self.dropout else "",
+            "velora": self.velora,
             "bias": "" if self.bias == "none" else self.bias,
             "modules_to_save": "+".join(self.modules_to_save),
             "freeze": self.freeze,
         }
-        said = {key: f"{key}={value}" for key, value in values.items() if value}
+        said = {
+            key: key if value == _ALONE.get(key) else f"{key}={value}"
+            for key, value in values.items()
+            if value
+        }
         said |= {"r": f"r={self.rank}"} | {flag: flag for flag in _FLAGS if getattr(self, flag)}
         return [said[key] for key in _KEYS if key in said]
 
@@ -144,6 +159,7 @@ class _Reader:
             dropout=self._probability("dropout"),
             rslora="rslora" in self._found,
             dora="dora" in self._found,
+            velora=self._one_of("velora", get_args(Projection), ""),
             bias=self._one_of("bias", get_args(Biases), "none"),
             modules_to_save=self._names("modules_to_save"),
             freeze=self._one_of("freeze", ("A",), ""),
@@ -161,6 +177,7 @@ class _Reader:
             )
         if key in _FLAGS and equals:
             raise self._error(f"expected {name} without a value, got {cut(word)!r}", f"{key} alone")
+        value = value if equals else _ALONE.get(key, value)
         if key not in _KEYS or key in self._found or (key not in _FLAGS and not value):
             raise self._unclear()
         self._found[key] = value

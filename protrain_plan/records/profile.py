@@ -120,7 +120,12 @@ class OptimizerCost:
     the largest parameter that it works on at once; or of all persistent ones, if it takes them
     `at_once`, as `foreach` does. `host_piece_s` are seconds of a step on a piece
     on the host, besides its parameters. A piece is cut up to `cut_elements` from where it should
-    be. It looks at blocks of `block` elements, 1 by default, or (0) at whole parameters.
+    be. It looks at blocks of `block` elements, 1 by default, or (0) at whole parameters. Of one
+    that looks at whole parameters, one after the other, `workspace_bytes` are the most that a step
+    needs besides its operands on any of the model; 0: not known. Where some of its steps do more
+    than others, such as an SVD of each gradient, `slow_parameters_per_s` is the device's speed in
+    these, and every `slow_every`-th step is one, as far as was seen (0: it was not). Both are
+    absent where steps are alike, and where no device was there to time them.
     """
 
     name: str
@@ -131,6 +136,9 @@ class OptimizerCost:
     block: int = 1
     cut_elements: int = 64
     at_once: bool = False
+    workspace_bytes: int = 0
+    slow_parameters_per_s: float = 0.0
+    slow_every: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

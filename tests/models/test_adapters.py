@@ -45,6 +45,18 @@ from tests.support.messages import Speaker
             "r=4,modules_to_save=lm_head+embed_tokens,freeze=A",
             "lora r=4 dtype=float32 modules_to_save=lm_head+embed_tokens freeze=A",
         ),
+        (
+            "r=4,velora",
+            Lora(rank=4, alpha=8, velora="batch_average"),
+            "r=4,velora",
+            "lora r=4 dtype=float32 velora",
+        ),
+        (
+            "velora=random,r=4,dtype=base",
+            Lora(rank=4, alpha=8, dtype="base", velora="random"),
+            "r=4,dtype=base,velora=random",
+            "lora r=4 velora=random",
+        ),
     ],
 )
 def test_adapters_have_one_text(text: str, lora: Lora, option: str, recorded: str) -> None:
@@ -99,6 +111,8 @@ def test_a_record_of_before_says_adapters_in_the_dtype_of_their_layers() -> None
         "r=4,bias=lora",
         "r=4,dora=true",
         "r=4,rslora,rslora",
+        "r=4,velora=mean",
+        "r=4,velora=",
         "r=4,targets=q_proj+",
         "r=4,modules_to_save=lm head",
     ],
@@ -146,6 +160,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "r=2,dropout=0.1,rslora,alpha=3": {"lora_dropout": 0.1, "use_rslora": True, "lora_alpha": 3},
     "r=2,dora": {"use_dora": True},
     "r=2,dora,dtype=base": {"use_dora": True},
+    "r=2,velora": {"velora_config": {}},
     "r=2,bias=all": {"bias": "all"},
     "r=2,bias=lora_only": {"bias": "lora_only"},
     "r=2,modules_to_save=lm_head+norm": {"modules_to_save": ["lm_head", "norm"]},
@@ -222,6 +237,8 @@ def test_targets_choose_layers_by_the_end_of_their_names() -> None:
         "lora r=4 targets=self_attn",
         "lora r=4 modules_to_save=lmhead",
         "lora r=4 targets=embed_tokens dropout=0.1 dora modules_to_save=embed_tokens",
+        "lora r=4 velora dora",
+        "lora r=4 velora targets=embed_tokens",
     ],
 )
 def test_what_a_model_has_not_is_refused_by_name(adapter: str, assert_says: Speaker) -> None:

@@ -81,6 +81,7 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
     "docs/how-to/quantized.md#quantised-weights": Runs(),
     "docs/how-to/optimizers.md#optimizers": Runs(smaller=TINY),
     "docs/how-to/optimizers.md#whole-matrices": Runs(),
+    "docs/how-to/optimizers.md#lomos-figures": Runs(smaller={"llama-2-7b": "tiny-llama"}),
     "docs/how-to/long-sequences.md#long-sequences": Runs(),
     "docs/how-to/small-cards.md#small-cards": Runs(),
     "docs/how-to/small-cards.md#beside-what-you-would-do-without-a-plan": Runs(

@@ -76,6 +76,8 @@ CASES: dict[str, Case] = {
     "dropout": Case("r=2,dropout=0.1,rslora", (("lora_dropout", 0.1), ("use_rslora", True))),
     "dora": Case("r=2,dora", (("use_dora", True),)),
     "dora with dropout": Case("r=2,dora,dropout=0.1", (("use_dora", True), ("lora_dropout", 0.1))),
+    "VeLoRA": Case("r=2,velora,dropout=0.1", (("velora_config", {}), ("lora_dropout", 0.1))),
+    "VeLoRA by chance": Case("r=2,velora=random", (("velora_config", {"init_type": "random"}),)),
     "LoRA-FA": Case("r=2,freeze=A,dropout=0.1", (("lora_dropout", 0.1),)),
     "saved modules": Case(
         "r=2,modules_to_save=lm_head+embed_tokens",
@@ -193,6 +195,8 @@ OPTIONS = (
         for text in (
             "r=4,dropout=0.1",
             "r=4,freeze=A,dropout=0.1",
+            "r=4,velora",
+            "r=4,velora=random",
             "r=4,modules_to_save=lm_head+embed_tokens",
         )
     ),

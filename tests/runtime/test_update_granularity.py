@@ -32,6 +32,7 @@ from protrain_runtime.states.compositions import Composition, is_composed, taken
 from protrain_runtime.states.update_rules import StateRule, UpdateRules
 from protrain_runtime.states.updates import ranges
 from tests.support import judging
+from tests.support.low_rank import LowRank
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import (
     Trainer,
@@ -412,37 +413,64 @@ def test_adafactor_trains_where_its_states_stay(placement: Any, tmp_path: Path) 
     assert_bitwise(train("gpt2", planned, optimizer), plain("gpt2", trainer))
 
 
-class LowRank(torch.optim.Optimizer):
-    """As GaLore does: a matrix's momentum in a subspace, of an SVD of the gradient now and then."""
+class LongSide(torch.optim.Optimizer):
+    """Keeps an average along a matrix's longer side, if a value says so: as projections choose."""
 
-    def __init__(self, parameters: Any, lr: float = 1e-2, rank: int = 4, every: int = 2) -> None:
-        super().__init__(parameters, {"lr": lr, "rank": rank, "every": every})
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if (gradient := parameter.grad) is None:
-                    continue
-                state = self.state[parameter]
-                if parameter.dim() == 2:
-                    number = state["step"] = state.get("step", -1) + 1
-                    if number % group["every"] == 0:
-                        _, _, rows = torch.linalg.svd(gradient.float(), full_matrices=False)
-                        state["basis"] = rows[: group["rank"]].to(gradient.dtype)
-                    gradient = gradient @ state["basis"].T
-                momentum = state.setdefault("momentum", torch.zeros_like(gradient))
-                update = momentum.mul_(0.9).add_(gradient)
-                if parameter.dim() == 2:
-                    update = update @ state["basis"]
-                parameter.add_(update, alpha=-group["lr"])
+        for parameter in self.param_groups[0]["params"]:
+            state, rows_are_more = self.state[parameter], parameter.shape[0] >= parameter.shape[1]
+            mean = parameter.grad.mean(dim=int(rows_are_more))
+            if mean.norm() > 0:
+                state["mean"] = mean
+            parameter.sub_(mean.mean(), alpha=1e-2)
+
+
+@pytest.mark.parametrize("shape", [(688, 256), (256, 688), (14_336, 4096), (4096, 14_336)])
+def test_states_are_those_of_the_matrix_s_own_shape(shape: tuple[int, int]) -> None:
+    """A smaller matrix may have its longer side elsewhere."""
+    rule = UpdateRules(LongSide).of(torch.float32, torch.Size(shape))
+    assert rule.whole == (4 * max(shape),)
+
+
+def test_groups_with_options_for_matrices_alone_are_asked_for_them_alone(tmp_path: Path) -> None:
+    """As GaLore's groups, of which one has a rank: vectors are in another one."""
+
+    class OfGroups(LowRank):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                wrong = [p for p in group["params"] if "matrices" in group and p.dim() != 2]
+                assert not wrong, "a vector has no rank"
+            super().step(closure)
+
+    def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+        every = list(model.parameters())
+        matrices = {"params": [p for p in every if p.dim() == 2], "matrices": True}
+        return [matrices, {"params": [p for p in every if p.dim() != 2]}]
+
+    trainer = Trainer(OfGroups, groups)
+    model = build("gpt2")
+    planned, optimizer = prepare(
+        model,
+        plan_for(model, decided(described("gpt2"), Recompute(), Persistent())),
+        optimizer=trainer.factory,
+        param_groups=groups(model),
+        spill_directory=tmp_path,
+    )
+    assert_bitwise(train("gpt2", planned, optimizer), plain("gpt2", trainer))
 
 
 def test_an_optimizer_of_the_users_own_is_seen_as_it_is(tmp_path: Path) -> None:
     rules = UpdateRules(LowRank)
     matrix = rules.of(torch.float32, torch.Size([14_336, 4096]))
     assert matrix.reason
-    assert sorted(matrix.whole) == [4 * 4 * 4096, 4 * 14_336 * 4]
+    # Its basis is a view of all right singular vectors, in float32 alone.
+    assert sorted(matrix.whole) == [4 * 14_336 * 4, 4 * 4096 * 4096]
+    narrow = rules.of(torch.bfloat16, torch.Size([4096, 14_336]))
+    assert sorted(narrow.whole) == [2 * 4096 * 4, 2 * 4 * 14_336]
     assert rules.of(torch.float32, torch.Size([4096])).states == {
         "momentum": StateRule(torch.float32)
     }

@@ -83,6 +83,7 @@ def profiled_here(
     num_steps: int = 1,
     adapter: str = "",
     quantize: Quantize = "",
+    optimizer: str = "adamw",
 ) -> Profile:
     """A measured profile of a small model, whose seconds do not matter."""
     return measure(
@@ -94,6 +95,7 @@ def profiled_here(
         seed=0,
         adapter=adapter,
         quantize=quantize,
+        optimizer=optimizer,
         num_steps=num_steps,
         spill_directory=spill,
         text=None,

@@ -50,7 +50,9 @@ from protrain_plan.planning.search.improving import (
 from protrain_plan.planning.search.layouts import choice_of, layout_of, layouts_near
 from protrain_plan.planning.search.pacing import Pace
 from protrain_plan.planning.search.scheduling import PLAIN_RULES, QUICK_GRID
+from protrain_plan.program.compiling import bind
 from protrain_plan.program.group import ALONE, DeviceGroup
+from protrain_plan.program.implications import Implications
 from protrain_plan.records.forms import FORMS
 from protrain_plan.records.plan import Budgets, Plan, Prediction
 from protrain_plan.records.profile import Profile
@@ -251,6 +253,7 @@ class _Planning:
         if program.speculative:
             clipped = self.problem.program(best.plans, clipped=True)
             clipped_s = max(best.seconds, simulated_seconds(clipped)[0])
+        slow_s = self._slow_seconds(best)
         error_low, error_high = profile.error_band
         prediction = Prediction(
             step_seconds=best.seconds,
@@ -260,6 +263,8 @@ class _Planning:
             error_high=error_high,
             first_step_seconds=first_step_seconds(program) if settings.overlap_steps else 0.0,
             clipped_step_seconds=clipped_s,
+            slow_step_seconds=slow_s,
+            slow_every=profile.optimizer.slow_every if slow_s else 0,
         )
         made = Plan(
             workload=profile.workload,
@@ -289,6 +294,17 @@ class _Planning:
             solve_seconds=seconds,
             solver=solver_name() if solver == "milp" else solver,
         )
+
+    def _slow_seconds(self, best: Evaluation) -> float:
+        """Of a step whose update is a slow one; 0 where all are alike."""
+        profile, speed = self.problem.profile, self.problem.profile.optimizer.slow_parameters_per_s
+        if not speed:
+            return 0.0
+        slow = replace(profile.optimizer, device_parameters_per_s=speed)
+        implied = Implications(replace(profile, optimizer=slow), self.problem.settings)
+        usual_s, _ = simulated_seconds(self.problem.program(best.plans))
+        slow_s, _ = simulated_seconds(bind(best.plans, implied))
+        return best.seconds + max(0.0, slow_s - usual_s)
 
     @cached_property
     def counting(self) -> Counting:

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 
 from protrain_plan.escaping import one_line
-from protrain_plan.presentation.plans import clipped_json, clipped_text, devices_json, tiers_json
+from protrain_plan.presentation.plans import devices_json, other_steps, other_steps_json, tiers_json
 from protrain_plan.presentation.report.page import workload_text
 from protrain_plan.presentation.report.step import Bar, Step, Wait, bars, memory, waits
 from protrain_plan.presentation.terminal import Text, table_of
@@ -250,7 +250,7 @@ def summary_json(step: Step) -> dict[str, Any]:
         **devices_json(DeviceGroup.of(step.plan)),
         "step_seconds": report.step_seconds,
         "predicted_step_seconds": step.plan.prediction.step_seconds,
-        **clipped_json(step.plan.prediction),
+        **other_steps_json(step.plan.prediction),
         **({"expected_seconds": expected} if expected else {}),
         "stall_seconds": report.stall_seconds,
         "stall_by_cause": report.stall_by_cause,
@@ -282,6 +282,5 @@ def summary_text(step: Step) -> RenderableType:
         )
     if step.plan.num_devices > 1:
         head += f", on each of {DeviceGroup.of(step.plan)}"
-    if clipped := clipped_text(step.plan):
-        head += f"; {clipped}"
+    head = "; ".join((head, *other_steps(step.plan)))
     return Group(Text(head), "", table, "", *(Text(line) for line in in_words(report)))

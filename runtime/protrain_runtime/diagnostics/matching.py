@@ -249,7 +249,8 @@ def check_stepped(
 def rules_of(factory: OptimizerFactory, optimizer: PlannedOptimizer) -> UpdateRules:
     """The rules of the optimizer with the options of its groups."""
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    return UpdateRules(factory, groups)
+    members = {p: place for place, g in enumerate(optimizer.param_groups) for p in g["params"]}
+    return UpdateRules(factory, groups, members)
 
 
 _BESIDE = ("buffer", "scale")

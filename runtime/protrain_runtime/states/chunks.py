@@ -80,7 +80,7 @@ class Slice:
     def rule(self, rules: UpdateRules) -> UpdateRule:
         """What the optimizer keeps of it; of a rank's part, ask the whole parameter."""
         in_order = self.stride == torch.empty(self.shape, device="meta").stride()
-        return rules.of(self.dtype, self.shape, in_order=in_order)
+        return rules.of(self.dtype, self.shape, in_order=in_order, parameter=self.parameter)
 
     def flat(self, buffer: torch.Tensor) -> torch.Tensor:
         """The parameter's elements in storage order, in its group's buffer.  # dtype [numel]"""

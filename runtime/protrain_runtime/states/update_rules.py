@@ -15,6 +15,7 @@ optimizer, which are float32 with it.
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -23,7 +24,8 @@ from typing import Any, NamedTuple, overload
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from protrain_plan.errors import ProtrainError, cut
@@ -116,35 +118,41 @@ class UpdateRules:
 
     Each is seen in steps that the optimizer does on a parameter of that shape, or of a smaller one
     with as many dimensions: what it keeps may depend on how many elements there are, and on how
-    many dimensions. `groups` are the options of the groups that a parameter may be in, which have
-    to give it the same states.
+    many dimensions. `groups` are the options of the groups that a parameter may be in, and
+    `members` says in which one it is, where that is known. What may be cut has to have the same
+    states in all of them.
     """
 
     def __init__(
-        self, factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]] = ({},)
+        self,
+        factory: OptimizerFactory,
+        groups: Sequence[Mapping[str, Any]] = ({},),
+        members: Mapping[nn.Parameter, int] | None = None,
     ) -> None:
-        self._factory, self._groups = factory, groups
-        self._known: dict[tuple[torch.dtype, torch.Size, bool], UpdateRule] = {}
+        self._factory, self._groups, self._members = factory, groups, members or {}
+        self._known: dict[tuple[torch.dtype, torch.Size, bool, int | None], UpdateRule] = {}
         self._least: list[_Tried] = [{} for _ in groups]
         self._compiles: bool | None = None
 
     def of(
-        self, dtype: torch.dtype, shape: torch.Size = _ANY, *, in_order: bool = True
+        self,
+        dtype: torch.dtype,
+        shape: torch.Size = _ANY,
+        *,
+        in_order: bool = True,
+        parameter: nn.Parameter | None = None,
     ) -> UpdateRule:
         """That of a parameter; not `in_order`: its elements do not lie in that of its dimensions.
 
         ProtrainError where groups differ in it, or the optimizer takes no such parameter.
         """
-        place = (dtype, shape, in_order)
+        own = None if parameter is None else self._members.get(parameter)
+        place = (dtype, shape, in_order, own)
         if place in self._known:
             return self._known[place]
         # On tensors of their own, whatever is around; random numbers are drawn again.
         with _disable_current_modes(), torch.random.fork_rng(devices=[]):
-            compiled = self.compiled(dtype)
-            found = [
-                _Trial(self._factory, dtype, one, tried, compiled=compiled).rule(shape)
-                for one, tried in zip(self._groups, self._least, strict=True)
-            ]
+            found = self._found(dtype, shape, own)
         if any(rule.states != found[0].states for rule in found):
             raise ProtrainError(
                 "the parameter groups' options give them different optimizer states",
@@ -168,6 +176,22 @@ class UpdateRules:
                 trial = _Trial(self._factory, dtype, self._groups[0], {}, compiled=False)
                 self._compiles = trial.calls_compiler()
         return self._compiles
+
+    def _found(self, dtype: torch.dtype, shape: torch.Size, own: int | None) -> list[UpdateRule]:
+        """The rules of the groups that a parameter may be in: its own one first, if it is known."""
+        compiled = self.compiled(dtype)
+        trials = [
+            _Trial(self._factory, dtype, one, tried, compiled=compiled)
+            for one, tried in zip(self._groups, self._least, strict=True)
+        ]
+        if own is None:
+            return [trial.rule(shape) for trial in trials]
+        found = [trials.pop(own).rule(shape)]
+        for trial in trials if not found[0].reason else ():
+            with suppress(ProtrainError):  # another group's options may be for other shapes alone
+                rule = trial.rule(shape)
+                found += [] if rule.reason else [rule]
+        return found
 
     def refuse_whole(self, name: str, rule: UpdateRule) -> None:
         """ProtrainError where a parameter of this rule cannot be updated in pieces."""
@@ -356,10 +380,12 @@ class _Trial:
 
     def _whole(self, shape: torch.Size, reason: str) -> UpdateRule:
         """The rule of parameters that cannot be cut, with the bytes of all states."""
-        if shape.numel() > _LARGE:
-            sizes = self._grown(smaller(shape, _SMALL), shape)
-        else:
-            sizes = [(one.numel(), one.itemsize) for one in tensors_in(self._state(shape))]
+        tried = smaller(shape, _LARGE)
+        sizes = _sizes(self._state(tried))
+        if tried != shape:
+            alike = self._without_values(tried) == sizes
+            known = self._without_values(shape) if alike else None
+            sizes = known or self._grown(smaller(shape, _SMALL), shape)
         return UpdateRule(
             scalars=tuple(size for number, size in sizes if number <= 1),
             block=0,
@@ -367,18 +393,36 @@ class _Trial:
             whole=tuple(number * size for number, size in sizes if number > 1),
         )
 
+    def _without_values(self, shape: torch.Size) -> list[tuple[int, int]] | None:
+        """Elements and bytes of an element of each state, from a step on fake tensors.
+
+        A smaller shape tells less: which side of a matrix is projected may depend on which one is
+        longer, and a rank on how long that is. A value that the step reads is taken to be one.
+        None where there is no such step.
+        """
+        try:
+            # Operator by operator, as `_state` has it.
+            eager = torch.compiler.set_stance("force_eager")
+            with eager, FakeTensorMode(), _Ones():  # type: ignore[no-untyped-call]
+                stepped = self._optimizer([torch.empty(shape, dtype=self._dtype)])
+                (parameter,) = stepped.param_groups[0]["params"]
+                self._step(stepped, [torch.empty(shape, dtype=self._dtype)])
+                return _sizes(taken_apart(stepped.state[parameter]))
+        except Exception:  # noqa: BLE001 (the user's class meets tensors without values)
+            return None
+
     def _grown(self, small: torch.Size, shape: torch.Size) -> list[tuple[int, int]]:
         """Elements and bytes of an element of each state, from those of a small parameter.
 
         A state grows in proportion with a dimension, or not at all: seen in steps on parameters
         that are twice as large in one dimension. ProtrainError where it grows otherwise.
         """
-        found = tensors_in(self._state(small))
-        numbers = [one.numel() for one in found]
+        found = _sizes(self._state(small))
+        numbers = [number for number, _ in found]
         for place, size in enumerate(small):
             twice = torch.Size([*small[:place], 2 * size, *small[place + 1 :]])
-            larger = [one.numel() for one in tensors_in(self._state(twice))]
-            ratios = [a / b for a, b in zip(larger, (one.numel() for one in found), strict=False)]
+            larger = [number for number, _ in _sizes(self._state(twice))]
+            ratios = [a / b for a, (b, _) in zip(larger, found, strict=False)]
             if len(larger) != len(found) or any(ratio not in (1, 2) for ratio in ratios):
                 raise ProtrainError(
                     f"the states of {self.class_name} for a parameter of shape {list(shape)} are"
@@ -388,7 +432,7 @@ class _Trial:
             for number, ratio in enumerate(ratios):
                 if ratio == 2:
                     numbers[number] = numbers[number] * shape[place] // size
-        return [(number, one.itemsize) for number, one in zip(numbers, found, strict=True)]
+        return [(number, width) for number, (_, width) in zip(numbers, found, strict=True)]
 
     def _state(self, shape: torch.Size) -> Mapping[str, Any]:
         """What a step leaves for a parameter of a shape; ProtrainError where there is no step."""
@@ -440,6 +484,26 @@ class _Trial:
         for parameter, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=True):
             parameter.grad = gradient
         optimizer.step()
+
+
+class _Ones(TorchDispatchMode):
+    """Where fake tensors are asked for a value: one."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            (tensor,) = args
+            return 1.0 if tensor.is_floating_point() else tensor.dtype == torch.bool or 1
+        return func(*args, **(kwargs or {}))
+
+
+def _sizes(kept: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Elements and bytes of an element of each memory that states keep: of a view, the whole."""
+    memories = {one.untyped_storage()._cdata: one for one in tensors_in(dict(kept))}
+    return [
+        (one.untyped_storage().nbytes() // one.itemsize, one.itemsize) for one in memories.values()
+    ]
 
 
 def _unit(block: int, least: int) -> int:
@@ -591,11 +655,19 @@ def _same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
     return (
         all(torch.equal(*pair) for pair in pairs)
         and len(leaves) == len(more)
-        and all(
-            torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-            for a, b in zip(leaves, more, strict=True)
-        )
+        and all(_equal(a, b) for a, b in zip(leaves, more, strict=True))
     )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two leaves of states are the same: tensors to the bit, objects in what they hold."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    held = getattr(one, "__dict__", None)
+    if held is None or type(one) is not type(other):
+        return bool(one == other)
+    leaves, more = tree_leaves(held), tree_leaves(vars(other))
+    return len(leaves) == len(more) and all(map(_equal, leaves, more))
 
 
 MASTER = "master"
