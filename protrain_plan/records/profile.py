@@ -121,6 +121,8 @@ class OptimizerCost:
     `at_once`, as `foreach` does. `host_piece_s` are seconds of a step on a piece
     on the host, besides its parameters. A piece is cut up to `cut_elements` from where it should
     be. It looks at blocks of `block` elements, 1 by default, or (0) at whole parameters.
+    `node_parameters_per_s` is what the memory of a node's host lets all devices of the node update
+    together at most; 0 where that is not known.
     """
 
     name: str
@@ -131,6 +133,7 @@ class OptimizerCost:
     block: int = 1
     cut_elements: int = 64
     at_once: bool = False
+    node_parameters_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +182,7 @@ class Profile:
         estimates were compared with.
         """
         if self.method == "estimated":
-            rates = self.hardware.rates
-            return (rates.error_low, rates.error_high) if rates else (0.0, 0.0)
+            return self.hardware.error_band
         if self.repetitions is None:
             return 0.0, 0.0
         found = self.repetitions
