@@ -233,11 +233,11 @@ def error_band(machine: Hardware) -> list[float] | None:
 
 def trust(machine: Hardware) -> str:
     """How far estimates of its seconds can be trusted."""
-    band, rates, published = error_band(machine), machine.rates, machine.published_error
+    band, published = error_band(machine), machine.published_error
     if band is None:
         return "no run of this device was compared with its estimate"
     took = f"took {band[0]:.2f} to {band[1]:.2f} times as long"
-    if published is None or (rates and rates.error_high):
+    if published is None or machine.is_compared:
         return f"measured steps {took}"
     return f"{published.runs} published runs of its architecture {took} ({published.source})"
 

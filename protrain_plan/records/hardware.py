@@ -179,12 +179,17 @@ class Hardware:
     published_error: PublishedError | None = None
 
     @property
+    def is_compared(self) -> bool:
+        """Whether estimated seconds were compared with measured ones of this very machine."""
+        return self.rates is not None and self.rates.error_high > 0
+
+    @property
     def error_band(self) -> tuple[float, float]:
         """Measured over estimated step seconds, 10th and 90th percentile; zeros where unknown.
 
         Of the machine itself, else of its architecture's published runs.
         """
-        if self.rates is not None and self.rates.error_high:
+        if self.rates is not None and self.is_compared:
             return self.rates.error_low, self.rates.error_high
         published = self.published_error
         return (published.low, published.high) if published else (0.0, 0.0)

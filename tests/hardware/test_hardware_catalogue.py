@@ -77,6 +77,10 @@ def test_numbers_of_a_card_are_in_a_sane_order(name: str) -> None:
     assert 0.2 < rates.host_parameters_per_s / (device.num_threads * 1e9) < 0.4
     assert 1e-6 <= rates.operator_s <= 1e-5
     assert (rates.error_low, rates.error_high) == (0, 0), "nothing was measured on a GPU"
+    if published := machine.published_error:
+        assert 0.8 < published.low < published.high < 1.6
+        assert published.runs >= 3
+        assert machine.error_band == (published.low, published.high)
 
 
 JOINED = tuple(name for name in CARDS if load_hardware(name).interconnect)
