@@ -58,8 +58,12 @@ def test_qwen3_14b_on_a_gh200_is_as_fast_as_superoffload_s() -> None:
         attn_implementation="sdpa",
     )
     with FakeTensorMode(), watching() as log:
-        block = Qwen3DecoderLayer(config, 0).bfloat16()
-        head = nn.Linear(hidden, vocabulary, bias=False).bfloat16()
+        head = nn.Linear(hidden, vocabulary, bias=False, dtype=torch.bfloat16)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            block = Qwen3DecoderLayer(config, 0)
+        finally:
+            torch.set_default_dtype(torch.float32)
         given = torch.empty(batch, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
         angles = torch.empty(batch, tokens, 128, dtype=torch.bfloat16)
         labels = torch.empty(batch * tokens, dtype=torch.int64)
