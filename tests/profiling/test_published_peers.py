@@ -42,8 +42,10 @@ def test_an_x86_node_updates_about_as_many_parameters_as_published() -> None:
 
 
 def test_qwen3_14b_on_a_gh200_is_as_fast_as_superoffload_s() -> None:
-    """About 500 to 600 TFLOP/s of 4 x 4096 tokens: DeepSpeedExamples, training/DeepSpeed-SuperOffload,
-    README, which rounds (475 is allowed), and DeepSpeed, blogs/deepspeed-superoffload.
+    """About 500 to 600 TFLOP/s of 4 x 4096 tokens.
+
+    The former in DeepSpeedExamples, training/DeepSpeed-SuperOffload, README, which rounds: 475 is
+    allowed; the latter in DeepSpeed, blogs/deepspeed-superoffload.
 
     As its script counts them, `estimate_transformer_tflops` of finetune_zero3.py: four passes, one
     of them recomputation, and all scores of attention, of which its kernels compute half. What runs
