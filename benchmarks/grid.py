@@ -18,7 +18,7 @@ from itertools import combinations, product
 from pathlib import Path
 
 from benchmarks.costs import UTILISATION
-from benchmarks.machines import Machine
+from benchmarks.machines import Machine, updated_per_s
 from benchmarks.shapes import SHAPES, profile
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_plan.planning.model.decision_model import least_lane_seconds
@@ -101,7 +101,7 @@ def machine(name: str) -> Machine:
         hardware=hardware,
         flops_per_s=rates.bfloat16_flops_per_s * rates.compute_efficiency / UTILISATION,
         memory_bytes_per_s=rates.memory_bytes_per_s * rates.memory_efficiency,
-        host_parameters_per_s=rates.host_parameters_per_s,
+        host_parameters_per_s=updated_per_s(rates),
     )
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from protrain_plan.records.hardware import Contention, Device, Hardware, Link, Tier
+from protrain_plan.records.hardware import Contention, Device, Hardware, Link, Rates, Tier
 
 CONTEXT_BYTES = 600_000_000
 LATENCY_S = 20e-6
@@ -10,6 +10,17 @@ DUPLEX = 0.85
 
 ADAMW_BYTES_PER_PARAMETER = 28
 """Device traffic of AdamW: reads p, g (2 B each), master, m, v (4 B each), writes p and those."""
+
+
+HOST_BYTES_PER_PARAMETER = ADAMW_BYTES_PER_PARAMETER + 6
+"""Host traffic: AdamW's, the gradient that arrives, and the parameter that is sent twice."""
+
+
+def updated_per_s(rates: Rates) -> float:
+    """Parameters that the host of one device updates per second, as estimates have them."""
+    bandwidth = rates.host_bandwidth_bytes_per_s
+    threads = rates.host_parameters_per_s
+    return min(threads, bandwidth / HOST_BYTES_PER_PARAMETER) if bandwidth else threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

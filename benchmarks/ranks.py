@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machines import Machine
+from benchmarks.machines import Machine, updated_per_s
 from benchmarks.ranks_measured import measured
 from benchmarks.shapes import SHAPES, profile
 from protrain_plan.hardware.catalogue import load_hardware
@@ -95,7 +95,7 @@ def _profile(model: str) -> Profile:
         hardware=hardware,
         flops_per_s=rates.bfloat16_flops_per_s,
         memory_bytes_per_s=rates.memory_bytes_per_s,
-        host_parameters_per_s=rates.host_parameters_per_s,
+        host_parameters_per_s=updated_per_s(rates),
     )
     return profile(shape, machine, batch_size=BATCH_SIZE, seq_len=SEQ_LEN)
 

@@ -31,6 +31,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import flop_registry
 
+from protrain_plan.hardware.kernels import (
+    Attention,
+    Product,
+    attention_efficiency,
+    product_efficiency,
+)
 from protrain_plan.hardware.probe import processor_name
 from protrain_plan.program.program import BLOCK_BYTES, block_bytes, in_blocks
 from protrain_plan.records.hardware import Device, DeviceKind, Rates, is_accelerator
@@ -648,11 +654,18 @@ class Work(NamedTuple):
     flops: float
     bytes: int
     half: bool  # computes in 16 bits
+    shape: Product | Attention | None = None
 
     def seconds(self, rates: Rates) -> float:
         """The formula of `Rates`."""
         peak = rates.bfloat16_flops_per_s if self.half else rates.float32_flops_per_s
-        computing = self.flops / (peak * rates.compute_efficiency)
+        efficiency = rates.compute_efficiency
+        match self.shape:
+            case Product():
+                efficiency *= product_efficiency(self.shape, rates.multiprocessors)
+            case Attention() if self.half:
+                efficiency = attention_efficiency(self.shape, rates)
+        computing = self.flops / (peak * efficiency)
         moving = self.bytes / (rates.memory_bytes_per_s * rates.memory_efficiency)
         return max(computing, moving) + rates.operator_s
 
@@ -691,20 +704,26 @@ class OperatorLog:
         else:
             moved += sum(_bytes(tensor) for tensor in given)
         half = any(tensor.dtype in HALF for tensor in given)
+        shaped = _SHAPES.get(func)
+        shape = shaped(args, kwargs) if shaped else None
         if func._schema.name == PACKED_PRODUCT:
             # Packed bytes are read and numbers are written, and then there is a product of these.
             rows, weight = args[0], math.prod(args[2]) * args[0].itemsize
             packed = sum(_bytes(tensor) for tensor in given) - _bytes(rows)
             self.slots[-1].append(Work(0.0, packed + weight, half))
-            flops = 2.0 * rows.numel() * args[2][0]
+            columns, inner = args[2][0], rows.shape[-1]
+            shape = Product(1, rows.numel() // max(1, inner), columns, inner)
+            flops = 2.0 * rows.numel() * columns
             moved += weight - packed
         elif func._schema.name == INT8_PRODUCT:
             # At most as long as in 16 bits. Sums of int32 are written and read.
             rows, columns = args[0], args[1].shape[0]
             half = True
+            inner = rows.shape[-1]
+            shape = Product(1, rows.numel() // max(1, inner), columns, inner)
             flops = 2.0 * rows.numel() * columns
             moved += 2 * 4 * rows.shape[0] * columns
-        self.slots[-1].append(Work(flops, moved, half))
+        self.slots[-1].append(Work(flops, moved, half, shape))
 
 
 _LOOKUPS = (aten.embedding.default, aten.index.Tensor, aten.index_select.default)
@@ -729,6 +748,41 @@ def _attention_flops(
     skips = args[causal] if len(args) > causal else kwargs.get("is_causal", False)
     return flops / 2 if skips else flops
 
+
+def _product(args: tuple[Any, ...], _: Mapping[str, Any], *, left: int = 0) -> Product:
+    """Of the two operands from place `left` on; batches of them where they have three dimensions.
+
+    Groups of rows, of which each meets one of several weights, are taken as equal.
+    """
+    given, weight = args[left : left + 2]
+    groups = weight.shape[0] if weight.dim() == 3 else 1
+    rows = given.shape[-2] if given.dim() == weight.dim() else -(-given.shape[-2] // groups)
+    return Product(groups, rows, weight.shape[-1], given.shape[-1])
+
+
+def _attention_shape(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], *, query: int, causal: int, backward: bool
+) -> Attention:
+    keys, width = args[query + 1].shape[2:]
+    skips = args[causal] if len(args) > causal else kwargs.get("is_causal", False)
+    masked = kwargs.get("attn_mask") is not None
+    return Attention(keys / 2 if skips else float(keys), width, backward, masked)
+
+
+_SHAPES: dict[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], Product | Attention]] = {
+    aten.mm.default: _product,
+    aten.bmm.default: _product,
+    aten._grouped_mm.default: _product,
+    aten.addmm.default: partial(_product, left=1),
+    aten.baddbmm.default: partial(_product, left=1),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: partial(
+        _attention_shape, query=0, causal=4, backward=False
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: partial(
+        _attention_shape, query=1, causal=7, backward=True
+    ),
+}
+"""Operators whose efficiency depends on their shape."""
 
 _FLOPS: dict[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], float]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: partial(

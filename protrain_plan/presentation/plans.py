@@ -111,10 +111,14 @@ def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableT
         table.add_row(tier.name, format_bytes(used), format_bytes(budget))
     expected = format_range(prediction.expected_seconds)
     if expected:  # and who says so
-        said = "as measured steps were beside estimates"
+        said, machine = "as measured steps were beside estimates", profile.hardware
         if profile.method == "measured":
             said = "by the profile's own repetitions"
+        elif (published := machine.published_error) and not machine.is_compared:
+            said = f"as {published.runs} published runs were beside estimates"
         expected = f"{expected[:-1]} {said})"
+    elif profile.method == "estimated":
+        expected = " (no run of this device was compared with its estimate)"
     notes = [
         f"predicted step {format_seconds(prediction.step_seconds)}{expected},"
         f" at most {solved.gap:.2%} above the fastest possible"

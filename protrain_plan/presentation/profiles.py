@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 
 from protrain_plan.presentation.terminal import Table, Text, run_name, table_of, wrote
-from protrain_plan.records.hardware import Collectives, Hardware
+from protrain_plan.records.hardware import Collectives, Hardware, Rates
 from protrain_plan.records.profile import Profile, Unit
 from protrain_plan.units import format_bytes, format_seconds
 
@@ -197,7 +197,7 @@ def _facts(machine: Hardware) -> Iterator[tuple[str, str]]:
             "compute",
             f"{_rate(rates.bfloat16_flops_per_s, 'FLOP/s')} in bf16,"
             f" {_rate(rates.float32_flops_per_s, 'FLOP/s')} in fp32;"
-            f" large matrix products reach {rates.compute_efficiency:.0%}",
+            f" large matrix products reach {rates.compute_efficiency:.0%}" + _attention(rates),
         )
         yield (
             "bandwidth",
@@ -205,7 +205,11 @@ def _facts(machine: Hardware) -> Iterator[tuple[str, str]]:
             f" {rates.memory_efficiency:.0%}",
         )
         yield "operator", f"at least {format_seconds(rates.operator_s)}"
-        yield "AdamW", f"{rates.host_parameters_per_s / 1e9:.3g} G parameters/s in host memory"
+        memory = ""
+        if rates.host_bandwidth_bytes_per_s:
+            memory = f", which gives {_rate(rates.host_bandwidth_bytes_per_s)} to all of a node"
+        updates = f"{rates.host_parameters_per_s / 1e9:.3g} G parameters/s in host memory"
+        yield "AdamW", updates + memory
     for tier in machine.tiers:
         link = tier.link
         yield (
@@ -239,18 +243,29 @@ def _facts(machine: Hardware) -> Iterator[tuple[str, str]]:
         yield "estimates", trust(machine)
 
 
+def _attention(rates: Rates) -> str:
+    """What fused attention reaches, if that is known apart."""
+    forward, backward = rates.attention_efficiency, rates.attention_backward_efficiency
+    if not forward or not backward:
+        return ""
+    return f", attention {forward:.0%} forward and {backward:.0%} backward"
+
+
 def error_band(machine: Hardware) -> list[float] | None:
     """Measured over estimated seconds, 10th and 90th percentile; None if never compared."""
-    rates = machine.rates
-    return [rates.error_low, rates.error_high] if rates and rates.error_high else None
+    low, high = machine.error_band
+    return [low, high] if high else None
 
 
 def trust(machine: Hardware) -> str:
     """How far estimates of its seconds can be trusted."""
-    band = error_band(machine)
+    band, published = error_band(machine), machine.published_error
     if band is None:
-        return "seconds were never compared with measured ones"
-    return f"measured steps took {band[0]:.2f} to {band[1]:.2f} times as long"
+        return "no run of this device was compared with its estimate"
+    took = f"took {band[0]:.2f} to {band[1]:.2f} times as long"
+    if published is None or machine.is_compared:
+        return f"measured steps {took}"
+    return f"{published.runs} published runs of its architecture {took} ({published.source})"
 
 
 def _collected(speeds: Collectives) -> str:

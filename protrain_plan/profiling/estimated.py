@@ -241,7 +241,11 @@ def _optimizer(
     cuts: Mapping[str, int],
     seen: FirstSteps,
 ) -> OptimizerCost:
-    """The device's step moves bytes and computes next to nothing."""
+    """A step moves bytes and computes next to nothing, on the device and on the host.
+
+    In host memory, threads bind it too, and what the device copies of each parameter meanwhile
+    takes bytes of the same memory: its gradient, and itself for forward and for backward.
+    """
     stepped = stepped_dtype(workload.dtype, workload.precision)
     stored = parameter_dtype(workload.dtype, workload.precision)
     rule = UpdateRules(optimizer_factory(name)).of(TORCH_DTYPES[stepped])
@@ -250,9 +254,14 @@ def _optimizer(
     moved += 2 * rule.element_bytes
     if stored != TORCH_DTYPES[stepped]:
         moved += stored.itemsize  # the parameters that the model computes with
+    host, of_node = rates.host_parameters_per_s * host_share(name), 0.0
+    if rates.host_bandwidth_bytes_per_s:
+        of_node = rates.host_bandwidth_bytes_per_s / (moved + 3 * stored.itemsize)
+        host = min(host, of_node)
     cost = OptimizerCost(
         name=name,
-        host_parameters_per_s=four_digits(rates.host_parameters_per_s * host_share(name)),
+        host_parameters_per_s=four_digits(host),
+        node_parameters_per_s=four_digits(of_node),
         device_parameters_per_s=four_digits(
             rates.memory_bytes_per_s * rates.memory_efficiency / moved
         ),

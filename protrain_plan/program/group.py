@@ -127,12 +127,13 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
     """The profile with one rank's part of its machine; the same for one device, and when repeated.
 
     What the machine's tiers and its optimizer have as a node, the node's ranks share: capacities,
-    the disk's speed and that of the optimizer. The library of collectives counts with the context.
+    the disk's speed and that of the optimizer. The memory of its host they share in any case: each
+    updates its part of what that lets through. The library of collectives counts with the context.
     ProtrainError where the machine does not say what joins its devices.
     """
     if group.num_devices == 1:
         return profile
-    hardware = profile.hardware
+    hardware, optimizer = profile.hardware, profile.optimizer
     joined, device = _joined(hardware), hardware.device
     shared = group.in_node if joined.below == "of the node" else 1
     context_bytes = device.context_bytes + joined.library_bytes
@@ -143,9 +144,12 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
             read, write = link.read_bytes_per_s / shared, link.write_bytes_per_s / shared
             link = replace(link, read_bytes_per_s=read, write_bytes_per_s=write)
         tiers.append(replace(tier, capacity_bytes=tier.capacity_bytes // shared, link=link))
+    host, of_node = optimizer.host_parameters_per_s / shared, optimizer.node_parameters_per_s
+    if of_node:
+        host = min(host, of_node / group.in_node)
     units = profile.units
-    if profile.optimizer.block > 1:
-        why = f"devices would cut the {profile.optimizer.block} elements of an optimizer's block"
+    if optimizer.block > 1:
+        why = f"devices would cut the {optimizer.block} elements of an optimizer's block"
         units = tuple(
             replace(unit, stays=unit.stays or why) if unit.num_parameters else unit
             for unit in units
@@ -159,10 +163,7 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
             tiers=tuple(tiers),
             interconnect=replace(joined, below="of each device", library_bytes=0),
         ),
-        optimizer=replace(
-            profile.optimizer,
-            host_parameters_per_s=profile.optimizer.host_parameters_per_s / shared,
-        ),
+        optimizer=replace(optimizer, host_parameters_per_s=host),
     )
 
 

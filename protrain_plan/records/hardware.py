@@ -85,11 +85,18 @@ class Contention:
 class Rates:
     """How fast a machine computes, for estimates of seconds: an operator takes the larger of
 
-        FLOPs / (flops_per_s of its dtype * compute_efficiency)
+        FLOPs / (flops_per_s of its dtype * the efficiency of its kind and shape)
         bytes / (memory_bytes_per_s * memory_efficiency)
 
-    and operator_s besides. `error_low` and `error_high` are the 10th and 90th percentiles of
-    measured over estimated step seconds; both are 0 where they were never compared.
+    and operator_s besides. Products of matrices reach compute_efficiency, less by the tiles and
+    waves of as many multiprocessors; 0 multiprocessors: the same for all shapes. Fused attention in
+    16 bits reaches attention_efficiency or attention_backward_efficiency, less where rows are short
+    or heads narrow; 0: compute_efficiency for all (`hardware/kernels.py` has both).
+
+    AdamW's step in host memory takes what its threads do, host_parameters_per_s, and no more of
+    host_bandwidth_bytes_per_s than there is, which the devices of a node share; 0: not known apart.
+    `error_low` and `error_high` are the 10th and 90th percentiles of measured over estimated step
+    seconds on this very machine; both are 0 where they were never compared.
     """
 
     float32_flops_per_s: float  # dense matrix products, at the device's peak
@@ -102,6 +109,10 @@ class Rates:
     error_low: float = 0.0
     error_high: float = 0.0
     host_piece_s: float = 0.0  # of AdamW's step on a piece, besides its parameters
+    multiprocessors: int = 0  # that compute tiles of a product at the same time
+    attention_efficiency: float = 0.0  # of long rows in heads 128 wide, forward
+    attention_backward_efficiency: float = 0.0
+    host_bandwidth_bytes_per_s: float = 0.0  # of the memory of a node's host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,13 +149,29 @@ class Interconnect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedError:
+    """How far estimates were from runs that others published.
+
+    `low` and `high` are the 10th and 90th percentiles of measured over estimated seconds, of `runs`
+    runs on devices of this architecture; `source` names them.
+    """
+
+    low: float
+    high: float
+    runs: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """One machine: a device, the tiers below it in order of distance, and how lanes interfere.
 
     `rates` are there for estimates of a model's seconds, `interconnect` for several devices;
-    `sources` say where the numbers are from. `move_s` is what a move takes of the time that
-    computes, to be submitted and ended, where that is one processor's work. `price_per_hour` is
-    that of one device with its part of a node, in any currency; 0: it is not said.
+    `published_error` says how far these seconds were from published runs, where none were measured
+    on the machine itself; `sources` say where the numbers are from. `move_s` is what a move takes
+    of the time that computes, to be submitted and ended, where that is one processor's work.
+    `price_per_hour` is that of one device with its part of a node, in any currency; 0: it is not
+    said.
     """
 
     name: str
@@ -158,6 +185,23 @@ class Hardware:
     sources: tuple[str, ...] = ()
     move_s: float = 0.0
     price_per_hour: float = 0.0
+    published_error: PublishedError | None = None
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether estimated seconds were compared with measured ones of this very machine."""
+        return self.rates is not None and self.rates.error_high > 0
+
+    @property
+    def error_band(self) -> tuple[float, float]:
+        """Measured over estimated step seconds, 10th and 90th percentile; zeros where unknown.
+
+        Of the machine itself, else of its architecture's published runs.
+        """
+        if self.rates is not None and self.is_compared:
+            return self.rates.error_low, self.rates.error_high
+        published = self.published_error
+        return (published.low, published.high) if published else (0.0, 0.0)
 
     def tier(self, name: TierName) -> Tier:
         """The tier called `name`; KeyError where this machine has none."""

@@ -126,6 +126,8 @@ class OptimizerCost:
     than others, such as an SVD of each gradient, `slow_parameters_per_s` is the device's speed in
     these, and every `slow_every`-th step is one, as far as was seen (0: it was not). Both are
     absent where steps are alike, and where no device was there to time them.
+    `node_parameters_per_s` is what the memory of a node's host lets all devices of the node update
+    together at most; 0 where that is not known.
     """
 
     name: str
@@ -139,6 +141,7 @@ class OptimizerCost:
     workspace_bytes: int = 0
     slow_parameters_per_s: float = 0.0
     slow_every: int = 0
+    node_parameters_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,8 +190,7 @@ class Profile:
         estimates were compared with.
         """
         if self.method == "estimated":
-            rates = self.hardware.rates
-            return (rates.error_low, rates.error_high) if rates else (0.0, 0.0)
+            return self.hardware.error_band
         if self.repetitions is None:
             return 0.0, 0.0
         found = self.repetitions

@@ -25,6 +25,7 @@ from protrain_plan.records.hardware import (
     Hardware,
     Interconnect,
     Link,
+    PublishedError,
     Rates,
 )
 from protrain_plan.records.plan import Budgets, Plan, Prediction, TierBytes, UnitPlan
@@ -110,6 +111,8 @@ _SECONDS = Limits(low=1e-12, high=1e6, or_zero=True)
 STEPS = Limits(low=1e-12, high=MAX_SECONDS)
 _SPEEDS = Limits(low=1.0, high=1e21)
 _SHARES = Limits(low=1e-6, high=1.0)
+_SHARES_OR_NONE = Limits(low=1e-6, high=1.0, or_zero=True)
+_SPEEDS_OR_NONE = Limits(low=1.0, high=1e21, or_zero=True)
 _HALVES = Limits(low=0.5, high=1.0)
 _FACTORS = Limits(low=1e-12, high=1e6, or_zero=True)
 PRICES = Limits(low=1e-6, high=1e6, or_zero=True)
@@ -122,6 +125,14 @@ LIMITS: dict[tuple[type, str], Limits] = {
     (Contention, "lane"): _SHARES,
     (Rates, "compute_efficiency"): _SHARES,
     (Rates, "memory_efficiency"): _SHARES,
+    (Rates, "multiprocessors"): Limits(high=MAX_COUNT),
+    (Rates, "attention_efficiency"): _SHARES_OR_NONE,
+    (Rates, "attention_backward_efficiency"): _SHARES_OR_NONE,
+    (Rates, "host_bandwidth_bytes_per_s"): _SPEEDS_OR_NONE,
+    (PublishedError, "low"): _FACTORS,
+    (PublishedError, "high"): _FACTORS,
+    (PublishedError, "runs"): _COUNTS,
+    (OptimizerCost, "node_parameters_per_s"): _SPEEDS_OR_NONE,
     (Interconnect, "devices_per_node"): _COUNTS,
     (Interconnect, "link_share"): _HALVES,
     (FormCost, "kept_bytes"): _SIGNED_SIZES,

@@ -18,7 +18,7 @@ from protrain_plan.units import exact_bytes
 _COMMENTS: dict[type[Record], str] = {
     Hardware: """\
 # What a machine offers to a training run: its device, the tiers below, their links and speeds.
-#   rates    for estimates: an operator takes FLOPs / (flops_per_s * compute_efficiency) or
+#   rates    for estimates: an operator takes FLOPs / (flops_per_s * efficiency of its shape) or
 #            bytes / (memory_bytes_per_s * memory_efficiency), whichever is more, and operator_s
 #   sources  where the numbers are from
 """,

@@ -1,16 +1,11 @@
 """Seconds worked out by hand from what operators compute and move."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from protrain_plan.hardware.operators import OperatorLog
 from protrain_plan.records.hardware import Rates
+from tests.support.operator_logs import watching
 
 RATES = Rates(
     float32_flops_per_s=1e9,
@@ -21,23 +16,6 @@ RATES = Rates(
     operator_s=1e-3,
     host_parameters_per_s=1.0,
 )
-
-
-@contextmanager
-def watching() -> Iterator[OperatorLog]:
-    """A log that is told of every operator inside."""
-    log = OperatorLog()
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-        ) -> object:
-            result = func(*args, **(kwargs or {}))
-            log.note(func, args, kwargs or {}, result)
-            return result
-
-    with Watch():  # type: ignore[no-untyped-call]
-        yield log
 
 
 def test_a_product_takes_its_flops_and_a_sum_its_bytes() -> None:

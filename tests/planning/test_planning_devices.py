@@ -270,6 +270,18 @@ def test_devices_with_tiers_of_their_own_keep_them() -> None:
     assert own.optimizer == profile.optimizer
 
 
+def test_all_ranks_of_a_node_update_no_more_than_its_memory_lets_through() -> None:
+    """Whatever threads each has of its own: an x86 node has one memory for all its devices."""
+    profile = small(joined(gpu(), below="of each device", devices_per_node=8), blocks=1)
+    speed = profile.optimizer.host_parameters_per_s
+    bound = replace(profile.optimizer, node_parameters_per_s=3 * speed)
+    for devices, own in ((1, speed), (2, speed), (4, 3 / 4 * speed), (8, 3 / 8 * speed)):
+        group = DeviceGroup(num_devices=devices)
+        found = profile_of_rank(replace(profile, optimizer=bound), group)
+        assert found.optimizer.host_parameters_per_s == pytest.approx(own)
+        assert profile_of_rank(found, group) == found
+
+
 def test_devices_go_to_as_few_nodes_as_hold_equal_parts_of_them() -> None:
     hardware = joined(gpu(), devices_per_node=8)
     assert group_on(hardware, 1) == ALONE == group_on(gpu(), 1)

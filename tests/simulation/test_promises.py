@@ -10,14 +10,14 @@ import yaml
 
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as solve
-from protrain_plan.presentation.profiles import unsteady
+from protrain_plan.presentation.profiles import trust, unsteady
 from protrain_plan.records import (
     dumps_profile,
     loads_profile,
     read_profile,
     write_profile,
 )
-from protrain_plan.records.hardware import Rates
+from protrain_plan.records.hardware import PublishedError, Rates
 from protrain_plan.records.plan import Budgets, Plan
 from protrain_plan.records.profile import Profile, Repetitions
 from protrain_plan.simulation.memory import Excess, exceeded, promised_bytes
@@ -166,6 +166,15 @@ def test_the_range_of_an_estimate_is_its_machines() -> None:
     assert estimated.error_band == (0.0, 0.0)
     known = replace(estimated, hardware=replace(estimated.hardware, rates=rates))
     assert known.error_band == (1.1, 1.9)
+    # What was measured on the machine goes before what others published of its architecture.
+    published = PublishedError(low=0.8, high=1.2, runs=5, source="a page")
+    both = replace(known, hardware=replace(known.hardware, published_error=published))
+    assert both.error_band == (1.1, 1.9)
+    machine = replace(estimated.hardware, published_error=published)
+    assert replace(estimated, hardware=machine).error_band == (0.8, 1.2)
+    assert trust(machine) == (
+        "5 published runs of its architecture took 0.80 to 1.20 times as long (a page)"
+    )
 
 
 def test_a_busy_machine_is_told() -> None:

@@ -1,0 +1,98 @@
+"""How long a kernel takes, by its kind and its shape: pure functions of a machine's `Rates`.
+
+Products of matrices. A kernel cuts the result into tiles, and each multiprocessor computes one at a
+time. So a product takes whole tiles, and whole waves of as many tiles as there are multiprocessors
+(NVIDIA, Matrix Multiplication Background User's Guide, tile and wave quantization). A library
+chooses among tiles: a tile reads each operand once per row or column of its own, so that smaller
+ones are slower by what they read, and fill more multiprocessors. It may share a long inner
+dimension, too, and add up the parts. Here it chooses what takes least. No number is fitted but what
+large products reach, and what a launch takes (`operator_s`); published tables of square products on
+five cards are met within a sixth from 4096 on, and on data centre cards within a quarter below
+(tests/hardware/test_kernels.py). Cards with half the tensor rate lose less by small tiles: there,
+products of 1024 are up to twice as fast.
+
+Attention. A fused kernel takes the FLOPs of its products, and besides
+
+- for each row of queries as long as `_EDGE_KEYS` further keys take: rows are started and ended, and
+  blocks that the mask cuts are computed whole;
+- for each score as long as `_SCORE_WIDTH` further columns of a head take: exponentials are no
+  products.
+
+Both hold within 10 % for FlashAttention-2 on an A100 and an H100, forward and backward together, at
+512 to 16,384 keys, causal or not, in heads 64 and 128 wide (Dao-AILab/flash-attention, README;
+tests/hardware/test_kernels.py has these figures).
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from protrain_plan.records.hardware import Rates
+
+_TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+"""Rows and columns of the result; the first are as fast as a multiprocessor computes."""
+
+_PARTS = (1, 2, 4, 8, 16)
+_LEAST_PART = 2048
+"""Of the inner dimension; a shorter part takes as long as one of these."""
+
+_EDGE_KEYS = 256
+_SCORE_WIDTH = 22
+_RATED_WIDTH = 128
+"""Efficiencies of attention are those of heads so wide; wider ones are no faster."""
+
+_MASKED = 0.48
+"""With a mask of its own, attention is another kernel's, which is slower: 98 TFLOP/s where
+FlashAttention-2 has 203 (the same figures, xformers', on an A100)."""
+
+
+class Product(NamedTuple):
+    """Products of a [rows, inner] and an [inner, columns] matrix, as many as `batches`."""
+
+    batches: int
+    rows: int
+    columns: int
+    inner: int
+
+
+class Attention(NamedTuple):
+    """Fused attention: what a row of queries meets, and the width of a head."""
+
+    keys: float  # in the mean: half of them where the future is skipped
+    width: int
+    backward: bool
+    masked: bool
+
+
+@lru_cache(maxsize=4096)
+def product_efficiency(product: Product, multiprocessors: int) -> float:
+    """The part of the speed of large products that this one reaches, at most 1.
+
+    A product that is larger by a whole factor in every direction is never less efficient, and one
+    that is larger in any direction never takes less time.
+    """
+    batches, rows, columns, inner = product
+    if not (multiprocessors and batches and rows and columns and inner):
+        return 1.0
+    rated = sum(1 / side for side in _TILES[0])
+    least = min(
+        # The time of one multiprocessor, in multiplications.
+        -(-batches * -(-rows // high) * -(-columns // wide) * parts // multiprocessors)
+        * (high + wide)
+        / rated  # times high * wide, and what it reads over what the first one does
+        * (inner if parts == 1 else max(-(-inner // parts), _LEAST_PART))
+        for high, wide in _TILES
+        for parts in _PARTS
+    )
+    return min(1.0, batches * rows * columns * inner / multiprocessors / least)
+
+
+def attention_efficiency(attention: Attention, rates: Rates) -> float:
+    """The part of the peak that fused attention in 16 bits reaches."""
+    keys, width, backward, masked = attention
+    large = rates.attention_backward_efficiency if backward else rates.attention_efficiency
+    if not large:
+        return rates.compute_efficiency
+    rated = _RATED_WIDTH / (_RATED_WIDTH + _SCORE_WIDTH)
+    narrow = min(1.0, width / (width + _SCORE_WIDTH) / rated)
+    short = keys / (keys + _EDGE_KEYS)
+    return large * narrow * short * (_MASKED if masked else 1.0)

@@ -1,0 +1,156 @@
+"""Efficiencies of kernels: laws, and published tables of kernels by themselves."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.hardware.kernels import (
+    Attention,
+    Product,
+    attention_efficiency,
+    product_efficiency,
+)
+from protrain_plan.hardware.operators import Work
+from protrain_plan.records.hardware import Rates
+
+SIDES = st.integers(1, 20_000)
+PRODUCTS = st.builds(Product, st.integers(1, 64), SIDES, SIDES, SIDES)
+PROCESSORS = st.integers(1, 304)
+
+
+def rates_of(name: str) -> Rates:
+    rates = load_hardware(name).rates
+    assert rates is not None
+    return rates
+
+
+def work(product: Product, multiprocessors: int) -> float:
+    """What a product takes, in products of one number that all multiprocessors do at once."""
+    batches, rows, columns, inner = product
+    return batches * rows * columns * inner / product_efficiency(product, multiprocessors)
+
+
+@given(PRODUCTS, PROCESSORS)
+def test_no_product_is_faster_than_large_ones(product: Product, multiprocessors: int) -> None:
+    assert 0 < product_efficiency(product, multiprocessors) <= 1
+
+
+@given(PRODUCTS, PROCESSORS, st.integers(2, 4))
+def test_a_product_that_is_larger_in_all_directions_is_no_less_efficient(
+    product: Product, multiprocessors: int, factor: int
+) -> None:
+    larger = product._replace(
+        rows=factor * product.rows, columns=factor * product.columns, inner=factor * product.inner
+    )
+    small, large = (product_efficiency(one, multiprocessors) for one in (product, larger))
+    assert large >= small * (1 - 1e-9)
+
+
+@given(PRODUCTS, PROCESSORS, st.sampled_from(Product._fields))
+def test_a_larger_product_never_takes_less(
+    product: Product, multiprocessors: int, side: str
+) -> None:
+    larger = product._replace(**{side: getattr(product, side) + 1})
+    assert work(larger, multiprocessors) >= work(product, multiprocessors) * (1 - 1e-9)
+
+
+@given(st.floats(1, 1e6), st.integers(1, 512), st.booleans())
+def test_longer_rows_wider_heads_and_no_mask_are_no_less_efficient(
+    keys: float, width: int, backward: bool
+) -> None:
+    rates = rates_of("a100-80gb")
+    one = Attention(keys, width, backward, masked=False)
+    found = attention_efficiency(one, rates)
+    large = rates.attention_backward_efficiency if backward else rates.attention_efficiency
+    assert attention_efficiency(one._replace(masked=True), rates) < found <= large
+    assert attention_efficiency(one._replace(keys=2 * keys), rates) > found
+    assert attention_efficiency(one._replace(width=width + 1), rates) >= found
+
+
+@given(PRODUCTS)
+def test_machines_that_say_no_more_have_one_efficiency_for_all(product: Product) -> None:
+    """What files of hardware say that were written before shapes were looked at."""
+    rates = replace(
+        rates_of("a100-80gb"),
+        multiprocessors=0,
+        attention_efficiency=0.0,
+        attention_backward_efficiency=0.0,
+    )
+    for shape in (product, Attention(100.0, 64, backward=True, masked=True)):
+        assert Work(1e12, 8, True, shape).seconds(rates) == Work(1e12, 8, True).seconds(rates)
+
+
+SQUARES = [
+    # TFLOP/s in bfloat16 by width, the largest product's last, whose efficiency is taken for all:
+    # github.com/zzc0721/torch-performance-test-data issues 79, 108, 126, 78; pytorch/ao pull 2427.
+    ("h100-sxm", {1024: 176.62, 2048: 676.59, 4096: 788.72, 8192: 797.51}),
+    ("a100-40gb", {1024: 94.89, 2048: 138.46, 4096: 234.14}),  # PCIe: 250 W bind larger ones
+    ("a10g", {2048: 60.57, 4096: 62.48, 8192: 66.59, 10240: 69.47}),
+    ("rtx-4090", {4096: 151.50, 8192: 160.17, 10240: 158.54}),
+    ("b200", {2048: 1130.0, 3072: 1510.0, 4096: 1410.0, 6144: 1450.0, 8192: 1420.0}),
+]
+
+
+@pytest.mark.parametrize(("card", "published"), SQUARES, ids=[card for card, _ in SQUARES])
+def test_square_products_are_as_fast_as_published(card: str, published: dict[int, float]) -> None:
+    """Smaller ones are slower by tiles, waves and launches; within a fifth."""
+    rates = rates_of(card)
+
+    def per_s(width: int, efficiency: float) -> float:
+        shape = Product(1, width, width, width)
+        work = Work(2.0 * width**3, 6 * width**2, True, shape)
+        return 2e-12 * width**3 / work.seconds(replace(rates, compute_efficiency=efficiency))
+
+    largest = max(published)
+    efficiency = published[largest] / per_s(largest, 1.0)
+    for width, rate in published.items():
+        assert per_s(width, efficiency) == pytest.approx(rate, rel=0.2), width
+
+
+def test_products_of_a_llama_are_as_fast_as_published() -> None:
+    """On an H100, of 16,384 tokens; github.com/meta-pytorch/float8_experimental pull 38."""
+    rates, tokens = rates_of("h100-sxm"), 16_384
+    for inner, columns, seconds in (
+        (8192, 1280, 6.04e-4),
+        (1024, 8192, 5.00e-4),
+        (8192, 7168, 3.57e-3),
+        (3584, 8192, 1.59e-3),
+    ):
+        flops = 2.0 * tokens * inner * columns
+        work = Work(flops, 0, True, Product(1, tokens, columns, inner))
+        assert work.seconds(rates) == pytest.approx(seconds, rel=0.1)
+
+
+ATTENTION = [
+    # Forward and backward together, TFLOP/s, of 512, 1k, ... 16k keys; figures of
+    # github.com/Dao-AILab/flash-attention, README.
+    ("a100-80gb", 64, False, (132, 153, 162, 171, 175, 176)),
+    ("a100-80gb", 128, False, (150, 173, 187, 196, 201, 203)),
+    ("a100-80gb", 64, True, (88, 119, 140, 156, 165, 171)),
+    ("a100-80gb", 128, True, (99, 133, 155, 173, 182, 189)),
+    ("h100-sxm", 64, False, (215, 254, 274, 288, 294, 296)),
+    ("h100-sxm", 128, False, (248, 294, 320, 326, 335, 338)),
+    ("h100-sxm", 64, True, (141, 192, 232, 257, 273, 284)),
+    ("h100-sxm", 128, True, (163, 221, 265, 294, 308, 328)),
+]
+
+
+@pytest.mark.parametrize(("card", "width", "causal", "published"), ATTENTION)
+def test_attention_is_as_fast_as_published(
+    card: str, width: int, causal: bool, published: tuple[int, ...]
+) -> None:
+    rates = rates_of(card)
+    for power, rate in enumerate(published):
+        keys = 512 * 2**power / (2 if causal else 1)
+        passes = (
+            (2, Attention(keys, width, False, False)),
+            (5, Attention(keys, width, True, False)),
+        )
+        seconds = sum(
+            products / (rates.bfloat16_flops_per_s * attention_efficiency(shape, rates))
+            for products, shape in passes
+        )
+        assert 7 / seconds == pytest.approx(rate * 1e12, rel=0.10 if power else 0.12)
