@@ -492,8 +492,8 @@ def test_where_tensors_are_fake_a_step_is_seen_to_draw_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     states = itertools.count()
-    with faking("cuda"):
+    with faking("cuda"), monkeypatch.context() as patched:
         # What an estimate has in place of the generator's state tells nothing.
-        monkeypatch.setattr(torch, "get_rng_state", lambda: torch.full((16,), next(states)))
+        patched.setattr(torch, "get_rng_state", lambda: torch.full((16,), next(states)))
         rule = UpdateRules(optimizer_factory("adamw")).of(torch.float32, torch.Size([64, 48]))
     assert rule.reason == ""
