@@ -16,6 +16,7 @@ from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_plan.models.presets import JsonObject, preset_names
 from protrain_plan.models.sources import ConfigSource, ModelSource, load_source
 from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.search.evaluation import step_seconds
 from protrain_plan.profiling.estimated import estimates
 from protrain_plan.program.group import group_on
 from protrain_plan.records.adapters import parse_lora
@@ -306,17 +307,27 @@ def source_of(model: str, published: Published) -> ModelSource:
 
 
 def _prediction(run: Run, profile: Profile) -> Found:
-    """Bytes of tensors on a device, tokens of one device per second, and what they consist of."""
+    """Bytes of tensors on a device, tokens of one device per second, and what they consist of.
+
+    `shares` are of the last micro-batch's seconds, with the update: `last part` is the head and the
+    loss. `compute_share` is how much of them the device computes.
+    """
     problem = problem_of(run, profile)
     plan = plan_of_units(problem, units_of(run, problem))
     told = report(problem.program(plan.units))
-    slot = next(one for one in told.slots if one.name == told.peak_slot.name)
+    peak = next(one for one in told.slots if one.name == told.peak_slot.name)
+    seconds = [slot.end_s - slot.start_s for slot in told.slots]
+    count = len(plan.units)
     tokens = run.batch * run.seq * run.micro_batches
     return {
         "memory_bytes": plan.prediction.peak_bytes.device,
-        "tokens_per_s": tokens / plan.prediction.step_seconds,
+        "tokens_per_s": tokens / step_seconds(problem, plan.units)[0],
         "peak": told.peak_slot.name,
-        "peak_parts": {kind: size for kind, size in slot.device.by_kind.items() if size},
+        "peak_parts": {kind: size for kind, size in peak.device.by_kind.items() if size},
+        "shares": {
+            "last part": sum(seconds[count - 1 : count + 1]) / told.step_seconds,
+            "update": sum(seconds[2 * count :]) / told.step_seconds,
+        },
         "compute_share": told.lanes[0].utilisation,
         "lanes": {lane.name: lane.utilisation for lane in told.lanes[1:] if lane.busy_s},
     }
