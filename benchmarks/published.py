@@ -246,8 +246,8 @@ def _summaries(held: Sequence[Comparison]) -> Iterator[str]:
             by_kind = _grouped(ones, lambda one: one.run.memory_is)
             groups |= {f"memory, {name}": some for name, some in by_kind.items()}
         for words, key in _KEYS.items():
-            some = _grouped(ones, key)
-            groups |= {f"{kind}, {words}{name}": found for name, found in some.items()}
+            grouped = _grouped(ones, key)
+            groups |= {f"{kind}, {words}{name}": found for name, found in grouped.items()}
         for name, some in groups.items():
             if some:
                 offs = [one.off for one in some]

@@ -6,7 +6,7 @@ follows. Nothing is searched for.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -175,6 +175,10 @@ _READERS: dict[str, Callable[[Node], object]] = {
     "excluded": Node.text,
 }
 """How each key of a run is read."""
+_REQUIRED = (
+    *("where", "model", "gpu", "seq", "batch", "dtype", "precision", "optimizer", "attention"),
+    *("checkpointing", "compile"),
+)
 
 
 def read_published(text: str | None = None, where: str = "published.yaml") -> Published:
@@ -231,22 +235,12 @@ def _runs(node: Node, models: Mapping[str, JsonObject]) -> list[Run]:
                 said[key] = {**_texts(common[key]), **said[key]}
         if "memory" in said:
             said["memory_bytes"] = said.pop("memory")
-        needed = {one.name for one in fields(Run) if one.name not in ("name", "source")}
-        missing = [
-            one for one in (*_REQUIRED,) if one not in said and one in needed
-        ]
-        if missing:
+        if missing := [key for key in _REQUIRED if key not in said]:
             raise own.error(f"missing key {missing[0]!r}")
         run = Run(name=name, source=source, **said)
         _refuse(run, own, models)
         runs.append(run)
     return runs
-
-
-_REQUIRED = (
-    *("where", "model", "gpu", "seq", "batch", "dtype", "precision", "optimizer", "attention"),
-    *("checkpointing", "compile"),
-)
 
 
 def _refuse(run: Run, node: Node, models: Mapping[str, JsonObject]) -> None:
@@ -257,7 +251,7 @@ def _refuse(run: Run, node: Node, models: Mapping[str, JsonObject]) -> None:
         raise node.error("neither memory nor tokens_per_s was measured")
     if (run.sharding == "none") != (run.devices == 1):
         raise node.error(f"{run.devices} devices and sharding {run.sharding!r}")
-    for key in (*run.assumed,):
+    for key in run.assumed:
         if key not in _READERS:
             raise node.error(f"assumed is {key!r}, which is no key")
     for key in run.not_held:
