@@ -13,7 +13,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from protrain_plan.units import format_bytes
 
 MODULE = "benchmarks.published"
 RESULTS = Path(__file__).parent / "results/published.json"
+TIMEOUT_S = 3600
+"""Of an estimate, which takes half a minute where nothing else runs."""
 
 
 def main() -> None:
@@ -40,13 +42,15 @@ def main() -> None:
         run = published.runs[name]
         if not run.not_asked and name not in found:
             workloads[run.workload].append(name)
-    processes = Processes("benchmarks.published_runs")
+    processes = Processes("benchmarks.published_runs", timeout_s=TIMEOUT_S)
 
     def answers(names: Sequence[str]) -> tuple[Sequence[str], Found]:
         return names, processes.run(published_runs.predicted, names)
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for names, answer in pool.map(answers, workloads.values()):
+        asked = [pool.submit(answers, names) for names in workloads.values()]
+        for done in as_completed(asked):
+            names, answer = done.result()
             for name in names:
                 found[name] = answer if "error" in answer else answer[name]
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
