@@ -226,10 +226,12 @@ def page(document: Mapping[str, Any]) -> str:
     errors = {
         name: answer["error"] for name, answer in document["runs"].items() if "error" in answer
     }
+    later = {run.name: _card(run) for run in asked if run.name not in document["runs"]}
     left_out = {run.name: run.not_asked for run in published.runs.values() if run.not_asked}
     for title, reasons in (
         ("Counts for no bar", why_not),
         ("Not predicted: the estimate ended with an error", errors),
+        ("Not predicted yet", later),
         ("Not asked", left_out),
     ):
         if reasons:

@@ -505,6 +505,7 @@ STEMS = (
     "gpu",
     "launching",
     "paper",
+    "published",
     "ranks",
     "runtime",
     "updates",
