@@ -23,6 +23,7 @@ from benchmarks import (
     launching,
     paper,
     planner,
+    published,
     ranks,
     runtime_page,
     updates,
@@ -45,8 +46,10 @@ from benchmarks.peers.tables import markdown
 from benchmarks.peers.testing import reports
 from benchmarks.peers.timeline import compared
 from benchmarks.peers.work import Work, optimizer_of
+from benchmarks.published_runs import PUBLISHED, read_published
 from benchmarks.rounds import read_rounds
 from benchmarks.runtime_runs import COMPARISONS
+from protrain_plan.errors import RecordError
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.program.recording import Event, Recording
@@ -502,6 +505,7 @@ STEMS = (
     "gpu",
     "launching",
     "paper",
+    "published",
     "ranks",
     "runtime",
     "updates",
@@ -525,6 +529,8 @@ def test_committed_tables_follow_from_committed_results(path: Path) -> None:
             expected = launching.page(document)
         case "paper":
             expected = paper.markdown(document)
+        case "published":
+            expected = published.page(document)
         case "ranks":
             expected = ranks.markdown(document)
         case "runtime":
@@ -534,6 +540,60 @@ def test_committed_tables_follow_from_committed_results(path: Path) -> None:
         case stem:
             expected = markdown(document, title=stem)
     assert path.with_suffix(".md").read_text() == expected
+
+
+def test_published_runs_have_their_links_and_what_was_measured() -> None:
+    runs = read_published().runs
+    assert len(runs) >= 45
+    for run in runs.values():
+        assert run.source.link.startswith("https://")
+        assert run.source.date[:2] == "20"
+        assert run.source.versions
+        assert bool(run.source.path) == bool(run.source.commit), run.name
+        assert run.where
+        assert run.memory_bytes or run.tokens_per_s
+        assert run.memory_bytes is None or run.memory_bytes > 2**30
+    asked = [run for run in runs.values() if not run.not_asked]
+    assert len(asked) >= 30
+    assert {run.architecture for run in asked} >= {"Ampere", "Ada", "Hopper"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("    optimizer: adamw\n", "    optimiser: adamw\n", "unknown key 'optimiser'"),
+        ("link: 'https://github.com/mosaicml", "link: '/mosaicml", "expected a link"),
+        ("gpu: h100-sxm, ", "", "missing key 'gpu'"),
+        ("devices: 8, ", "", "1 devices and sharding 'full'"),
+        ("excluded: 'products in FP8'", "compile: true", "compiled or selectively"),
+        ("tokens_per_s: 63147", "memory_is: reserved", "neither memory nor tokens_per_s"),
+        ("tokens_per_s: 63147", "tokens_per_s: many", "expected a number"),
+        ("model: mpt-760m", "model: mpt-761m", "no model is called 'mpt-761m'"),
+    ],
+)
+def test_published_runs_are_read_strictly(old: str, new: str, problem: str) -> None:
+    text = PUBLISHED.read_text(encoding="utf-8")
+    assert old in text
+    with pytest.raises(RecordError, match=re.escape(problem)):
+        read_published(text.replace(old, new, 1))
+
+
+def test_published_figures_are_compared_as_memory_and_seconds() -> None:
+    run = read_published().runs["ao-8b-h100-none"]
+    assert run.memory_bytes
+    assert run.tokens_per_s
+    answer = {"memory_bytes": run.memory_bytes * 9 // 10, "tokens_per_s": run.tokens_per_s * 1.25}
+    memory, seconds = published.comparisons({"runs": {run.name: answer}})
+    assert memory.off == pytest.approx(-0.1)
+    assert seconds.off == pytest.approx(-0.2)
+    found = {bar.asked: bar.held for bar in published.bars([memory, seconds])}
+    assert found == {
+        "memory: half are off by at most 5%": False,
+        "memory: nine in ten by at most 15%": True,
+        "time: half are off by at most 12%": False,
+        "time: nine in ten by at most 30%": True,
+        "time: no bias above 10% on Hopper": False,
+    }
 
 
 def test_the_error_band_of_estimates_is_the_measured_one() -> None:

@@ -1,0 +1,374 @@
+"""Runs that others published: how `published.yaml` is read, and what is predicted of each.
+
+A prediction is what `protrain fit` would say of a run that somebody has already decided: the
+estimated profile of its workload on the machine of the catalogue, under the plan that plain PyTorch
+follows. Nothing is searched for.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from benchmarks.processes import Found
+from benchmarks.uniform import AMPLE, plan_of_units
+from protrain_plan.hardware.catalogue import hardware_names, load_hardware
+from protrain_plan.models.presets import JsonObject, preset_names
+from protrain_plan.models.sources import ConfigSource, ModelSource, load_source
+from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.search.evaluation import step_seconds
+from protrain_plan.profiling.estimated import estimates
+from protrain_plan.program.group import group_on
+from protrain_plan.records.adapters import parse_lora
+from protrain_plan.records.plan import (
+    Activations,
+    Budgets,
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    Recompute,
+    Schedule,
+    UnitPlan,
+)
+from protrain_plan.records.profile import DType, Precision, Profile, Quantize
+from protrain_plan.records.tree import Node, root
+from protrain_plan.simulation.report import report
+from protrain_plan.units import parse_bytes
+
+PUBLISHED = Path(__file__).parent / "published.yaml"
+
+Sharding = Literal["none", "replicated", "full", "full in nodes", "states and gradients"]
+Checkpointing = Literal["none", "full", "selective"]
+Loss = Literal["plain", "chunked"]
+MemoryKind = Literal["allocated", "active", "reserved", "not said"]
+
+Word = TypeVar("Word", bound=str)
+Decision = TypeVar("Decision")
+
+ARCHITECTURES: dict[str, tuple[str, ...]] = {
+    "Ampere": ("a100-40gb", "a100-80gb", "a10g", "rtx-3090"),
+    "Ada": ("rtx-4090", "rtx-6000-ada", "l4", "l40s"),
+    "Hopper": ("h100-sxm", "h100-pcie", "h200", "gh200"),
+    "Blackwell": ("b200", "rtx-5090", "rtx-pro-6000"),
+    "CDNA 3": ("mi300x",),
+}
+
+# --- the file -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where runs stand; `path` and `commit` where that is a file of a repository."""
+
+    link: str
+    date: str
+    versions: Mapping[str, str]
+    path: str = ""
+    commit: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A published run. The head of `published.yaml` says what its keys mean."""
+
+    name: str
+    source: Source
+    where: str
+    model: str
+    gpu: str
+    seq: int
+    batch: int
+    dtype: DType
+    precision: Precision
+    optimizer: str
+    attention: str
+    checkpointing: Checkpointing
+    compile: bool
+    devices: int = 1
+    sharding: Sharding = "none"
+    micro_batches: int = 1
+    clip: bool = False
+    lora: str = ""
+    quantize: Quantize = ""
+    loss: Loss = "plain"
+    memory_bytes: int | None = None
+    memory_is: MemoryKind = "not said"
+    tokens_per_s: float | None = None
+    assumed: Mapping[str, str] = field(default_factory=dict)
+    not_held: Mapping[str, str] = field(default_factory=dict)
+    excluded: str = ""
+
+    @property
+    def architecture(self) -> str:
+        """Of its GPU; empty where the catalogue lacks that."""
+        return next((name for name, gpus in ARCHITECTURES.items() if self.gpu in gpus), "")
+
+    @property
+    def not_asked(self) -> str:
+        """Why the run cannot be asked of us; empty where it can."""
+        missing = self.gpu not in hardware_names()
+        return self.excluded or (f"the catalogue lacks the {self.gpu}" if missing else "")
+
+    @property
+    def workload(self) -> tuple[object, ...]:
+        """What profiles of several machines are estimated from at once."""
+        shape = (self.model, self.seq, self.batch, self.dtype, self.precision)
+        return (*shape, self.optimizer, self.lora, self.quantize)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """The whole file: `models` are configurations by name, `unused` says what was left out."""
+
+    models: Mapping[str, JsonObject]
+    runs: Mapping[str, Run]
+    unused: Sequence[tuple[str, str]]  # link, reason
+
+
+def _word(known: Sequence[Word]) -> Callable[[Node], Word]:
+    def read(node: Node) -> Word:
+        text = node.text()
+        for word in known:
+            if text == word:
+                return word
+        raise node.error(f"expected {' or '.join(known)}, got {text!r}")
+
+    return read
+
+
+def _texts(node: Node) -> dict[str, str]:
+    return {key: value.text() for key, value in node.any_mapping().items()}
+
+
+def _link(node: Node) -> str:
+    link = node.text()
+    if not link.startswith("https://"):
+        raise node.error(f"expected a link, got {link!r}")
+    return link
+
+
+_READERS: dict[str, Callable[[Node], object]] = {
+    "where": Node.text,
+    "model": Node.text,
+    "gpu": Node.text,
+    "seq": Node.integer,
+    "batch": Node.integer,
+    "dtype": _word(get_args(DType)),
+    "precision": _word(get_args(Precision)),
+    "optimizer": Node.text,
+    "attention": Node.text,
+    "checkpointing": _word(get_args(Checkpointing)),
+    "compile": Node.boolean,
+    "devices": Node.integer,
+    "sharding": _word(get_args(Sharding)),
+    "micro_batches": Node.integer,
+    "clip": Node.boolean,
+    "lora": Node.text,
+    "quantize": _word(("nf4",)),
+    "loss": _word(get_args(Loss)),
+    "memory": lambda node: parse_bytes(node.text()),
+    "memory_is": _word(get_args(MemoryKind)),
+    "tokens_per_s": Node.number,
+    "assumed": _texts,
+    "not_held": _texts,
+    "excluded": Node.text,
+}
+"""How each key of a run is read."""
+_REQUIRED = (
+    *("where", "model", "gpu", "seq", "batch", "dtype", "precision", "optimizer", "attention"),
+    *("checkpointing", "compile"),
+)
+
+
+def read_published(text: str | None = None, where: str = "published.yaml") -> Published:
+    """What the file holds; RecordError for a key that is unknown, missing or of another kind."""
+    text = PUBLISHED.read_text(encoding="utf-8") if text is None else text
+    top = root(text, where).mapping(("models", "sources", "unused"))
+    models = {name: _config(node) for name, node in top["models"].any_mapping().items()}
+    runs: dict[str, Run] = {}
+    for node in top["sources"].any_mapping().values():
+        for run in _runs(node, models):
+            if run.name in runs:
+                raise node.error(f"two runs are called {run.name!r}")
+            runs[run.name] = run
+    unused = []
+    for node in top["unused"].sequence():
+        entry = node.mapping(("link", "why"))
+        unused.append((_link(entry["link"]), entry["why"].text()))
+    return Published(models=models, runs=runs, unused=unused)
+
+
+def _config(node: Node) -> JsonObject:
+    """A Hugging Face configuration, with what it stands for under `_source`."""
+    keys = node.any_mapping()
+    if "_source" not in keys or "model_type" not in keys:
+        raise node.error("expected _source, which says what this stands for, and model_type")
+    found: JsonObject = {}
+    for key, value in keys.items():
+        tag = value.node.tag.rpartition(":")[2]
+        readers: dict[str, Callable[[Node], Any]] = {
+            "int": Node.integer,
+            "float": Node.number,
+            "bool": Node.boolean,
+        }
+        found[key] = readers.get(tag, Node.text)(value)
+    return found
+
+
+def _runs(node: Node, models: Mapping[str, JsonObject]) -> list[Run]:
+    optional = ("path", "commit", "common")
+    keys = node.mapping(("link", "date", "versions", *optional, "runs"), optional)
+    source = Source(
+        link=_link(keys["link"]),
+        date=keys["date"].text(),
+        versions=_texts(keys["versions"]),
+        **{key: keys[key].text() for key in ("path", "commit") if key in keys},
+    )
+    common = keys["common"].mapping(tuple(_READERS), tuple(_READERS)) if "common" in keys else {}
+    runs = []
+    for name, own in keys["runs"].any_mapping().items():
+        values = dict(common) | own.mapping(tuple(_READERS), tuple(_READERS))
+        said: dict[str, Any] = {key: _READERS[key](value) for key, value in values.items()}
+        for key in ("assumed", "not_held"):  # a run's own beside what all of the source have
+            if key in common:
+                said[key] = {**_texts(common[key]), **said[key]}
+        if "memory" in said:
+            said["memory_bytes"] = said.pop("memory")
+        if missing := [key for key in _REQUIRED if key not in said]:
+            raise own.error(f"missing key {missing[0]!r}")
+        run = Run(name=name, source=source, **said)
+        _refuse(run, own, models)
+        runs.append(run)
+    return runs
+
+
+def _refuse(run: Run, node: Node, models: Mapping[str, JsonObject]) -> None:
+    """RecordError for what does not go together."""
+    if run.model not in (*models, *preset_names()):
+        raise node.error(f"no model is called {run.model!r}")
+    if run.memory_bytes is None and run.tokens_per_s is None:
+        raise node.error("neither memory nor tokens_per_s was measured")
+    if (run.sharding == "none") != (run.devices == 1):
+        raise node.error(f"{run.devices} devices and sharding {run.sharding!r}")
+    for key in run.assumed:
+        if key not in _READERS:
+            raise node.error(f"assumed is {key!r}, which is no key")
+    for key in run.not_held:
+        if key not in ("memory", "tokens_per_s"):
+            raise node.error(f"not held is {key!r}, which is no measurement")
+    if run.excluded:
+        return
+    if run.lora:
+        parse_lora(run.lora)
+    if run.compile or run.checkpointing == "selective":
+        raise node.error("compiled or selectively checkpointed, and not excluded")
+
+
+# --- predictions ----------------------------------------------------------------------------------
+
+_PREFETCHED = Schedule(forward_lead=1, backward_lead=1, update_drain=1)
+"""As FSDP: one all-gather ahead, and a reduction beside the next block's backward."""
+
+
+def predicted(names: Sequence[str]) -> Found:
+    """By name, the predictions of runs of one workload, of fake tensors."""
+    published = read_published()
+    runs = [published.runs[name] for name in names]
+    first = runs[0]
+    gpus = sorted({run.gpu for run in runs})
+    profiles = estimates(
+        source_of(first.model, published),
+        machines=[load_hardware(gpu) for gpu in gpus],
+        batch_size=first.batch,
+        seq_len=first.seq,
+        dtype=first.dtype,
+        precision=first.precision,
+        adapter=str(parse_lora(first.lora)) if first.lora else "",
+        quantize=first.quantize,
+        optimizer=first.optimizer,
+    )
+    of_gpu = dict(zip(gpus, profiles, strict=True))
+    return {run.name: _prediction(run, of_gpu[run.gpu]) for run in runs}
+
+
+def source_of(model: str, published: Published) -> ModelSource:
+    """What builds the model: a configuration of the file, or of the catalogue."""
+    if model not in published.models:
+        return load_source(model)
+    config = {k: v for k, v in published.models[model].items() if not k.startswith("_")}
+    return ConfigSource(model, config)
+
+
+def _prediction(run: Run, profile: Profile) -> Found:
+    """Bytes of tensors on a device, tokens of one device per second, and what they consist of.
+
+    `shares` are of the last micro-batch's seconds, with the update: `last part` is the head and the
+    loss. `compute_share` is how much of them the device computes.
+    """
+    problem = problem_of(run, profile)
+    plan = plan_of_units(problem, units_of(run, problem))
+    told = report(problem.program(plan.units))
+    peak = next(one for one in told.slots if one.name == told.peak_slot.name)
+    seconds = [slot.end_s - slot.start_s for slot in told.slots]
+    count = len(plan.units)
+    tokens = run.batch * run.seq * run.micro_batches
+    return {
+        "memory_bytes": plan.prediction.peak_bytes.device,
+        "tokens_per_s": tokens / step_seconds(problem, plan.units)[0],
+        "peak": told.peak_slot.name,
+        "peak_parts": {kind: size for kind, size in peak.device.by_kind.items() if size},
+        "shares": {
+            "last part": sum(seconds[count - 1 : count + 1]) / told.step_seconds,
+            "update": sum(seconds[2 * count :]) / told.step_seconds,
+        },
+        "compute_share": told.lanes[0].utilisation,
+        "lanes": {lane.name: lane.utilisation for lane in told.lanes[1:] if lane.busy_s},
+    }
+
+
+def problem_of(run: Run, profile: Profile) -> Problem:
+    """The run's planning problem, which no budget binds."""
+    group = group_on(profile.hardware, run.devices)
+    if run.sharding == "full in nodes":
+        group = group_on(profile.hardware, run.devices, num_replicas=group.num_nodes)
+    return Problem.of(
+        profile,
+        Budgets(device=AMPLE, host=0, disk=0),
+        updates="after backward",  # as plain PyTorch, clipped or not
+        micro_batches=run.micro_batches,
+        group=group,
+        overlap_steps=False,
+    )
+
+
+def units_of(run: Run, problem: Problem) -> list[UnitPlan]:
+    """What plain PyTorch does with every unit.
+
+    A unit that has no such option keeps its activations, and its states on the device.
+    """
+    checkpointed: tuple[Activations, ...] = (Recompute(form="full"), Keep())
+    in_place: tuple[Activations, ...] = (Keep(form="in place"), Keep())
+    sharded: Placement = Persistent()
+    if run.sharding in ("full", "full in nodes", "states and gradients"):
+        whole = run.sharding == "states and gradients"
+        sharded = Offload(tier="device", keep_gathered=whole)
+    units = []
+    for index, options in enumerate(problem.options):
+        activations = [option.decision for option in options.activations]
+        states = [option.decision for option in options.states]
+        wanted: tuple[Activations, ...] = (Keep(),)
+        if run.loss == "chunked" and index == len(problem.options) - 1:
+            wanted = in_place
+        elif run.checkpointing == "full":
+            wanted = checkpointed
+        units.append(
+            problem.unit_plan(
+                index, _first(wanted, activations), _first((sharded,), states), _PREFETCHED
+            )
+        )
+    return units
+
+
+def _first(wanted: Sequence[Decision], open_to_unit: Sequence[Decision]) -> Decision:
+    return next((one for one in wanted if one in open_to_unit), open_to_unit[0])
