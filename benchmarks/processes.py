@@ -20,9 +20,13 @@ Found = dict[str, Any]
 
 
 class Processes:
-    """Runs functions of `module`, each in a process forked from one that has imported it."""
+    """Runs functions of `module`, each in a process forked from one that has imported it.
 
-    def __init__(self, module: str) -> None:
+    One that takes longer than `timeout_s` is ended.
+    """
+
+    def __init__(self, module: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for the processes that compute
         # No thread of NumPy's in the process that others are forked from: its stack of 8 MiB would
         # be theirs, and whether a thread of theirs takes it depends on which comes first.
@@ -36,8 +40,8 @@ class Processes:
         process = self._context.Process(target=_report, args=(theirs, work, arguments))
         process.start()
         theirs.close()
-        found: Found = {"error": f"not done in {TIMEOUT_S} s"}
-        if ours.poll(TIMEOUT_S):
+        found: Found = {"error": f"not done in {self._timeout_s:.0f} s"}
+        if ours.poll(self._timeout_s):
             try:
                 found = ours.recv()
             except EOFError:
