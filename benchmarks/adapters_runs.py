@@ -4,7 +4,7 @@ import copy
 import importlib
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -95,7 +95,7 @@ def measured(name: str, checkpointed: bool) -> Found:
     before = storage_bytes(reachable(devices.HOST))
     model = _by_peft(case, checkpointed=checkpointed)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), fused=True)
-    autocast: partial[AbstractContextManager[Any]] = partial(nullcontext)
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
     if case.precision == "autocast":
         autocast = partial(torch.autocast, "cpu", torch.bfloat16)
 

@@ -248,7 +248,7 @@ def test_a_scripts_own_checkpointing_takes_nothing_beside_the_plan(tmp_path: Pat
     """With it, outputs of frozen embeddings ask for gradients: GPT-2's dropout keeps its mask."""
     case = CASES["GPT-2"]
     _, batches = case.specimen.make()
-    batch = next(batches)
+    batch: Any = next(batches)
 
     def run(*, checkpointing: bool) -> tuple[float, tuple[int, ...]]:
         others = bytes_of_others()
