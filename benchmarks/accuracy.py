@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks import accuracy_runs as runs
+from benchmarks import adapters
 from benchmarks.accuracy_cases import PLAN_KINDS, QUICK, SPECIMENS, PlanKind
 from benchmarks.accuracy_page import page, summary_lines
 from benchmarks.processes import Found, Processes, described
@@ -25,6 +26,9 @@ STAGES = ("memory", "time")
 
 def main() -> None:
     arguments = _arguments()
+    if arguments.page:
+        _write_page(arguments.out, json.loads(arguments.out.read_text()))
+        return
     benchmark = _Benchmark(arguments)
     if "memory" in arguments.stages:
         with ThreadPoolExecutor(arguments.jobs) as pool:
@@ -111,7 +115,12 @@ class _Benchmark:
             place[key] = value
             self._out.parent.mkdir(parents=True, exist_ok=True)
             self._out.write_text(json.dumps(self.document, indent=1) + "\n")
-            self._out.with_suffix(".md").write_text(page(self.document))
+            _write_page(self._out, self.document)
+
+
+def _write_page(out: Path, document: Found) -> None:
+    others = adapters.bars(json.loads(adapters.RESULTS.read_text()))
+    out.with_suffix(".md").write_text(page(document, others))
 
 
 def _arguments() -> argparse.Namespace:
@@ -123,6 +132,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/accuracy.json"))
     parser.add_argument("--work", type=Path, default=Path("out/accuracy"), help="for profiles")
     parser.add_argument("--resume", action="store_true", help="leave what --out has already")
+    parser.add_argument("--page", action="store_true", help="write the page of --out anew alone")
     parser.add_argument("--quick", action="store_true", help="2 specimens under 2 plans")
     return parser.parse_args()
 

@@ -32,8 +32,8 @@ class Bar:
     found: str
 
 
-def page(document: Found) -> str:
-    """The whole page."""
+def page(document: Found, others: Sequence[Bar] = ()) -> str:
+    """The whole page, with bars of `others`, which say themselves when they were found."""
     parts = [
         "# Accuracy of profiles",
         "",
@@ -51,7 +51,7 @@ def page(document: Found) -> str:
             ("bar", "asked", "result", "found"),
             [
                 (bar.name, bar.asked, "held" if bar.held else "**missed**", bar.found)
-                for bar in bars(document)
+                for bar in (*bars(document), *others)
             ],
         ),
         "",

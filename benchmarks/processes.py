@@ -20,7 +20,10 @@ Found = dict[str, Any]
 
 
 class Processes:
-    """Runs functions of `module`, each in a process forked from one that has imported it."""
+    """Runs functions of `module`, each in a process forked from one that has imported it.
+
+    One that takes longer than `timeout_s` is ended.
+    """
 
     def __init__(self, module: str, *, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
@@ -37,7 +40,7 @@ class Processes:
         process = self._context.Process(target=_report, args=(theirs, work, arguments))
         process.start()
         theirs.close()
-        found: Found = {"error": f"not done in {self._timeout_s} s"}
+        found: Found = {"error": f"not done in {self._timeout_s:.0f} s"}
         if ours.poll(self._timeout_s):
             try:
                 found = ours.recv()

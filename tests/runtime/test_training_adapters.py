@@ -34,7 +34,9 @@ from protrain_plan.records.plan import (
 )
 from protrain_plan.records.profile import Precision, Profile
 from protrain_plan.simulation.memory import device_bytes
+from protrain_runtime import prepare, restore
 from protrain_runtime.diagnostics.matching import model_fingerprint
+from protrain_runtime.diagnostics.recording import measure_step
 from tests.support.by_peft import by_peft
 from tests.support.peaks import SLACK_BYTES, bytes_of_others, without_freedom
 from tests.support.programs import compile_units
@@ -244,6 +246,45 @@ def test_bytes_of_adapters_are_those_predicted(
     assert max(above) <= SLACK_BYTES + FIRST_INPUT_BYTES + LAST_PART_BYTES
     inner = above[: LAYERS + 1] + above[LAYERS + 3 :]
     assert max(inner) <= SLACK_BYTES + FIRST_INPUT_BYTES
+
+
+def test_a_scripts_own_checkpointing_takes_nothing_beside_the_plan(tmp_path: Path) -> None:
+    """With it, outputs of frozen embeddings ask for gradients: GPT-2's dropout keeps its mask."""
+    case = CASES["GPT-2"]
+    _, batches = case.specimen.make()
+    batch: Any = next(batches)
+
+    def run(*, checkpointing: bool) -> tuple[float, tuple[int, ...]]:
+        others = bytes_of_others()
+        model: Any = by_peft(case.specimen.source, {"r": 2}, dtype="bfloat16")
+        units = decided(units_of(model, batch), Recompute(), Persistent())
+        plan = plan_of(units, fingerprint=model_fingerprint(model), workload=case.specimen.workload)
+        expected: AbstractContextManager[object] = nullcontext()
+        if checkpointing:
+            model.activation_checkpointing_enable()
+            expected = pytest.warns(UserWarning, match="own gradient checkpointing")
+        with expected:
+            _, optimizer = prepare(
+                model, plan, optimizer=optimizer_factory("adamw"), spill_directory=tmp_path
+            )
+        torch.manual_seed(0)
+        loss = loss_of(call_model(model, batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+        def step(observe: Callable[[str], None]) -> None:
+            loss_of(call_model(model, batch)).backward()
+            observe("update")
+            optimizer.step()
+
+        found = measure_step(model, step, besides_bytes=others)
+        restore(model)
+        embedding: Any = model.get_input_embeddings()
+        assert embedding(batch["input_ids"]).requires_grad == checkpointing
+        return loss.item(), found.slot_bytes
+
+    assert run(checkpointing=True) == run(checkpointing=False)
 
 
 # --- what stays, what is its own master -----------------------------------------------------------

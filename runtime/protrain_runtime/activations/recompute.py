@@ -238,14 +238,20 @@ def written_buffers(before: Written, after: Written) -> tuple[str, ...]:
 
 _ATTRIBUTE = "gradient_checkpointing"
 """What `gradient_checkpointing_enable()` sets on the modules that recompute."""
+_ASKING = "_require_grads_hook"
+"""What the same function leaves on a model whose embeddings' outputs ask for gradients from then
+on, for the sake of recomputation that takes its inputs for the graph's. Where embeddings are
+frozen, they and their gradients stand beside what a plan knows of."""
 
 
 def switch_off_checkpointing(model: nn.Module, *, stacklevel: int = 3) -> Callable[[], None]:
     """Switch it off, with one warning if it was on; returns what switches it on again.
 
-    `stacklevel` is how far from here the caller is whom the warning names.
+    So are the gradients of inputs that came with it. `stacklevel` is how far from here the caller
+    is whom the warning names.
     """
     recomputing = [m for m in model.modules() if getattr(m, _ATTRIBUTE, False) is True]
+    asking = [m for m in model.modules() if _ASKING in vars(m)] if recomputing else []
     if recomputing:
         warnings.warn(
             "the model's own gradient checkpointing is switched off while it is profiled or follows"
@@ -256,6 +262,8 @@ def switch_off_checkpointing(model: nn.Module, *, stacklevel: int = 3) -> Callab
     def switch(*, on: bool) -> None:
         for module in recomputing:
             setattr(module, _ATTRIBUTE, on)
+        for owner in asking:
+            getattr(owner, f"{'enable' if on else 'disable'}_input_require_grads")()
 
     switch(on=False)
     return lambda: switch(on=True)
