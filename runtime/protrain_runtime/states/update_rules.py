@@ -191,6 +191,8 @@ class _Trial:
         if few != tried and self._kept(few).states != found.states:
             few = tried  # so few elements have other states
         least, reason = self._least(few, block, to_scale=few != shape)
+        if reason and few != tried:  # too few, perhaps, for two ranges of the least
+            least, reason = self._least(tried, block, to_scale=tried != shape)
         if reason:
             return self._whole(shape, reason)
         return replace(found, block=block, least=least)
@@ -223,7 +225,8 @@ class _Trial:
 
         None where neither is so.
         """
-        plain = torch.Size(2 ** (size.bit_length() - 1) for size in shape)
+        # Rounded up: fewer elements may have other states.
+        plain = torch.Size(2 ** (size - 1).bit_length() for size in shape)
         counts: list[tuple[int, int]] = []  # elements, values
         for tried in (shape, plain, torch.Size([2 * plain[0], *plain[1:]])):
             value = self._state(tried).get(key)
