@@ -433,6 +433,9 @@ _ALONE = ("bitsandbytes",)
 def in_turn(factory: OptimizerFactory) -> OptimizerFactory:
     """The same optimizers; those that may not step beside others wait for their turn.
 
+    ProtrainError where bitsandbytes was told of options for single parameters: it finds them by a
+    parameter's identity and by its place among the others, which a piece of it does not have.
+
     Lanes and the thread that computes step on parameters of their own at the same time. Of 180
     short runs of bitsandbytes' AdamW8bit in three threads, 11 gave other bits; of as many that took
     turns, none.
@@ -442,6 +445,7 @@ def in_turn(factory: OptimizerFactory) -> OptimizerFactory:
         with _TURN:
             made = factory(groups)
         if any(kind.__module__.partition(".")[0] in _ALONE for kind in type(made).__mro__):
+            _refuse_overrides(made)
             step = made.step
 
             def alone(*arguments: Any, **options: Any) -> Any:
@@ -452,6 +456,28 @@ def in_turn(factory: OptimizerFactory) -> OptimizerFactory:
         return made
 
     return make
+
+
+def _refuse_overrides(optimizer: Any) -> None:
+    """ProtrainError where bitsandbytes' manager, one for all of a process, has overrides."""
+    manager = getattr(optimizer, "mng", None)
+    if manager is None or not (
+        manager.module_weight_config_triple or manager.pid2config or manager.index2config
+    ):
+        return
+    named = {
+        f"{_kind(module)}.{name}: {', '.join(f'{k}={v}' for k, v in options.items())}"
+        for module, name, options in manager.module_weight_config_triple
+    }
+    raise ProtrainError(
+        "bitsandbytes was told to keep other states of single parameters"
+        f" ({'; '.join(sorted(named)) or 'GlobalOptimManager.override_config'}): a plan does not"
+        " count them, and a piece of a parameter would not have them",
+        key="optimizer",
+        fix="let it have no overrides: Trainer(..., optimizers=(AdamW8bit(...), None)) in place of"
+        " optim='adamw_bnb_8bit'; bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()"
+        " drops those that an earlier training has left",
+    )
 
 
 def check_separable(factory: OptimizerFactory, dtype: torch.dtype) -> None:
