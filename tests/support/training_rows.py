@@ -10,6 +10,7 @@ from torch import nn
 
 from protrain_plan.models.adapters import adapted
 from protrain_plan.models.building import computing_in, parameter_dtype, seeded
+from protrain_plan.models.optimizers import OF_8_BITS
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     STEPPED,
@@ -58,6 +59,7 @@ OPTIMIZERS: dict[str, Factory] = {
     "momentum": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True),
     "sgd": partial(torch.optim.SGD, lr=1e-2),
     "nadam": partial(torch.optim.NAdam, lr=1e-3, foreach=False),
+    "adamw8bit": partial(OF_8_BITS["adamw8bit"], lr=1e-3, min_8bit_size=512),
 }
 AHEAD = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
 EVERYTHING = Schedule(forward_lead=LARGE, backward_lead=LARGE, swap_lead=LARGE)
