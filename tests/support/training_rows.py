@@ -11,6 +11,7 @@ from torch import nn
 from protrain_plan.models.adapters import adapted
 from protrain_plan.models.building import computing_in, parameter_dtype, seeded
 from protrain_plan.models.optimizers import OF_8_BITS
+from protrain_plan.models.quantizing import quantized
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     STEPPED,
@@ -52,6 +53,9 @@ from tests.support.runtime_cases import (
     units_of,
     weight_decay_groups,
 )
+
+PACKED = "lora on nf4"
+"""Trained are adapters beside frozen linear layers that bitsandbytes has packed."""
 
 OPTIMIZERS: dict[str, Factory] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-3, fused=True),
@@ -106,7 +110,7 @@ ALWAYS_IMPOSSIBLE = (
     ),
     Impossible(
         reason="adapters stand beside linear modules, and the functional model has none",
-        values={"model": ("functional",), "trained": ("lora",)},
+        values={"model": ("functional",), "trained": ("lora", PACKED)},
     ),
 )
 """What no row of any matrix combines."""
@@ -120,8 +124,11 @@ def uncompiled(row: Row, *, seed: int = 0) -> nn.Module:
     if row["trained"] == "some":
         for number, parameter in enumerate(model.parameters()):
             parameter.requires_grad_(number % 3 != 0)  # the embedding is frozen
-    elif row["trained"] == "lora":
+    elif row["trained"] in ("lora", PACKED):
         with seeded(seed):
+            if row["trained"] == PACKED:
+                stored = workload(row).dtype if precision != "autocast" else "float32"
+                model = quantized(model, "nf4", adapter="lora r=4", dtype=stored, source="")
             model = adapted(model, "lora r=4", source="").train()
     return computing_in(model, dtype, precision)
 

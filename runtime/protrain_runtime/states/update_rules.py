@@ -562,7 +562,10 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._factory = factory
         super().__init__(parameters, {})
         dtypes = {_master_dtype(p.dtype) for group in self.param_groups for p in group["params"]}
-        dummies = [nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in dtypes]
+        dummies = [  # frozen parameters may be of integers, such as packed weights
+            nn.Parameter(values, requires_grad=values.is_floating_point() or values.is_complex())
+            for values in (torch.zeros(1, dtype=dtype) for dtype in dtypes)
+        ]
         self.defaults = factory([{"params": dummies}]).defaults
         for group in self.param_groups:
             for option, value in self.defaults.items():
