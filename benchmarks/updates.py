@@ -196,16 +196,6 @@ def _in_turns(ways: Sequence[Way], num_rounds: int, device: torch.device) -> Sec
     return in_lane() if on_host(device) else while_copying(device, in_lane)
 
 
-def host_shares(document: Mapping[str, Any]) -> dict[str, float]:
-    """Parameters per second of float32, over AdamW's in the same round, by optimizer: medians."""
-    (seconds,) = (one["seconds"] for one in document["shares"] if one["dtype"] == "float32")
-    before = seconds[DEFAULT_OPTIMIZER]
-    return {
-        optimizer: statistics.median(_ratios(before, seconds[optimizer], 0))
-        for optimizer in OF_8_BITS
-    }
-
-
 # --- the page -------------------------------------------------------------------------------------
 
 
@@ -237,14 +227,7 @@ def page(document: Mapping[str, Any]) -> str:
         "|---|---|---|---|---:|---:|---:|",
         *_lane_rows(document),
         "",
-        "Optimizers of 8 bits (bitsandbytes), which take turns with fused AdamW on one thread in"
-        " ranges. A share is of two that ran in one round. Estimates for a machine take the float32"
-        " shares by the clock (`host_share` in `protrain_plan/models/optimizers.py`).",
-        "",
-        "| optimizer | dtype | M/s | share of AdamW's speed | by processor time |",
-        "|---|---|---:|---:|---:|",
-        *_share_rows(document),
-        "",
+        *_shares(document),
         f"Master weights of {document['masters']['num_parameters']} parameters of"
         f" {document['masters']['elements']} elements each, AdamW, in the computing thread:",
         "",
@@ -266,7 +249,17 @@ def _lane_rows(document: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-def _share_rows(document: Mapping[str, Any]) -> Iterator[str]:
+def _shares(document: Mapping[str, Any]) -> Iterator[str]:
+    """Of runs that measured them."""
+    if "shares" not in document:
+        return
+    yield (
+        "Optimizers of 8 bits (bitsandbytes), which take turns with fused AdamW on one thread in"
+        " ranges. A share is of two that ran in one round. Estimates for a machine take float32"
+        " shares by the clock (`host_share` in `protrain_plan/models/optimizers.py`)."
+    )
+    yield from ("", "| optimizer | dtype | M/s | share of AdamW's speed | by processor time |")
+    yield "|---|---|---:|---:|---:|"
     for kind in document["shares"]:
         before = kind["seconds"][DEFAULT_OPTIMIZER]
         for optimizer, seconds in kind["seconds"].items():
@@ -276,6 +269,7 @@ def _share_rows(document: Mapping[str, Any]) -> Iterator[str]:
                 f" {_ratio(before, seconds, 0, digits=4)} |"
                 f" {_ratio(before, seconds, 1, digits=4)} |"
             )
+    yield ""
 
 
 def _master_rows(masters: Mapping[str, Any]) -> Iterator[str]:
@@ -298,15 +292,10 @@ def _ratio(
     """Of runs of one round each, by one of the clocks: the median, and the quartiles around it."""
     if before is after:
         return "1"
-    found = statistics.quantiles(_ratios(before, after, clock), n=4, method="inclusive")
+    ratios = [one[clock] / other[clock] for one, other in zip(before, after, strict=True)]
+    found = statistics.quantiles(ratios, n=4, method="inclusive")
     low, middle, high = (f"{one:.{digits}f}" for one in found)
     return f"{middle} ({low} to {high})"
-
-
-def _ratios(
-    before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], clock: int
-) -> list[float]:
-    return [one[clock] / other[clock] for one, other in zip(before, after, strict=True)]
 
 
 def _warning(document: Mapping[str, Any]) -> Iterator[str]:

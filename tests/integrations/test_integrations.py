@@ -488,7 +488,7 @@ def assert_same_loop(found: Loop, expected: Loop) -> None:
 def test_an_accelerated_loop_under_a_plan_equals_the_loop_bitwise(
     precision: Precision, micro_batches: int, clips: bool, tmp_path: Path
 ) -> None:
-    settings = {
+    settings: dict[str, Any] = {
         "mixed_precision": "bf16" if precision == "autocast" else "no",
         "gradient_accumulation_steps": micro_batches,
     }

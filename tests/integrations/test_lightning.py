@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +159,9 @@ def test_lightning_under_a_plan_equals_lightning_bitwise(
 
 def test_lightning_with_states_of_eight_bits_equals_lightning_bitwise(tmp_path: Path) -> None:
     with without_overrides():
-        settings = {"gradient_clip_val": CLIPPED}
-        expected = fit(None, tmp_path, module=Module(bits=8), **settings)
-        found = fit(plan("gpt2"), tmp_path, module=Module(bits=8), **settings)
+        fits = partial(fit, folder=tmp_path, gradient_clip_val=CLIPPED)
+        expected = fits(None, module=Module(bits=8))
+        found = fits(plan("gpt2"), module=Module(bits=8))
         assert_same_fit(found, expected)
 
 

@@ -48,7 +48,6 @@ from benchmarks.peers.work import Work, optimizer_of
 from benchmarks.rounds import read_rounds
 from benchmarks.runtime_runs import COMPARISONS
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.models.optimizers import host_share
 from protrain_plan.models.sources import load_source
 from protrain_plan.program.recording import Event, Recording
 from protrain_plan.simulation.timeline import Span
@@ -546,10 +545,3 @@ def test_the_error_band_of_estimates_is_the_measured_one() -> None:
     assert rates
     measured = [round(accuracy_page.quantile(ratios, share), 2) for share in (0.1, 0.9)]
     assert [rates.error_low, rates.error_high] == measured
-
-
-def test_the_hosts_shares_of_8_bits_are_the_measured_ones() -> None:
-    shares = updates.host_shares(json.loads((RESULTS / "updates.json").read_text()))
-    assert {name: host_share(name) for name in shares} == {
-        name: round(share, 4) for name, share in shares.items()
-    }

@@ -28,6 +28,7 @@ from transformers import (
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.building import seeded
+from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.measured import measure
 from protrain_plan.profiling.memory.passes import saved_bytes
@@ -82,6 +83,7 @@ def profiled_here(
     num_steps: int = 1,
     adapter: str = "",
     quantize: Quantize = "",
+    optimizer: str = DEFAULT_OPTIMIZER,
 ) -> Profile:
     """A measured profile of a small model, whose seconds do not matter."""
     return measure(
@@ -93,6 +95,7 @@ def profiled_here(
         seed=0,
         adapter=adapter,
         quantize=quantize,
+        optimizer=optimizer,
         num_steps=num_steps,
         spill_directory=spill,
         text=None,
