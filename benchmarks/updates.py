@@ -1,11 +1,12 @@
-"""The host's update lane: parameters per second by threads, and many small masters.
+"""The host's update lane: parameters per second by threads and optimizer, and many small masters.
 
     python -m benchmarks.updates [--device NAME] [--threads N...] [--rounds N] [--quick]
 
 What a lane runs, through the runtime's own pieces: a chunk of large matrices in host memory,
 updated by one thread in whole tensors as it was, and by a team of threads in ranges. Ways take
 turns, round by round; what counts are ratios within a round. With an accelerator for `--device`,
-copies between it and pinned memory go both ways meanwhile. Run it on a quiet machine.
+copies between it and pinned memory go both ways meanwhile. Optimizers of 8 bits take turns with
+fused AdamW, on one thread each. Run it on a quiet machine.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from torch import nn
 
 from benchmarks.processes import Found, described
 from protrain_plan.hardware.speeds import in_worker, lane_update, while_copying
-from protrain_plan.models.optimizers import optimizer_factory
+from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, OF_8_BITS, optimizer_factory
 from protrain_plan.records.profile import DType, Precision
 from protrain_runtime.devices.device import found, on_host
 from protrain_runtime.states.update_rules import MasterOptimizer
@@ -42,6 +43,9 @@ KINDS: tuple[tuple[str, DType, Precision], ...] = (
     ("nadam", "bfloat16", "master"),
 )
 """Fused kernels and a loop of operators; what the optimizer steps on."""
+
+SHARES: tuple[DType, ...] = ("float32", "bfloat16")
+"""What parameters are, where optimizers of 8 bits take turns with AdamW."""
 
 SMALL = (1000, 64)
 """Parameters, and elements of each: what an optimizer costs per parameter."""
@@ -80,6 +84,10 @@ def main() -> None:
                 "seconds": _lane_seconds(arguments, here, optimizer, dtype, precision),
             }
         )
+    document["shares"] = [
+        {"dtype": dtype, "seconds": _seconds_by_optimizer(arguments, here, dtype)}
+        for dtype in SHARES
+    ]
     document["masters"] = {
         "num_parameters": SMALL[0],
         "elements": SMALL[1],
@@ -122,6 +130,26 @@ def _lane_seconds(
     finally:
         for team in teams:
             team.close()
+
+
+def _seconds_by_optimizer(
+    arguments: argparse.Namespace, device: torch.device, dtype: DType
+) -> Seconds:
+    """Seconds of an update of the chunk on one thread, by optimizer: AdamW first."""
+    ways = [
+        Way(
+            optimizer,
+            lane_update(
+                dtype,
+                UpdateTeam(),
+                num_parameters=arguments.parameters,
+                num_tensors=NUM_TENSORS,
+                optimizer=optimizer,
+            ),
+        )
+        for optimizer in (DEFAULT_OPTIMIZER, *OF_8_BITS)
+    ]
+    return _in_turns(ways, arguments.rounds, device)
 
 
 def _small_masters(num_rounds: int) -> Seconds:
@@ -199,6 +227,7 @@ def page(document: Mapping[str, Any]) -> str:
         "|---|---|---|---|---:|---:|---:|",
         *_lane_rows(document),
         "",
+        *_shares(document),
         f"Master weights of {document['masters']['num_parameters']} parameters of"
         f" {document['masters']['elements']} elements each, AdamW, in the computing thread:",
         "",
@@ -220,6 +249,29 @@ def _lane_rows(document: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
+def _shares(document: Mapping[str, Any]) -> Iterator[str]:
+    """Of runs that measured them."""
+    if "shares" not in document:
+        return
+    yield (
+        "Optimizers of 8 bits (bitsandbytes), which take turns with fused AdamW on one thread in"
+        " ranges. A share is of two that ran in one round. Estimates for a machine take float32"
+        " shares by the clock (`host_share` in `protrain_plan/models/optimizers.py`)."
+    )
+    yield from ("", "| optimizer | dtype | M/s | share of AdamW's speed | by processor time |")
+    yield "|---|---|---:|---:|---:|"
+    for kind in document["shares"]:
+        before = kind["seconds"][DEFAULT_OPTIMIZER]
+        for optimizer, seconds in kind["seconds"].items():
+            rate = document["num_parameters"] / statistics.median(one for one, _ in seconds)
+            yield (
+                f"| {optimizer} | {kind['dtype']} | {rate / 1e6:.0f} |"
+                f" {_ratio(before, seconds, 0, digits=4)} |"
+                f" {_ratio(before, seconds, 1, digits=4)} |"
+            )
+    yield ""
+
+
 def _master_rows(masters: Mapping[str, Any]) -> Iterator[str]:
     before = next(iter(masters["seconds"].values()))
     for label, seconds in masters["seconds"].items():
@@ -230,13 +282,20 @@ def _master_rows(masters: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _ratio(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], clock: int) -> str:
+def _ratio(
+    before: Sequence[Sequence[float]],
+    after: Sequence[Sequence[float]],
+    clock: int,
+    *,
+    digits: int = 2,
+) -> str:
     """Of runs of one round each, by one of the clocks: the median, and the quartiles around it."""
     if before is after:
         return "1"
     ratios = [one[clock] / other[clock] for one, other in zip(before, after, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+    found = statistics.quantiles(ratios, n=4, method="inclusive")
+    low, middle, high = (f"{one:.{digits}f}" for one in found)
+    return f"{middle} ({low} to {high})"
 
 
 def _warning(document: Mapping[str, Any]) -> Iterator[str]:

@@ -42,7 +42,12 @@ from protrain_runtime.devices.lanes import Backend, take_one_thread
 from protrain_runtime.devices.stores import HostStore
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.chunks import make_chunk, offload
-from protrain_runtime.states.update_rules import UpdateRules, smaller
+from protrain_runtime.states.update_rules import (
+    UpdateRules,
+    in_turn,
+    smaller,
+    with_master_weights,
+)
 from protrain_runtime.states.updates import Piece, UpdateTeam, spare_threads
 
 Result = TypeVar("Result")
@@ -124,7 +129,9 @@ def lane_update(
     The states, 16 bytes of float32 per parameter with AdamW, are as long as what is returned.
     """
     stored = parameter_dtype(dtype, precision)
-    factory = optimizer_factory(optimizer, precision)
+    factory = in_turn(optimizer_factory(optimizer))
+    if precision == "master":
+        factory = with_master_weights(factory)
     size = num_parameters // num_tensors
     values = [torch.full((size,), 0.5, dtype=stored) for _ in range(num_tensors)]
     named = [(str(number), nn.Parameter(each)) for number, each in enumerate(values)]

@@ -43,6 +43,7 @@ from protrain_plan.profiling.measured import (
     other_dtypes,
     refuse_sparse,
     timed,
+    told_of_steps,
     trained,
     with_workspace,
     workspace,
@@ -205,23 +206,25 @@ def _estimates(
         num_marks = 2 * len(units) + 1
         seconds = {form: [log.seconds(rates)[-num_marks:]] for form, log in logs.items()}
         by_themselves = [(index,) for index in range(len(units))]
+        cost = _optimizer(
+            optimizer,
+            workload,
+            rates,
+            beside=beside,
+            sparse=bool(sparse),
+            cuts=cuts,
+            seen=seen,
+        )
+        filled_units = filled(timed(units, seconds, by_themselves), sketch.block_classes)
         profiles.append(
             Profile(
                 workload=workload,
                 hardware=machine,
                 method="estimated",
                 model_fingerprint=fingerprint,
-                optimizer=_optimizer(
-                    optimizer,
-                    workload,
-                    rates,
-                    beside=beside,
-                    sparse=bool(sparse),
-                    cuts=cuts,
-                    seen=seen,
-                ),
+                optimizer=cost,
                 base_bytes=sketch.base_bytes + sketch.counted.left_bytes + data_bytes,
-                units=tuple(filled(timed(units, seconds, by_themselves), sketch.block_classes)),
+                units=told_of_steps(filled_units, workload, cost),
                 tensors=tensors,
                 fixed_bytes=sketch.fixed_bytes
                 + device_type(kind).library_bytes(machine.device.name),

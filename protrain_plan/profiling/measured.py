@@ -2,7 +2,7 @@
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -263,7 +263,7 @@ def measure_model(
         model_fingerprint=model_fingerprint(model),
         optimizer=cost,
         base_bytes=structure.base_bytes + others + counting.left_bytes,
-        units=tuple(timed(units, seconds, _alike(units, block_classes))),
+        units=told_of_steps(timed(units, seconds, _alike(units, block_classes)), workload, cost),
         tensors=model_tensors(model),
         fixed_bytes=fixed_bytes,
     )
@@ -339,6 +339,19 @@ def cuts_of(model: nn.Module, optimizer: str, workload: Workload) -> dict[str, i
     }
 
 
+def told_of_steps(
+    units: Iterable[Unit], workload: Workload, cost: OptimizerCost
+) -> tuple[Unit, ...]:
+    """The units with `largest_gradient_bytes` where the optimizer's step needs memory by them.
+
+    Master weights are stepped on in batches, with the room of the largest chunk.
+    """
+    by_largest = cost.workspace_fraction and not cost.at_once and workload.precision != "master"
+    if by_largest:
+        return tuple(units)
+    return tuple(replace(unit, largest_gradient_bytes=0) for unit in units)
+
+
 class Workspace(TypedDict):
     """`OptimizerCost.workspace_fraction` and `.at_once`."""
 
@@ -385,8 +398,10 @@ def workspace(
                     stepper.step()
             segment = meter.segments[0]
             extra.append(segment.peak_bytes - segment.start_bytes)
-        most = max(most, extra[0] / storage_bytes([parameters[0].grad]))
-        at_once = at_once or extra[2] > 1.5 * extra[1] > 2**16
+        together = extra[2] > 1.5 * extra[1] > 2**16
+        one = extra[0] if together else max(extra)
+        most = max(most, one / storage_bytes([parameters[0].grad]))
+        at_once = at_once or together
     return Workspace(workspace_fraction=four_digits(most), at_once=at_once)
 
 

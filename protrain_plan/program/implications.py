@@ -7,10 +7,12 @@ chunk's sizes alone (`placed`), as the runtime has them; seconds and what stands
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from math import inf
 from typing import Any, Literal, NamedTuple, get_args
 
 from protrain_plan.program.program import (
     ARRIVING_GRADIENTS,
+    LONGEST_SPAN,
     PAGE_BYTES,
     PASSING_BYTES,
     STAGING_PIECES,
@@ -115,7 +117,7 @@ class Staging(NamedTuple):
 
     read_piece   of its largest piece that is read from disk
     width        per element by which a piece is larger than its even share
-    workspace    of the optimizer's step on its largest piece
+    workspace    gradients of the most elements that the optimizer steps on at a time
     arriving     of gradients that arrive there to be added to those of earlier micro-batches
     """
 
@@ -308,6 +310,11 @@ class Implications:
         device_s = stepped / optimizer.device_parameters_per_s
         update_s = workspace = 0.0
         if option.num_updates:
+            most = _most_at_a_time(option, optimizer, self.settings)
+            staging = option.staging
+            option = replace(
+                option, staging=staging._replace(workspace=min(staging.workspace, most))
+            )
             update_s = update_seconds(
                 optimizer,
                 own.num_parameters,
@@ -328,7 +335,7 @@ class Implications:
                     workspace = optimizer.workspace_bytes
         elif self.settings.num_devices > 1:
             if on_device:
-                workspace = own.gradient_bytes * optimizer.workspace_fraction
+                workspace = own.stepped_bytes * optimizer.workspace_fraction
         elif self.settings.updates == "after backward" and option.gradients:
             # Of a gradient that waits below the device, the norm may be asked for after it has
             # left: one at a time comes back.
@@ -479,6 +486,21 @@ def _staging(option: StateOption, num_updates: int, settings: Settings) -> Stagi
     )
 
 
+def _most_at_a_time(option: StateOption, optimizer: OptimizerCost, settings: Settings) -> float:
+    """Gradient bytes that an update beside compute steps on at a time, of however large a piece.
+
+    On the device it steps on one parameter after the other. So does the one thread beside a CPU's
+    compute, on runs of LONGEST_SPAN. Beside an accelerator several threads step at once.
+    """
+    if optimizer.at_once or not option.own.num_parameters:
+        return inf
+    accelerator = is_accelerator(settings.device)
+    if accelerator and not option.updated_on_device:
+        return inf
+    width = -(-option.own.gradient_bytes // option.own.num_parameters)
+    return min(option.own.stepped_bytes, inf if accelerator else LONGEST_SPAN * width)
+
+
 def update_seconds(
     optimizer: OptimizerCost,
     num_parameters: int,
@@ -555,9 +577,10 @@ def _chunk_holdings(
 
 
 def _step_workspace(index: int, profile: Profile) -> float:
-    """Bytes of the workspace of the device's step on a whole chunk."""
+    """Bytes of the workspace of the device's step on a chunk, one parameter after the other."""
     unit, optimizer = profile.units[index], profile.optimizer
-    found = unit.gradient_bytes * optimizer.workspace_fraction * unit.reached
+    stepped = unit.largest_gradient_bytes or unit.gradient_bytes
+    found = stepped * optimizer.workspace_fraction * unit.reached
     return min(found, optimizer.workspace_bytes or found)
 
 

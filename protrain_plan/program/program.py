@@ -89,6 +89,13 @@ PIECE_ALIGNMENT = 64
 finish a range that is no multiple of the vector width in scalar code, which may round otherwise;
 64 elements cover the widest vectors, so that every element meets the code it would meet uncut."""
 
+LONGEST_SPAN = 2**20
+"""Elements that an optimizer beside compute steps on as one parameter: 4 MiB of float32, so that
+what it needs besides (a float32 gradient, the temporaries of a plain loop) is no fresh memory,
+whose pages the system clears first: twice as fast with master weights, three times as fast in a
+loop of operators (`benchmarks/results/updates.md`). Runs of a quarter cost a fused step up to a
+tenth."""
+
 
 class Lane(NamedTuple):
     """A lane beside compute: transfers to or from a tier, or an optimizer on offloaded chunks.
@@ -198,7 +205,8 @@ class ChunkSize:
 
     The pieces are the same bytes in groups of whole parameters (see `grouped`); empty: one group.
     `uneven_state_bytes` are those of states that some parameters have beyond the most usual bytes
-    per element: one piece of the chunk may have them all.
+    per element: one piece of the chunk may have them all. `largest_gradient_bytes` are those of the
+    largest parameter, 0 where they are not told.
     """
 
     parameter_bytes: int
@@ -209,6 +217,12 @@ class ChunkSize:
     parameter_pieces: tuple[int, ...] = ()
     gradient_pieces: tuple[int, ...] = ()
     uneven_state_bytes: int = 0
+    largest_gradient_bytes: int = 0
+
+    @property
+    def stepped_bytes(self) -> int:
+        """Gradient bytes of what the optimizer steps on at a time: at most all of them."""
+        return min(self.largest_gradient_bytes or self.gradient_bytes, self.gradient_bytes)
 
     @property
     def each_parameters(self) -> tuple[int, ...]:

@@ -87,7 +87,9 @@ class Unit:
     device; empty: they can. `runs_once` says why the forward of a block cannot run a second time
     with the same result, which leaves it the form `keep` alone; empty for all others. Of
     `state_bytes`, `uneven_state_bytes` are what some parameters have beyond the usual bytes per
-    element, such as the small ones of an 8-bit optimizer.
+    element, such as the small ones of an 8-bit optimizer. `largest_gradient_bytes` are those of its
+    largest parameter, where the optimizer's step needs memory in proportion to them; 0: it needs
+    none, or as much as for all of the chunk.
     """
 
     name: str
@@ -106,6 +108,7 @@ class Unit:
     stays: str = ""
     runs_once: str = ""
     uneven_state_bytes: int = 0
+    largest_gradient_bytes: int = 0
 
     def cost(self, form: Form) -> FormCost:
         """The costs of `form`; KeyError where the unit cannot take it."""

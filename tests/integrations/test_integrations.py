@@ -4,6 +4,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,22 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records import write_plan
-from protrain_plan.records.plan import Plan
+from protrain_plan.records.plan import Persistent, Plan
 from protrain_plan.records.profile import Precision
 from protrain_runtime import restore, with_master_weights
 from protrain_runtime.integrations import accelerate as in_accelerate
 from protrain_runtime.integrations import transformers as in_transformers
 from protrain_runtime.integrations.adopting import follow
 from protrain_runtime.model.prepared import engine_of
-from tests.support.integration_cases import CLIPPED, plan, rows
+from tests.support.integration_cases import (
+    CLIPPED,
+    adapter_plan,
+    eight_bits,
+    plan,
+    rows,
+    with_adapter,
+    without_overrides,
+)
 from tests.support.runtime_cases import (
     ADAMW,
     assert_bitwise,
@@ -38,6 +47,7 @@ from tests.support.runtime_cases import (
     outcome,
     plan_for,
     step,
+    weight_decay_groups,
 )
 
 
@@ -122,6 +132,96 @@ def test_the_trainer_under_a_plan_equals_the_trainer_bitwise(
     found.train()
     assert engine_of(found.model) is not None
     assert_same_training(found, expected)
+
+
+def with_optimizer(
+    model: nn.Module, make: Callable[..., torch.optim.Optimizer], folder: Path
+) -> Trainer:
+    """A Trainer that is given its optimizer, and makes the scheduler."""
+    return Trainer(
+        model,
+        TrainingArguments(output_dir=str(folder), **TRAINING, max_grad_norm=CLIPPED),
+        train_dataset=rows(24, seed=0),
+        optimizers=(make(weight_decay_groups(model)), None),
+    )
+
+
+@pytest.mark.parametrize("told", ["by its class", "by an option"])
+def test_the_trainer_with_states_of_eight_bits_equals_the_trainer_bitwise(
+    told: str, tmp_path: Path
+) -> None:
+    """Also where the bits are an option of the class that stands in no group."""
+    package = pytest.importorskip("bitsandbytes")
+    bits = partial(package.optim.AdamW, lr=1e-3, optim_bits=8, min_8bit_size=512)
+    make = eight_bits if told == "by its class" else bits
+    with without_overrides():
+        expected = with_optimizer(build("llama-tied"), make, tmp_path)
+        expected.train()
+        found = with_optimizer(build("llama-tied"), make, tmp_path)
+        in_transformers.use_plan(found, plan("llama-tied"), spill_directory=tmp_path)
+        found.train()
+        states = [
+            value.dtype
+            for state in found.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        assert torch.uint8 in states
+        assert_same_training(found, expected)
+
+
+@pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "adamw_8bit"])
+def test_float32_states_of_embeddings_beside_eight_bits_are_refused(
+    optim: str, tmp_path: Path
+) -> None:
+    """The Trainer asks bitsandbytes for them, by the identity of the parameters."""
+    with without_overrides():
+        made = trainer("llama-tied", tmp_path, optim=optim)
+        in_transformers.use_plan(made, plan("llama-tied"), spill_directory=tmp_path)
+        assert refused(made.train) == (
+            "optimizer: bitsandbytes was told to keep other states of single parameters"
+            " (Embedding.weight: optim_bits=32): a plan does not count them, and a piece of a"
+            " parameter would not have them\n  fix: let it have no overrides: Trainer(...,"
+            " optimizers=(AdamW8bit(...), None)) in place of optim='adamw_bnb_8bit';"
+            " bitsandbytes.optim.GlobalOptimManager.get_instance().initialize() drops those that an"
+            " earlier training has left"
+        )
+        assert engine_of(made.model) is None
+
+
+def test_the_trainers_adafactor_is_right_where_its_states_stay_and_refused_elsewhere(
+    tmp_path: Path,
+) -> None:
+    made = plan("llama-tied")
+    elsewhere = trainer("llama-tied", tmp_path, optim="adafactor")
+    in_transformers.use_plan(elsewhere, made, spill_directory=tmp_path)
+    assert refused(elsewhere.train) == (
+        "optimizer: the optimizer cannot update 'model.embed_tokens.weight' in pieces: its"
+        " 'exp_avg_sq_row' is of the whole parameter\n  fix: an elementwise optimizer, such as"
+        " AdamW or SGD; or a plan whose states stay on the device"
+    )
+    stays = replace(made, units=tuple(replace(unit, states=Persistent()) for unit in made.units))
+    expected = trainer("llama-tied", tmp_path, optim="adafactor")
+    expected.train()
+    found = trainer("llama-tied", tmp_path, optim="adafactor")
+    in_transformers.use_plan(found, stays, spill_directory=tmp_path)
+    found.train()
+    assert_same_training(found, expected)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["lora", "qlora"])
+def test_the_trainer_with_adapters_under_a_plan_equals_the_trainer_bitwise(
+    packed: bool, tmp_path: Path
+) -> None:
+    def run(planned: bool) -> Trainer:
+        made = with_optimizer(with_adapter(packed=packed), ADAMW, tmp_path)
+        if planned:
+            in_transformers.use_plan(made, adapter_plan(packed=packed), spill_directory=tmp_path)
+        made.train()
+        assert (engine_of(made.model) is not None) == planned
+        return made
+
+    assert_same_training(run(planned=True), run(planned=False))
 
 
 def test_the_trainer_trains_blocks_that_are_compiled_under_a_plan_bitwise(tmp_path: Path) -> None:
@@ -319,19 +419,28 @@ def accelerator(**settings: Any) -> Accelerator:
     return Accelerator(cpu=True, **settings)
 
 
+FUSED = partial(torch.optim.AdamW, fused=True)
+
+
 class Loop:
     """A training loop as Accelerate's documentation writes it."""
 
-    def __init__(self, planned: Plan | None, spill: Path, **settings: Any) -> None:
+    def __init__(
+        self,
+        planned: Plan | None,
+        spill: Path,
+        *,
+        make: Callable[..., torch.optim.Optimizer] = FUSED,
+        **settings: Any,
+    ) -> None:
         set_seed(0)
         self.accelerator = accelerator(**settings)
         self.model: nn.Module = build("gpt2")
         decayed = [p for p in self.model.parameters() if p.dim() > 1]
         others = [p for p in self.model.parameters() if p.dim() <= 1]
-        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+        self.optimizer: torch.optim.Optimizer = make(
             [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
             lr=1e-3,
-            fused=True,
         )
         schedule = LinearLR(self.optimizer, 0.1, total_iters=6)
         loader = DataLoader(rows(24, seed=0), batch_size=4, shuffle=True)
@@ -379,7 +488,7 @@ def assert_same_loop(found: Loop, expected: Loop) -> None:
 def test_an_accelerated_loop_under_a_plan_equals_the_loop_bitwise(
     precision: Precision, micro_batches: int, clips: bool, tmp_path: Path
 ) -> None:
-    settings = {
+    settings: dict[str, Any] = {
         "mixed_precision": "bf16" if precision == "autocast" else "no",
         "gradient_accumulation_steps": micro_batches,
     }
@@ -387,6 +496,15 @@ def test_an_accelerated_loop_under_a_plan_equals_the_loop_bitwise(
     expected = Loop(None, tmp_path, **settings).run(clips=clips)
     found = Loop(made, tmp_path, **settings).run(clips=clips)
     assert_same_loop(found, expected)
+
+
+def test_an_accelerated_loop_with_states_of_eight_bits_equals_the_loop_bitwise(
+    tmp_path: Path,
+) -> None:
+    with without_overrides():
+        expected = Loop(None, tmp_path, make=eight_bits).run(clips=True)
+        found = Loop(plan("gpt2"), tmp_path, make=eight_bits).run(clips=True)
+        assert_same_loop(found, expected)
 
 
 def test_accelerates_checkpoints_resume_bitwise(tmp_path: Path) -> None:

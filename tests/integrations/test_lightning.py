@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,13 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.records.plan import Plan
 from protrain_runtime import restore
 from protrain_runtime.model.prepared import engine_of
-from tests.support.integration_cases import CLIPPED, plan, rows
+from tests.support.integration_cases import (
+    CLIPPED,
+    eight_bits,
+    plan,
+    rows,
+    without_overrides,
+)
 from tests.support.runtime_cases import assert_bitwise, build, differences, outcome
 
 pytest.importorskip("lightning", reason="PyTorch Lightning is not installed: pip install lightning")
@@ -38,10 +45,12 @@ def quiet() -> Iterator[None]:
 class Module(LightningModule):
     """A language model as Lightning's documentation would write it."""
 
-    def __init__(self, name: str = "gpt2", *, seed: int = 0, fused: bool = True) -> None:
+    def __init__(
+        self, name: str = "gpt2", *, seed: int = 0, fused: bool = True, bits: int = 32
+    ) -> None:
         super().__init__()
         self.model = build(name, seed=seed)
-        self.fused = fused
+        self.fused, self.bits = fused, bits
         self.seen: list[Tensor] = []
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
@@ -53,7 +62,12 @@ class Module(LightningModule):
         self.seen.append(self.model(**batch).loss)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, fused=self.fused, foreach=False)
+        if self.bits == 8:
+            optimizer = eight_bits(self.parameters())
+        else:
+            optimizer = torch.optim.AdamW(
+                self.parameters(), lr=1e-3, fused=self.fused, foreach=False
+            )
         schedule = LinearLR(optimizer, 0.1, total_iters=8)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
@@ -141,6 +155,14 @@ def test_lightning_under_a_plan_equals_lightning_bitwise(
     assert_same_fit(found, expected)
     restore(found[0].model)
     assert_same_fit(found, expected)
+
+
+def test_lightning_with_states_of_eight_bits_equals_lightning_bitwise(tmp_path: Path) -> None:
+    with without_overrides():
+        fits = partial(fit, folder=tmp_path, gradient_clip_val=CLIPPED)
+        expected = fits(None, module=Module(bits=8))
+        found = fits(plan("gpt2"), module=Module(bits=8))
+        assert_same_fit(found, expected)
 
 
 def resumed(first: Plan | None, second: Plan | None, folder: Path) -> tuple[Module, Trainer]:

@@ -177,6 +177,8 @@ def test_the_speed_of_a_small_chunks_update(tmp_path: Path) -> None:
     document = json.loads(out.read_text())
     for kind in document["lane"]:
         assert [len(seconds) for seconds in kind["seconds"].values()] == [2, 2, 2]
+    for kind in document["shares"]:
+        assert [len(seconds) for seconds in kind["seconds"].values()] == [2, 2, 2]
     assert [len(seconds) for seconds in document["masters"]["seconds"].values()] == [2, 2]
     assert out.with_suffix(".md").read_text() == updates.page(document)
 

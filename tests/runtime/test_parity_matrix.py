@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.pairwise import Row, allowed_pairs, covering_rows, pairs_of
 from tests.support.parity_rows import FACTORS, IMPOSSIBLE, ROWS, assert_row
+from tests.support.training_rows import PACKED
 
 
 def test_rows_cover_every_pair_that_is_possible() -> None:
@@ -43,6 +44,14 @@ QUICK = {*range(0, len(ROWS), 12)} - {*COMPILED}
 )
 def test_five_steps_match_plain_torch_bitwise(row: Row, tmp_path: Path) -> None:
     assert_row(row, tmp_path)
+
+
+def test_packed_products_are_recomputed_under_autocast_bitwise(tmp_path: Path) -> None:
+    """A package's kernel calls operators that autocast casts, also beneath a form's mode."""
+    pytest.importorskip("bitsandbytes")
+    row = next(r for r in ROWS if r["trained"] == PACKED and r["optimizer"] == "sgd")
+    form = {"activations": "recompute", "form": "lite", "precision": "autocast"}
+    assert_row({**row, **form, "model": "llama", "resumed": "no"}, tmp_path)
 
 
 INDUCED = [

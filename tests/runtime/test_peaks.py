@@ -16,15 +16,18 @@ import torch
 
 from protrain_plan.commands.training import Run, train
 from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.hardware.speeds import lane_update
 from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.models.building import TORCH_DTYPES
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import plan as solve
-from protrain_plan.profiling.measured import measure_model
+from protrain_plan.profiling.measured import measure_model, workspace
 from protrain_plan.program.compiling import program_of
 from protrain_plan.records import read_profile, write_profile
 from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import (
+    STEPPED,
     Activations,
     Budgets,
     Keep,
@@ -39,12 +42,14 @@ from protrain_plan.records.plan import (
     UnitPlan,
     Updates,
 )
-from protrain_plan.records.profile import Profile, Workload
+from protrain_plan.records.profile import DType, Profile, Workload
 from protrain_plan.simulation.memory import device_bytes, evaluation_bytes
 from protrain_runtime import prepare
+from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.recording import measure_step
 from protrain_runtime.engine.engine import Observer
 from protrain_runtime.model.prepared import below_device
+from protrain_runtime.states.updates import UpdateTeam
 from tests.support.peaks import SLACK_BYTES, bytes_of_others, profile_file, without_freedom
 from tests.support.programs import compile_units
 from tests.support.runtime_cases import (
@@ -130,6 +135,7 @@ def peaks(
         ),
         updates=updates,
         micro_batches=micro_batches,
+        optimizer=profile.optimizer.name,
     )
     plan = plan if overlap_seed is None else overlapped(plan, overlap_seed)
     program = program_of(plan, profile)
@@ -359,6 +365,56 @@ def master_profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
         write_profile(replace(record, base_bytes=record.base_bytes - others), path)
 
     return read_profile(made_once(tmp_path_factory, "peaks-master.yaml", make))
+
+
+def test_measured_bytes_of_eight_bits_never_exceed_predicted_and_are_near(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Bitsandbytes' operators take five copies of the parameter that they are at."""
+    pytest.importorskip("bitsandbytes")
+
+    def make(path: Path) -> None:
+        others = bytes_of_others()
+        record = profiled_here("tiny-llama", path.parent, optimizer="adamw8bit")
+        write_profile(replace(record, base_bytes=record.base_bytes - others), path)
+
+    profile = read_profile(made_once(tmp_path_factory, "peaks-adamw8bit.yaml", make))
+    spill = tmp_path_factory.mktemp("spill")
+    tables = 2 * 2 * 1024 * len(profile.units) * 7  # of each matrix, and once more in a step
+    cases: list[tuple[Placement, Updates]] = [
+        (Persistent(), "after backward"),
+        (STEPPED, "in backward"),
+    ]
+    for states, updates in cases:
+        units = without_freedom(decided(described_by(profile), Recompute(), states))
+        found = peaks(profile, units, spill, updates=updates)
+        assert_within_the_promise(found)
+        assert found.excess <= tables + SLACK_BYTES
+
+
+@pytest.mark.parametrize(("optimizer", "dtype"), [("adamw8bit", "float32"), ("nadam", "bfloat16")])
+def test_a_lanes_update_takes_the_workspace_of_one_run(optimizer: str, dtype: DType) -> None:
+    """Of the thread that counts: a meter does not see a lane's."""
+    if optimizer == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
+    run, runs = 2**16, 8
+    update = lane_update(
+        dtype,
+        UpdateTeam(longest=run),
+        num_parameters=run * runs,
+        num_tensors=2,
+        optimizer=optimizer,
+    )
+    for _ in range(2):  # makes the states, and finds them
+        with MemoryMeter() as meter:
+            meter.mark("update")
+            update()
+    (segment,) = meter.segments
+    measured = segment.peak_bytes - segment.start_bytes
+    fraction = workspace(optimizer, dtype, "pure")["workspace_fraction"]
+    counted = fraction * run * TORCH_DTYPES[dtype].itemsize
+    scalars = 3 * 1024 * (runs + 1)  # two tables of 8 bits, steps and factors
+    assert 0.98 * counted <= measured <= counted + scalars
 
 
 # --- transfers in parts ---------------------------------------------------------------------------

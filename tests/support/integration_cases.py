@@ -1,21 +1,30 @@
 """One model, plan and data for every framework."""
 
 import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
+from protrain_plan.models.adapters import adapted
+from protrain_plan.models.building import seeded
+from protrain_plan.models.quantizing import quantized
 from protrain_plan.records.plan import Plan
 from protrain_plan.records.profile import Precision
 from tests.support.runtime_cases import (
     SEQUENCE,
     VOCABULARY,
+    batch,
     build,
     described,
     mixed,
     plan_for,
     speculative,
+    units_of,
 )
 
 
@@ -55,3 +64,42 @@ def plan(
 
 
 CLIPPED = 0.05  # below every norm here
+
+
+def eight_bits(parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
+    """Bitsandbytes' AdamW8bit, with states of 8 bits for small parameters, too."""
+    package = pytest.importorskip("bitsandbytes")
+    made: torch.optim.Optimizer = package.optim.AdamW8bit(
+        parameters, **({"lr": 1e-3, "min_8bit_size": 512} | options)
+    )
+    return made
+
+
+@contextmanager
+def without_overrides() -> Iterator[None]:
+    """The Trainer tells bitsandbytes of single parameters, for the whole process: it forgets."""
+    manager = pytest.importorskip("bitsandbytes").optim.GlobalOptimManager.get_instance()
+    manager.initialize()
+    try:
+        yield
+    finally:
+        manager.initialize()
+
+
+def with_adapter(*, packed: bool) -> nn.Module:
+    """A small Llama with LoRA; packed: its frozen linear layers have NF4 weights."""
+    model = build("llama")
+    with seeded(0):
+        if packed:
+            pytest.importorskip("bitsandbytes")
+            model = quantized(model, "nf4", adapter="lora r=4", dtype="float32", source="")
+        return adapted(model, "lora r=4", source="").train()
+
+
+def adapter_plan(*, packed: bool) -> Plan:
+    """Every unit decides for itself; updates wait for the norm of all gradients."""
+    with torch.random.fork_rng():
+        units = units_of(with_adapter(packed=packed), batch("llama", 0))
+        decided = mixed(units, random.Random(0), "disk", stepped=False)
+        made = plan_for(with_adapter(packed=packed), decided)
+    return speculative(replace(made, updates="after backward"))

@@ -31,6 +31,7 @@ from tests.support.runtime_cases import (
 from tests.support.training_rows import (
     ALWAYS_IMPOSSIBLE,
     OPTIMIZERS,
+    PACKED,
     PRECISIONS,
     SCHEDULES,
     optimizer_of,
@@ -45,7 +46,7 @@ NUM_STEPS, RESUMED_AT = 5, 3
 
 FACTORS: dict[str, tuple[str, ...]] = {
     "model": ("llama", "llama-tied", "gpt2", "functional", "t5"),
-    "trained": ("all", "some", "lora"),
+    "trained": ("all", "some", "lora", PACKED),
     "activations": ("keep", "recompute", "swap", "swap input", "mixed"),
     "form": ("none", *RECOMPUTED),
     "placement": ("persistent", "stepped", "offload", "buffer", "mixed"),
@@ -77,6 +78,14 @@ IMPOSSIBLE = (
             ("micro-batches", ("2", "3")),
             ("placement", ("persistent", "stepped")),
         )
+    ),
+    Impossible(
+        reason="Dynamo does not trace bitsandbytes' product with packed weights",
+        values={"trained": (PACKED,), "compiled": ("aot_eager",)},
+    ),
+    Impossible(
+        reason="plain PyTorch loads no state dict of packed weights that are there already",
+        values={"trained": (PACKED,), "resumed": ("states into another plan",)},
     ),
     Impossible(
         reason="torch.optim rounds NAdam's product of momenta to bfloat16 when it loads a state",

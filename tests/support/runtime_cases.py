@@ -28,6 +28,7 @@ from transformers import (
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.building import seeded
+from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.measured import measure
 from protrain_plan.profiling.memory.passes import saved_bytes
@@ -83,7 +84,7 @@ def profiled_here(
     num_steps: int = 1,
     adapter: str = "",
     quantize: Quantize = "",
-    optimizer: str = "adamw",
+    optimizer: str = DEFAULT_OPTIMIZER,
 ) -> Profile:
     """A measured profile of a small model, whose seconds do not matter."""
     return measure(

@@ -10,6 +10,8 @@ from torch import nn
 
 from protrain_plan.models.adapters import adapted
 from protrain_plan.models.building import computing_in, parameter_dtype, seeded
+from protrain_plan.models.optimizers import OF_8_BITS
+from protrain_plan.models.quantizing import quantized
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     STEPPED,
@@ -52,12 +54,16 @@ from tests.support.runtime_cases import (
     weight_decay_groups,
 )
 
+PACKED = "lora on nf4"
+"""Trained are adapters beside frozen linear layers that bitsandbytes has packed."""
+
 OPTIMIZERS: dict[str, Factory] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-3, fused=True),
     "adamw, not fused": partial(torch.optim.AdamW, lr=1e-3, amsgrad=True, foreach=False),
     "momentum": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True),
     "sgd": partial(torch.optim.SGD, lr=1e-2),
     "nadam": partial(torch.optim.NAdam, lr=1e-3, foreach=False),
+    "adamw8bit": partial(OF_8_BITS["adamw8bit"], lr=1e-3, min_8bit_size=512),
 }
 AHEAD = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
 EVERYTHING = Schedule(forward_lead=LARGE, backward_lead=LARGE, swap_lead=LARGE)
@@ -104,7 +110,7 @@ ALWAYS_IMPOSSIBLE = (
     ),
     Impossible(
         reason="adapters stand beside linear modules, and the functional model has none",
-        values={"model": ("functional",), "trained": ("lora",)},
+        values={"model": ("functional",), "trained": ("lora", PACKED)},
     ),
 )
 """What no row of any matrix combines."""
@@ -118,8 +124,11 @@ def uncompiled(row: Row, *, seed: int = 0) -> nn.Module:
     if row["trained"] == "some":
         for number, parameter in enumerate(model.parameters()):
             parameter.requires_grad_(number % 3 != 0)  # the embedding is frozen
-    elif row["trained"] == "lora":
+    elif row["trained"] in ("lora", PACKED):
         with seeded(seed):
+            if row["trained"] == PACKED:
+                stored = workload(row).dtype if precision != "autocast" else "float32"
+                model = quantized(model, "nf4", adapter="lora r=4", dtype=stored, source="")
             model = adapted(model, "lora r=4", source="").train()
     return computing_in(model, dtype, precision)
 

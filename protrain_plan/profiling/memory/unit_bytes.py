@@ -602,6 +602,7 @@ def _units(
                 else size.gradient_bytes,
                 state_bytes=size.state_bytes,
                 uneven_state_bytes=size.uneven_state_bytes,
+                largest_gradient_bytes=0 if is_sparse else size.largest_gradient_bytes,
                 used_by=size.used_by,
                 parameter_pieces=() if is_sparse else size.parameter_pieces,
                 gradient_pieces=() if is_sparse else size.gradient_pieces,

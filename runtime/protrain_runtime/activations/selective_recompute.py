@@ -158,10 +158,45 @@ class _Mode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._outside: Any = None  # what dispatching leaves out where the block is called
+        self._nested = 0
+
+    def __enter__(self) -> Self:
+        self._outside, self._nested = torch._C._dispatch_tls_local_exclude_set(), _nesting()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+    def ran(self, func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        """What the operator gives without a mode.
+
+        Within one PyTorch has autocast off, and a package's kernel in Python may call operators
+        that autocast casts: such as bitsandbytes' product with packed weights. Where the block has
+        an autocast of its own around that, whether it is on cannot be seen, and it is off.
+        """
+        if func.namespace == "aten" or self._outside is None or _nesting() != self._nested:
+            return func(*args, **kwargs)
+        excluded = torch._C._dispatch_tls_local_exclude_set()
+        for key in _AUTOCAST:
+            if not self._outside.has(key):
+                excluded = excluded.remove(key)
+        included = torch._C._dispatch_tls_local_include_set()
+        with torch._C._ForceDispatchKeyGuard(included, excluded):
+            return func(*args, **kwargs)
+
+
+_AUTOCAST = [
+    key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")
+]
+
+
+def _nesting() -> int:
+    """How many autocasts are around."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 class _Keeping(_Mode):
@@ -191,7 +226,7 @@ class _Keeping(_Mode):
 
         self._hooks = saved_tensors_hooks(counted, unpack)
         self._hooks.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -217,7 +252,7 @@ class _Keeping(_Mode):
                 self._copy_before_writes(written_arguments(func, args, kwargs))
             case "product" | "batched product" | "attention":
                 num_saved = self._num_saved.value
-                result = func(*args, **kwargs)
+                result = self.ran(func, args, kwargs)
                 state = None
                 if kind == "attention" and _named(func, args, kwargs).get("dropout_p") != 0:
                     # It may have drawn random numbers, from the generator of its device.
@@ -228,7 +263,7 @@ class _Keeping(_Mode):
                 return result
             case _:
                 assert_never(kind)
-        return func(*args, **kwargs)
+        return self.ran(func, args, kwargs)
 
     def _decide(self, kind: Kind, *, low_rank: bool) -> None:
         """Which outputs are attention's, and which are not held, now that there is another one."""
@@ -303,7 +338,7 @@ class _Replaying(_Mode):
             # What came back from a tier is a view of its bytes, which the block may not write to.
             output.result = tree_map_only(_Hole, lambda _: _alias(next(tensors)), output.result)
         self._left.extend(outputs)
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -318,7 +353,7 @@ class _Replaying(_Mode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         if not self._left or kind_of(func) not in ("product", "batched product", "attention"):
-            return func(*args, **(kwargs or {}))
+            return self.ran(func, args, kwargs or {})
         output = self._left.popleft()
         if func is not output.operator:
             raise RuntimeError(
@@ -329,7 +364,7 @@ class _Replaying(_Mode):
             where = tensors_in(output.result)[0].device
             devices.set_random_state(where, output.random_state)
         if output.result is None:
-            return func(*args, **(kwargs or {}))
+            return self.ran(func, args, kwargs or {})
         return output.result
 
 

@@ -60,13 +60,16 @@ def follow(
         )
     accepted = inspect.signature(type(optimizer)).parameters
     options = {k: v for k, v in optimizer.defaults.items() if k in accepted}
+    settings = _settings(optimizer)
 
     def make_alike(groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
         # Where its own groups are given, that one itself: schedulers made for it see its steps.
         given, own = list(groups), optimizer.param_groups
         if [id(group["params"]) for group in given] == [id(group["params"]) for group in own]:
             return optimizer
-        return type(optimizer)(given, **options)
+        made = type(optimizer)(given, **options)
+        vars(made).update(settings)
+        return made
 
     _, planned = prepare(
         model,
@@ -78,6 +81,27 @@ def follow(
     )
     optimizer.param_groups = planned.param_groups
     return planned
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What the optimizer was made with and has in no group, such as the bits of bitsandbytes.
+
+    Those of its attributes that are plain values, or objects of plain values.
+    """
+    usual = vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in usual and (_is_plain(value) or _is_plain(getattr(value, "__dict__", ...)))
+    }
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(one) for one in (*value, *value.values()))
+    if isinstance(value, list | tuple):
+        return all(_is_plain(one) for one in value)
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -350,6 +350,7 @@ class Chunk:
             gradient_bytes=self.gradient_bytes,
             state_bytes=state_bytes,
             uneven_state_bytes=uneven,
+            largest_gradient_bytes=max((part.num_bytes for part, _ in trainable), default=0),
             num_parameters=self.num_trainable,
             used_by=self.used_by,
             parameter_pieces=tuple(group.num_bytes for group in self.groups) if several else (),

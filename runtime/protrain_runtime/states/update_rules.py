@@ -277,6 +277,9 @@ class _Trial:
         if place not in self._tried or not self._compiled:
             self._tried[place] = self._least(few, block, to_scale=few != shape, cuts=cuts)
         least, reason = self._tried[place]
+        if reason and few != tried and not self._compiled:
+            # Too few, perhaps, for two ranges of the least.
+            least, reason = self._least(tried, block, to_scale=tried != shape, cuts=cuts)
         if reason:
             return self._whole(shape, reason)
         return self._of_spans(found, block, least)
@@ -584,6 +587,9 @@ setting of the compiler while it steps, and sets it back."""
 def in_turn(factory: OptimizerFactory) -> OptimizerFactory:
     """The same optimizers; those that may not step beside others wait for their turn.
 
+    ProtrainError where bitsandbytes was told of options for single parameters: it finds them by a
+    parameter's identity and by its place among the others, which a piece of it does not have.
+
     Lanes and the thread that computes step on parameters of their own at the same time. Of 180
     short runs of bitsandbytes' AdamW8bit in three threads, 11 gave other bits; of as many that took
     turns, none.
@@ -593,6 +599,7 @@ def in_turn(factory: OptimizerFactory) -> OptimizerFactory:
         with _TURN:
             made = factory(groups)
         if any(kind.__module__.partition(".")[0] in _ALONE for kind in type(made).__mro__):
+            _refuse_overrides(made)
             step = made.step
 
             def alone(*arguments: Any, **options: Any) -> Any:
@@ -603,6 +610,28 @@ def in_turn(factory: OptimizerFactory) -> OptimizerFactory:
         return made
 
     return make
+
+
+def _refuse_overrides(optimizer: Any) -> None:
+    """ProtrainError where bitsandbytes' manager, one for all of a process, has overrides."""
+    manager = getattr(optimizer, "mng", None)
+    if manager is None or not (
+        manager.module_weight_config_triple or manager.pid2config or manager.index2config
+    ):
+        return
+    named = {
+        f"{_kind(module)}.{name}: {', '.join(f'{k}={v}' for k, v in options.items())}"
+        for module, name, options in manager.module_weight_config_triple
+    }
+    raise ProtrainError(
+        "bitsandbytes was told to keep other states of single parameters"
+        f" ({'; '.join(sorted(named)) or 'GlobalOptimManager.override_config'}): a plan does not"
+        " count them, and a piece of a parameter would not have them",
+        key="optimizer",
+        fix="let it have no overrides: Trainer(..., optimizers=(AdamW8bit(...), None)) in place of"
+        " optim='adamw_bnb_8bit'; bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()"
+        " drops those that an earlier training has left",
+    )
 
 
 def check_separable(factory: OptimizerFactory, dtype: torch.dtype) -> None:
@@ -702,7 +731,10 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._factory = factory
         super().__init__(parameters, {})
         dtypes = {_master_dtype(p.dtype) for group in self.param_groups for p in group["params"]}
-        dummies = [nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in dtypes]
+        dummies = [  # frozen parameters may be of integers, such as packed weights
+            nn.Parameter(values, requires_grad=values.is_floating_point() or values.is_complex())
+            for values in (torch.zeros(1, dtype=dtype) for dtype in dtypes)
+        ]
         self.defaults = factory([{"params": dummies}]).defaults
         for group in self.param_groups:
             for option, value in self.defaults.items():

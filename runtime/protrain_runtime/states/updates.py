@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from protrain_plan.program.program import LONGEST_SPAN
 from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import STACK_BYTES, take_one_thread
 from protrain_runtime.devices.stores import HostStore, Store
@@ -27,12 +28,6 @@ from protrain_runtime.states.update_rules import MasterOptimizer, OptimizerFacto
 SMALLEST_RANGE = 2**17
 """Elements that are worth a thread: about 150 us of AdamW's step, several times what handing a
 range to a thread and back takes (`benchmarks/results/updates.md`)."""
-
-LONGEST_SPAN = 2**20
-"""Elements that an optimizer steps on as one parameter: 4 MiB of float32, so that what it needs
-besides (a float32 gradient, the temporaries of a plain loop) is no fresh memory, whose pages the
-system clears first: twice as fast with master weights, three times as fast in a loop of operators
-(`benchmarks/results/updates.md`). Runs of a quarter cost a fused step up to a tenth."""
 
 
 def spare_threads(device: torch.device) -> int:
