@@ -343,7 +343,10 @@ def fits_text(fits: Sequence["Fit"], *paths: Path) -> RenderableType:
     """
     several = any(fit.group.num_devices > 1 for fit in fits)
     names = ("machine", *(["devices"] if several else []), "batch", "")
-    table = table_of(*names, "tokens/s", "device", "host", "disk", words=(0, len(names) - 1))
+    peaks = [fit.solved.plan.prediction.peak_bytes for fit in fits if fit.solved]
+    peaks += [other.peak_bytes for fit in fits for other in fit.alternatives]
+    tiers = ("device", "host", *(["disk"] * any(peak.disk for peak in peaks)))
+    table = table_of(*names, "tokens/s", *tiers, words=(0, len(names) - 1))
     for column in table.columns:
         column.no_wrap = True
     binds = ["what makes up the step, or what is missing:"]
@@ -356,10 +359,11 @@ def fits_text(fits: Sequence["Fit"], *paths: Path) -> RenderableType:
         many = f"{group.num_devices} x " if group.num_devices > 1 else ""
         cell = f"  {many}{machine} {size}"
         binds.append(f"{cell}: {fit.binds}")
-        cells = ["-"] * 4
+        cells = ["-"] * (1 + len(tiers))
         if fit.solved is not None:
             prediction = fit.solved.plan.prediction
-            cells = [f"{fit.tokens_per_s:,.0f}", *_gibibytes(prediction.peak_bytes)]
+            held = _gibibytes(prediction.peak_bytes)[: len(tiers)]
+            cells = [f"{fit.tokens_per_s:,.0f}", *held]
             saved = 1 - prediction.step_seconds / fit.plain_seconds if fit.plain_seconds else 0.0
             if saved >= 0.0005:
                 faster.append(f"{cell}: {saved:.1%} less time per step")
@@ -372,7 +376,8 @@ def fits_text(fits: Sequence["Fit"], *paths: Path) -> RenderableType:
             tokens = "no"
             if other.step_seconds is not None:
                 tokens = f"{fit.tokens_per_step / other.step_seconds:,.0f}"
-            table.add_row("", *([""] * several), "", name, tokens, *_gibibytes(other.peak_bytes))
+            held = _gibibytes(other.peak_bytes)[: len(tiers)]
+            table.add_row("", *([""] * several), "", name, tokens, *held)
     if len(faster) == 1:  # in no cell
         faster = []
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
