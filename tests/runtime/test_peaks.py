@@ -389,7 +389,8 @@ def test_measured_bytes_of_eight_bits_never_exceed_predicted_and_are_near(
         units = without_freedom(decided(described_by(profile), Recompute(), states))
         found = peaks(profile, units, spill, updates=updates)
         assert_within_the_promise(found)
-        assert found.excess <= tables + SLACK_BYTES
+        # Of the step's peak; a slot in which a chunk is updated may count its workspace in vain.
+        assert max(found.predicted) - max(found.measured) <= tables + SLACK_BYTES
 
 
 @pytest.mark.parametrize(("optimizer", "dtype"), [("adamw8bit", "float32"), ("nadam", "bfloat16")])
