@@ -99,7 +99,8 @@ def page(document: Mapping[str, Any]) -> str:
         "- *planned*: the same training under a plan that recomputes every block.",
         "- *checkpointed*: PEFT's own run under transformers' gradient checkpointing. The"
         " prediction is of the plan above, for a model whose embeddings' outputs ask for gradients:"
-        " that is what transformers' checkpointing adds to recomputation.",
+        " that is what transformers' checkpointing adds to recomputation. It counts such an output"
+        " and its gradient once more, as what the last loss holds (docs/decisions/memory.md).",
         "",
         _summary(document),
         "",
