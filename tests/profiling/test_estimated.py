@@ -126,7 +126,8 @@ def test_the_devices_step_moves_parameters_gradients_and_states() -> None:
     # In host memory also the gradient that arrives and the parameter that is read twice.
     of_node = hardware.rates.host_bandwidth_bytes_per_s / (moved + 3 * 4)
     assert profile.optimizer.node_parameters_per_s == pytest.approx(of_node, rel=1e-3)
-    host = min(of_node, hardware.rates.host_parameters_per_s)
+    # Where the memory's speed is not told, threads alone bind it.
+    host = min(of_node or float("inf"), hardware.rates.host_parameters_per_s)
     assert profile.optimizer.host_parameters_per_s == pytest.approx(host, rel=1e-3)
 
 

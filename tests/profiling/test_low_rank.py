@@ -96,11 +96,14 @@ def test_an_inner_dimension_that_is_small_for_the_result_makes_a_low_rank_produc
 
 
 @pytest.mark.parametrize("machine", hardware_names())
-@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1.0), (torch.float32, 4 / 3)])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1.0), (torch.float32, 1.4)])
 def test_a_low_rank_product_takes_about_as_long_as_an_addition(
     machine: str, dtype: torch.dtype, most: float
 ) -> None:
-    """The largest one, of its result's size, by the roofline of every machine of the catalogue."""
+    """The largest one, of its result's size, by the rates of every machine of the catalogue.
+
+    In float32 an A100's last wave of tiles leaves processors idle: 1.34 times as long.
+    """
     rates = load_hardware(machine).rates
     assert rates is not None
     left, right = (torch.empty(s, RANK, dtype=dtype, device="meta") for s in (8192, 4096))

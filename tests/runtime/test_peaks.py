@@ -357,7 +357,8 @@ def master_profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
         record = replace(
             record,
             workload=replace(record.workload, precision="master"),
-            optimizer=replace(record.optimizer, workspace_fraction=2.0),
+            # Masters have room by the chunk: a record of theirs has no bytes of a workspace.
+            optimizer=replace(record.optimizer, workspace_fraction=2.0, workspace_bytes=0),
             units=tuple(
                 replace(unit, state_bytes=12 * unit.num_parameters) for unit in record.units
             ),
