@@ -357,10 +357,11 @@ def master_profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
         record = replace(
             record,
             workload=replace(record.workload, precision="master"),
-            # Masters have room by the chunk: a record of theirs has no bytes of a workspace.
+            # Masters have room by the chunk: their records say nothing of one step's.
             optimizer=replace(record.optimizer, workspace_fraction=2.0, workspace_bytes=0),
             units=tuple(
-                replace(unit, state_bytes=12 * unit.num_parameters) for unit in record.units
+                replace(unit, state_bytes=12 * unit.num_parameters, largest_gradient_bytes=0)
+                for unit in record.units
             ),
         )
         write_profile(replace(record, base_bytes=record.base_bytes - others), path)
