@@ -240,7 +240,9 @@ def page(document: Mapping[str, Any]) -> str:
 
 
 def _lane_rows(document: Mapping[str, Any]) -> Iterator[str]:
-    yield "| optimizer | dtype | precision | way | G/s | times as fast | times less processor time |"
+    yield (
+        "| optimizer | dtype | precision | way | G/s | times as fast | times less processor time |"
+    )
     yield "|---|---|---|---|---:|---:|---:|"
     for kind in document["lane"]:
         before = kind["seconds"][BEFORE]
