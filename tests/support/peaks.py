@@ -1,6 +1,7 @@
 """Bytes that plans promise, and those that a meter counts."""
 
 import gc
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,11 +31,21 @@ def profile_file(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
 
 
 def bytes_of_others() -> int:
-    """Of tensors that other tests have left in this process."""
-    while gc.collect():  # what one collection finalizes, the next one frees
-        pass
-    tensors = reachable(devices.HOST)
-    return storage_bytes(found for found in tensors if not isinstance(found, ConsumedGradient))
+    """Of tensors that other tests have left in this process, as soon as they are the same twice.
+
+    A thread that another test has ended may hold tensors for a moment longer.
+    """
+    before = -1
+    while True:
+        while gc.collect():  # what one collection finalizes, the next one frees
+            pass
+        tensors = reachable(devices.HOST)
+        found = storage_bytes(one for one in tensors if not isinstance(one, ConsumedGradient))
+        if found == before:
+            return found
+        before = found
+        del tensors
+        time.sleep(0.05)
 
 
 def without_freedom(units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
