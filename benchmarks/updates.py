@@ -1,12 +1,12 @@
 """The host's update lane: parameters per second by threads and optimizer, and many small masters.
 
-    python -m benchmarks.updates [--device NAME] [--threads N...] [--rounds N] [--quick]
+    python -m benchmarks.updates [--device NAME] [--threads N...] [--rounds N] [--quick] [--shares]
 
 What a lane runs, through the runtime's own pieces: a chunk of large matrices in host memory,
 updated by one thread in whole tensors as it was, and by a team of threads in ranges. Ways take
 turns, round by round; what counts are ratios within a round. With an accelerator for `--device`,
 copies between it and pinned memory go both ways meanwhile. Optimizers of 8 bits take turns with
-fused AdamW, on one thread each. Run it on a quiet machine.
+fused AdamW, on one thread each; with `--shares` they alone are measured. Run it on a quiet machine.
 """
 
 import argparse
@@ -73,26 +73,27 @@ def main() -> None:
         "num_parameters": arguments.parameters,
         "num_tensors": NUM_TENSORS,
         "load": [round(os.getloadavg()[0], 1)],
-        "lane": [],
     }
-    for optimizer, dtype, precision in KINDS:
-        document["lane"].append(
+    if not arguments.shares:
+        document["lane"] = [
             {
                 "optimizer": optimizer,
                 "dtype": dtype,
                 "precision": precision,
                 "seconds": _lane_seconds(arguments, here, optimizer, dtype, precision),
             }
-        )
-    document["shares"] = [
-        {"dtype": dtype, "seconds": _seconds_by_optimizer(arguments, here, dtype)}
-        for dtype in SHARES
-    ]
-    document["masters"] = {
-        "num_parameters": SMALL[0],
-        "elements": SMALL[1],
-        "seconds": _small_masters(arguments.rounds),
-    }
+            for optimizer, dtype, precision in KINDS
+        ]
+        document["masters"] = {
+            "num_parameters": SMALL[0],
+            "elements": SMALL[1],
+            "seconds": _small_masters(arguments.rounds),
+        }
+    else:
+        document["shares"] = [
+            {"dtype": dtype, "seconds": _seconds_by_optimizer(arguments, here, dtype)}
+            for dtype in SHARES
+        ]
     document["load"].append(round(os.getloadavg()[0], 1))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(document, indent=1) + "\n")
@@ -196,6 +197,16 @@ def _in_turns(ways: Sequence[Way], num_rounds: int, device: torch.device) -> Sec
     return in_lane() if on_host(device) else while_copying(device, in_lane)
 
 
+def host_shares(document: Mapping[str, Any]) -> dict[str, float]:
+    """Parameters of float32 per second, over AdamW's in the same round, by optimizer: medians."""
+    (seconds,) = (one["seconds"] for one in document["shares"] if one["dtype"] == "float32")
+    before = seconds[DEFAULT_OPTIMIZER]
+    return {
+        optimizer: statistics.median(_ratios(before, seconds[optimizer], 0))
+        for optimizer in OF_8_BITS
+    }
+
+
 # --- the page -------------------------------------------------------------------------------------
 
 
@@ -223,22 +234,16 @@ def page(document: Mapping[str, Any]) -> str:
         " G/s are 10^9 parameters per second in the median.",
         *_warning(document),
         "",
-        "| optimizer | dtype | precision | way | G/s | times as fast | times less processor time |",
-        "|---|---|---|---|---:|---:|---:|",
-        *_lane_rows(document),
-        "",
-        *_shares(document),
-        f"Master weights of {document['masters']['num_parameters']} parameters of"
-        f" {document['masters']['elements']} elements each, AdamW, in the computing thread:",
-        "",
-        "| way | us per parameter | times as fast | times less processor time |",
-        "|---|---:|---:|---:|",
-        *_master_rows(document["masters"]),
+        *(_lane_rows(document) if "lane" in document else _share_rows(document)),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _lane_rows(document: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        "| optimizer | dtype | precision | way | G/s | times as fast | times less processor time |"
+    )
+    yield "|---|---|---|---|---:|---:|---:|"
     for kind in document["lane"]:
         before = kind["seconds"][BEFORE]
         for label, seconds in kind["seconds"].items():
@@ -247,16 +252,22 @@ def _lane_rows(document: Mapping[str, Any]) -> Iterator[str]:
                 f"| {kind['optimizer']} | {kind['dtype']} | {kind['precision']} | {label} |"
                 f" {rate / 1e9:.2f} | {_ratio(before, seconds, 0)} | {_ratio(before, seconds, 1)} |"
             )
+    masters = document["masters"]
+    yield ""
+    yield (
+        f"Master weights of {masters['num_parameters']} parameters of {masters['elements']}"
+        " elements each, AdamW, in the computing thread:"
+    )
+    yield from ("", "| way | us per parameter | times as fast | times less processor time |")
+    yield "|---|---:|---:|---:|"
+    yield from _master_rows(masters)
 
 
-def _shares(document: Mapping[str, Any]) -> Iterator[str]:
-    """Of runs that measured them."""
-    if "shares" not in document:
-        return
+def _share_rows(document: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "Optimizers of 8 bits (bitsandbytes), which take turns with fused AdamW on one thread in"
-        " ranges. A share is of two that ran in one round. Estimates for a machine take float32"
-        " shares by the clock (`host_share` in `protrain_plan/models/optimizers.py`)."
+        " ranges. Estimates for a machine take float32 shares by the clock (`host_share` in"
+        " `protrain_plan/models/optimizers.py`)."
     )
     yield from ("", "| optimizer | dtype | M/s | share of AdamW's speed | by processor time |")
     yield "|---|---|---:|---:|---:|"
@@ -269,7 +280,6 @@ def _shares(document: Mapping[str, Any]) -> Iterator[str]:
                 f" {_ratio(before, seconds, 0, digits=4)} |"
                 f" {_ratio(before, seconds, 1, digits=4)} |"
             )
-    yield ""
 
 
 def _master_rows(masters: Mapping[str, Any]) -> Iterator[str]:
@@ -292,10 +302,15 @@ def _ratio(
     """Of runs of one round each, by one of the clocks: the median, and the quartiles around it."""
     if before is after:
         return "1"
-    ratios = [one[clock] / other[clock] for one, other in zip(before, after, strict=True)]
-    found = statistics.quantiles(ratios, n=4, method="inclusive")
+    found = statistics.quantiles(_ratios(before, after, clock), n=4, method="inclusive")
     low, middle, high = (f"{one:.{digits}f}" for one in found)
     return f"{middle} ({low} to {high})"
+
+
+def _ratios(
+    before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], clock: int
+) -> list[float]:
+    return [one[clock] / other[clock] for one, other in zip(before, after, strict=True)]
 
 
 def _warning(document: Mapping[str, Any]) -> Iterator[str]:
@@ -322,6 +337,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/updates.json"))
     parser.add_argument("--quick", action="store_true", help="a tiny chunk, on any machine")
+    parser.add_argument("--shares", action="store_true", help="optimizers of 8 bits alone")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.parameters, arguments.rounds, arguments.threads = 2**20, 2, (1, 2)

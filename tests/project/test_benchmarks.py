@@ -51,6 +51,7 @@ from benchmarks.rounds import read_rounds
 from benchmarks.runtime_runs import COMPARISONS
 from protrain_plan.errors import RecordError
 from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.models.optimizers import host_share
 from protrain_plan.models.sources import load_source
 from protrain_plan.program.recording import Event, Recording
 from protrain_plan.simulation.timeline import Span
@@ -177,9 +178,12 @@ def test_the_speed_of_a_small_chunks_update(tmp_path: Path) -> None:
     document = json.loads(out.read_text())
     for kind in document["lane"]:
         assert [len(seconds) for seconds in kind["seconds"].values()] == [2, 2, 2]
+    assert [len(seconds) for seconds in document["masters"]["seconds"].values()] == [2, 2]
+    assert out.with_suffix(".md").read_text() == updates.page(document)
+    _run("benchmarks.updates", "--quick", "--shares", "--out", str(out))
+    document = json.loads(out.read_text())
     for kind in document["shares"]:
         assert [len(seconds) for seconds in kind["seconds"].values()] == [2, 2, 2]
-    assert [len(seconds) for seconds in document["masters"]["seconds"].values()] == [2, 2]
     assert out.with_suffix(".md").read_text() == updates.page(document)
 
 
@@ -511,6 +515,7 @@ STEMS = (
     "ranks",
     "runtime",
     "updates",
+    "updates-8bit",
 )
 MADE_BY = [path for path in sorted(RESULTS.glob("*.json")) if path.stem in STEMS]
 
@@ -538,7 +543,7 @@ def test_committed_tables_follow_from_committed_results(path: Path) -> None:
             expected = ranks.markdown(document)
         case "runtime":
             expected = runtime_page.page(document)
-        case "updates":
+        case "updates" | "updates-8bit":
             expected = updates.page(document)
         case stem:
             expected = markdown(document, title=stem)
@@ -606,3 +611,10 @@ def test_the_error_band_of_estimates_is_the_measured_one() -> None:
     assert rates
     measured = [round(accuracy_page.quantile(ratios, share), 2) for share in (0.1, 0.9)]
     assert [rates.error_low, rates.error_high] == measured
+
+
+def test_the_hosts_shares_of_8_bits_are_the_measured_ones() -> None:
+    shares = updates.host_shares(json.loads((RESULTS / "updates-8bit.json").read_text()))
+    assert {name: host_share(name) for name in shares} == {
+        name: round(share, 4) for name, share in shares.items()
+    }
