@@ -142,11 +142,12 @@ def works_in_place(name: str) -> bool:
     return _read(name)[0] in OF_8_BITS
 
 
-_HOST_SHARES = {"adamw8bit": 0.035, "lion8bit": 0.041}
+_HOST_SHARES = {"adamw8bit": 0.0626, "lion8bit": 0.1142}
+"""Of float32, on one thread each (`benchmarks/results/updates-8bit.md`)."""
 
 
 def host_share(name: str) -> float:
-    """Parameters per second on a host, over those of fused AdamW (docs/decisions/optimizer.md).
+    """Parameters per second on a host, over those of fused AdamW.
 
     On a processor bitsandbytes does operator by operator what is one kernel on a card. Of others 1.
     """
