@@ -507,15 +507,18 @@ def test_an_accelerated_loop_with_states_of_eight_bits_equals_the_loop_bitwise(
         assert_same_loop(found, expected)
 
 
-def test_accelerates_checkpoints_resume_bitwise(tmp_path: Path) -> None:
-    whole = Loop(None, tmp_path).run(clips=True)
-    half = Loop(plan("gpt2", seed=1), tmp_path).run(epochs=1, clips=True)
+@pytest.mark.parametrize("make", [FUSED, eight_bits], ids=["float32 states", "8 bits"])
+def test_accelerates_checkpoints_resume_bitwise(
+    make: Callable[..., torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    whole = Loop(None, tmp_path, make=make).run(clips=True)
+    half = Loop(plan("gpt2", seed=1), tmp_path, make=make).run(epochs=1, clips=True)
     half.accelerator.save_state(str(tmp_path / "state"))
     half.accelerator.save_model(half.model, str(tmp_path / "model"))
     saved = load_file(tmp_path / "model/model.safetensors")
     expected = half.model.state_dict()
     assert list(differences(saved, {name: expected[name] for name in saved}, "saved")) == []
-    resumed = Loop(plan("gpt2", seed=2), tmp_path)
+    resumed = Loop(plan("gpt2", seed=2), tmp_path, make=make)
     resumed.accelerator.load_state(str(tmp_path / "state"))
     resumed.run(epochs=1, clips=True)
     resumed.losses = half.losses + resumed.losses

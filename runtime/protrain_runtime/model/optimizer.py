@@ -7,7 +7,7 @@ for the last of them. Every update is done by the user's own class with the opti
 holds.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any, overload
 
@@ -202,8 +202,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 if part.name not in states:
                     chunk.updated.discard(part.name)
                     continue
-                state = taken_apart(states[part.name])
-                for layout in chunk.own.current.of(part):
+                layouts = chunk.own.current.of(part)
+                keys = {layout.key for layout in layouts}
+                state = taken_apart(_unwrapped(states[part.name], keys))
+                for layout in layouts:
                     write_values(chunk, part, state.pop(layout.key), layout)
                 # A fused optimizer has its counters on the device, that of a chunk steps here.
                 chunk.scalars[part.name] = _moved(state, torch.device("cpu"))
@@ -252,6 +254,18 @@ def _by_value(option: Any) -> Any:
     if isinstance(option, tuple):  # of betas that are tensors
         return tuple(map(_by_value, option))
     return option.clone() if isinstance(option, torch.Tensor) else option
+
+
+def _unwrapped(state: Mapping[str, Any], keys: Set[str]) -> dict[str, Any]:
+    """A parameter's entry of a state dict, without a dictionary around the states of these keys.
+
+    bitsandbytes puts one around what FSDP is not to gather.
+    """
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        wraps = isinstance(value, Mapping) and bool(keys & value.keys())
+        found |= value if wraps else {key: value}
+    return found
 
 
 def _moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
