@@ -23,6 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from protrain_plan.models.batches import Batch, call_model
 from protrain_plan.profiling.memory.passes import Packed, TrackedStorages, identities
 from protrain_plan.profiling.structure.discovery import FoundUnit, undisturbed
+from protrain_plan.profiling.structure.faking import asked
 from protrain_plan.profiling.structure.rerun import writing_arguments
 from protrain_plan.records.plan import UnitPlan
 from protrain_plan.records.profile import Unit
@@ -203,6 +204,8 @@ class _Making(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None
     ) -> object:
+        if func.namespace == "prim":
+            return asked(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         made = self._made.get(self._block)
         if made is not None:

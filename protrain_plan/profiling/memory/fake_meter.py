@@ -21,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from protrain_plan.hardware.operators import Allocator, OperatorLog
 from protrain_plan.profiling.memory.passes import identities
+from protrain_plan.profiling.structure.faking import asked
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.devices.memory_meter import MemoryMeter, Segment, strided_parts
 
@@ -197,11 +198,18 @@ class FakeMeter(TorchDispatchMode):
             raise RuntimeError("FakeMeter: segments are known after the with block has ended")
         return self._segments
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether dispatching has to keep the compiler away: nothing is compiled inside."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> object:
         kwargs = kwargs or {}
         numbered = self._keep_number(func, args) if self._allocator.python_scalars else None
+        if func.namespace == "prim":
+            return asked(func, args, kwargs)
         # [Note: sums of gradients] Where a tensor is used twice, autograd adds the second gradient
         # into the first one's memory if nobody else holds that. It never does so while a dispatch
         # mode looks on: it makes a new tensor. Here the sum takes over the memory of the first.
@@ -218,7 +226,7 @@ class FakeMeter(TorchDispatchMode):
             self._product = numbered, weakref.ref(result)
         if self._log is not None:
             self._log.note(func, args, kwargs, result)
-        if func.is_view or func.namespace == "prim":
+        if func.is_view:
             return result
         before = self._live
         self._count(args, kwargs, result)

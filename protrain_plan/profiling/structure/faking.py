@@ -59,12 +59,17 @@ class KnownValues(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._overwritten: dict[int, torch.UntypedStorage] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether dispatching has to keep the compiler away: nothing is compiled inside."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> object:
         kwargs = kwargs or {}
         if func.namespace == "prim":
-            return func(*args, **kwargs)
+            return asked(func, args, kwargs)
         if func is aten._grouped_mm.default:
             # PyTorch knows the shapes of grouped matrix products of bfloat16 only.
             left, right, offsets = args[:3] if len(args) > 2 else (*args, kwargs["offs"])
@@ -139,6 +144,18 @@ class KnownValues(TorchDispatchMode):
                     before, after = given.shape[: places[0]], given.shape[places[0] + mask.dim() :]
                     return given.new_empty(*before, _count(mask), *after)
         return None
+
+
+def asked(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    """The answer to a question of the namespace `prim`, which more than half of all calls are.
+
+    On which device a fake tensor is, is answered here, as its own mode does.
+    """
+    if func is torch.ops.prim.device.default:
+        (tensor,) = args
+        if isinstance(tensor, FakeTensor) and not tensor.fake_mode.in_kernel_invocation:
+            return tensor.fake_device
+    return func(*args, **kwargs)
 
 
 class SparseError(Exception):
