@@ -1,6 +1,6 @@
 """`protrain fit`: whether models train on machines that need not be there, and how fast."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -117,9 +117,9 @@ def fit(
     """
     from protrain_plan.commands.cells import Cells
     from protrain_plan.commands.measuring import requests_for
-    from protrain_plan.commands.output import destination, progress, show
+    from protrain_plan.commands.output import JsonList, destination, progress, show
     from protrain_plan.commands.sweeping import read_sweep, show_help, show_sweep
-    from protrain_plan.presentation.plans import fits_json, fits_text
+    from protrain_plan.presentation.plans import CELLS, fit_json, fits_json, fits_text
     from protrain_plan.presentation.report.fit_page import fit_page
     from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_plan.program.group import group_on
@@ -166,7 +166,15 @@ def fit(
     with progress(quiet=as_json) as tell:
         tell("estimating", 0.0)
         questions = cells.questions(tell, micro_batches=accumulate, global_batch=global_batch)
-        fits = [] if swept else _answers(questions, tell, compare=compare)
+        # What others change when all are known is printed at the end.
+        at_once = as_json and not (compare or what_helps or swept)
+        cells_json = JsonList(CELLS, len(questions)) if at_once else None
+
+        def told(one: "Fit") -> None:
+            if cells_json:
+                cells_json.add(fit_json(one))
+
+        fits = [] if swept else _answers(questions, tell, compare=compare, told=told)
         lighter = []
         if compare or what_helps:
             lighter = cells.with_states_of_8_bits(questions, tell)
@@ -180,15 +188,20 @@ def fit(
     written = () if report is None else (report,)
     if what_helps:
         show_help(fits, questions, lighter, as_json=as_json, written=written)
-    else:
+    elif cells_json is None:
         show(as_json, fits_json(fits), lambda: fits_text(fits, *written))
     if all(one.verdict == "does not fit" for one in fits):
         raise typer.Exit(3)
 
 
 def _answers(
-    questions: "Sequence[Question]", tell: "Progress", *, compare: bool = False
+    questions: "Sequence[Question]",
+    tell: "Progress",
+    *,
+    compare: bool = False,
+    told: "Callable[[Fit], None]" = lambda _: None,
 ) -> "list[Fit]":
+    """The answers in order, each `told` as soon as it and those before are known."""
     from protrain_plan.commands.processes import answers_of
     from protrain_plan.profiling.estimate_cache import processes_at_once
 
@@ -202,6 +215,7 @@ def _answers(
             done = (1 + len(fits)) / (1 + len(questions))
             tell(f"{where} on {on_machine}: planning", done)
             fits.append(next(found))
+            told(fits[-1])
     return fits
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -129,6 +130,27 @@ def print_rendered(text: RenderableType, *, wrap: bool = True) -> None:
 def print_json(data: object) -> None:
     """Print plain data as one JSON object."""
     print_text(in_json(json.dumps(data, indent=2)))
+
+
+class JsonList:
+    """An object that holds one list, printed as `print_json` prints it, each member at once.
+
+    `count` members are to come. Nothing is printed before the first; after an error in between the
+    object stays open, so that no reader takes a part for the whole.
+    """
+
+    def __init__(self, name: str, count: int) -> None:
+        assert count, "an empty list has no first member to wait for"
+        self._opening = f"{{\n  {json.dumps(name)}: [\n"
+        self._left = count
+
+    def add(self, member: object) -> None:
+        """Print the next member, and what closes the object after the last one."""
+        self._left -= 1
+        ending = "," if self._left else "\n  ]\n}"
+        text = textwrap.indent(json.dumps(member, indent=2), "    ")
+        print_text(in_json(self._opening + text + ending))
+        self._opening = ""
 
 
 def print_any(result: RenderableType | str | dict[str, Any]) -> None:

@@ -286,26 +286,31 @@ def _front_text(answer: "Answer") -> RenderableType:
 
 def fits_json(fits: Sequence["Fit"]) -> dict[str, Any]:
     """What `protrain fit --json` prints: one cell per machine and size."""
-    cells = [
-        {
-            "hardware": fit.profile.hardware.name,
-            "batch_size": fit.profile.workload.batch_size,
-            "seq_len": fit.profile.workload.seq_len,
-            "micro_batches": fit.micro_batches,
-            **devices_json(fit.group),
-            "verdict": fit.verdict,
-            "plain_device_bytes": fit.plain_bytes,
-            "plain_step_seconds": fit.plain_seconds,
-            "binds": fit.binds,
-            "tokens_per_second": fit.tokens_per_s,
-            "measured_over_estimated": error_band(fit.profile.hardware),
-            **(solved_json(fit.solved) if fit.solved is not None else {}),
-            **(infeasible_json(fit.infeasible) if fit.infeasible is not None else {}),
-            **({"alternatives": _alternatives_json(fit)} if fit.alternatives else {}),
-        }
-        for fit in fits
-    ]
-    return {"cells": cells}
+    return {CELLS: [fit_json(fit) for fit in fits]}
+
+
+CELLS = "cells"
+"""What the list of cells is called there."""
+
+
+def fit_json(fit: "Fit") -> dict[str, Any]:
+    """One such cell."""
+    return {
+        "hardware": fit.profile.hardware.name,
+        "batch_size": fit.profile.workload.batch_size,
+        "seq_len": fit.profile.workload.seq_len,
+        "micro_batches": fit.micro_batches,
+        **devices_json(fit.group),
+        "verdict": fit.verdict,
+        "plain_device_bytes": fit.plain_bytes,
+        "plain_step_seconds": fit.plain_seconds,
+        "binds": fit.binds,
+        "tokens_per_second": fit.tokens_per_s,
+        "measured_over_estimated": error_band(fit.profile.hardware),
+        **(solved_json(fit.solved) if fit.solved is not None else {}),
+        **(infeasible_json(fit.infeasible) if fit.infeasible is not None else {}),
+        **({"alternatives": _alternatives_json(fit)} if fit.alternatives else {}),
+    }
 
 
 def _alternatives_json(fit: "Fit") -> list[dict[str, Any]]:

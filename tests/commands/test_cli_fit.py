@@ -1,14 +1,16 @@
 """`protrain fit` and `protrain profile --on`: answers for machines that are not here."""
 
 import json
+import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from protrain_plan.commands.output import JsonList, print_json
 from protrain_plan.records import read_plan, read_profile
 from protrain_plan.records.writer import fingerprint
-from tests.support.commands import printed
+from tests.support.commands import PROTRAIN, printed
 from tests.support.forked import protrain
 
 
@@ -58,6 +60,38 @@ def printed_list(folder: Path, *arguments: object) -> list[dict[str, object]]:
     assert result.stderr == ""
     answer: list[dict[str, object]] = json.loads(result.stdout)["cells"]
     return answer
+
+
+def test_a_cell_is_printed_before_the_last_one_is_planned(tmp_path: Path) -> None:
+    command = [str(PROTRAIN), "fit", "tiny-llama", "--on", "l4,rtx-3090,a10g,rtx-4090,h200"]
+    sizes = ["--batch-size", "120", "--seq-len", "256", "--dtype", "float32"]
+    budget = ["--device-memory", "1200MiB"]  # what needs a plan takes a while
+    with subprocess.Popen(
+        [*command, *sizes, *budget, "--json"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        printed_first = ""
+        while not printed_first.endswith("\n    },\n"):
+            printed_first += process.stdout.readline()
+        process.kill()
+        rest = process.stdout.read()
+    (first,) = json.loads(printed_first.removesuffix(",\n") + "]}")["cells"]
+    assert (first["hardware"], first["verdict"]) == ("l4", "fits with a plan")
+    assert "h200" not in rest
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_list_that_is_printed_bit_by_bit_is_one_object(
+    count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    members: list[object] = [{"name": f"##[x]\u2028 {n}", "of": [n, {}]} for n in range(count)]
+    print_json({"cells": members})
+    whole = capsys.readouterr().out
+    members_out = JsonList("cells", count)
+    assert capsys.readouterr().out == ""
+    for member in members:
+        members_out.add(member)
+    assert capsys.readouterr().out == whole
 
 
 @pytest.mark.slow

@@ -1,14 +1,19 @@
 """Imports run one way, and planning does not wait for PyTorch. Read from the syntax trees."""
 
 import ast
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.models.presets import read_config
+from protrain_plan.profiling.estimate_cache import SWITCH
 from protrain_plan.records import write_profile
 from tests.support.checking_cases import commit
 from tests.support.planning_cases import MB, cpu, decoder
@@ -259,6 +264,45 @@ def test_planning_does_not_wait_for_torch(tmp_path: Path) -> None:
     budget = ("--device-memory", f"{5000 * MB}")
     assert run_without_torch(CLI, "plan", str(profile), "-o", str(plan), *budget) == (0, "")
     assert plan.is_file()
+
+
+# With the command line's settings of libraries, which are in the name of what is kept.
+KEEP = """
+import json, sys
+import protrain_plan.cli
+from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest
+from protrain_plan.records import read_profile
+for path in sys.argv[1:]:
+    profile = read_profile(path)
+    config = json.loads(profile.workload.model_config)
+    question = EstimateRequest.of(profile.workload, profile.optimizer.name, config)
+    EstimateCache().keep_profile(question, profile)
+"""
+
+
+def test_answers_from_known_estimates_do_not_wait_for_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SWITCH)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config, machines = json.dumps(read_config("tiny-llama")), ("rtx-4090", "h200")
+    profiles = [decoder(blocks=2, hardware=load_hardware(machine)) for machine in machines]
+    asked = replace(profiles[0].workload, model="tiny-llama", model_config=config)
+    for profile in profiles:
+        known = replace(profile, workload=asked, method="estimated")
+        write_profile(known, tmp_path / f"{profile.hardware.name}.yaml")
+    kept = [str(tmp_path / f"{machine}.yaml") for machine in machines]
+    assert run_without_torch(KEEP, *kept) == (0, "")
+    # What is imported is told by every process, those that plan included.
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    command = ("fit", "tiny-llama", "--on", ",".join(machines), "--json")
+    sizes = ("--seq-len", str(asked.seq_len), "--batch-size", str(asked.batch_size))
+    kinds = ("--dtype", asked.dtype, "--precision", asked.precision)
+    code, told = run_without_torch(CLI, *command, *sizes, *kinds)
+    assert code == 0, told
+    modules = [line.rpartition("|")[2].strip() for line in told.splitlines()]
+    assert "protrain_plan.planning.questions.objectives" in modules
+    assert not TORCH.intersection(modules)
 
 
 def test_no_test_imports_another() -> None:
