@@ -9,6 +9,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 
 from protrain_plan.presentation.profiles import error_band, own_update, trust
+from protrain_plan.presentation.spending import (
+    heads_of,
+    in_words,
+    spending_cells,
+    spending_json,
+)
 from protrain_plan.presentation.terminal import Text, run_name, table_of, wrote
 from protrain_plan.program.group import DeviceGroup
 from protrain_plan.records import activations_text, states_text
@@ -250,9 +256,9 @@ def answer_text(
             f" {format_bytes(least.lower_bound_bytes)}"
         )
     if explanation is not None:
-        from protrain_plan.planning.explain.explaining import in_words
+        from protrain_plan.planning.explain.explaining import in_words as explained
 
-        notes += ["", *in_words(explanation)]
+        notes += ["", *explained(explanation)]
     solved = solved_text(answer.solved, answer.profile, *paths)
     return Group(*map(Text, head), solved, *map(Text, notes))
 
@@ -298,6 +304,7 @@ def fits_json(fits: Sequence["Fit"]) -> dict[str, Any]:
             "plain_step_seconds": fit.plain_seconds,
             "binds": fit.binds,
             "tokens_per_second": fit.tokens_per_s,
+            **spending_json(fit.spending(fit.step_seconds)),
             "measured_over_estimated": error_band(fit.profile.hardware),
             **(solved_json(fit.solved) if fit.solved is not None else {}),
             **(infeasible_json(fit.infeasible) if fit.infeasible is not None else {}),
@@ -316,6 +323,7 @@ def _alternatives_json(fit: "Fit") -> list[dict[str, Any]]:
             "fits": other.step_seconds is not None,
             "step_seconds": other.step_seconds,
             "tokens_per_second": other.step_seconds and fit.tokens_per_step / other.step_seconds,
+            **spending_json(fit.spending(other.step_seconds)),
             "peak_bytes": tiers_json(other.peak_bytes),
             "lacks": list(other.lacks),
         }
@@ -336,8 +344,8 @@ _VERDICTS = {
 }
 
 
-def fits_text(fits: Sequence["Fit"], *paths: Path) -> RenderableType:
-    """What `protrain fit` prints; `paths` are what it wrote.
+def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) -> RenderableType:
+    """What `protrain fit` prints; `paths` are what it wrote, `columns` those of `--columns`.
 
     Below the table: what binds in each cell, what a plan saves, and how far to trust seconds.
     """
@@ -346,7 +354,8 @@ def fits_text(fits: Sequence["Fit"], *paths: Path) -> RenderableType:
     peaks = [fit.solved.plan.prediction.peak_bytes for fit in fits if fit.solved]
     peaks += [other.peak_bytes for fit in fits for other in fit.alternatives]
     tiers = ("device", "host", *(["disk"] * any(peak.disk for peak in peaks)))
-    table = table_of(*names, "tokens/s", *tiers, words=(0, len(names) - 1))
+    heads = ("tokens/s", *heads_of(columns), *tiers)
+    table = table_of(*names, *heads, words=(0, len(names) - 1))
     for column in table.columns:
         column.no_wrap = True
     binds = ["what makes up the step, or what is missing:"]
@@ -359,11 +368,12 @@ def fits_text(fits: Sequence["Fit"], *paths: Path) -> RenderableType:
         many = f"{group.num_devices} x " if group.num_devices > 1 else ""
         cell = f"  {many}{machine} {size}"
         binds.append(f"{cell}: {fit.binds}")
-        cells = ["-"] * (1 + len(tiers))
+        cells = ["-"] * len(heads)
         if fit.solved is not None:
             prediction = fit.solved.plan.prediction
             held = _gibibytes(prediction.peak_bytes)[: len(tiers)]
-            cells = [f"{fit.tokens_per_s:,.0f}", *held]
+            spent = spending_cells(fit.spending(fit.step_seconds), columns)
+            cells = [f"{fit.tokens_per_s:,.0f}", *spent, *held]
             saved = 1 - prediction.step_seconds / fit.plain_seconds if fit.plain_seconds else 0.0
             if saved >= 0.0005:
                 faster.append(f"{cell}: {saved:.1%} less time per step")
@@ -377,13 +387,14 @@ def fits_text(fits: Sequence["Fit"], *paths: Path) -> RenderableType:
             if other.step_seconds is not None:
                 tokens = f"{fit.tokens_per_step / other.step_seconds:,.0f}"
             held = _gibibytes(other.peak_bytes)[: len(tiers)]
-            table.add_row("", *([""] * several), "", name, tokens, *held)
+            spent = spending_cells(fit.spending(other.step_seconds), columns)
+            table.add_row("", *([""] * several), "", name, tokens, *spent, *held)
     if len(faster) == 1:  # in no cell
         faster = []
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
     trusted = [f"{hardware.name}: {trust(hardware)}" for hardware in machines]
     unknown = dict.fromkeys(said for fit in fits if (said := own_update(fit.profile)))
-    notes = map(Text, (*binds, *faster, *trusted, *unknown))
+    notes = map(Text, (*binds, *faster, *in_words(columns), *trusted, *unknown))
     return Group(table, "", *notes, *map(wrote, paths))
 
 
