@@ -345,18 +345,19 @@ _VERDICTS = {
 
 
 def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) -> RenderableType:
-    """What `protrain fit` prints; `paths` are what it wrote, `columns` those of `--columns`.
+    """What `protrain fit` prints; `paths` are what it wrote.
 
-    Below the table: what binds in each cell, what a plan saves, and how far to trust seconds.
+    The `columns` of `--columns` are a table of their own, which leaves room for all digits. Below:
+    what binds in each cell, what a plan saves, and how far to trust seconds.
     """
     several = any(fit.group.num_devices > 1 for fit in fits)
     names = ("machine", *(["devices"] if several else []), "batch", "")
     peaks = [fit.solved.plan.prediction.peak_bytes for fit in fits if fit.solved]
     peaks += [other.peak_bytes for fit in fits for other in fit.alternatives]
     tiers = ("device", "host", *(["disk"] * any(peak.disk for peak in peaks)))
-    heads = ("tokens/s", *heads_of(columns), *tiers)
-    table = table_of(*names, *heads, words=(0, len(names) - 1))
-    for column in table.columns:
+    table = table_of(*names, "tokens/s", *tiers, words=(0, len(names) - 1))
+    bill = table_of(*names, *heads_of(columns), words=(0, len(names) - 1))
+    for column in (*table.columns, *bill.columns):
         column.no_wrap = True
     binds = ["what makes up the step, or what is missing:"]
     faster = ["what a plan saves where plain PyTorch fits:"]
@@ -368,34 +369,37 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
         many = f"{group.num_devices} x " if group.num_devices > 1 else ""
         cell = f"  {many}{machine} {size}"
         binds.append(f"{cell}: {fit.binds}")
-        cells = ["-"] * len(heads)
+        cells = ["-"] * (1 + len(tiers))
         if fit.solved is not None:
             prediction = fit.solved.plan.prediction
             held = _gibibytes(prediction.peak_bytes)[: len(tiers)]
-            spent = spending_cells(fit.spending(fit.step_seconds), columns)
-            cells = [f"{fit.tokens_per_s:,.0f}", *spent, *held]
+            cells = [f"{fit.tokens_per_s:,.0f}", *held]
             saved = 1 - prediction.step_seconds / fit.plain_seconds if fit.plain_seconds else 0.0
             if saved >= 0.0005:
                 faster.append(f"{cell}: {saved:.1%} less time per step")
         words, style = _VERDICTS[fit.verdict]
         replicas = f" ({group.num_replicas} replicas)" if group.num_replicas > 1 else ""
         devices = [f"{group.num_devices}{replicas}"] if several else []
-        table.add_row(machine, *devices, size, Text(words, style=style), *cells)
+        head: list[Text | str] = [machine, *devices, size, Text(words, style=style)]
+        table.add_row(*head, *cells)
+        bill.add_row(*head, *spending_cells(fit.spending(fit.step_seconds), columns))
         for other in fit.alternatives:
             name = "  checkpointed" if other.checkpointing else other.name
             tokens = "no"
             if other.step_seconds is not None:
                 tokens = f"{fit.tokens_per_step / other.step_seconds:,.0f}"
             held = _gibibytes(other.peak_bytes)[: len(tiers)]
-            spent = spending_cells(fit.spending(other.step_seconds), columns)
-            table.add_row("", *([""] * several), "", name, tokens, *spent, *held)
+            head = ["", *([""] * several), "", name]
+            table.add_row(*head, tokens, *held)
+            bill.add_row(*head, *spending_cells(fit.spending(other.step_seconds), columns))
     if len(faster) == 1:  # in no cell
         faster = []
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
     trusted = [f"{hardware.name}: {trust(hardware)}" for hardware in machines]
     unknown = dict.fromkeys(said for fit in fits if (said := own_update(fit.profile)))
     notes = map(Text, (*binds, *faster, *in_words(columns), *trusted, *unknown))
-    return Group(table, "", *notes, *map(wrote, paths))
+    bills = (bill, "") if columns else ()
+    return Group(table, "", *bills, *notes, *map(wrote, paths))
 
 
 # A run
