@@ -1,5 +1,6 @@
 """What others published of training with a host's memory, beside what is predicted of it."""
 
+import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -8,7 +9,12 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.models.sources import load_source
+from protrain_plan.planning.questions.objectives import Question, fit
+from protrain_plan.planning.search.improving import Effort
+from protrain_plan.profiling.estimated import estimate
 from protrain_plan.records.hardware import Rates
+from protrain_plan.records.plan import Budgets
 from tests.support.operator_logs import watching
 
 GRACE_ADAM = (10.4e9, 13.2e9)
@@ -87,3 +93,36 @@ def test_qwen3_14b_on_a_gh200_is_as_fast_as_superoffload_s() -> None:
     assert 475e12 < batch * each / seconds < 600e12
     # And the host's updates, of 34 bytes with what is copied, hide behind it as SuperOffload's do.
     assert num_parameters / (rates.host_bandwidth_bytes_per_s / 34) < seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "card", "host"),
+    [
+        ("llama-2-7b", "rtx-4090", 42 * 10**9),
+        ("qwen2.5-14b", "rtx-6000-ada", 84 * 10**9),
+        ("qwen2.5-32b", "a100-80gb", 192 * 10**9),
+    ],
+)
+def test_a_plan_needs_no_more_of_card_and_host_than_offload_adam(
+    model: str, card: str, host: int
+) -> None:
+    """7B in 24 GB with 42 GB of host memory, 14B in 48 with 84, 32B in 80 with 192.
+
+    So says the README of tascj/offload_adam at 26c3a81e, of parameters, gradients and both moments
+    in bfloat16. Its models and lengths are not said: here they are of 4,096 tokens.
+    """
+    machine = load_hardware(card)
+    profile = estimate(
+        load_source(model),
+        hardware=machine,
+        batch_size=1,
+        seq_len=4096,
+        dtype="bfloat16",
+        precision="pure",
+    )
+    budgets = Budgets(device=machine.device.memory_bytes, host=host, disk=0)
+    found = fit(Question(profile=profile, budgets=budgets), effort=Effort(gap_target=0.02))
+    assert found.verdict == "fits with a plan"
+    assert found.solved is not None
+    assert found.solved.plan.prediction.peak_bytes.host <= host
