@@ -87,6 +87,9 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
     "docs/how-to/small-cards.md#beside-what-you-would-do-without-a-plan": Runs(
         smaller={"llama-3.1-8b": "tiny-llama"}
     ),
+    "docs/how-to/small-cards.md#one-model-on-four-machines": Runs(
+        smaller={"llama-3.1-8b": "tiny-llama", "8192": "512"}
+    ),
     "docs/how-to/small-cards.md#the-best-batch": Runs(smaller={"llama-3.2-1b": "tiny-llama"}),
     "docs/how-to/small-cards.md#the-largest-that-fits": Runs(),
     "docs/how-to/small-cards.md#what-to-turn": Runs(),
