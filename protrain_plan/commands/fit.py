@@ -25,9 +25,11 @@ from protrain_plan.commands.options import (
     PrecisionOption,
     QuantizeOption,
     UpdatesOption,
+    choice,
     clip_share_of,
     integers,
     machine_with,
+    prices_of,
     refuse_batches,
     refuse_host_memory,
     updates_of,
@@ -37,6 +39,7 @@ from protrain_plan.errors import ProtrainError
 if TYPE_CHECKING:
     from protrain_plan.commands.measuring import Progress
     from protrain_plan.planning.questions.objectives import Fit, Question
+    from protrain_plan.records.hardware import Hardware
 
 
 def fit(
@@ -98,6 +101,20 @@ def fit(
             " worth. Each takes as long as an answer.",
         ),
     ] = False,
+    price: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a device for an hour, or one of each machine by comma; default: that of the"
+            " machine's file. Adds the columns hours and cost."
+        ),
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            help="More columns, by comma: mfu (model FLOPs utilisation), and hours, cost and energy"
+            " of a billion tokens."
+        ),
+    ] = None,
     report: Annotated[
         Path | None,
         typer.Option(help="Write a page with the chart of tokens per second against memory."),
@@ -110,7 +127,7 @@ def fit(
     Bytes are exact for the operators that run, seconds are estimates from data-sheet rates.
 
     Examples: protrain fit llama-3.1-8b --on rtx-4090,a100-80gb --seq-len 2048,8192
-    | protrain fit llama-3.1-8b --on h200 --compare
+    | protrain fit llama-3.1-8b --on h200 --compare --price 2.49
     | protrain fit llama-3.1-8b --on h100-sxm --num-devices 8 --global-batch 64
     | protrain fit llama-3.1-8b --on rtx-3090 --precision pure --lora r=16 --quantize nf4
     | protrain fit llama-3.1-8b --on rtx-4090 --sweep host=64GiB..512GiB
@@ -130,10 +147,15 @@ def fit(
     machines = [machine_with(name.strip(), host_memory, disk) for name in on.split(",")]
     refuse_host_memory(host_memory, machines)
     refuse_batches(global_batch, batch_size, accumulate)
+    prices = prices_of(price, machines)
+    shown = _columns(columns, machines, prices, price=price)
+    # A price is no part of what is estimated.
+    machines = [replace(machine, price_per_hour=0.0) for machine in machines]
     swept = None if sweep is None else read_sweep(sweep)
     if swept is not None:
         swept.refuse_missing(machines)
-        others = {"--what-helps": what_helps, "--compare": compare, "--report": page}
+        others: dict[str, object] = {"--what-helps": what_helps, "--compare": compare}
+        others |= {"--report": page, "--price": price, "--columns": columns}
         for option, given in others.items():
             if given:
                 raise ProtrainError("--sweep prints a table of its own", key=option)
@@ -170,9 +192,13 @@ def fit(
         at_once = as_json and not (compare or what_helps or swept)
         cells_json = JsonList(CELLS, len(questions)) if at_once else None
 
-        def told(one: "Fit") -> None:
+        in_order = iter([prices[place] for _ in requests for place, _ in cells.groups])
+
+        def told(one: "Fit") -> "Fit":
+            priced = _priced(one, next(in_order))
             if cells_json:
-                cells_json.add(fit_json(one))
+                cells_json.add(fit_json(priced))
+            return priced
 
         fits = [] if swept else _answers(questions, tell, compare=compare, told=told)
         lighter = []
@@ -184,14 +210,42 @@ def fit(
         show_sweep(swept, questions, as_json=as_json)
         return
     if page is not None:
-        replace_text(page, fit_page(fits))
+        replace_text(page, fit_page(fits, columns=shown))
     written = () if report is None else (report,)
     if what_helps:
-        show_help(fits, questions, lighter, as_json=as_json, written=written)
+        show_help(fits, questions, lighter, as_json=as_json, written=written, columns=shown)
     elif cells_json is None:
-        show(as_json, fits_json(fits), lambda: fits_text(fits, *written))
+        show(as_json, fits_json(fits), lambda: fits_text(fits, *written, columns=shown))
     if all(one.verdict == "does not fit" for one in fits):
         raise typer.Exit(3)
+
+
+def _columns(
+    text: str | None, machines: "Sequence[Hardware]", prices: Sequence[float], *, price: str | None
+) -> tuple[str, ...]:
+    """The columns that are asked for; ProtrainError for an unknown one, and one without values."""
+    from protrain_plan.presentation.spending import COLUMNS
+
+    names = () if text is None else tuple(name.strip() for name in text.split(","))
+    names = tuple(dict.fromkeys((*names, *(("hours", "cost") if price else ()))))
+    for name in names:
+        choice("--columns", name, tuple(COLUMNS))
+    if "cost" in names and not any(prices):
+        raise ProtrainError(
+            "no machine has a price", key="--columns", fix="say that of a device: --price 2.49"
+        )
+    if "energy" in names and not any(machine.power_w for machine in machines):
+        raise ProtrainError(
+            "no machine says what its device takes",
+            key="--columns",
+            fix="write power_w, in watts, into the machine's file",
+        )
+    return names
+
+
+def _priced(fit: "Fit", price: float) -> "Fit":
+    hardware = replace(fit.profile.hardware, price_per_hour=price)
+    return replace(fit, profile=replace(fit.profile, hardware=hardware))
 
 
 def _answers(
@@ -199,9 +253,9 @@ def _answers(
     tell: "Progress",
     *,
     compare: bool = False,
-    told: "Callable[[Fit], None]" = lambda _: None,
+    told: "Callable[[Fit], Fit]" = lambda fit: fit,
 ) -> "list[Fit]":
-    """The answers in order, each `told` as soon as it and those before are known."""
+    """What `told` makes of the answers, of each as soon as it and those before are known."""
     from protrain_plan.commands.processes import answers_of
     from protrain_plan.profiling.estimate_cache import processes_at_once
 
@@ -214,8 +268,7 @@ def _answers(
             on_machine = question.profile.hardware.name
             done = (1 + len(fits)) / (1 + len(questions))
             tell(f"{where} on {on_machine}: planning", done)
-            fits.append(next(found))
-            told(fits[-1])
+            fits.append(told(next(found)))
     return fits
 
 

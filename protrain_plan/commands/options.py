@@ -149,6 +149,30 @@ def integers(option: str, text: str) -> tuple[int, ...]:
     return numbers
 
 
+def prices_of(text: str | None, machines: "Sequence[Hardware]") -> list[float]:
+    """`--price` for each machine, or the machine's own; ProtrainError for what is no price."""
+    from protrain_plan.records.schema import PRICES
+
+    if text is None:
+        return [machine.price_per_hour for machine in machines]
+    parts = text.split(",")
+    if len(parts) not in (1, len(machines)):
+        raise ProtrainError(
+            f"{len(parts)} prices were given for {len(machines)} machines",
+            key="--price",
+            fix="give one for all, or one for each, in the order of --on",
+        )
+    try:
+        prices = [float(part) for part in parts]
+    except ValueError:
+        prices = [-1.0]
+    if not all(price in PRICES for price in prices):
+        raise ProtrainError(
+            f"expected a price for an hour {PRICES}, such as 2.49, got {text!r}", key="--price"
+        )
+    return prices if len(parts) == len(machines) else prices * len(machines)
+
+
 def choice(option: str, text: str, known: tuple[Name, ...]) -> Name:
     """The text where it is one of those known; ProtrainError, naming the option, otherwise."""
     for value in known:

@@ -152,11 +152,12 @@ def show_help(
     *,
     as_json: bool,
     written: Sequence[Path],
+    columns: Sequence[str] = (),
 ) -> None:
     """Print the answers to questions, and below what other machines and questions would change.
 
-    `lighter` are the same questions with 8-bit states, if there are any, and `written` what is
-    written besides.
+    `lighter` are the same questions with 8-bit states, if there are any, `written` what is written
+    besides, and `columns` those of `--columns`.
     """
     from protrain_plan.commands.output import progress, show
     from protrain_plan.commands.processes import answers_of
@@ -192,7 +193,11 @@ def show_help(
             for number, ((base, change), one) in enumerate(zip(asked, answers, strict=True)):
                 report(change.words, number / len(asked))
                 found[places[id(base)]].append(one)
-    show(as_json, helps_json(fits, found), lambda: helps_text(fits, bases, found, *written))
+    show(
+        as_json,
+        helps_json(fits, found),
+        lambda: helps_text(fits, bases, found, *written, columns=columns),
+    )
 
 
 def _of_its_kind(question: "Question", sizes: Sequence[int]) -> Sequence[int]:

@@ -649,16 +649,20 @@ _FREE = frozenset(
 
 
 class Work(NamedTuple):
-    """What one operator computes and moves."""
+    """What one operator computes and moves.
+
+    `model_flops` are its part of what model FLOPs utilisation counts (`records.Profile`).
+    """
 
     flops: float
     bytes: int
     half: bool  # computes in 16 bits
     shape: Product | Attention | None = None
+    model_flops: float = 0.0
 
     def seconds(self, rates: Rates) -> float:
         """The formula of `Rates`."""
-        peak = rates.bfloat16_flops_per_s if self.half else rates.float32_flops_per_s
+        peak = rates.flops_per_s(half=self.half)
         efficiency = rates.compute_efficiency
         match self.shape:
             case Product():
@@ -683,6 +687,10 @@ class OperatorLog:
     def seconds(self, rates: Rates) -> list[float]:
         """The estimate for every mark."""
         return [sum(work.seconds(rates) for work in slot) for slot in self.slots]
+
+    def model_flops(self) -> list[float]:
+        """What model FLOPs utilisation counts, for every mark."""
+        return [sum(work.model_flops for work in slot) for slot in self.slots]
 
     def note(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object
@@ -723,7 +731,9 @@ class OperatorLog:
             shape = Product(1, rows.numel() // max(1, inner), columns, inner)
             flops = 2.0 * rows.numel() * columns
             moved += 2 * 4 * rows.shape[0] * columns
-        self.slots[-1].append(Work(flops, moved, half, shape))
+        counted_once = _MODEL_FLOPS.get(func)
+        model_flops = counted_once(args, kwargs) if counted_once else flops
+        self.slots[-1].append(Work(flops, moved, half, shape, model_flops))
 
 
 _LOOKUPS = (aten.embedding.default, aten.index.Tensor, aten.index_select.default)
@@ -737,14 +747,21 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _attention_flops(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], *, query: int, causal: int, products: int
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    query: int,
+    products: int,
+    causal: int | None = None,
 ) -> float:
     """Per product 2 B H Sq Sk D; half of the scores where the kernel skips the future.
 
-    `query` and `causal` are places among the arguments.
+    `query` and `causal` are places among the arguments; without `causal`, all scores count.
     """
     batch, heads, length, width = args[query].shape
     flops: float = 2.0 * products * batch * heads * length * args[query + 1].shape[2] * width
+    if causal is None:
+        return flops
     skips = args[causal] if len(args) > causal else kwargs.get("is_causal", False)
     return flops / 2 if skips else flops
 
@@ -796,3 +813,13 @@ _FLOPS: dict[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], float]] = {
     aten._grouped_mm.default: lambda args, _: 2.0 * args[0].numel() * args[1].shape[-1],
 }
 """Those that `torch.utils.flop_counter` lacks."""
+
+_MODEL_FLOPS: dict[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], float]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: partial(
+        _attention_flops, query=0, products=2
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: partial(
+        _attention_flops, query=1, products=4
+    ),
+}
+"""Those of which model FLOPs utilisation counts others: all scores, and none of them twice."""

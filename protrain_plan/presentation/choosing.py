@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
+from protrain_plan.planning.questions.spending import cost_of
 from protrain_plan.presentation.plans import devices_json, fits_json, fits_text, solved_json
 from protrain_plan.presentation.profiles import trust
 from protrain_plan.presentation.terminal import Text, table_of
@@ -161,9 +162,10 @@ def helps_text(
     bases: Sequence["Reached"],
     helps: Sequence[Sequence["Helped"]],
     *paths: Path,
+    columns: Sequence[str] = (),
 ) -> RenderableType:
     """What `protrain fit --what-helps` prints: the table of `fit`, and what is worth most below."""
-    parts: list[RenderableType] = [fits_text(fits, *paths)]
+    parts: list[RenderableType] = [fits_text(fits, *paths, columns=columns)]
     for base, found in zip(bases, helps, strict=True):
         speed = f", {base.tokens_per_s:,.0f} tokens/s" if base.solved else ", which does not fit"
         parts += ["", Text(f"what helps {_cell(base)}{speed}, each by itself:")]
@@ -240,7 +242,7 @@ def search_text(found: "Found", *, speed: float | None, num_offers: int) -> Rend
         parts.append(Text(f"none of {num_offers} reaches {_asked(speed)}"))
         return Group(*parts)
     price, tokens_per_s = best.offer.price_per_hour, best.tokens_per_s
-    million = price / 3600 / tokens_per_s * 1e6
+    million = cost_of(1e6, tokens_per_s=tokens_per_s, price_per_hour=price)
     which = f"the cheapest that reaches {_asked(speed)}" if speed else "the fastest"
     parts.append(
         Text(

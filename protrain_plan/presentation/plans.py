@@ -9,6 +9,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 
 from protrain_plan.presentation.profiles import error_band, own_update, trust
+from protrain_plan.presentation.spending import (
+    heads_of,
+    in_words,
+    spending_cells,
+    spending_json,
+)
 from protrain_plan.presentation.terminal import Text, run_name, table_of, wrote
 from protrain_plan.program.group import DeviceGroup
 from protrain_plan.records import activations_text, states_text
@@ -250,9 +256,9 @@ def answer_text(
             f" {format_bytes(least.lower_bound_bytes)}"
         )
     if explanation is not None:
-        from protrain_plan.planning.explain.explaining import in_words
+        from protrain_plan.planning.explain.explaining import in_words as explained
 
-        notes += ["", *in_words(explanation)]
+        notes += ["", *explained(explanation)]
     solved = solved_text(answer.solved, answer.profile, *paths)
     return Group(*map(Text, head), solved, *map(Text, notes))
 
@@ -306,6 +312,7 @@ def fit_json(fit: "Fit") -> dict[str, Any]:
         "plain_step_seconds": fit.plain_seconds,
         "binds": fit.binds,
         "tokens_per_second": fit.tokens_per_s,
+        **spending_json(fit.spending(fit.step_seconds)),
         "measured_over_estimated": error_band(fit.profile.hardware),
         **(solved_json(fit.solved) if fit.solved is not None else {}),
         **(infeasible_json(fit.infeasible) if fit.infeasible is not None else {}),
@@ -321,6 +328,7 @@ def _alternatives_json(fit: "Fit") -> list[dict[str, Any]]:
             "fits": other.step_seconds is not None,
             "step_seconds": other.step_seconds,
             "tokens_per_second": other.step_seconds and fit.tokens_per_step / other.step_seconds,
+            **spending_json(fit.spending(other.step_seconds)),
             "peak_bytes": tiers_json(other.peak_bytes),
             "lacks": list(other.lacks),
         }
@@ -341,10 +349,11 @@ _VERDICTS = {
 }
 
 
-def fits_text(fits: Sequence["Fit"], *paths: Path) -> RenderableType:
+def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) -> RenderableType:
     """What `protrain fit` prints; `paths` are what it wrote.
 
-    Below the table: what binds in each cell, what a plan saves, and how far to trust seconds.
+    The `columns` of `--columns` are a table of their own, which leaves room for all digits. Below:
+    what binds in each cell, what a plan saves, and how far to trust seconds.
     """
     several = any(fit.group.num_devices > 1 for fit in fits)
     names = ("machine", *(["devices"] if several else []), "batch", "")
@@ -352,7 +361,8 @@ def fits_text(fits: Sequence["Fit"], *paths: Path) -> RenderableType:
     peaks += [other.peak_bytes for fit in fits for other in fit.alternatives]
     tiers = ("device", "host", *(["disk"] * any(peak.disk for peak in peaks)))
     table = table_of(*names, "tokens/s", *tiers, words=(0, len(names) - 1))
-    for column in table.columns:
+    bill = table_of(*names, *heads_of(columns), words=(0, len(names) - 1))
+    for column in (*table.columns, *bill.columns):
         column.no_wrap = True
     binds = ["what makes up the step, or what is missing:"]
     faster = ["what a plan saves where plain PyTorch fits:"]
@@ -375,21 +385,26 @@ def fits_text(fits: Sequence["Fit"], *paths: Path) -> RenderableType:
         words, style = _VERDICTS[fit.verdict]
         replicas = f" ({group.num_replicas} replicas)" if group.num_replicas > 1 else ""
         devices = [f"{group.num_devices}{replicas}"] if several else []
-        table.add_row(machine, *devices, size, Text(words, style=style), *cells)
+        head: list[Text | str] = [machine, *devices, size, Text(words, style=style)]
+        table.add_row(*head, *cells)
+        bill.add_row(*head, *spending_cells(fit.spending(fit.step_seconds), columns))
         for other in fit.alternatives:
             name = "  checkpointed" if other.checkpointing else other.name
             tokens = "no"
             if other.step_seconds is not None:
                 tokens = f"{fit.tokens_per_step / other.step_seconds:,.0f}"
             held = _gibibytes(other.peak_bytes)[: len(tiers)]
-            table.add_row("", *([""] * several), "", name, tokens, *held)
+            head = ["", *([""] * several), "", name]
+            table.add_row(*head, tokens, *held)
+            bill.add_row(*head, *spending_cells(fit.spending(other.step_seconds), columns))
     if len(faster) == 1:  # in no cell
         faster = []
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
     trusted = [f"{hardware.name}: {trust(hardware)}" for hardware in machines]
     unknown = dict.fromkeys(said for fit in fits if (said := own_update(fit.profile)))
-    notes = map(Text, (*binds, *faster, *trusted, *unknown))
-    return Group(table, "", *notes, *map(wrote, paths))
+    notes = map(Text, (*binds, *faster, *in_words(columns), *trusted, *unknown))
+    bills = (bill, "") if columns else ()
+    return Group(table, "", *bills, *notes, *map(wrote, paths))
 
 
 # A run

@@ -239,6 +239,8 @@ def _facts(machine: Hardware) -> Iterator[tuple[str, str]]:
         )
     if machine.price_per_hour:
         yield "price", f"{machine.price_per_hour:g} an hour for each device"
+    if machine.power_w:
+        yield "power", f"at most {machine.power_w:g} W of each device's board"
     if rates is not None:
         yield "estimates", trust(machine)
 

@@ -198,6 +198,9 @@ def _estimates(
     refuse_sparse(sparse, optimizer, workload)
     cuts = cuts_of(model, optimizer, workload)
     seen = first_steps(optimizer, trained(model), precision=workload.precision)
+    # Those of a unit that ran count for all of its class.
+    ran = sketch.block_classes.representatives
+    model_flops = logs["keep"].model_flops()[-2 * len(units) - 1 :]
     profiles: list[Profile] = []
     for machine in machines:
         rates = _rates(machine)
@@ -228,6 +231,9 @@ def _estimates(
                 tensors=tensors,
                 fixed_bytes=sketch.fixed_bytes
                 + device_type(kind).library_bytes(machine.device.name),
+                model_flops=sum(
+                    model_flops[slot] for unit in ran for slot in (unit, 2 * len(units) - 1 - unit)
+                ),
             )
         )
     progress("done", 1.0)

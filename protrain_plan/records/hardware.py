@@ -114,6 +114,10 @@ class Rates:
     attention_backward_efficiency: float = 0.0
     host_bandwidth_bytes_per_s: float = 0.0  # of the memory of a node's host
 
+    def flops_per_s(self, *, half: bool) -> float:
+        """The peak rate of dense products, in 16 bits or in 32."""
+        return self.bfloat16_flops_per_s if half else self.float32_flops_per_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collectives:
@@ -170,8 +174,8 @@ class Hardware:
     `published_error` says how far these seconds were from published runs, where none were measured
     on the machine itself; `sources` say where the numbers are from. `move_s` is what a move takes
     of the time that computes, to be submitted and ended, where that is one processor's work.
-    `price_per_hour` is that of one device with its part of a node, in any currency; 0: it is not
-    said.
+    `price_per_hour` is that of one device with its part of a node, in any currency; `power_w` is
+    what one device's board takes at most, in watts, as its data sheet says. 0: it is not said.
     """
 
     name: str
@@ -186,6 +190,7 @@ class Hardware:
     move_s: float = 0.0
     price_per_hour: float = 0.0
     published_error: PublishedError | None = None
+    power_w: float = 0.0
 
     @property
     def is_compared(self) -> bool:

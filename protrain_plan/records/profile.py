@@ -171,7 +171,8 @@ class Profile:
     say what changed in a model that it was not made for. `fixed_bytes` stand on an accelerator
     whatever the batch: workspaces that its libraries keep in the allocator, scalars, which take a
     block each there, and what rounds states up to blocks. `repetitions` say how sure measured
-    seconds are.
+    seconds are. `model_flops` are what the model computes for one batch on one device, as model
+    FLOPs utilisation counts it (`planning/questions/spending.py`); 0: nothing was counted.
     """
 
     workload: Workload
@@ -184,6 +185,7 @@ class Profile:
     tensors: tuple[str, ...] = ()
     fixed_bytes: int = 0
     repetitions: Repetitions | None = None
+    model_flops: float = 0.0
 
     @property
     def error_band(self) -> tuple[float, float]:

@@ -116,10 +116,14 @@ _SPEEDS_OR_NONE = Limits(low=1.0, high=1e21, or_zero=True)
 _HALVES = Limits(low=0.5, high=1.0)
 _FACTORS = Limits(low=1e-12, high=1e6, or_zero=True)
 PRICES = Limits(low=1e-6, high=1e6, or_zero=True)
+_WATTS = Limits(low=1.0, high=1e6, or_zero=True)
+_FLOPS = Limits(low=1.0, high=1e27, or_zero=True)
 _SLOTS = Limits(low=1e-6, high=2.0 * MAX_UNITS, or_zero=True)
 
 LIMITS: dict[tuple[type, str], Limits] = {
     (Hardware, "price_per_hour"): PRICES,
+    (Hardware, "power_w"): _WATTS,
+    (Profile, "model_flops"): _FLOPS,
     (Link, "duplex"): _HALVES,
     (Contention, "compute"): _SHARES,
     (Contention, "lane"): _SHARES,

@@ -146,6 +146,19 @@ def test_adapters_need_less_than_the_whole_model(tmp_path: Path) -> None:
             ("--on", "cpu", "--precision", "autocast", "--dtype", "float32"),
             "precision: autocast needs the dtype bfloat16 or float16, got float32",
         ),
+        (
+            ("--on", "cpu", "--price", "cheap"),
+            "--price: expected a price for an hour from 1e-06 to 1e+06, or 0, such as 2.49, got"
+            " 'cheap'",
+        ),
+        (("--on", "cpu", "--price", "1,2"), "--price: 2 prices were given for 1 machines"),
+        (("--on", "cpu", "--columns", "speed"), "--columns: expected mfu, hours, cost or energy"),
+        (("--on", "cpu", "--columns", "cost"), "--columns: no machine has a price"),
+        (("--on", "cpu", "--columns", "energy"), "--columns: no machine says what its device"),
+        (
+            ("--on", "rtx-4090", "--price", "1", "--sweep", "host=64GiB"),
+            "--price: --sweep prints a table of its own",
+        ),
     ],
 )
 def test_mistakes_are_one_message(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
@@ -238,8 +251,14 @@ def test_a_profile_says_already_what_a_model_is_asked_about_with(tmp_path: Path)
 
 def test_a_page_of_answers_has_every_way_to_train_and_no_script(tmp_path: Path) -> None:
     asked = ("tiny-llama", "--on", "rtx-4090,h100-sxm", "--seq-len", 64, "--batch-size", 2)
-    result = protrain("fit", *asked, "--compare", "--report", "fit.html", folder=tmp_path)
+    more = ("--compare", "--price", "0.4,2.5", "--columns", "mfu,energy")
+    result = protrain("fit", *asked, *more, "--report", "fit.html", folder=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
+    heads = [line.split() for line in result.stdout.splitlines() if line.startswith("machine")]
+    assert heads == [
+        ["machine", "batch", "tokens/s", "device", "host"],
+        ["machine", "batch", "MFU", "kWh", "hours", "cost"],
+    ]
     assert result.stdout.splitlines()[-1] == "wrote fit.html"
     page = (tmp_path / "fit.html").read_text(encoding="utf-8")
     assert "<script" not in page
@@ -255,3 +274,17 @@ def test_a_page_of_answers_has_every_way_to_train_and_no_script(tmp_path: Path) 
     labels = [(float(one.attrib["x"]), float(one.attrib["y"])) for one in drawing.findall("g/text")]
     assert len(set(labels)) == len(labels)
     assert page.count("<tr><td>rtx-4090, 2 x 64</td>") == len(names)
+    assert "<th>MFU</th><th>kWh</th><th>hours</th><th>cost</th>" in page
+
+
+def test_a_bill_is_that_of_the_plan_and_of_each_alternative(tmp_path: Path) -> None:
+    asked = ("tiny-llama", "--on", "rtx-4090", "--seq-len", 64, "--compare", "--price", 2.5)
+    (cell,) = printed_list(tmp_path, *asked)
+    alternatives = cell["alternatives"]
+    assert isinstance(alternatives, list)
+    for one in (cell, *alternatives):
+        hours = 1e9 / one["tokens_per_second"] / 3600
+        assert one["hours_per_billion_tokens"] == pytest.approx(hours)
+        assert one["cost_per_billion_tokens"] == pytest.approx(2.5 * hours)
+        assert one["kwh_per_billion_tokens"] == pytest.approx(0.45 * hours)
+        assert 0 < one["model_flops_utilisation"] < 1

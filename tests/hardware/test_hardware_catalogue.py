@@ -76,6 +76,7 @@ def test_numbers_of_a_card_are_in_a_sane_order(name: str) -> None:
     assert 1e9 < dram / 28 < 3e10
     assert 0.2 < rates.host_parameters_per_s / (device.num_threads * 1e9) < 0.4
     assert 1e-6 <= rates.operator_s <= 1e-5
+    assert 70 <= machine.power_w <= 1000 or name == "a10g", "no data sheet of an A10G was read"
     assert (rates.error_low, rates.error_high) == (0, 0), "nothing was measured on a GPU"
     if published := machine.published_error:
         assert 0.8 < published.low < published.high < 1.6
@@ -125,6 +126,8 @@ def numbers(machine: Hardware) -> Iterator[str]:
     yield from (field.name for field in dataclasses.fields(Rates) if field.name not in unknown)
     if joined := machine.interconnect:
         yield from ("intra_node", "interconnect", *(["inter_node"] if joined.inter_node else []))
+    if machine.power_w:
+        yield "power_w"
 
 
 @pytest.mark.parametrize("name", CARDS)

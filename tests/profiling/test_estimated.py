@@ -79,6 +79,34 @@ def test_bytes_are_those_of_real_tensors(name: str) -> None:
     assert profile.model_fingerprint == model_fingerprint(model)
 
 
+def test_model_flops_are_those_of_palm_s_formula() -> None:
+    """6 N + 12 L H Q T for each token (arXiv 2204.02311, appendix B); N as far as it multiplies."""
+    profile, source = tiny_llama(), load_source("tiny-llama")
+    config = json.loads(source.model_config)
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    weights = {
+        name: parameter.numel()
+        for name, parameter in source.build().named_parameters()
+        if parameter.dim() == 2 and "embed_tokens" not in name
+    }
+    assert "lm_head.weight" in weights
+    each = 6 * sum(weights.values()) + 12 * layers * hidden * 32
+    assert profile.model_flops == 2 * 32 * each
+
+
+def test_frozen_weights_have_gradients_of_inputs_alone() -> None:
+    source, whole = load_source("tiny-llama"), tiny_llama()
+    adapted = estimate(
+        source,
+        batch_size=2,
+        seq_len=32,
+        dtype="float32",
+        hardware=machine(),
+        adapter="lora r=1 dtype=float32",
+    )
+    assert whole.model_flops * 0.6 < adapted.model_flops < whole.model_flops * 0.75
+
+
 @pytest.mark.slow
 def test_a_factorys_model_can_be_estimated_in_another_dtype() -> None:
     source = load_source("tests.support.functional_model:factory")

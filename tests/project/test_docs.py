@@ -87,7 +87,11 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
     "docs/how-to/small-cards.md#beside-what-you-would-do-without-a-plan": Runs(
         smaller={"llama-3.1-8b": "tiny-llama"}
     ),
+    "docs/how-to/small-cards.md#one-model-on-four-machines": Runs(
+        smaller={"llama-3.1-8b": "tiny-llama", "8192": "512"}
+    ),
     "docs/how-to/small-cards.md#the-best-batch": Runs(smaller={"llama-3.2-1b": "tiny-llama"}),
+    "docs/how-to/small-cards.md#the-largest-that-fits": Runs(),
     "docs/how-to/small-cards.md#what-to-turn": Runs(),
     "docs/how-to/clip-and-accumulate.md#clip-and-accumulate": Runs(),
     "docs/how-to/mixed-precision.md#mixed-precision": Runs(),
@@ -101,6 +105,9 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
     "docs/how-to/plan.md#ask-the-planner": Runs(prepare=measured_profile),
     "docs/how-to/hardware.md#machines": Runs(),
     "docs/how-to/choose-a-machine.md#choose-a-machine": Runs(
+        smaller={"llama-3.1-8b": "tiny-llama"}
+    ),
+    "docs/how-to/choose-a-machine.md#what-tokens-cost": Runs(
         smaller={"llama-3.1-8b": "tiny-llama"}
     ),
     "docs/how-to/choose-a-machine.md#the-cheapest-that-is-fast-enough": Runs(

@@ -52,10 +52,10 @@ def grown(
     kept, swappable, forward peak   r times as many bytes
     backward peak                   see [Note: what grows of a backward peak]
     base                            r times, and never less: the model's buffers do not shrink
-    seconds                         r times
+    seconds, FLOPs                  r times
 
     Sizes are rounded up to whole `BLOCK_BYTES`, so that a promise errs on the safe side. It is
-    an assumption that seconds are proportional: the time of attention has a part that grows with
+    an assumption that seconds are proportional: the work of attention has a part that grows with
     the square of the sequence, which one profile cannot show, and so have the bytes of an attention
     that stores its scores. Small batches fill a device less than large ones. Tables of positions
     depend on the sequence alone: for a smaller batch the unit that makes them comes out too small
@@ -77,6 +77,7 @@ def grown(
         profile,
         workload=target,
         base_bytes=max(profile.base_bytes, _aligned(ratio * profile.base_bytes)),
+        model_flops=float(ratio) * profile.model_flops,
         units=tuple(
             replace(
                 unit,
@@ -93,10 +94,10 @@ def between(low: Profile, high: Profile, batch_size: int) -> Profile:
     What is live at a moment is a sum of tensors, each constant or in proportion to the batch. So
     bytes that are kept grow along a straight line, and a peak, the largest of many such sums, along
     a convex line. Between two batches it is at most on the straight line between its ends, which is
-    what this profile has: bytes in whole `BLOCK_BYTES`, rounded up. Seconds are on that line, too.
-    A form of activations that only one of the two has is left out. That the batch does not change
-    which kernels run is assumed, and not always so (of few rows an embedding's backward is another
-    one): a plan to train with is made from an estimate of its own batch.
+    what this profile has: bytes in whole `BLOCK_BYTES`, rounded up. Seconds and FLOPs are on that
+    line, too. A form of activations that only one of the two has is left out. That the batch does
+    not change which kernels run is assumed, and not always so (of few rows an embedding's backward
+    is another one): a plan to train with is made from an estimate of its own batch.
     """
     first, last = low.workload, high.workload
     assert replace(first, batch_size=0, inputs=()) == replace(last, batch_size=0, inputs=())
@@ -134,6 +135,7 @@ def between(low: Profile, high: Profile, batch_size: int) -> Profile:
         workload=replace(first, batch_size=batch_size, inputs=()),
         base_bytes=line(low.base_bytes, high.base_bytes),
         fixed_bytes=max(low.fixed_bytes, high.fixed_bytes),
+        model_flops=low.model_flops + float(share) * (high.model_flops - low.model_flops),
         units=tuple(
             replace(
                 unit,

@@ -24,6 +24,7 @@ from protrain_plan.planning.questions.planner import (
     solve_problem,
     within,
 )
+from protrain_plan.planning.questions.spending import Spending, spending
 from protrain_plan.planning.search.baselines import kept_seconds
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.improving import Effort
@@ -385,10 +386,23 @@ class Fit:
         return self.tokens_per_step / self.solved.plan.prediction.step_seconds
 
     @property
+    def step_seconds(self) -> float | None:
+        """Of the plan, predicted."""
+        return self.solved.plan.prediction.step_seconds if self.solved else None
+
+    @property
     def tokens_per_step(self) -> int:
         """Of all devices' micro-batches."""
         workload, devices = self.profile.workload, self.group.num_devices
         return workload.batch_size * workload.seq_len * self.micro_batches * devices
+
+    def spending(self, step_seconds: float | None) -> Spending | None:
+        """What an alternative takes with steps of so many seconds; None where it does not fit."""
+        if step_seconds is None:
+            return None
+        return spending(
+            self.profile, self.group, micro_batches=self.micro_batches, step_seconds=step_seconds
+        )
 
 
 def fit(question: Question, *, effort: Effort, compare: bool = False) -> Fit:

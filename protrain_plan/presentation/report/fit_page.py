@@ -16,6 +16,7 @@ from protrain_plan import __version__
 from protrain_plan.escaping import one_line
 from protrain_plan.planning.questions.objectives import Fit
 from protrain_plan.presentation.profiles import trust
+from protrain_plan.presentation.spending import heads_of, in_words, spending_cells
 from protrain_plan.records.plan import TierBytes
 
 _GIB = 2**30
@@ -47,8 +48,8 @@ class _Point(NamedTuple):
     peak: TierBytes | None
 
 
-def fit_page(fits: Sequence[Fit]) -> str:
-    """The page: the chart, and the table that it was drawn from."""
+def fit_page(fits: Sequence[Fit], *, columns: Sequence[str] = ()) -> str:
+    """The page: the chart, and the table that it was drawn from, with the `columns` besides."""
     style = files("protrain_plan.presentation.report").joinpath("page.css").read_text("utf-8")
     style += _STYLE
     known = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
@@ -57,14 +58,16 @@ def fit_page(fits: Sequence[Fit]) -> str:
     said = [workload.dtype, f"{workload.precision} precision", fits[0].profile.optimizer.name]
     said += [text for text in (workload.adapter, workload.quantize) if text]
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
-    notes = [f"{machine.name}: {trust(machine)}" for machine in machines]
+    notes = in_words(columns)
+    notes += [f"{machine.name}: {trust(machine)}" for machine in machines]
     return _PAGE.substitute(
         policy=f"default-src 'none'; style-src 'sha256-{known}'; img-src data:",
         style=style,
         title=_text(f"{workload.model}: does it fit?"),
         workload=_text(", ".join(said)),
         chart=_chart(fits, points),
-        rows="\n".join(_row(fits, point) for point in points),
+        heads="".join(f"<th>{_text(head)}</th>" for head in heads_of(columns)),
+        rows="\n".join(_row(fits, point, columns) for point in points),
         notes="".join(f"<p>{_text(note)}</p>" for note in notes),
         program=f"protrain-plan {__version__}",
     )
@@ -93,15 +96,18 @@ def _points(fits: Sequence[Fit]) -> Iterator[_Point]:
             yield _Point(cell, name, False, tokens, other.peak_bytes)
 
 
-def _row(fits: Sequence[Fit], point: _Point) -> str:
+def _row(fits: Sequence[Fit], point: _Point, columns: Sequence[str]) -> str:
     tokens = "does not fit" if point.tokens_per_s is None else f"{point.tokens_per_s:,.0f}"
     sizes = [0, 0, 0]
     if point.peak is not None:
         sizes = [point.peak.on_device, point.peak.host, point.peak.disk]
-    cells = [tokens, *(f"{size / _GIB:.1f} GiB" if size else "-" for size in sizes)]
+    fit = fits[point.cell]
+    seconds = point.tokens_per_s and fit.tokens_per_step / point.tokens_per_s
+    cells = [tokens, *spending_cells(fit.spending(seconds), columns)]
+    cells += [f"{size / _GIB:.1f} GiB" if size else "-" for size in sizes]
     named = f"<td{' class=plan' * point.is_plan}>{_text(point.name)}</td>"
     values = "".join(f"<td>{value}</td>" for value in cells)
-    return f"<tr><td>{_text(cell_text(fits[point.cell]))}</td>{named}{values}</tr>"
+    return f"<tr><td>{_text(cell_text(fit))}</td>{named}{values}</tr>"
 
 
 class _Labels:
@@ -220,7 +226,7 @@ _PAGE = Template("""<!doctype html>
 <p class="muted hint">A disc is a plan, a ring what it is without a planner, a cross what does not
 fit; a broken line is the memory of a machine.</p></section>
 <section><table>
-<thead><tr><th>machine and batch</th><th></th><th>tokens/s</th><th>device</th><th>host</th>
+<thead><tr><th>machine and batch</th><th></th><th>tokens/s</th>$heads<th>device</th><th>host</th>
 <th>disk</th></tr></thead>
 <tbody>
 $rows

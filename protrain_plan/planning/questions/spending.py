@@ -1,0 +1,59 @@
+"""What a predicted speed means for a bill: model FLOPs utilisation, hours, cost and energy.
+
+Model FLOPs utilisation (MFU; Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix B) is what the
+model computes in a step over what the device could compute meanwhile at its peak dense rate in the
+workload's dtype. Two FLOPs are counted for each multiplication and addition of forward and backward
+in matrix products, convolutions and attention, of which all scores count, also where a kernel skips
+those of the future. Recomputation does not count, neither a plan's nor that of attention's own
+backward. Products that frozen weights spare do not count either: below adapters, backward has the
+gradients of inputs, and of weights none. Embeddings that are looked up, and optimizers, compute no
+products.
+"""
+
+from dataclasses import dataclass
+
+from protrain_plan.program.group import DeviceGroup
+from protrain_plan.records.profile import Profile
+
+TOKENS = 1_000_000_000
+"""Hours, cost and energy are of so many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spending:
+    """What a way to train takes; of a billion tokens but for `mfu`, and None where not known.
+
+    `cost` is in the currency of the machine's price, of all devices; `energy_kwh` that of all
+    devices' boards at the most that each takes, without their hosts.
+    """
+
+    mfu: float | None
+    hours: float
+    cost: float | None
+    energy_kwh: float | None
+
+
+def cost_of(num_tokens: float, *, tokens_per_s: float, price_per_hour: float) -> float:
+    """What so many tokens cost at a price of all devices together."""
+    return price_per_hour * num_tokens / tokens_per_s / 3600
+
+
+def spending(
+    profile: Profile, group: DeviceGroup, *, micro_batches: int, step_seconds: float
+) -> Spending:
+    """What steps of so many seconds take, in which each device of the group has its batches."""
+    workload, machine, devices = profile.workload, profile.hardware, group.num_devices
+    tokens_per_step = workload.batch_size * workload.seq_len * micro_batches * devices
+    tokens_per_s = tokens_per_step / step_seconds
+    mfu, rates = None, machine.rates
+    if rates is not None and profile.model_flops:
+        peak = rates.flops_per_s(half=workload.dtype != "float32")
+        mfu = profile.model_flops * micro_batches / (step_seconds * peak)
+    hours = TOKENS / tokens_per_s / 3600
+    cost = energy = None
+    if machine.price_per_hour:
+        price = devices * machine.price_per_hour
+        cost = cost_of(TOKENS, tokens_per_s=tokens_per_s, price_per_hour=price)
+    if machine.power_w:
+        energy = devices * machine.power_w / 1000 * hours
+    return Spending(mfu=mfu, hours=hours, cost=cost, energy_kwh=energy)
