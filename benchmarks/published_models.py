@@ -54,7 +54,9 @@ class AsRun(ConfigSource):
             device=device,
             seed=seed,
         )
-        plain: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        plain: Any = model
+        if adapter:
+            plain = plain.get_base_model()
         if self.expanded_heads:
             from transformers.integrations import sdpa_attention
 
@@ -62,7 +64,8 @@ class AsRun(ConfigSource):
         if self.logits == "in 16 bits":
             plain.loss_function = _of_logits
         elif self.logits == "kept in float32":
-            plain.get_output_embeddings().register_forward_hook(_to_float32)
+            head: nn.Module = plain.get_output_embeddings()
+            head.register_forward_hook(_to_float32)
             plain.loss_function = _of_shifted_copy
         return model
 

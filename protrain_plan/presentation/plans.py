@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
+from protrain_plan.planning.questions.allowance import MOST
 from protrain_plan.presentation.profiles import error_band, own_update, trust
 from protrain_plan.presentation.terminal import Text, run_name, table_of, wrote
 from protrain_plan.program.group import DeviceGroup
@@ -294,6 +295,8 @@ def fits_json(fits: Sequence["Fit"]) -> dict[str, Any]:
             "micro_batches": fit.micro_batches,
             **devices_json(fit.group),
             "verdict": fit.verdict,
+            "tight": fit.is_tight,
+            "allowance_bytes": fit.allowance_bytes,
             "plain_device_bytes": fit.plain_bytes,
             "plain_step_seconds": fit.plain_seconds,
             "binds": fit.binds,
@@ -314,6 +317,7 @@ def _alternatives_json(fit: "Fit") -> list[dict[str, Any]]:
             "name": other.name,
             "checkpointing": other.checkpointing,
             "fits": other.step_seconds is not None,
+            "tight": other.is_tight,
             "step_seconds": other.step_seconds,
             "tokens_per_second": other.step_seconds and fit.tokens_per_step / other.step_seconds,
             "peak_bytes": tiers_json(other.peak_bytes),
@@ -329,6 +333,11 @@ def _gibibytes(peak: TierBytes) -> list[str]:
     return [f"{size / 2**30:.1f} GiB" if size else "-" for size in sizes]
 
 
+TIGHT = (
+    "tight: less room than PyTorch's allocator was seen to reserve beyond tensors, up to"
+    f" {MOST:.0%} of them. It takes less with PYTORCH_ALLOC_CONF=expandable_segments:True, which"
+    " protrain run sets; --device-memory plans with room"
+)
 _VERDICTS = {
     "fits": ("fits", "green"),
     "fits with a plan": ("with a plan", "yellow"),
@@ -370,9 +379,12 @@ def fits_text(fits: Sequence["Fit"], *paths: Path) -> RenderableType:
         words, style = _VERDICTS[fit.verdict]
         replicas = f" ({group.num_replicas} replicas)" if group.num_replicas > 1 else ""
         devices = [f"{group.num_devices}{replicas}"] if several else []
+        if fit.is_tight:
+            words, style = f"{words}, tight", "yellow"
         table.add_row(machine, *devices, size, Text(words, style=style), *cells)
         for other in fit.alternatives:
             name = "  checkpointed" if other.checkpointing else other.name
+            name += ", tight" * other.is_tight
             tokens = "no"
             if other.step_seconds is not None:
                 tokens = f"{fit.tokens_per_step / other.step_seconds:,.0f}"
@@ -383,7 +395,9 @@ def fits_text(fits: Sequence["Fit"], *paths: Path) -> RenderableType:
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
     trusted = [f"{hardware.name}: {trust(hardware)}" for hardware in machines]
     unknown = dict.fromkeys(said for fit in fits if (said := own_update(fit.profile)))
-    notes = map(Text, (*binds, *faster, *trusted, *unknown))
+    is_tight = any(fit.is_tight or any(o.is_tight for o in fit.alternatives) for fit in fits)
+    tight = [TIGHT] * is_tight
+    notes = map(Text, (*binds, *faster, *tight, *trusted, *unknown))
     return Group(table, "", *notes, *map(wrote, paths))
 
 

@@ -2,8 +2,8 @@
 
 Each alternative decides the same for all units, as its library does, with updates after backward
 and steps that do not overlap. Its schedule is the best that the planner finds, so that what is said
-of it is what it can reach, not what it happens to reach. Device memory is what its tensors take;
-what libraries hold besides is not known.
+of it is what it can reach, not what it happens to reach. Device memory is what its tensors take,
+with DDP's buckets; what other libraries hold besides is not known.
 """
 
 import itertools
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
+from protrain_plan.planning.questions.allowance import is_tight
 from protrain_plan.planning.search.choices import uniform
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
 from protrain_plan.records.plan import (
@@ -68,7 +69,8 @@ class Alternative:
     """What a policy takes: bytes of one device and its part of the rest, seconds of a step.
 
     With `checkpointing`, every block is recomputed. `step_seconds` is None where it does not fit:
-    `lacks` are the tiers that have too little then, and `peak_bytes` what it needs of each.
+    `lacks` are the tiers that have too little then, and `peak_bytes` what it needs of each. It is
+    `is_tight` where it fits with less room than the allocator's allowance (see `allowance`).
     """
 
     name: str
@@ -77,6 +79,7 @@ class Alternative:
     peak_bytes: TierBytes
     lacks: tuple[str, ...] = ()
     units: tuple[UnitPlan, ...] = ()  # where it fits
+    is_tight: bool = False
 
 
 def alternatives(problems: Sequence[Problem]) -> tuple[Alternative, ...]:
@@ -116,6 +119,7 @@ def _alternative(
             step_seconds=found.seconds,
             peak_bytes=peaks,
             units=found.plans,
+            is_tight=is_tight(problem.profile, peaks),
         )
     machine = problem.profile.hardware.device
     needed = {tier: problem.tier_use(tier, choice) for tier in problem.tiers}
@@ -138,7 +142,7 @@ def _alternative(
     )
 
 
-def planned(name: str, plan: Plan) -> Alternative:
+def planned(name: str, plan: Plan, profile: Profile) -> Alternative:
     """A plan under other conditions, such as with another optimizer."""
     return Alternative(
         name=name,
@@ -146,4 +150,5 @@ def planned(name: str, plan: Plan) -> Alternative:
         step_seconds=plan.prediction.step_seconds,
         peak_bytes=plan.prediction.peak_bytes,
         units=plan.units,
+        is_tight=is_tight(profile, plan.prediction.peak_bytes),
     )
