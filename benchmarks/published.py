@@ -192,8 +192,9 @@ def page(document: Mapping[str, Any]) -> str:
         " PyTorch follows: memory is the most bytes of tensors on a device, time the seconds of a"
         " step's micro-batch. Where the published figure is what the allocator reserved, it is the"
         f" peak and the median of what was seen reserved beyond tensors ({MEDIAN_RESERVED:.0%};"
-        " `protrain_plan/planning/questions/allowance.py`). *Off* is predicted over published, less one: below zero, memory is"
-        " under-predicted, and time is too optimistic. Figures in brackets count for no bar.",
+        " `protrain_plan/planning/questions/allowance.py`). *Off* is predicted over published, less"
+        " one: below zero, memory is under-predicted, and time is too optimistic. Figures in"
+        " brackets count for no bar.",
         "",
         "| asked | found | |",
         "|---|---|---|",

@@ -29,11 +29,16 @@ class AsRun(ConfigSource):
     """A configuration's model with the loss and the attention of other code.
 
     With `expanded_heads` keys and values are copied for every head of the queries, as code did that
-    is older than `enable_gqa` of PyTorch 2.5.
+    is older than `enable_gqa` of PyTorch 2.5. With `one_product` the values are a view of the
+    product that queries and keys came out of, too, so that attention keeps all three for backward.
+    With `inputs_kept` products with 4-bit weights keep their inputs, which nothing needs
+    (`ctx.tensors = (A, B)` in bitsandbytes' autograd/_functions.py; today `(None, B)`).
     """
 
     logits: Logits = "cast for the loss"
     expanded_heads: bool = False
+    one_product: bool = False
+    inputs_kept: bool = False
 
     def build(
         self,
@@ -67,7 +72,37 @@ class AsRun(ConfigSource):
             head: nn.Module = plain.get_output_embeddings()
             head.register_forward_hook(_to_float32)
             plain.loss_function = _of_shifted_copy
+        for name, module in list(model.named_modules()):
+            if self.one_product and name.endswith(".v_proj"):
+                module.register_forward_hook(_with_room_for_three)
+            if self.inputs_kept and type(module).__name__ == "Linear4bit":
+                module.register_forward_hook(_keep_input)
         return model
+
+
+def _with_room_for_three(_v: nn.Module, _inputs: tuple[Tensor, ...], values: Tensor) -> Tensor:
+    """Values [batch, tokens, width] as the last third of what is three times as wide."""
+    others = values.new_empty(*values.shape[:-1], 2 * values.shape[-1])
+    return torch.cat((others, values), dim=-1)[..., -values.shape[-1] :]
+
+
+def _keep_input(_layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    kept: Tensor = _Kept.apply(output, inputs[0])  # type: ignore[no-untyped-call]
+    return kept
+
+
+class _Kept(torch.autograd.Function):
+    """The first of two tensors as it is; the second waits for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, waiting: Tensor) -> Tensor:
+        ctx.save_for_backward(waiting)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        assert len(ctx.saved_tensors) == 1
+        return grad, None
 
 
 def _to_float32(_head: nn.Module, _inputs: tuple[Tensor, ...], logits: Tensor) -> Tensor:

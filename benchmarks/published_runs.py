@@ -96,6 +96,8 @@ class Run:
     loss: Loss = "plain"
     logits: Logits = "cast for the loss"
     expanded_heads: bool = False
+    one_product: bool = False
+    inputs_kept: bool = False
     buckets: bool = False
     memory_bytes: int | None = None
     memory_is: MemoryKind = "not said"
@@ -119,7 +121,7 @@ class Run:
     def workload(self) -> tuple[object, ...]:
         """What profiles of several machines are estimated from at once."""
         shape = (self.model, self.seq, self.batch, self.dtype, self.precision)
-        model = (self.logits, self.expanded_heads)
+        model = (self.logits, self.expanded_heads, self.one_product, self.inputs_kept)
         return (*shape, self.optimizer, self.lora, self.quantize, *model)
 
 
@@ -175,6 +177,8 @@ _READERS: dict[str, Callable[[Node], object]] = {
     "loss": _word(get_args(Loss)),
     "logits": _word(get_args(Logits)),
     "expanded_heads": Node.boolean,
+    "one_product": Node.boolean,
+    "inputs_kept": Node.boolean,
     "buckets": Node.boolean,
     "memory": lambda node: parse_bytes(node.text()),
     "memory_is": _word(get_args(MemoryKind)),
@@ -310,7 +314,14 @@ def source_of(run: Run, published: Published) -> ModelSource:
         known = load_source(run.model)
         assert isinstance(known, ConfigSource), "the catalogue has configurations"
         config = known.config
-    return AsRun(run.model, config, logits=run.logits, expanded_heads=run.expanded_heads)
+    return AsRun(
+        run.model,
+        config,
+        logits=run.logits,
+        expanded_heads=run.expanded_heads,
+        one_product=run.one_product,
+        inputs_kept=run.inputs_kept,
+    )
 
 
 def _prediction(run: Run, profile: Profile) -> Found:

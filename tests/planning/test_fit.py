@@ -1,6 +1,7 @@
 """What `fit` says beside a plan: alternatives to it, and the best micro-batch."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -134,7 +135,9 @@ def test_a_peak_is_tight_where_the_allowance_does_not_fit() -> None:
     assert answer.allowance_bytes == round(MOST * peak.device) > 0
     needed = peak.on_device + answer.allowance_bytes
 
-    def on(memory_bytes: int, method: str = "estimated") -> tuple[bool, set[bool]]:
+    def on(
+        memory_bytes: int, method: Literal["measured", "estimated"] = "estimated"
+    ) -> tuple[bool, set[bool]]:
         device = replace(profile.hardware.device, memory_bytes=memory_bytes)
         hardware = replace(profile.hardware, device=device)
         there = replace(profile, hardware=hardware, method=method)
