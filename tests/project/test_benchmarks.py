@@ -49,7 +49,7 @@ from benchmarks.peers.testing import reports
 from benchmarks.peers.timeline import compared
 from benchmarks.peers.work import Work, optimizer_of
 from benchmarks.published_models import AsRun, Logits
-from benchmarks.published_runs import PUBLISHED, read_published
+from benchmarks.published_runs import ARCHITECTURES, PUBLISHED, read_published
 from benchmarks.rounds import read_rounds
 from benchmarks.runtime_runs import COMPARISONS
 from protrain_plan.errors import RecordError
@@ -656,6 +656,20 @@ def test_the_error_band_of_estimates_is_the_measured_one() -> None:
     assert rates
     measured = [round(accuracy_page.quantile(ratios, share), 2) for share in (0.1, 0.9)]
     assert [rates.error_low, rates.error_high] == measured
+
+
+def test_the_errors_of_published_runs_are_those_of_the_benchmark() -> None:
+    document = json.loads((RESULTS / "published.json").read_text())
+    for architecture, names in ARCHITECTURES.items():
+        ratios = sorted(
+            one.published / one.predicted
+            for one in published.comparisons(document)
+            if (one.kind, one.run.architecture, one.why_not) == (published.TIME, architecture, "")
+        )
+        for name in names:
+            if known := load_hardware(name).published_error:
+                found = [round(accuracy_page.quantile(ratios, share), 2) for share in (0.1, 0.9)]
+                assert [known.low, known.high, known.runs] == [*found, len(ratios)]
 
 
 def test_the_hosts_shares_of_8_bits_are_the_measured_ones() -> None:
