@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from benchmarks.processes import Found
+from benchmarks.published_models import AsRun, Logits
 from benchmarks.uniform import AMPLE, plan_of_units
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_plan.models.presets import JsonObject, preset_names
 from protrain_plan.models.sources import ConfigSource, ModelSource, load_source
 from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.questions.alternatives import bucket_bytes
 from protrain_plan.planning.search.evaluation import step_seconds
 from protrain_plan.profiling.estimated import estimates
 from protrain_plan.program.group import group_on
@@ -92,6 +94,11 @@ class Run:
     lora: str = ""
     quantize: Quantize = ""
     loss: Loss = "plain"
+    logits: Logits = "cast for the loss"
+    expanded_heads: bool = False
+    one_product: bool = False
+    inputs_kept: bool = False
+    buckets: bool = False
     memory_bytes: int | None = None
     memory_is: MemoryKind = "not said"
     tokens_per_s: float | None = None
@@ -114,7 +121,8 @@ class Run:
     def workload(self) -> tuple[object, ...]:
         """What profiles of several machines are estimated from at once."""
         shape = (self.model, self.seq, self.batch, self.dtype, self.precision)
-        return (*shape, self.optimizer, self.lora, self.quantize)
+        model = (self.logits, self.expanded_heads, self.one_product, self.inputs_kept)
+        return (*shape, self.optimizer, self.lora, self.quantize, *model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +175,11 @@ _READERS: dict[str, Callable[[Node], object]] = {
     "lora": Node.text,
     "quantize": _word(("nf4",)),
     "loss": _word(get_args(Loss)),
+    "logits": _word(get_args(Logits)),
+    "expanded_heads": Node.boolean,
+    "one_product": Node.boolean,
+    "inputs_kept": Node.boolean,
+    "buckets": Node.boolean,
     "memory": lambda node: parse_bytes(node.text()),
     "memory_is": _word(get_args(MemoryKind)),
     "tokens_per_s": Node.number,
@@ -278,7 +291,7 @@ def predicted(names: Sequence[str]) -> Found:
     first = runs[0]
     gpus = sorted({run.gpu for run in runs})
     profiles = estimates(
-        source_of(first.model, published),
+        source_of(first, published),
         machines=[load_hardware(gpu) for gpu in gpus],
         batch_size=first.batch,
         seq_len=first.seq,
@@ -292,12 +305,23 @@ def predicted(names: Sequence[str]) -> Found:
     return {run.name: _prediction(run, of_gpu[run.gpu]) for run in runs}
 
 
-def source_of(model: str, published: Published) -> ModelSource:
-    """What builds the model: a configuration of the file, or of the catalogue."""
-    if model not in published.models:
-        return load_source(model)
-    config = {k: v for k, v in published.models[model].items() if not k.startswith("_")}
-    return ConfigSource(model, config)
+def source_of(run: Run, published: Published) -> ModelSource:
+    """What builds the run's model: a configuration of the file, or of the catalogue."""
+    if run.model in published.models:
+        stated = published.models[run.model]
+        config = {k: v for k, v in stated.items() if not k.startswith("_")}
+    else:
+        known = load_source(run.model)
+        assert isinstance(known, ConfigSource), "the catalogue has configurations"
+        config = known.config
+    return AsRun(
+        run.model,
+        config,
+        logits=run.logits,
+        expanded_heads=run.expanded_heads,
+        one_product=run.one_product,
+        inputs_kept=run.inputs_kept,
+    )
 
 
 def _prediction(run: Run, profile: Profile) -> Found:
@@ -314,7 +338,8 @@ def _prediction(run: Run, profile: Profile) -> Found:
     count = len(plan.units)
     tokens = run.batch * run.seq * run.micro_batches
     return {
-        "memory_bytes": plan.prediction.peak_bytes.device,
+        "memory_bytes": plan.prediction.peak_bytes.device
+        + (bucket_bytes(problem.profile) if run.buckets else 0),
         "tokens_per_s": tokens / step_seconds(problem, plan.units)[0],
         "peak": told.peak_slot.name,
         "peak_parts": {kind: size for kind, size in peak.device.by_kind.items() if size},

@@ -283,7 +283,7 @@ def _with_8_bits(
     others = _answers([lighter[number] for number in needing], tell)
     for number, other in zip(needing, others, strict=True):
         if other.solved is not None:
-            beside = planned(other.profile.optimizer.name, other.solved.plan)
+            beside = planned(other.profile.optimizer.name, other.solved.plan, other.profile)
             alternatives = (*found[number].alternatives, beside)
             found[number] = replace(found[number], alternatives=alternatives)
     return found

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
+from protrain_plan.planning.questions.allowance import MOST
 from protrain_plan.presentation.profiles import error_band, own_update, trust
 from protrain_plan.presentation.spending import (
     heads_of,
@@ -308,6 +309,8 @@ def fit_json(fit: "Fit") -> dict[str, Any]:
         "micro_batches": fit.micro_batches,
         **devices_json(fit.group),
         "verdict": fit.verdict,
+        "tight": fit.is_tight,
+        "allowance_bytes": fit.allowance_bytes,
         "plain_device_bytes": fit.plain_bytes,
         "plain_step_seconds": fit.plain_seconds,
         "binds": fit.binds,
@@ -326,6 +329,7 @@ def _alternatives_json(fit: "Fit") -> list[dict[str, Any]]:
             "name": other.name,
             "checkpointing": other.checkpointing,
             "fits": other.step_seconds is not None,
+            "tight": other.is_tight,
             "step_seconds": other.step_seconds,
             "tokens_per_second": other.step_seconds and fit.tokens_per_step / other.step_seconds,
             **spending_json(fit.spending(other.step_seconds)),
@@ -342,6 +346,11 @@ def _gibibytes(peak: TierBytes) -> list[str]:
     return [f"{size / 2**30:.1f} GiB" if size else "-" for size in sizes]
 
 
+TIGHT = (
+    "tight: less room than PyTorch's allocator was seen to reserve beyond tensors, up to"
+    f" {MOST:.0%} of them. It takes less with PYTORCH_ALLOC_CONF=expandable_segments:True, which"
+    " protrain run sets; --device-memory plans with room"
+)
 _VERDICTS = {
     "fits": ("fits", "green"),
     "fits with a plan": ("with a plan", "yellow"),
@@ -385,11 +394,14 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
         words, style = _VERDICTS[fit.verdict]
         replicas = f" ({group.num_replicas} replicas)" if group.num_replicas > 1 else ""
         devices = [f"{group.num_devices}{replicas}"] if several else []
+        if fit.is_tight:
+            words, style = f"{words}, tight", "yellow"
         head: list[Text | str] = [machine, *devices, size, Text(words, style=style)]
         table.add_row(*head, *cells)
         bill.add_row(*head, *spending_cells(fit.spending(fit.step_seconds), columns))
         for other in fit.alternatives:
             name = "  checkpointed" if other.checkpointing else other.name
+            name += ", tight" * other.is_tight
             tokens = "no"
             if other.step_seconds is not None:
                 tokens = f"{fit.tokens_per_step / other.step_seconds:,.0f}"
@@ -402,7 +414,9 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
     trusted = [f"{hardware.name}: {trust(hardware)}" for hardware in machines]
     unknown = dict.fromkeys(said for fit in fits if (said := own_update(fit.profile)))
-    notes = map(Text, (*binds, *faster, *in_words(columns), *trusted, *unknown))
+    is_tight = any(fit.is_tight or any(o.is_tight for o in fit.alternatives) for fit in fits)
+    tight = [TIGHT] * is_tight
+    notes = map(Text, (*binds, *faster, *tight, *in_words(columns), *trusted, *unknown))
     bills = (bill, "") if columns else ()
     return Group(table, "", *bills, *notes, *map(wrote, paths))
 

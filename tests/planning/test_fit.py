@@ -1,10 +1,12 @@
 """What `fit` says beside a plan: alternatives to it, and the best micro-batch."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
 from protrain_plan.planning.outcome import Solved
+from protrain_plan.planning.questions.allowance import MOST, PAIRS, allowance_bytes
 from protrain_plan.planning.questions.alternatives import Alternative, alternatives
 from protrain_plan.planning.questions.best_batch import divisors, fastest
 from protrain_plan.planning.questions.growth import grown
@@ -102,3 +104,65 @@ def test_the_fastest_micro_batch_is_that_of_planning_all(device: int) -> None:
 
 def test_no_micro_batch_is_the_fastest_where_none_fits() -> None:
     assert fastest([question(device=1 * GB, host=0)], effort=Effort()) is None
+
+
+def test_ddp_holds_gradients_twice_and_others_do_not() -> None:
+    asked = question(device=100 * GB, num_devices=2)
+    (problem,) = asked.problems()
+    copies = sum(unit.gradient_bytes for unit in problem.profile.units)
+    others = by_name(alternatives([problem]))
+    ddp = others["DDP", False]
+    kept = max(problem.static_bytes(tuple((0, 0) for _ in problem.options)))
+    assert copies > 0
+    assert ddp.peak_bytes.device == kept + copies
+    # What fits without buckets alone does not fit.
+    short = question(device=ddp.peak_bytes.on_device - 1, num_devices=2).problems()
+    assert by_name(alternatives(short))["DDP", False].lacks == ("device",)
+    enough = question(device=ddp.peak_bytes.on_device, num_devices=2).problems()
+    assert by_name(alternatives(enough))["DDP", False].step_seconds is not None
+    alone = by_name(alternatives(question(device=100 * GB).problems()))["plain PyTorch", False]
+    assert alone.peak_bytes.on_device == fit(question(device=100 * GB), effort=Effort()).plain_bytes
+
+
+def test_a_peak_is_tight_where_the_allowance_does_not_fit() -> None:
+    asked = question(device=100 * GB)
+    profile = replace(asked.profile, method="estimated")
+    answer = fit(replace(asked, profile=profile), effort=Effort(gap_target=GAP), compare=True)
+    assert answer.solved is not None
+    peak = answer.solved.plan.prediction.peak_bytes
+    least, most = min(r / t for t, r in PAIRS), max(r / t for t, r in PAIRS)
+    assert 1 < least < most == 1 + MOST
+    assert answer.allowance_bytes == round(MOST * peak.device) > 0
+    needed = peak.on_device + answer.allowance_bytes
+
+    def on(
+        memory_bytes: int, method: Literal["measured", "estimated"] = "estimated"
+    ) -> tuple[bool, set[bool]]:
+        device = replace(profile.hardware.device, memory_bytes=memory_bytes)
+        hardware = replace(profile.hardware, device=device)
+        there = replace(profile, hardware=hardware, method=method)
+        budgets = Budgets(device=memory_bytes, host=100 * GB, disk=0)
+        found = fit(
+            replace(asked, profile=there, budgets=budgets),
+            effort=Effort(gap_target=GAP),
+            compare=True,
+        )
+        plain = {other.is_tight for other in found.alternatives if other.name == "plain PyTorch"}
+        return found.is_tight, plain
+
+    assert not on(needed)[0]
+    assert on(needed - 1)[0]
+    assert on(peak.on_device)[0]
+    assert on(peak.on_device, "measured") == (False, {False})
+    assert True in on(peak.on_device)[1]
+
+
+def test_no_allowance_is_added_to_what_was_measured() -> None:
+    asked = question(device=100 * GB)
+    answer = fit(asked, effort=Effort(gap_target=GAP))
+    assert answer.solved is not None
+    peak = answer.solved.plan.prediction.peak_bytes
+    estimated = replace(asked.profile, method="estimated")
+    assert allowance_bytes(estimated, peak) > 0
+    assert allowance_bytes(estimated, replace(peak, allocator=1)) == 0
+    assert allowance_bytes(replace(asked.profile, method="measured"), peak) == 0

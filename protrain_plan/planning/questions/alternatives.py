@@ -2,8 +2,8 @@
 
 Each alternative decides the same for all units, as its library does, with updates after backward
 and steps that do not overlap. Its schedule is the best that the planner finds, so that what is said
-of it is what it can reach, not what it happens to reach. Device memory is what its tensors take;
-what libraries hold besides is not known.
+of it is what it can reach, not what it happens to reach. Device memory is what its tensors take,
+with DDP's buckets; what other libraries hold besides is not known.
 """
 
 import itertools
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
+from protrain_plan.planning.questions.allowance import is_tight
 from protrain_plan.planning.search.choices import uniform
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
 from protrain_plan.records.plan import (
@@ -24,19 +25,24 @@ from protrain_plan.records.plan import (
     TierBytes,
     UnitPlan,
 )
+from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.memory import peak_bytes
 
 
 class Policy(NamedTuple):
-    """One of them: its name on one device and on several ("" where it is not for these)."""
+    """One of them: its name on one device and on several ("" where it is not for these).
+
+    With `buckets`, several devices hold gradients twice (see `bucket_bytes`).
+    """
 
     alone: str
     joined: str
     states: Placement
+    buckets: bool = False
 
 
 POLICIES = (
-    Policy("plain PyTorch", "DDP", Persistent()),
+    Policy("plain PyTorch", "DDP", Persistent(), buckets=True),
     Policy("", "FSDP2", Offload(tier="device")),
     Policy("ZeRO-Offload", "FSDP2, offload", Offload(tier="host")),
 )
@@ -47,12 +53,24 @@ FSDP2 shards all states over all devices, as ZeRO-3 does. FSDP2's CPUOffloadPoli
 backward, and update all states on the host when backward has ended."""
 
 
+def bucket_bytes(profile: Profile) -> int:
+    """Of each device, what `DistributedDataParallel` holds besides gradients: a copy of all.
+
+    It keeps them in the buckets that it reduces, unless it is told `gradient_as_bucket_view=True`,
+    which is not its default; its documentation says that this saves the bytes of all gradients.
+    Of 1.10 G parameters in bfloat16 it took 2.20 GB more than one device (`thunder-ddp` and
+    `thunder-1` in benchmarks/published.yaml).
+    """
+    return sum(unit.gradient_bytes for unit in profile.units)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
     """What a policy takes: bytes of one device and its part of the rest, seconds of a step.
 
     With `checkpointing`, every block is recomputed. `step_seconds` is None where it does not fit:
-    `lacks` are the tiers that have too little then, and `peak_bytes` what it needs of each.
+    `lacks` are the tiers that have too little then, and `peak_bytes` what it needs of each. It is
+    `is_tight` where it fits with less room than the allocator's allowance (see `allowance`).
     """
 
     name: str
@@ -61,6 +79,7 @@ class Alternative:
     peak_bytes: TierBytes
     lacks: tuple[str, ...] = ()
     units: tuple[UnitPlan, ...] = ()  # where it fits
+    is_tight: bool = False
 
 
 def alternatives(problems: Sequence[Problem]) -> tuple[Alternative, ...]:
@@ -72,31 +91,35 @@ def alternatives(problems: Sequence[Problem]) -> tuple[Alternative, ...]:
     fewest = problems[0]
     settings = replace(fewest.settings, updates="after backward", overlap_steps=False)
     problem = replace(fewest, settings=settings, pins=())
-    evaluator = Evaluator(problem)
     found: dict[Choice, Alternative] = {}
     for policy, checkpointing in itertools.product(POLICIES, (False, True)):
-        name = policy.joined if settings.num_devices > 1 else policy.alone
+        several = settings.num_devices > 1
+        name = policy.joined if several else policy.alone
         activations = Recompute() if checkpointing else Keep()
         choice = uniform(problem, [activations], policy.states)
         # Where no unit can take a policy, it is one that was looked at before.
         if name and choice not in found:
-            found[choice] = _alternative(name, checkpointing, evaluator, choice)
+            held = bucket_bytes(problem.profile) if several and policy.buckets else 0
+            found[choice] = _alternative(name, checkpointing, problem, choice, held)
     return tuple(found.values())
 
 
 def _alternative(
-    name: str, checkpointing: bool, evaluator: Evaluator, choice: Choice
+    name: str, checkpointing: bool, problem: Problem, choice: Choice, held: int
 ) -> Alternative:
-    problem = evaluator.problem
-    found: Evaluation | None = evaluator.best_schedule(choice)
+    """One of them, which holds `held` bytes of the device besides what the program does."""
+    problem = replace(problem, device=problem.device - held)
+    found: Evaluation | None = Evaluator(problem).best_schedule(choice)
     if found is not None:
         peaks = peak_bytes(problem.program(found.plans))
+        peaks = replace(peaks, device=peaks.device + held)
         return Alternative(
             name=name,
             checkpointing=checkpointing,
             step_seconds=found.seconds,
             peak_bytes=peaks,
             units=found.plans,
+            is_tight=is_tight(problem.profile, peaks),
         )
     machine = problem.profile.hardware.device
     needed = {tier: problem.tier_use(tier, choice) for tier in problem.tiers}
@@ -104,7 +127,7 @@ def _alternative(
     lacks: list[str] = ["device"] if on_device > problem.device else []
     lacks += [tier for tier, limit in problem.tiers.items() if needed[tier] > limit]
     peaks = TierBytes(
-        device=on_device,
+        device=on_device + held,
         context=machine.context_bytes,
         host=needed.get("host", 0),
         disk=needed.get("disk", 0),
@@ -119,7 +142,7 @@ def _alternative(
     )
 
 
-def planned(name: str, plan: Plan) -> Alternative:
+def planned(name: str, plan: Plan, profile: Profile) -> Alternative:
     """A plan under other conditions, such as with another optimizer."""
     return Alternative(
         name=name,
@@ -127,4 +150,5 @@ def planned(name: str, plan: Plan) -> Alternative:
         step_seconds=plan.prediction.step_seconds,
         peak_bytes=plan.prediction.peak_bytes,
         units=plan.units,
+        is_tight=is_tight(profile, plan.prediction.peak_bytes),
     )

@@ -14,7 +14,8 @@ from protrain_plan.planning.model.options import Pin
 from protrain_plan.planning.model.problem import SAFE, Choice, Problem, most_of
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.outcome import Infeasible, Solved
-from protrain_plan.planning.questions.alternatives import Alternative, alternatives
+from protrain_plan.planning.questions.allowance import allowance_bytes, is_tight
+from protrain_plan.planning.questions.alternatives import Alternative, alternatives, bucket_bytes
 from protrain_plan.planning.questions.growth import Largest, Quantity, largest
 from protrain_plan.planning.questions.planner import (
     Progress,
@@ -354,8 +355,8 @@ class Fit:
     """One workload on one machine: a plan, or why there is none.
 
     `plain_bytes` is what plain PyTorch would need of the device, what is besides tensors included;
-    of several devices, with all states on each. `plain_seconds` is the step that keeps everything
-    on the device, where it fits.
+    of several devices, with all states on each and DDP's buckets. `plain_seconds` is the step that
+    keeps everything on the device, where it fits.
     `binds` says in words what makes up the step, or what there is too little of. `alternatives` are
     what people do without a planner, where that was asked for.
     """
@@ -377,6 +378,20 @@ class Fit:
             return "does not fit"
         plain = self.plain_bytes <= self.solved.plan.budgets.device
         return "fits" if plain else "fits with a plan"
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether the plan's peak leaves less room than its allowance, until it is measured."""
+        return self.solved is not None and is_tight(
+            self.profile, self.solved.plan.prediction.peak_bytes
+        )
+
+    @property
+    def allowance_bytes(self) -> int:
+        """What the allocator may reserve beyond the plan's tensors; 0 where there is no plan."""
+        if self.solved is None:
+            return 0
+        return allowance_bytes(self.profile, self.solved.plan.prediction.peak_bytes)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -422,6 +437,7 @@ def fit(question: Question, *, effort: Effort, compare: bool = False) -> Fit:
             answer = ask(question, Objective(), effort=effort, hints=hints)
     problem = problem_of(answer.solved, problems) if answer.solved else problems[0]
     besides = problem.profile.hardware.device.besides_bytes
+    buckets = bucket_bytes(problem.profile) if problem.settings.num_devices > 1 else 0
     plain = tuple((0, 0) for _ in problem.options)
     if answer.solved is not None:
         binds = lanes_in_a_line(problem, problem.choice_of(answer.solved.plan.units))
@@ -432,7 +448,7 @@ def fit(question: Question, *, effort: Effort, compare: bool = False) -> Fit:
     return Fit(
         profile=question.profile,
         group=DeviceGroup.of(answer.solved.plan) if answer.solved else question.group,
-        plain_bytes=max(problem.static_bytes(plain)) + besides,
+        plain_bytes=max(problem.static_bytes(plain)) + besides + buckets,
         plain_seconds=answer.kept_seconds,
         solved=answer.solved,
         infeasible=answer.infeasible,

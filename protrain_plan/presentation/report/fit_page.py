@@ -15,6 +15,7 @@ from typing import NamedTuple
 from protrain_plan import __version__
 from protrain_plan.escaping import one_line
 from protrain_plan.planning.questions.objectives import Fit
+from protrain_plan.presentation.plans import TIGHT
 from protrain_plan.presentation.profiles import trust
 from protrain_plan.presentation.spending import heads_of, in_words, spending_cells
 from protrain_plan.records.plan import TierBytes
@@ -46,6 +47,7 @@ class _Point(NamedTuple):
     is_plan: bool
     tokens_per_s: float | None
     peak: TierBytes | None
+    tight: bool
 
 
 def fit_page(fits: Sequence[Fit], *, columns: Sequence[str] = ()) -> str:
@@ -58,7 +60,8 @@ def fit_page(fits: Sequence[Fit], *, columns: Sequence[str] = ()) -> str:
     said = [workload.dtype, f"{workload.precision} precision", fits[0].profile.optimizer.name]
     said += [text for text in (workload.adapter, workload.quantize) if text]
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
-    notes = in_words(columns)
+    notes = [TIGHT] * any(point.tight for point in points)
+    notes += in_words(columns)
     notes += [f"{machine.name}: {trust(machine)}" for machine in machines]
     return _PAGE.substitute(
         policy=f"default-src 'none'; style-src 'sha256-{known}'; img-src data:",
@@ -89,11 +92,11 @@ def cell_text(fit: Fit) -> str:
 def _points(fits: Sequence[Fit]) -> Iterator[_Point]:
     for cell, fit in enumerate(fits):
         peak = fit.solved.plan.prediction.peak_bytes if fit.solved else None
-        yield _Point(cell, "plan", True, fit.tokens_per_s, peak)
+        yield _Point(cell, "plan", True, fit.tokens_per_s, peak, fit.is_tight)
         for other in fit.alternatives:
             name = other.name + ", checkpointed" * other.checkpointing
             tokens = other.step_seconds and fit.tokens_per_step / other.step_seconds
-            yield _Point(cell, name, False, tokens, other.peak_bytes)
+            yield _Point(cell, name, False, tokens, other.peak_bytes, other.is_tight)
 
 
 def _row(fits: Sequence[Fit], point: _Point, columns: Sequence[str]) -> str:
@@ -105,7 +108,7 @@ def _row(fits: Sequence[Fit], point: _Point, columns: Sequence[str]) -> str:
     seconds = point.tokens_per_s and fit.tokens_per_step / point.tokens_per_s
     cells = [tokens, *spending_cells(fit.spending(seconds), columns)]
     cells += [f"{size / _GIB:.1f} GiB" if size else "-" for size in sizes]
-    named = f"<td{' class=plan' * point.is_plan}>{_text(point.name)}</td>"
+    named = f"<td{' class=plan' * point.is_plan}>{_text(point.name + ', tight' * point.tight)}</td>"
     values = "".join(f"<td>{value}</td>" for value in cells)
     return f"<tr><td>{_text(cell_text(fit))}</td>{named}{values}</tr>"
 
