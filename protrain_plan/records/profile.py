@@ -171,7 +171,8 @@ class Profile:
     say what changed in a model that it was not made for. `fixed_bytes` stand on an accelerator
     whatever the batch: workspaces that its libraries keep in the allocator, scalars, which take a
     block each there, and what rounds states up to blocks. `repetitions` say how sure measured
-    seconds are.
+    seconds are. `allowed` is what it was recorded with leave for, as `--allow` says it: its units
+    have forms that are not exact as far as it goes.
     """
 
     workload: Workload
@@ -184,6 +185,7 @@ class Profile:
     tensors: tuple[str, ...] = ()
     fixed_bytes: int = 0
     repetitions: Repetitions | None = None
+    allowed: tuple[str, ...] = ()
 
     @property
     def error_band(self) -> tuple[float, float]:

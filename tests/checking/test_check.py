@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -12,7 +13,7 @@ import jsonschema
 import pytest
 from xmlschema import XMLSchema
 
-from protrain_plan.checking.budgets import find_budgets
+from protrain_plan.checking.budgets import MachineBudget, find_limits
 from protrain_plan.checking.looking import look_away
 from protrain_plan.checking.rules import RULES, Failed, Passed, Report, Skipped, check
 from protrain_plan.cli import main
@@ -32,11 +33,11 @@ FORMATS = Path(__file__).parents[1] / "formats"
 
 def checked(*plans: Path, budgets: str = "", on: tuple[Hardware, ...] = ()) -> Report:
     """The report on plans, with the budgets in a text."""
-    limits = {}
+    limits: Mapping[str, MachineBudget] = {}
     if budgets:
         file = plans[0].parent.parent / "budgets.yaml"
         file.write_text(f"protrain: budgets\nversion: 1\nbudgets:\n  {budgets}\n")
-        limits = find_budgets(file)
+        limits = find_limits(file).budgets
     return check(plans, look=look_away, budgets=limits, on=on)
 
 

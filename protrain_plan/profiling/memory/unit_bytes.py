@@ -25,7 +25,7 @@ from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.structure.discovery import FoundUnit
 from protrain_plan.profiling.structure.rerun import held_tensors, run_once, writing_arguments
 from protrain_plan.program.program import BLOCK_BYTES, block_bytes, in_blocks
-from protrain_plan.records.forms import FORMS, names_of
+from protrain_plan.records.forms import FORMS, allowed_forms, names_of
 from protrain_plan.records.hardware import DeviceKind, is_accelerator
 from protrain_plan.records.plan import Keep, Persistent, UnitPlan
 from protrain_plan.records.profile import SPARSE, WHOLE, Form, FormCost, Precision, Unit
@@ -203,7 +203,7 @@ def analyze_units(
 ) -> ModelStructure:
     """Run forwards of the model, and look at what its units save in each of the forms.
 
-    `forms` are by default all that there are (`FORMS`).
+    `forms` are by default all that are exact.
     `device` is the type of those that the profile is for: fake tensors are on a CPU. `optimizer`
     and `precision` say what states the parameters have. `once` is what `run_once` has found, where
     it was asked before. ProtrainError where the model keeps more and more tensors.
@@ -236,7 +236,7 @@ def analyze_units(
         if unit.kind == "block" and not own.awaited
     )
     kept = unused | once.keys()
-    tried = tuple(FORMS) if forms is None else forms
+    tried = allowed_forms(()) if forms is None else forms
     for form in names_of("blocks"):
         if form in tried:
             saved[form] = passes.saved_bytes(
