@@ -241,6 +241,8 @@ class Plan:
     profile_fingerprint: str
     model_fingerprint: str
     exact: bool  # whether `exactness` is bitwise
+    exactness: Exactness = "bitwise"
+    allowed: tuple[str, ...] = ()  # what it has leave for, as `--allow` says it
     budgets: Budgets
     prediction: Prediction
     piece_bytes: int  # optimizer states move and are updated in pieces of at most this size
@@ -253,8 +255,6 @@ class Plan:
     overlap_steps: bool = False
     clip_share: float = CLIP_SHARE  # of all steps, those whose gradients are clipped
     tensors: tuple[str, ...] = ()
-    exactness: Exactness = "bitwise"
-    allowed: tuple[str, ...] = ()  # what it has leave for, as `--allow` says it
 
     @property
     def forms(self) -> frozenset[Form]:

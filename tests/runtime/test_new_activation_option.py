@@ -157,7 +157,7 @@ def test_a_plan_that_uses_it_cannot_say_that_it_is_exact(profile: Profile) -> No
             "exact: expected false: its activations take int8 and keep",
         ),
         ("exactness: approximate", "exactness: rounding", "exactness: expected approximate"),
-        ("allowed:\n- int8-activations", "", "expected int8-activations"),
+        ("allowed: [int8-activations]\n", "", "expected int8-activations"),
     ):
         assert told in text
         with pytest.raises(RecordError, match=problem):
