@@ -365,7 +365,7 @@ def test_json_and_junit_are_read_by_programs(repository: Path) -> None:
     data = json.loads(protrain(*RECORDS, "--json", folder=repository).stdout)
     assert (data["exit_code"], data["passed"], data["failed"], data["skipped"]) == (1, 21, 1, 2)
     suites = ET.fromstring(protrain(*RECORDS, "--format", "junit", folder=repository).stdout)
-    assert suites.attrib["tests"] == "22"
+    assert suites.attrib["tests"] == "24"
     assert [suite.attrib["failures"] for suite in suites] == ["0", "1"]
     assert len(suites.findall(".//failure")) == 1
     assert len(suites.findall(".//skipped")) == 2
