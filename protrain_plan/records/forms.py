@@ -60,6 +60,18 @@ _BUILT_IN = (
         recomputes=False,
         of="last part",
     ),
+    *(
+        ActivationForm(
+            name=f"{number} tiles",
+            keeps="its input, and a number for every token: logits are computed in so many tiles,"
+            " once for the loss and once more for its gradient, and never stand as a whole",
+            executor=f"protrain_runtime.activations.tiled_loss:in_{number}_tiles",
+            recomputes=False,
+            exactness="rounding",
+            of="last part",
+        )
+        for number in (8, 64)
+    ),
     ActivationForm(
         name="lite",
         keeps="all but what is cheap to compute again: norms, activation functions, element-wise"
