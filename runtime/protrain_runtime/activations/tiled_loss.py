@@ -425,7 +425,7 @@ class _TiledLoss(torch.autograd.Function):
                 head = weight.to(rule.dtype), None if bias is None else bias.to(rule.dtype)
                 for rows in rule.tiles(len(hidden)):
                     part = gradient(given[rows], everything[1], rows, head)
-                    found_hidden[rows] = part @ head[0]
+                    _product_into(found_hidden[rows], part, head[0])
                 return found_hidden, None, None, None, None
             if of_hidden:
                 found_hidden = torch.zeros_like(hidden, dtype=torch.float32)
@@ -434,7 +434,7 @@ class _TiledLoss(torch.autograd.Function):
                 own_bias = None if bias is None else bias[classes].to(rule.dtype)
                 part = gradient(given, classes, everything[0], (own, own_bias))
                 if found_weight is not None:
-                    found_weight[classes] = part.t() @ given
+                    _product_into(found_weight[classes], part.t(), given)
                 if found_bias is not None:
                     found_bias[classes] = part.sum(0)
                 if found_hidden is not None:
@@ -442,3 +442,11 @@ class _TiledLoss(torch.autograd.Function):
         if found_hidden is not None:
             found_hidden = found_hidden.to(hidden.dtype)
         return found_hidden, found_weight, found_bias, None, None
+
+
+def _product_into(found: Tensor, left: Tensor, right: Tensor) -> None:
+    """`found` = left @ right, with no tensor beside it where all are of one dtype."""
+    if found.dtype == left.dtype:
+        torch.mm(left, right, out=found)
+    else:
+        found.copy_(left @ right)
