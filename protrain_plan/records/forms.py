@@ -87,6 +87,12 @@ _BUILT_IN = (
         executor=f"{_SELECTIVE}:attn",
     ),
     ActivationForm(
+        name="tiled",
+        keeps="the unit's input alone, and in backward what its MLP saves of a few tokens",
+        executor="protrain_runtime.activations.tiled_mlp:tiled",
+        exactness="rounding",
+    ),
+    ActivationForm(
         name="full",
         keeps="the unit's input alone",
         executor="protrain_runtime.activations.recompute:full",
