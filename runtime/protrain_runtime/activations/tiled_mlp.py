@@ -71,7 +71,7 @@ class _Mlps:
             return forward(*args, **kwargs)
         [given] = args
         if module not in self._found:
-            self._found[module] = _takes_tokens_apart(forward, given)
+            self._found[module] = takes_tokens_apart(forward, given)
         if not self._found[module] or not torch.is_grad_enabled():
             return forward(given)
         parameters = [one for one in module.parameters() if one.requires_grad]
@@ -106,7 +106,7 @@ def _is_input(given: object) -> bool:
     )
 
 
-def _takes_tokens_apart(forward: Code, given: Tensor) -> bool:
+def takes_tokens_apart(forward: Code, given: Tensor) -> bool:
     """Whether the operators of a forward take every token by itself, tried on a few of them."""
     few = given.detach()[:, :_TRIED].contiguous()
     watching = _Watching(few)
@@ -149,8 +149,16 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        # What is saved is read through the hooks that were there, which may compute it again.
-        [given] = ctx.saved.grad_fn.saved_tensors
+        # What is saved is read through the hooks that were there, which may compute it again. The
+        # node of the graph outlives its backward, and would hold it.
+        saved, ctx.saved = ctx.saved, None
+        if saved is None:
+            raise RuntimeError(
+                "backward ran once more through an MLP that the plan computes in tiles: what it"
+                " saves is there for one backward"
+            )
+        [given] = saved.grad_fn.saved_tensors
+        del saved
         parameters: tuple[Tensor, ...] = ctx.parameters
         of_given = ctx.needs_input_grad[0]
         found = torch.empty_like(given) if of_given else None
