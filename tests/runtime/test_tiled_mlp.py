@@ -22,6 +22,9 @@ from transformers import (
 )
 
 from protrain_plan.commands.training import train
+from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.models.sources import load_source
+from protrain_plan.profiling.estimated import estimate
 from protrain_plan.records.plan import Offload, Persistent, Placement, Recompute
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.memory import device_bytes
@@ -212,3 +215,18 @@ def test_measured_bytes_match_predicted_in_every_slot(
     predicted = [slot.total for slot in device_bytes(program)]
     found = [a - (b - others) for a, b in zip(predicted, run.slot_bytes, strict=True)]
     assert min(found) >= 0
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
+def test_estimates_have_the_forms_that_round(name: str) -> None:
+    """Of tensors without values, too: blocks are told apart by operators, not by numbers."""
+    sizes: Any = {"batch_size": 2, "seq_len": 64, "dtype": "float32"}
+    found = estimate(
+        load_source(name), **sizes, hardware=load_hardware("a100-80gb"), allow=("rounding",)
+    )
+    blocks_found = [unit for unit in found.units if unit.kind == "block"]
+    assert all({"tiled", "full"} <= {cost.form for cost in one.forms} for one in blocks_found)
+    costs = {cost.form: cost for cost in found.units[-1].forms}
+    assert costs["8 tiles"].forward_peak_bytes < costs["in place"].forward_peak_bytes
+    exact = estimate(load_source(name), **sizes, hardware=load_hardware("a100-80gb"))
+    assert not any("tile" in cost.form for unit in exact.units for cost in unit.forms)

@@ -18,7 +18,7 @@ forward alone: afterwards the head's weights may have left, or have been updated
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Self
@@ -41,6 +41,7 @@ from protrain_runtime.activations.late_values import (
     itself,
 )
 from protrain_runtime.activations.loss_in_place import REDUCTIONS, computed_in, without_autocast
+from protrain_runtime.activations.trees import PLAIN
 
 TILE_ROWS = 16
 """Tiles are whole multiples of so many rows, which kernels of products are made for."""
@@ -82,7 +83,8 @@ class _Watching(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is linear and (product := _Product.of(*args, **kwargs)) is not None:
             self._products.append(product)
-            return Logits(product, product.hidden, product.geometry(), itself)
+            shape = (*product.hidden.shape[:-1], len(product.weight))
+            return Logits(product, product.hidden, shape, product.dtype, itself)
         if func is cross_entropy:
             return _cross_entropy(self._num_tiles, *args, **kwargs)
         return func(*args, **kwargs)
@@ -112,7 +114,7 @@ class _Product:
         tensors = [input, weight] if bias is None else [input, weight, bias]
         if (
             not torch.is_grad_enabled()
-            or any(type(one) not in (Tensor, torch.nn.Parameter) for one in tensors)
+            or any(type(one) not in PLAIN for one in tensors)
             or not all(one.is_floating_point() and one.layout == torch.strided for one in tensors)
             or not any(one.requires_grad for one in tensors)
             or torch.float64 in {one.dtype for one in tensors}
@@ -124,11 +126,6 @@ class _Product:
         product = _Product(input, weight, bias)
         same = {one.dtype for one in tensors} == {product.dtype}
         return product if same or torch.is_autocast_enabled(input.device.type) else None
-
-    def geometry(self) -> Tensor:
-        """Outputs without values, on the device `meta`."""
-        shape = (*self.hidden.shape[:-1], len(self.weight))
-        return torch.empty(shape, dtype=self.dtype, device="meta")
 
     def used(self, use: Callable[[Tensor], Any]) -> Any:
         """What `use` makes of the outputs, which stay where something in the graph is made of them.
@@ -186,9 +183,11 @@ class Logits(torch.Tensor):
     place: Place
 
     @staticmethod
-    def __new__(cls, product: _Product, rows: Tensor, geometry: Tensor, place: Place) -> Self:
+    def __new__(
+        cls, product: _Product, rows: Tensor, shape: Sequence[int], dtype: torch.dtype, place: Place
+    ) -> Self:
         made: Self = torch.Tensor._make_wrapper_subclass(
-            cls, geometry.shape, geometry.stride(), dtype=geometry.dtype, device=rows.device
+            cls, tuple(shape), dtype=dtype, device=rows.device
         )
         made.product, made.rows, made.place = product, rows, place
         return made
@@ -216,7 +215,7 @@ class Logits(torch.Tensor):
                 if goes_nowhere(func, args, kwargs):
                     return first
                 if is_cast(func, args, kwargs):
-                    return first if first.dtype == torch.float32 else first._made(Tensor.float)
+                    return first if first.dtype == torch.float32 else first._widened()
                 if is_view(func, args, kwargs):
                     viewed = first._viewed(func, args[1:], kwargs)
                     if viewed is not None:
@@ -236,35 +235,34 @@ class Logits(torch.Tensor):
             " PyTorch for none: profile the model as it runs now"
         )
 
-    def _made(self, func: Callable[..., Tensor], *args: object, **kwargs: object) -> "Logits":
-        """What is made of the values alone, not of their rows."""
-        return self._after(self.rows, partial(_applied, func, args, kwargs))
+    def _widened(self) -> "Logits":
+        before = self.place
+        return Logits(
+            self.product,
+            self.rows,
+            self.shape,
+            torch.float32,
+            lambda whole: before(whole).float(),
+        )
 
     def _viewed(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> "Logits | None":
         """A view of whole rows; None where it takes rows apart."""
-        change = partial(_applied, func, args, kwargs)
+        before, change = self.place, partial(_applied, func, args, kwargs)
         rows, num_classes = self.rows, self.shape[-1]
-        found = change(self._geometry())
-        if not found.dim() or found.shape[-1] != num_classes:
+        # One element in place of all has the shapes of what is made of them.
+        shape = self.shape
+        if func is not Tensor.contiguous:
+            shape = change(torch.empty((), device="meta").expand(shape)).shape
+        if not shape or shape[-1] != num_classes:
             return None
-        if func in VIEWS:  # which leave the order of elements as it is
-            return self._after(rows.reshape(*found.shape[:-1], rows.shape[-1]), change)
-        picked = change(rows)
-        if picked.shape != (*found.shape[:-1], rows.shape[-1]):
+        wanted = (*shape[:-1], rows.shape[-1])
+        # Views leave the order of elements as it is.
+        picked = rows.reshape(wanted) if func in VIEWS else change(rows)
+        if picked.shape != wanted:
             return None
-        return self._after(picked, change)
-
-    def _after(self, rows: Tensor, change: Place) -> "Logits":
-        before = self.place
-        return Logits(
-            self.product, rows, change(self._geometry()), lambda whole: change(before(whole))
-        )
-
-    def _geometry(self) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        return Logits(self.product, picked, shape, self.dtype, lambda whole: change(before(whole)))
 
 
 def _applied(

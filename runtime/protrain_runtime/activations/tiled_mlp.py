@@ -29,7 +29,7 @@ from protrain_runtime.activations.compiled import replace_code
 from protrain_runtime.activations.forms import Code
 from protrain_runtime.activations.recompute import recomputed
 from protrain_runtime.activations.selective_recompute import Saved
-from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.activations.trees import PLAIN, tensors_in
 
 TILES = 8
 
@@ -96,8 +96,8 @@ def _may_be_one(module: nn.Module) -> bool:
 def _is_input(given: object) -> bool:
     """Whether something is tokens [batch, length, features], of which there are several."""
     return (
-        type(given) in (Tensor, nn.Parameter)
-        and isinstance(given, Tensor)
+        isinstance(given, Tensor)
+        and type(given) in PLAIN
         and given.dim() == 3
         and given.is_floating_point()
         and given.layout == torch.strided
@@ -230,6 +230,8 @@ class _Watching(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # where a tensor is
+            return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable:
             raise _MixesError
         given = tensors_in((args, kwargs))
