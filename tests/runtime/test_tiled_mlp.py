@@ -217,16 +217,15 @@ def test_measured_bytes_match_predicted_in_every_slot(
     assert min(found) >= 0
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
-def test_estimates_have_the_forms_that_round(name: str) -> None:
-    """Of tensors without values, too: blocks are told apart by operators, not by numbers."""
-    sizes: Any = {"batch_size": 2, "seq_len": 64, "dtype": "float32"}
-    found = estimate(
-        load_source(name), **sizes, hardware=load_hardware("a100-80gb"), allow=("rounding",)
-    )
-    blocks_found = [unit for unit in found.units if unit.kind == "block"]
-    assert all({"tiled", "full"} <= {cost.form for cost in one.forms} for one in blocks_found)
-    costs = {cost.form: cost for cost in found.units[-1].forms}
-    assert costs["8 tiles"].kept_bytes < costs["in place"].kept_bytes
-    exact = estimate(load_source(name), **sizes, hardware=load_hardware("a100-80gb"))
+def test_estimates_have_the_forms_that_round() -> None:
+    """Of tensors without values, too: an MLP is told by operators, not by numbers."""
+    sizes: Any = {"batch_size": 2, "seq_len": 256, "dtype": "float32"}
+    machine, source = load_hardware("cpu"), load_source("tiny-llama")
+    found = estimate(source, **sizes, hardware=machine, allow=("rounding",))
+    for unit in found.units:
+        if unit.kind == "block":
+            assert unit.cost("tiled").backward_peak_bytes < unit.cost("full").backward_peak_bytes
+    last = found.units[-1]
+    assert last.cost("8 tiles").kept_bytes < last.cost("in place").kept_bytes
+    exact = estimate(source, **sizes, hardware=machine)
     assert not any("tile" in cost.form for unit in exact.units for cost in unit.forms)
