@@ -20,6 +20,7 @@ import torch
 from hypothesis import settings
 
 from tests.emulated import building
+from tests.support import long_tests
 from tests.support.messages import Speaker
 
 # The same examples in every run, and none that fails for being slow on a busy machine.
@@ -47,8 +48,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of many cases a part is in every run, and of what the emulated device is asked; all at night.
 
-    Of the first kind evenly, in their order.
+    Of the first kind evenly, in their order. What takes long is at night, too (`long_tests`).
     """
+    nightly = long_tests.read()
+    for item in items:
+        if item.nodeid in nightly:
+            item.add_marker(pytest.mark.slow)
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}

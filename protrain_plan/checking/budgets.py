@@ -10,13 +10,16 @@ headroom            the part of each of these that has to stay free
 step_seconds        the most that a predicted step may take
 slowdown            how much slower than the plan's own prediction a step may become
 plans               patterns of plans, besides those made for this machine, that have to fit it
+
+Beside the machines stands what plans may have leave for: `allow: [rounding]`, and
+`allow = ["rounding"]` in `[tool.protrain]`.
 """
 
 import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -24,8 +27,9 @@ import yaml
 
 from protrain_plan.errors import ProtrainError, RecordError, cut
 from protrain_plan.records.files import read_text
+from protrain_plan.records.forms import FORMS, leaves_of
 from protrain_plan.records.schema import MAX_LIST, STEPS
-from protrain_plan.records.tree import Node, did_you_mean, root
+from protrain_plan.records.tree import Node, did_you_mean, listed, root
 from protrain_plan.units import parse_bytes
 
 KIND, VERSION = "budgets", 1
@@ -56,14 +60,22 @@ class MachineBudget:
 KEYS = tuple(f.name for f in fields(MachineBudget) if f.name not in ("machine", "source"))
 
 
-def find_budgets(named: Path | None, *, folder: Path = Path()) -> dict[str, MachineBudget]:
-    """Budgets by machine: those of `named`, else of budgets.yaml or pyproject.toml in `folder`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What plans may take: budgets by machine, and leave for what is not exact."""
 
-    Empty where there is neither. RecordError where a file has something else, ProtrainError where
+    budgets: Mapping[str, MachineBudget] = field(default_factory=dict)
+    allow: tuple[str, ...] = ()
+
+
+def find_limits(named: Path | None, *, folder: Path = Path()) -> Limits:
+    """The limits of `named`, else of budgets.yaml or pyproject.toml in `folder`.
+
+    None where there is neither. RecordError where a file has something else, ProtrainError where
     both files have budgets.
     """
     if named is not None:
-        return _read_toml(named) if named.suffix == ".toml" else read_budgets(named)
+        return _read_toml(named) if named.suffix == ".toml" else read_limits(named)
     as_yaml, as_toml = folder / YAML_NAME, folder / TOML_NAME
     for path in sorted(folder.iterdir()):
         alike = path.name.lower() in (YAML_NAME, "budgets.yml") and path.name != YAML_NAME
@@ -71,30 +83,32 @@ def find_budgets(named: Path | None, *, folder: Path = Path()) -> dict[str, Mach
             problem, fix = f"budgets are read from {YAML_NAME} alone", f"call it {YAML_NAME}"
             raise ProtrainError(problem, source=str(path), fix=fix)
     # What is there and cannot be read, such as a link that leads nowhere, is an error.
-    from_toml = _read_toml(as_toml) if os.path.lexists(as_toml) else {}
+    from_toml = _read_toml(as_toml) if os.path.lexists(as_toml) else Limits()
     if not os.path.lexists(as_yaml):
         return from_toml
-    if from_toml:
+    if from_toml != Limits():
         raise ProtrainError(
             f"there are budgets here and in {as_toml}",
             source=str(as_yaml),
             fix="keep one of them, or name it with --budgets",
         )
-    return read_budgets(as_yaml)
+    return read_limits(as_yaml)
 
 
-def read_budgets(path: Path) -> dict[str, MachineBudget]:
-    """Budgets by machine, from YAML; RecordError where the file has something else."""
+def read_limits(path: Path) -> Limits:
+    """The limits in a YAML file; RecordError where it has something else."""
     top = root(read_text(path), str(path))
-    values = top.mapping(("protrain", "version", "budgets"))
+    values = top.mapping(("protrain", "version", "budgets", "allow"), optional=("allow",))
     if (kind := values["protrain"].text()) != KIND:
         raise values["protrain"].error(f"expected {KIND}, got {kind!r}", did_you_mean(kind, [KIND]))
     if (version := values["version"].integer()) != VERSION:
         raise values["version"].error(f"expected version {VERSION}, got {version}")
-    return _budgets(values["budgets"], str(path))
+    return Limits(
+        budgets=_budgets(values["budgets"], str(path)), allow=_leaves(values.get("allow"))
+    )
 
 
-def _read_toml(path: Path) -> dict[str, MachineBudget]:
+def _read_toml(path: Path) -> Limits:
     source, where = str(path), "tool.protrain.budgets"
     try:
         document = tomllib.loads(read_text(path))
@@ -105,17 +119,25 @@ def _read_toml(path: Path) -> dict[str, MachineBudget]:
         raise RecordError(problem, source=source) from None
     ours = _table(_table(document, "tool", source), "tool.protrain", source)
     for key in ours:
-        if key != "budgets":
-            fix = did_you_mean(key, ["budgets"]) or "the keys are budgets"
+        if key not in ("budgets", "allow"):
+            fix = did_you_mean(key, ["budgets", "allow"]) or "the keys are budgets and allow"
             problem = f"unknown key {cut(key)!r}"
             raise RecordError(problem, source=source, key="tool.protrain", fix=fix)
     machines = _table(ours, where, source)
+    above = where
+
+    def as_yaml(value: object) -> Node:
+        # So that one reader reads both; its lines are not the file's.
+        return root(yaml.safe_dump(value, sort_keys=False), source)
+
     try:
-        # As YAML, so that one reader reads both; its lines are not the file's.
-        return _budgets(root(yaml.safe_dump(machines, sort_keys=False), source), source)
+        budgets = _budgets(as_yaml(machines), source)
+        above = "tool.protrain.allow"
+        leaves = _leaves(as_yaml(ours["allow"])) if "allow" in ours else ()
     except RecordError as error:
-        key = f"{where}.{error.key}" if error.key else where
+        key = f"{above}.{error.key}" if error.key else above
         raise RecordError(error.message, source=source, key=key, fix=error.fix) from None
+    return Limits(budgets=budgets, allow=leaves)
 
 
 def _table(above: Mapping[str, Any], where: str, source: str) -> dict[str, Any]:
@@ -186,6 +208,20 @@ def _seconds(value: Node | None) -> float | None:
     if seconds not in STEPS:
         raise value.error(f"expected seconds {STEPS}, got {cut(text)!r}")
     return seconds
+
+
+def _leaves(value: Node | None) -> tuple[str, ...]:
+    """Words that `--allow` knows."""
+    if value is None:
+        return ()
+    known = leaves_of(FORMS)
+    if not isinstance(value.node, yaml.SequenceNode):
+        raise value.error(f"expected a list of {listed(known, 'and')}")
+    found = {item.text(): item for item in value.sequence(MAX_LIST)}
+    for leave, item in found.items():
+        if leave not in known:
+            raise item.error(f"expected {listed(known, 'or')}, got {cut(leave)!r}")
+    return tuple(found)
 
 
 def _patterns(value: Node | None) -> tuple[str, ...]:

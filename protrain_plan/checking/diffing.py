@@ -219,7 +219,7 @@ def _facts(old: Plan, new: Plan) -> Iterator[Fact]:
         ("micro-batches", lambda plan: str(plan.micro_batches)),
         ("devices", lambda plan: str(DeviceGroup.of(plan))),
         ("pieces of states", lambda plan: _size(plan.piece_bytes)),
-        ("exact", lambda plan: "yes" if plan.exact else "no"),
+        ("exactness", lambda plan: plan.exactness),
     )
     for name, text in texts:
         before, after = text(old), text(new)

@@ -16,7 +16,7 @@ from protrain_plan.checking.budgets import KEYS as BUDGET_KEYS
 from protrain_plan.checking.budgets import PERCENTAGE
 from protrain_plan.checking.budgets import VERSION as BUDGETS_VERSION
 from protrain_plan.records.decisions import ACTIVATIONS, STATES
-from protrain_plan.records.forms import FORMS
+from protrain_plan.records.forms import FORMS, leaves_of
 from protrain_plan.records.plan import Activations, Placement, Schedule, UnitPlan
 from protrain_plan.records.profile import FormCost, Unit, Workload
 from protrain_plan.records.schema import (
@@ -66,7 +66,9 @@ def budgets_schema() -> Schema:
         "additionalProperties": False,
     }
     machines = {"type": "object", "additionalProperties": machine}
-    return _file("budgets", BUDGETS_VERSION, {"budgets": machines}, ["budgets"], {})
+    allow = {"type": "array", "items": {"enum": list(leaves_of(FORMS))}, "maxItems": MAX_LIST}
+    keys = {"budgets": machines, "allow": allow}
+    return _file("budgets", BUDGETS_VERSION, keys, ["budgets"], {})
 
 
 SCHEMAS: dict[str, Callable[[], Schema]] = {

@@ -204,6 +204,7 @@ class Rebuilt:
             adapter=workload.adapter,
             quantize=workload.quantize,
             optimizer=self._profile.optimizer.name,
+            allow=self._profile.allowed,
             hardware=replace(hardware, rates=rates),
             seed=workload.seed,
         )
@@ -379,7 +380,7 @@ def _question(profile: Profile) -> EstimateRequest | None:
         config = read_config(workload.model)
     else:
         config = parse_config(workload.model_config, where=workload.model)
-    return EstimateRequest.of(workload, profile.optimizer.name, config)
+    return EstimateRequest.of(workload, profile.optimizer.name, config, profile.allowed)
 
 
 _NO_ANSWER = Broken(reason="its code answers in place of protrain")

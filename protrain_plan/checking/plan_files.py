@@ -21,7 +21,7 @@ from pathlib import Path
 
 import yaml
 
-from protrain_plan.checking.budgets import read_budgets
+from protrain_plan.checking.budgets import read_limits
 from protrain_plan.errors import ProtrainError, RecordError
 from protrain_plan.planning.model.options import read_pins
 from protrain_plan.records import fingerprint, loads_hardware, loads_plan, loads_profile
@@ -37,7 +37,7 @@ _READERS: dict[str, Callable[[str, str], object]] = {
     "plan": loads_plan,
     "profile": loads_profile,
     "hardware": loads_hardware,
-    "budgets": lambda _, path: read_budgets(Path(path)),
+    "budgets": lambda _, path: read_limits(Path(path)),
     "pins": lambda _, path: read_pins(path),
 }
 _KEY = "protrain"

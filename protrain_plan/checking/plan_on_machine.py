@@ -68,10 +68,11 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A plan's case, and its model as the source is today."""
+    """A plan's case, its model as the source is today, and what its repository has leave for."""
 
     case: Case
     today: Today | Broken | Unavailable
+    allow: tuple[str, ...] = ()
 
     @property
     def changed(self) -> bool:

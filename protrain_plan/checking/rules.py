@@ -34,7 +34,7 @@ from protrain_plan.records.hardware import Hardware, TierName
 from protrain_plan.records.plan import CLIP_SHARE, Budgets
 from protrain_plan.records.profile import Profile
 from protrain_plan.records.reader import version_of
-from protrain_plan.records.tree import did_you_mean, number_text
+from protrain_plan.records.tree import did_you_mean, listed, number_text
 from protrain_plan.units import exact_bytes, format_bytes, format_seconds
 
 Subject = TypeVar("Subject")
@@ -214,6 +214,26 @@ def pln001(model: Model) -> Verdict:
         problem = "the plan names another workload than its profile"
         return Failed(problem=problem, key="workload", fix=plan_again(case))
     return Passed(found=f"{len(case.plan.units)} units")
+
+
+def exa001(model: Model) -> Verdict:
+    """The plan computes what plain PyTorch does, or the repository gives leave for what it does.
+
+    A plan whose activations take options that round otherwise, or are approximate, says `exact:
+    false`, and names what it has leave for. The repository has to name the same: `allow =
+    ["rounding"]` in `[tool.protrain]` of pyproject.toml, or `allow: [rounding]` in budgets.yaml. So
+    nobody trains otherwise than before by a plan that was made anew.
+    """
+    plan = model.case.plan
+    if not (missing := [leave for leave in plan.allowed if leave not in model.allow]):
+        return Passed(found=plan.exactness)
+    return Failed(
+        problem=f"the plan takes {listed(missing, 'and')}, and the repository gives no leave for"
+        f" {'it' if len(missing) == 1 else 'them'}: its results are not those of plain PyTorch"
+        f" ({plan.exactness})",
+        key="allowed",
+        fix="plan without --allow, or add it to allow in [tool.protrain]",
+    )
 
 
 def sim001(model: Model) -> Verdict:
@@ -537,6 +557,7 @@ def plan_command(case: Case, budgets: Budgets) -> str:
             words += ["--clip-share", number_text(plan.clip_share)]
     if plan.micro_batches > 1:
         words += ["--accumulate", str(plan.micro_batches)]
+    words += [word for leave in plan.allowed for word in ("--allow", leave)]
     return records.command("plan", str(case.profile_path), [*words, "-o", str(case.path)])
 
 
@@ -548,14 +569,18 @@ def profile_command(case: Case) -> str:
         known = profile.hardware.name in hardware_names()
         on = profile.hardware.name if known else path
     return records.profile_command(
-        profile.workload, optimizer=profile.optimizer.name, output=path, on=on
+        profile.workload,
+        optimizer=profile.optimizer.name,
+        output=path,
+        on=on,
+        allow=profile.allowed,
     )
 
 
 # --- the tables -----------------------------------------------------------------------------------
 
 FILE_RULES = (ver001, prf001)
-MODEL_RULES = (pln001, sim001, sim002, fpr001)
+MODEL_RULES = (pln001, exa001, sim001, sim002, fpr001)
 MACHINE_RULES = (hdw001, mem001, host001, disk001, time001)
 _OF_PLANS = (*FILE_RULES, *MODEL_RULES, *MACHINE_RULES)
 _ALL: tuple[Callable[..., Verdict], ...] = (*_OF_PLANS, bud001, num001)
@@ -575,6 +600,7 @@ def check(
     *,
     look: Look,
     budgets: Mapping[str, MachineBudget],
+    allow: tuple[str, ...] = (),
     on: Sequence[Hardware] = (),
     strict: bool = False,
     expect: int | None = None,
@@ -585,8 +611,9 @@ def check(
 
     `look` finds today's model of a profile; `prepare` is told before whose models those will be.
     Each plan is checked on its own machine and those whose budgets name it, or on the machines in
-    `on` instead. With `expect`, so many plans have to be there. ProtrainError where a machine is
-    not known, a path is missing or a folder has no plan.
+    `on` instead. `allow` is what the repository gives leave for. With `expect`, so many plans have
+    to be there. ProtrainError where a machine is not known, a path is missing or a folder has no
+    plan.
     """
     findings: list[Finding] = []
     # Everything is read before any model's code runs, which could write files.
@@ -595,7 +622,7 @@ def check(
     prepare([case.profile for case in map(opened, found.files) if case is not None])
     for number, files in enumerate(found.files):
         progress(str(files.path), number / len(found.files))
-        findings += _findings(files, look, machines, on)
+        findings += _findings(files, look, machines, on, allow)
     on_machines = [finding for finding in findings if finding.machine is not None]
     # A plan that cannot be read may be what a budget is for: then nobody can tell.
     if not on and {one.plan for one in findings} == {one.plan for one in on_machines}:
@@ -622,7 +649,11 @@ def check(
 
 
 def _findings(
-    files: Files, look: Look, machines: Machines, on: Sequence[Hardware]
+    files: Files,
+    look: Look,
+    machines: Machines,
+    on: Sequence[Hardware],
+    allow: tuple[str, ...],
 ) -> list[Finding]:
     """One plan's findings, stage by stage; a stage that fails ends what depends on it."""
     found: list[Finding] = []
@@ -653,7 +684,7 @@ def _findings(
         return found
     case = opened(files)
     assert case is not None, "PRF001 holds"
-    model = Model(case=case, today=look(case.profile))
+    model = Model(case=case, today=look(case.profile), allow=allow)
     if not holds(MODEL_RULES[0], model):
         return found
     for rule in MODEL_RULES[1:]:

@@ -155,4 +155,5 @@ class Cells:
             updates=self.updates,
             clip_share=self.clip_share,
             micro_batches=micro_batches,
+            allow=self.requests[0].allow,
         )

@@ -64,7 +64,7 @@ def check(
     Examples: protrain check | protrain check plans --on rtx-4090 --on rtx-3090
     | protrain check plans --format github | protrain check --explain MEM001
     """
-    from protrain_plan.checking.budgets import find_budgets
+    from protrain_plan.checking.budgets import find_limits
     from protrain_plan.checking.looking import Looking, look_away
     from protrain_plan.checking.rules import check as checked
     from protrain_plan.checking.rules import explained
@@ -85,13 +85,15 @@ def check(
         raise ProtrainError(f"expected seconds, got {time_limit:g}", key="--time-limit")
     memory = size("--model-memory", model_memory, 0)
     cache = EstimateCache(off=no_cache or records_only)
+    limits = find_limits(budgets)
     looking = Looking(seconds=time_limit, memory=memory, cache=cache).open()
     with output.progress(quiet=form != "text") as tell, looking as look:
         report = checked(
             plans or [DEFAULT],
             look=look_away if records_only else look,
             prepare=(lambda _: None) if records_only else lambda found: look.prepare(found, tell),
-            budgets=find_budgets(budgets),
+            budgets=limits.budgets,
+            allow=limits.allow,
             on=[load_hardware(name) for name in on or ()],
             strict=strict,
             expect=expect,

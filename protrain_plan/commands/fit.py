@@ -13,6 +13,7 @@ from protrain_plan.commands.options import (
     PRECISION,
     SEQ_LEN,
     AccumulateOption,
+    AllowOption,
     ClipOption,
     ClipShareOption,
     DTypeOption,
@@ -28,6 +29,7 @@ from protrain_plan.commands.options import (
     choice,
     clip_share_of,
     integers,
+    leaves_named,
     machine_with,
     prices_of,
     refuse_batches,
@@ -66,6 +68,7 @@ def fit(
     quantize: QuantizeOption = None,
     optimizer: OptimizerOption = "adamw",
     optimizer_args: OptimizerArgsOption = None,
+    allow: AllowOption = None,
     device_memory: Annotated[
         str | None, typer.Option(help="Of the device; default: all of the machine's.")
     ] = None,
@@ -169,6 +172,7 @@ def fit(
         quantize=quantize,
         optimizer=optimizer,
         optimizer_args=optimizer_args,
+        allow=leaves_named(allow),
     )
     cells = Cells(
         requests=requests,

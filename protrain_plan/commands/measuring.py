@@ -81,6 +81,7 @@ class ProfileRequest:
     optimizer: str
     optimizer_args: str | None = None
     quantize: str | None = None
+    allow: tuple[str, ...] = ()
     seed: int = 0
     text: Path | None = None
     device: str | None = None
@@ -108,7 +109,7 @@ class ProfileRequest:
             adapter=self._adapter(),
             quantize=self._quantize(),
         )
-        return EstimateRequest.of(workload, self.optimizer, read_config(self.model))
+        return EstimateRequest.of(workload, self.optimizer, read_config(self.model), self.allow)
 
     def _adapter(self) -> str:
         return "" if self.lora is None else str(parse_lora(self.lora))
@@ -134,6 +135,7 @@ class ProfileRequest:
             "adapter": self._adapter(),
             "quantize": self._quantize(),
             "optimizer": optimizer,
+            "allow": self.allow,
             "seed": self.seed,
             "text": self.text,
             "progress": progress,
@@ -151,6 +153,7 @@ def requests_for(
     quantize: str | None,
     optimizer: str,
     optimizer_args: str | None,
+    allow: tuple[str, ...] = (),
 ) -> list[ProfileRequest]:
     """What is to be estimated, each length with each batch; ProtrainError for unknown choices."""
     dtype_name: DType = choice("--dtype", dtype, get_args(DType))
@@ -168,6 +171,7 @@ def requests_for(
             quantize=quantize,
             optimizer=optimizer,
             optimizer_args=optimizer_args,
+            allow=allow,
         )
         for length, batch in product(lengths, batches)
     ]

@@ -53,6 +53,14 @@ LoraOption = Annotated[
 QuantizeOption = Annotated[
     str | None, typer.Option(help="Pack the layers below adapters: nf4 or int8 (with --lora).")
 ]
+AllowOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Let activations wait in forms that are not exact: rounding, int8-activations,"
+        " low-rank-activations. The plan says so. May be given several times.",
+        show_default=False,
+    ),
+]
 NoCacheOption = Annotated[
     bool,
     typer.Option(
@@ -181,6 +189,22 @@ def choice(option: str, text: str, known: tuple[Name, ...]) -> Name:
     raise ProtrainError(
         f"expected {', '.join(known[:-1])} or {known[-1]}, got {text!r}", key=option
     )
+
+
+def leaves_named(given: Sequence[str] | None) -> tuple[str, ...]:
+    """What `--allow` names, each once and in order; ProtrainError where one is not known."""
+    from protrain_plan.records.forms import FORMS, leaves_of
+    from protrain_plan.records.tree import did_you_mean, listed
+
+    known = leaves_of(FORMS)
+    for name in given or ():
+        if name not in known:
+            raise ProtrainError(
+                f"expected leave for what is not exact, got {name!r}",
+                key="--allow",
+                fix=did_you_mean(name, known) or f"there is {listed(known, 'and')}",
+            )
+    return tuple(leave for leave in known if leave in (given or ()))
 
 
 def updates_of(text: str | None, *, clip: bool) -> "Updates":

@@ -10,6 +10,7 @@ from protrain_plan.commands.options import (
     PRECISION,
     SEQ_LEN,
     AccumulateOption,
+    AllowOption,
     ClipOption,
     ClipShareOption,
     JsonOption,
@@ -19,6 +20,7 @@ from protrain_plan.commands.options import (
     budgets_of,
     choice,
     clip_share_of,
+    leaves_named,
     machine_with,
     refuse_batches,
     refuse_host_memory,
@@ -93,13 +95,7 @@ def plan(
         bool,
         typer.Option(help="Let updates run on into the next step's forward where that is faster."),
     ] = True,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Let blocks take an activation option that is not exact; the plan says so."
-            " May be given several times."
-        ),
-    ] = None,
+    allow: AllowOption = None,
     solver: Annotated[
         str, typer.Option(help="milp, or to compare: four-parameter, recompute-all, offload-all.")
     ] = "milp",
@@ -220,9 +216,16 @@ def plan(
     if len(objectives) > 1:
         raise ProtrainError(f"{objectives[0]} and {objectives[1]} ask for different things")
     when = updates_of(updates, clip=clip)
-    share = clip_share_of(clip_share, when)
+    share, leaves = clip_share_of(clip_share, when), leaves_named(allow)
     if on is None:
         record = read_profile(Path(profile))
+        if missing := [leave for leave in leaves if leave not in record.allowed]:
+            raise ProtrainError(
+                f"the profile was recorded without --allow {missing[0]}, and has no such forms",
+                source=profile,
+                key="--allow",
+                fix=f"protrain profile ... --allow {missing[0]}",
+            )
     else:
         refuse_batches(global_batch, batch_size, accumulate)
         from protrain_plan.commands.cells import Cells
@@ -240,6 +243,7 @@ def plan(
             quantize=quantize,
             optimizer=optimizer or DEFAULT_OPTIMIZER,
             optimizer_args=optimizer_args,
+            allow=leaves,
         )
         machine = machine_with(on, host_memory, disk)
         cells = Cells(
@@ -272,7 +276,7 @@ def plan(
         updates=when,
         clip_share=share,
         micro_batches=accumulate,
-        allow=tuple(allow or ()),
+        allow=leaves,
         overlap_steps=overlap,
         pins=(*(read_pins(pins) if pins else ()), *(parse_pin(text) for text in pin or ())),
     )

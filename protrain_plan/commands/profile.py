@@ -7,6 +7,7 @@ from typing import Annotated, get_args
 import typer
 
 from protrain_plan.commands.options import (
+    AllowOption,
     DTypeOption,
     JsonOption,
     NoCacheOption,
@@ -14,6 +15,7 @@ from protrain_plan.commands.options import (
     OptimizerOption,
     SpillOption,
     choice,
+    leaves_named,
 )
 from protrain_plan.errors import ProtrainError
 
@@ -65,6 +67,7 @@ def profile(
     ] = None,
     optimizer: OptimizerOption = "adamw",
     optimizer_args: OptimizerArgsOption = None,
+    allow: AllowOption = None,
     on: Annotated[
         str | None,
         typer.Option(
@@ -168,6 +171,7 @@ def profile(
         quantize=quantize,
         optimizer=optimizer,
         optimizer_args=optimizer_args,
+        allow=leaves_named(allow),
         device=device,
         deterministic=deterministic,
         steps=steps,

@@ -78,10 +78,11 @@ class EstimateRequest:
     optimizer: str
     seed: int
     quantize: Quantize = ""
+    allow: tuple[str, ...] = ()
 
     @staticmethod
     def of(
-        workload: Workload, optimizer: str, config: JsonObject | None
+        workload: Workload, optimizer: str, config: JsonObject | None, allow: tuple[str, ...] = ()
     ) -> "EstimateRequest | None":
         """The question about a workload's model as its configuration is now.
 
@@ -100,12 +101,15 @@ class EstimateRequest:
             optimizer=optimizer,
             seed=workload.seed,
             quantize=workload.quantize,
+            allow=allow,
         )
 
     def is_answered_by(self, profile: Profile, machine: Hardware) -> bool:
         """Whether a profile is of this question, on this machine."""
         config = json.loads(profile.workload.model_config or "null")
-        asked = EstimateRequest.of(profile.workload, profile.optimizer.name, config)
+        asked = EstimateRequest.of(
+            profile.workload, profile.optimizer.name, config, profile.allowed
+        )
         return asked == self and profile.method == "estimated" and profile.hardware == machine
 
 

@@ -57,7 +57,7 @@ from protrain_plan.profiling.unit_by_unit import (
     sketch_and_model,
     workload_of,
 )
-from protrain_plan.records.forms import names_of
+from protrain_plan.records.forms import allowed_forms, names_of
 from protrain_plan.records.hardware import DeviceKind, Hardware, Rates
 from protrain_plan.records.profile import (
     SPARSE,
@@ -170,14 +170,16 @@ def _estimates(
         steps.append(OperatorLog())
         return FakeMeter(allocator, steps[-1])
 
+    allowed = allowed_forms(options.get("allow", ()))
     sketch, model = sketch_and_model(
-        source, workload, given, meter, optimizer=optimizer, progress=progress
+        source, workload, given, meter, forms=allowed, optimizer=optimizer, progress=progress
     )
     workload = with_batch_sizes(workload, model, given)
     units = sketch.counted.units
     sparse = frozenset(unit.name for unit in units if unit.stays == SPARSE)
     in_order = ("keep", *names_of("blocks"), *names_of("last part"))
-    logs = dict(zip(in_order, steps, strict=False))  # mixtures come after
+    tried = (form for form in in_order if form in allowed)
+    logs = dict(zip(tried, steps, strict=False))  # mixtures come after
     if allocator.python_scalars:
         # A partial form runs under a dispatch mode, where a Python number becomes a tensor twice.
         # One more in the forward peak is an upper bound: not every peak is at such an operator.
@@ -234,6 +236,7 @@ def _estimates(
                 model_flops=sum(
                     model_flops[slot] for unit in ran for slot in (unit, 2 * len(units) - 1 - unit)
                 ),
+                allowed=options.get("allow", ()),
             )
         )
     progress("done", 1.0)

@@ -56,7 +56,7 @@ from protrain_plan.profiling.unit_by_unit import (
 )
 from protrain_plan.program.compiling import program_of
 from protrain_plan.program.program import PIECE_ALIGNMENT
-from protrain_plan.records.forms import FORMS
+from protrain_plan.records.forms import FORMS, allowed_forms
 from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.profile import (
     DType,
@@ -127,6 +127,7 @@ def measure(
         batches,
         workload=workload,
         optimizer=options.get("optimizer", DEFAULT_OPTIMIZER),
+        allow=options.get("allow", ()),
         num_steps=num_steps,
         spill_directory=spill_directory,
         progress=progress,
@@ -144,13 +145,15 @@ def measure_model(
     spill_directory: Path,
     progress: Progress,
     optimizer: str = DEFAULT_OPTIMIZER,
+    allow: tuple[str, ...] = (),
     running: Sketch | None = None,
     machine: Hardware | None = None,
     cost: OptimizerCost | None = None,
 ) -> Profile:
     """The profile of a model that is there. Leaves it, its gradients and the random state alone.
 
-    `num_steps` are timed per form of activations (None: see `passes.slot_seconds`).
+    `num_steps` are timed per form of activations (None: see `passes.slot_seconds`), those that are
+    not exact where `allow` gives leave.
     `running` says which units run, with modules, where not all do: parameters of the others may be
     on `meta`.
     `machine` is this one, where it was probed before; what the model holds besides tensors is
@@ -205,6 +208,7 @@ def measure_model(
                 batch,
                 found,
                 device=workload.device,
+                forms=allowed_forms(allow),
                 optimizer=optimizer,
                 precision=workload.precision,
                 once=once,
@@ -266,6 +270,7 @@ def measure_model(
         units=told_of_steps(timed(units, seconds, _alike(units, block_classes)), workload, cost),
         tensors=model_tensors(model),
         fixed_bytes=fixed_bytes,
+        allowed=allow,
     )
     progress("done", 1.0)
     return replace(profile, repetitions=_repetitions(seconds, rehearsal, profile))

@@ -74,6 +74,7 @@ class Options(TypedDict, total=False):
     adapter: str
     quantize: Quantize
     optimizer: str
+    allow: tuple[str, ...]
     seed: int
     text: Path | None
     progress: Progress

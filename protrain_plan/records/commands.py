@@ -8,7 +8,12 @@ from protrain_plan.records.profile import Workload
 
 
 def profile_command(
-    workload: Workload, *, optimizer: str, output: str, on: str | None = None
+    workload: Workload,
+    *,
+    optimizer: str,
+    output: str,
+    on: str | None = None,
+    allow: Sequence[str] = (),
 ) -> str:
     """`protrain profile` as a profile of `workload` was asked for; estimated for the machine `on`.
 
@@ -31,6 +36,7 @@ def profile_command(
     ):
         if value != default:
             words += [option, value]
+    words += [word for leave in allow for word in ("--allow", leave)]
     return command("profile", workload.model, [*words, "-o", output])
 
 

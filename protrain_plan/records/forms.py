@@ -5,8 +5,14 @@ measures every form of it, the planner offers what a profile has measured, plans
 it, and the runtime runs it. A new option is one file, with its executor, and one entry here.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+Exactness = Literal["bitwise", "rounding", "approximate"]
+"""How what training computes differs from plain PyTorch: not at all; in the order of sums and the
+rounding of their parts, so that it has the same expectation from the reals; or by what is left out
+of the numbers themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,17 +24,28 @@ class ActivationForm:
     the code that runs instead; see `protrain_runtime.activations.forms`. The last part is no
     module: the executor of a form of it takes nothing, and returns a context to stand around what
     runs there. `recomputes` says whether the forward runs once more in backward: plans say
-    `recompute NAME` then, and `keep NAME` otherwise. A form that is not `exact` changes what
-    training computes: it is used only with leave (`protrain plan --allow NAME`), and its plans say
-    `exact: false`.
+    `recompute NAME` then, and `keep NAME` otherwise. A form that is not `bitwise` changes what
+    training computes: it is profiled and used only with leave (`--allow`), and its plans say
+    `exact: false`, and how exact they are.
     """
 
     name: str
     keeps: str  # in words
     executor: str
     recomputes: bool = True
-    exact: bool = True
+    exactness: Exactness = "bitwise"
     of: Literal["blocks", "last part"] = "blocks"  # besides `keep`, which all units have
+
+    @property
+    def leave(self) -> str:
+        """What `--allow` has to say: one word for all that rounds, one each for what is less."""
+        match self.exactness:
+            case "bitwise":
+                return ""
+            case "rounding":
+                return "rounding"
+            case "approximate":
+                return f"{self.name}-activations"
 
 
 _SELECTIVE = "protrain_runtime.activations.selective_recompute"
@@ -42,6 +59,18 @@ _BUILT_IN = (
         executor="protrain_runtime.activations.loss_in_place:loss_in_place",
         recomputes=False,
         of="last part",
+    ),
+    *(
+        ActivationForm(
+            name=f"{number} tiles",
+            keeps="its input, and a number for every token: logits are computed in so many tiles,"
+            " once for the loss and once more for its gradient, and never stand as a whole",
+            executor=f"protrain_runtime.activations.tiled_loss:in_{number}_tiles",
+            recomputes=False,
+            exactness="rounding",
+            of="last part",
+        )
+        for number in (8, 64)
     ),
     ActivationForm(
         name="lite",
@@ -58,6 +87,12 @@ _BUILT_IN = (
         executor=f"{_SELECTIVE}:attn",
     ),
     ActivationForm(
+        name="tiled",
+        keeps="the unit's input alone, and in backward what its MLP saves of a few tokens",
+        executor="protrain_runtime.activations.tiled_mlp:tiled",
+        exactness="rounding",
+    ),
+    ActivationForm(
         name="full",
         keeps="the unit's input alone",
         executor="protrain_runtime.activations.recompute:full",
@@ -66,6 +101,23 @@ _BUILT_IN = (
 
 FORMS: dict[str, ActivationForm] = {form.name: form for form in _BUILT_IN}
 """All forms by name: those that keep first, then those that recompute, `full` as the last one."""
+
+
+def leaves_of(names: Collection[str]) -> tuple[str, ...]:
+    """What `--allow` has to say for such forms, in order."""
+    asked = (form.leave for form in FORMS.values() if form.leave and form.name in names)
+    return tuple(dict.fromkeys(asked))
+
+
+def allowed_forms(allow: Collection[str]) -> tuple[str, ...]:
+    """The forms that are bitwise, and those with one of these leaves, in order."""
+    return tuple(name for name, form in FORMS.items() if not form.leave or form.leave in allow)
+
+
+def exactness_of(names: Collection[str]) -> Exactness:
+    """Of training with such forms: that of the least exact."""
+    grades = get_args(Exactness)
+    return max((FORMS[name].exactness for name in names), key=grades.index, default="bitwise")
 
 
 def names_of(units: Literal["blocks", "last part"]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from protrain_plan.records.forms import FORMS
+from protrain_plan.records.forms import FORMS, Exactness
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.profile import Form, UnitKind, Workload
 
@@ -240,7 +240,9 @@ class Plan:
     optimizer: str  # the one whose states were counted
     profile_fingerprint: str
     model_fingerprint: str
-    exact: bool
+    exact: bool  # whether `exactness` is bitwise
+    exactness: Exactness = "bitwise"
+    allowed: tuple[str, ...] = ()  # what it has leave for, as `--allow` says it
     budgets: Budgets
     prediction: Prediction
     piece_bytes: int  # optimizer states move and are updated in pieces of at most this size
@@ -255,10 +257,9 @@ class Plan:
     tensors: tuple[str, ...] = ()
 
     @property
-    def inexact_forms(self) -> tuple[Form, ...]:
-        """The activation options in use that change what training computes."""
-        used = {unit.activations.form for unit in self.units}
-        return tuple(name for name, form in FORMS.items() if name in used and not form.exact)
+    def forms(self) -> frozenset[Form]:
+        """In which the activations of some unit wait."""
+        return frozenset(unit.activations.form for unit in self.units)
 
     @property
     def gap(self) -> float:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from protrain_plan.errors import ProtrainError, cut
 from protrain_plan.records.decisions import ACTIVATIONS, FORM_WORDS, OLD_PHRASES, STATES
 from protrain_plan.records.folding import MAX_RUN, run_length, unfold
-from protrain_plan.records.forms import FORMS
+from protrain_plan.records.forms import FORMS, exactness_of, leaves_of
 from protrain_plan.records.hardware import Hardware, Tier
 from protrain_plan.records.plan import Activations, Placement, Plan, Schedule, UnitPlan
 from protrain_plan.records.profile import FormCost, Profile, Unit, Workload
@@ -337,9 +337,18 @@ def _check_plan(plan: Plan, value: Node) -> None:
         if plan.num_devices % parts:
             problem = f"{plan.num_devices} devices are no equal parts of {parts}"
             raise value.any_mapping()[key].error(problem)
-    if plan.exact and (forms := plan.inexact_forms):
-        problem = f"expected false: {forms[0]!r} changes what training computes"
-        raise value.any_mapping()["exact"].error(problem)
+    exactness, leaves = exactness_of(plan.forms), leaves_of(plan.forms)
+    rules = (
+        ("exact", plan.exact, exactness == "bitwise"),
+        ("exactness", plan.exactness, exactness),
+        ("allowed", plan.allowed, leaves),
+    )
+    for key, told, found in rules:
+        if told != found:
+            keys = value.any_mapping()
+            shown = listed(found, "and") if isinstance(found, tuple) else str(found).lower()
+            why = f"its activations take {listed(sorted(plan.forms), 'and')}"
+            raise keys.get(key, value).error(f"expected {shown or 'no leave'}: {why}")
 
 
 _OWN_RULES: dict[tuple[type, str], Reader] = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from protrain_plan.checking.budgets import MachineBudget, find_budgets
+from protrain_plan.checking.budgets import MachineBudget, find_limits
 from protrain_plan.errors import ProtrainError
 from tests.support.messages import Speaker
 
@@ -50,21 +50,21 @@ def expected(source: Path) -> dict[str, MachineBudget]:
 def test_both_files_say_the_same(name: str, text: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(text)
-    assert find_budgets(None, folder=tmp_path) == expected(path)
-    assert find_budgets(path) == expected(path)
+    assert find_limits(None, folder=tmp_path).budgets == expected(path)
+    assert find_limits(path).budgets == expected(path)
 
 
 def test_no_file_is_no_budget(tmp_path: Path) -> None:
-    assert find_budgets(None, folder=tmp_path) == {}
+    assert find_limits(None, folder=tmp_path).budgets == {}
     (tmp_path / "pyproject.toml").write_text("[tool.ruff]\nline-length = 100\n")
-    assert find_budgets(None, folder=tmp_path) == {}
+    assert find_limits(None, folder=tmp_path).budgets == {}
 
 
 def test_two_files_are_one_too_many(tmp_path: Path, assert_says: Speaker) -> None:
     (tmp_path / "budgets.yaml").write_text(YAML)
     (tmp_path / "pyproject.toml").write_text(TOML)
     with pytest.raises(ProtrainError) as caught:
-        find_budgets(None, folder=tmp_path)
+        find_limits(None, folder=tmp_path)
     assert_says(caught.value)
 
 
@@ -91,7 +91,7 @@ def test_mistakes_in_yaml_name_the_line(entry: str, message: str, tmp_path: Path
     path = tmp_path / "budgets.yaml"
     path.write_text(f"protrain: budgets\nversion: 1\nbudgets:\n  m: {entry}\n")
     with pytest.raises(ProtrainError) as caught:
-        find_budgets(path)
+        find_limits(path)
     key = f"{path}:4: budgets.m"
     joint = "." if message.partition(":")[0] in entry else ": "
     assert str(caught.value) == f"{key}{joint}{message}"
@@ -124,5 +124,5 @@ def test_mistakes_in_toml_name_the_key(text: str, message: str, tmp_path: Path) 
     path = tmp_path / "pyproject.toml"
     path.write_text(text)
     with pytest.raises(ProtrainError) as caught:
-        find_budgets(path)
+        find_limits(path)
     assert str(caught.value) == f"{path}: {message}"

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -12,7 +13,7 @@ import jsonschema
 import pytest
 from xmlschema import XMLSchema
 
-from protrain_plan.checking.budgets import find_budgets
+from protrain_plan.checking.budgets import MachineBudget, find_limits
 from protrain_plan.checking.looking import look_away
 from protrain_plan.checking.rules import RULES, Failed, Passed, Report, Skipped, check
 from protrain_plan.cli import main
@@ -32,11 +33,11 @@ FORMATS = Path(__file__).parents[1] / "formats"
 
 def checked(*plans: Path, budgets: str = "", on: tuple[Hardware, ...] = ()) -> Report:
     """The report on plans, with the budgets in a text."""
-    limits = {}
+    limits: Mapping[str, MachineBudget] = {}
     if budgets:
         file = plans[0].parent.parent / "budgets.yaml"
         file.write_text(f"protrain: budgets\nversion: 1\nbudgets:\n  {budgets}\n")
-        limits = find_budgets(file)
+        limits = find_limits(file).budgets
     return check(plans, look=look_away, budgets=limits, on=on)
 
 
@@ -362,9 +363,9 @@ def test_text_is_right_at_80_columns_and_without_colours(repository: Path) -> No
 
 def test_json_and_junit_are_read_by_programs(repository: Path) -> None:
     data = json.loads(protrain(*RECORDS, "--json", folder=repository).stdout)
-    assert (data["exit_code"], data["passed"], data["failed"], data["skipped"]) == (1, 19, 1, 2)
+    assert (data["exit_code"], data["passed"], data["failed"], data["skipped"]) == (1, 21, 1, 2)
     suites = ET.fromstring(protrain(*RECORDS, "--format", "junit", folder=repository).stdout)
-    assert suites.attrib["tests"] == "22"
+    assert suites.attrib["tests"] == "24"
     assert [suite.attrib["failures"] for suite in suites] == ["0", "1"]
     assert len(suites.findall(".//failure")) == 1
     assert len(suites.findall(".//skipped")) == 2

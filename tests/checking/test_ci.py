@@ -16,7 +16,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from protrain_plan.checking.budgets import find_budgets
+from protrain_plan.checking.budgets import find_limits
 from protrain_plan.checking.rules import Failed, Report, Skipped, check
 from protrain_plan.escaping import one_line
 from protrain_plan.presentation.checks.reports import text
@@ -46,7 +46,7 @@ def widen(example: Path) -> None:
 
 def report_on(example: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
     monkeypatch.chdir(example)
-    return check(find_plans([Path("plans")]), look=look, budgets=find_budgets(None))
+    return check(find_plans([Path("plans")]), look=look, budgets=find_limits(None).budgets)
 
 
 def test_the_example_holds(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:

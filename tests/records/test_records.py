@@ -415,7 +415,7 @@ def plans(draw: st.DrawFn) -> Plan:
             optimizer=TEXTS,
             profile_fingerprint=TEXTS,
             model_fingerprint=TEXTS,
-            exact=st.booleans(),
+            exact=st.just(True),
             budgets=st.builds(Budgets, device=SIZES, host=SIZES, disk=SIZES),
             prediction=st.builds(
                 Prediction,

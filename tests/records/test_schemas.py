@@ -11,7 +11,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from protrain_plan.checking.budgets import find_budgets
+from protrain_plan.checking.budgets import find_limits
 from protrain_plan.checking.json_schema import SCHEMAS
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records import dumps_hardware, dumps_plan, dumps_profile
@@ -67,7 +67,7 @@ def reads(tmp_path: Path) -> Callable[[str, Json], bool]:
         try:
             if name == "budgets":
                 (tmp_path / "budgets.yaml").write_text(text)
-                find_budgets(tmp_path / "budgets.yaml")
+                find_limits(tmp_path / "budgets.yaml")
             else:
                 loads(kinds[name], text)
         except ProtrainError:

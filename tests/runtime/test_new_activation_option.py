@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from protrain_plan.commands.options import leaves_named
 from protrain_plan.commands.training import train as train_plan
 from protrain_plan.errors import ProtrainError, RecordError
 from protrain_plan.planning.model.options import parse_pin
@@ -41,6 +42,7 @@ from tests.support.runtime_cases import (
 )
 
 AMPLE = 10**12
+LEAVE = ("int8-activations",)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,9 @@ def registered() -> Iterator[Callable[[], None]]:
 @pytest.fixture(scope="module")
 def profile(registered: Callable[[], None], tmp_path_factory: pytest.TempPathFactory) -> Profile:
     others = bytes_of_others()  # of other tests, as a script's data would be
-    record = profiled_here("tiny-llama", tmp_path_factory.mktemp("profile"), num_steps=2)
+    record = profiled_here(
+        "tiny-llama", tmp_path_factory.mktemp("profile"), num_steps=2, allow=LEAVE
+    )
     record = replace(record, base_bytes=record.base_bytes - others)
     return loads_profile(dumps_profile(record))
 
@@ -90,12 +94,13 @@ def test_a_block_keeps_fewer_bytes_in_it_than_all_that_autograd_saves(profile: P
 def test_a_plan_with_it_stays_below_its_predicted_peak(
     profile: Profile, decision: str, tmp_path: Path
 ) -> None:
-    plan = planned(profile, f"{BLOCKS}: {decision}, offload to disk", allow=("int8",))
+    plan = planned(profile, f"{BLOCKS}: {decision}, offload to disk", allow=LEAVE)
     assert {unit.activations for unit in plan.units} == {
         Keep(),
         Keep(form="int8") if decision.startswith("keep") else Swap(tier="disk", form="int8"),
     }
     assert not plan.exact
+    assert (plan.exactness, plan.allowed) == ("approximate", LEAVE)
     assert f"activations: {decision}," in dumps_plan(plan)
     assert loads_plan(dumps_plan(plan)) == plan
 
@@ -114,7 +119,7 @@ def test_losses_are_close_to_plain_training_and_not_equal_in_every_bit(
         replace(unit, activations=Keep(form="int8") if unit.kind == "block" else Keep())
         for unit in described("llama")
     )
-    plan = replace(plan_for(model, units), exact=False)
+    plan = replace(plan_for(model, units), exact=False, exactness="approximate", allowed=LEAVE)
     model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
     found, expected = train("llama", model, optimizer), plain("llama")
     torch.testing.assert_close(found.losses, expected.losses, rtol=1e-2, atol=0.0)
@@ -129,23 +134,34 @@ def test_without_leave_it_is_no_option(profile: Profile) -> None:
     with pytest.raises(ProtrainError) as refused:
         planned(profile, f"{BLOCKS}: keep int8")
     assert refused.value.message == (
-        "model.layers.0 cannot take 'keep int8': it changes what training computes, and is used"
-        " with --allow int8 alone"
+        "model.layers.0 cannot take 'keep int8': it changes what training computes, and is profiled"
+        " and planned with --allow int8-activations alone"
     )
 
 
-def test_a_name_of_no_such_option_is_refused(profile: Profile) -> None:
+def test_a_name_of_no_such_option_is_refused(registered: Callable[[], None]) -> None:
+    assert leaves_named(["int8-activations"] * 2) == LEAVE
     with pytest.raises(ProtrainError) as refused:
-        planned(profile, allow=("int9",))
-    assert refused.value.message == ("expected an activation option that is not exact, got 'int9'")
-    assert refused.value.fix == "did you mean 'int8'?"
+        leaves_named(["int9-activations"])
+    assert refused.value.message == "expected leave for what is not exact, got 'int9-activations'"
+    assert refused.value.fix == "did you mean 'int8-activations'?"
 
 
 def test_a_plan_that_uses_it_cannot_say_that_it_is_exact(profile: Profile) -> None:
-    plan = planned(profile, f"{BLOCKS}: keep int8", allow=("int8",))
-    text = dumps_plan(plan).replace("exact: false", "exact: true")
-    with pytest.raises(RecordError, match="exact: expected false: 'int8' changes what training"):
-        loads_plan(text)
+    plan = planned(profile, f"{BLOCKS}: keep int8", allow=LEAVE)
+    text = dumps_plan(plan)
+    for told, other, problem in (
+        (
+            "exact: false",
+            "exact: true",
+            "exact: expected false: its activations take int8 and keep",
+        ),
+        ("exactness: approximate", "exactness: rounding", "exactness: expected approximate"),
+        ("allowed: [int8-activations]\n", "", "expected int8-activations"),
+    ):
+        assert told in text
+        with pytest.raises(RecordError, match=problem):
+            loads_plan(text.replace(told, other))
 
 
 def test_where_it_is_not_registered_records_do_not_know_it(

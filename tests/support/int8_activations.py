@@ -80,5 +80,5 @@ INT8 = ActivationForm(
     keeps="int8 copies of all that autograd saves, with a scale for every 64 values",
     executor="tests.support.int8_activations:keep_int8",
     recomputes=False,
-    exact=False,
+    exactness="approximate",
 )

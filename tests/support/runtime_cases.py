@@ -85,6 +85,7 @@ def profiled_here(
     adapter: str = "",
     quantize: Quantize = "",
     optimizer: str = DEFAULT_OPTIMIZER,
+    allow: tuple[str, ...] = (),
 ) -> Profile:
     """A measured profile of a small model, whose seconds do not matter."""
     return measure(
@@ -97,6 +98,7 @@ def profiled_here(
         adapter=adapter,
         quantize=quantize,
         optimizer=optimizer,
+        allow=allow,
         num_steps=num_steps,
         spill_directory=spill,
         text=None,

@@ -304,10 +304,10 @@ def _cannot(
         )
     elif unit.unit.kind == "part" and not isinstance(decision, Persistent | Offload):
         problem = f"{name} cannot take {phrase!r}: it is a part between blocks, not a block"
-    elif isinstance(decision, Activations) and not FORMS[decision.form].exact and not takers:
+    elif isinstance(decision, Activations) and FORMS[decision.form].leave and not takers:
         problem = (
-            f"{name} cannot take {phrase!r}: it changes what training computes, and is used with"
-            f" --allow {decision.form} alone"
+            f"{name} cannot take {phrase!r}: it changes what training computes, and is profiled and"
+            f" planned with --allow {FORMS[decision.form].leave} alone"
         )
     elif unit.unit.runs_once and isinstance(decision, Recompute | SwapInput):
         problem = f"{name} cannot take {phrase!r}: {unit.unit.runs_once}"

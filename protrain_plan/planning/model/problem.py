@@ -33,7 +33,7 @@ from protrain_plan.program.implications import (
 )
 from protrain_plan.program.program import Settings
 from protrain_plan.records.decisions import activations_text, states_text
-from protrain_plan.records.forms import FORMS
+from protrain_plan.records.forms import allowed_forms
 from protrain_plan.records.hardware import Hardware, Tier, TierName, is_accelerator
 from protrain_plan.records.plan import (
     CLIP_SHARE,
@@ -48,8 +48,8 @@ from protrain_plan.records.plan import (
     UnitPlan,
     Updates,
 )
-from protrain_plan.records.profile import SPARSE, Form, Profile
-from protrain_plan.records.tree import did_you_mean, listed
+from protrain_plan.records.profile import SPARSE, Profile
+from protrain_plan.records.tree import listed
 from protrain_plan.simulation.memory import base_bytes
 
 MIN_PIECE_BYTES = 8 * 2**20
@@ -89,26 +89,15 @@ def default_piece_bytes(profile: Profile) -> int:
     return piece
 
 
-def _with_leave(profile: Profile, allow: Sequence[Form]) -> Profile:
-    """The profile without the forms that are not exact, but for those in `allow`."""
-    inexact = {name for name, form in FORMS.items() if not form.exact}
-    for name in allow:
-        if name not in inexact:
-            raise ProtrainError(
-                f"expected an activation option that is not exact, got {name!r}",
-                key="--allow",
-                fix=did_you_mean(name, inexact)
-                or (f"there is {listed(sorted(inexact), 'and')}" if inexact else "there is none"),
-            )
-    if inexact <= set(allow):
+def _with_leave(profile: Profile, allow: Sequence[str]) -> Profile:
+    """The profile without the forms that are not exact, but for those that have leave."""
+    if set(profile.allowed) <= set(allow):
         return profile
+    allowed = allowed_forms(allow)
     return replace(
         profile,
         units=tuple(
-            replace(
-                unit,
-                forms=tuple(c for c in unit.forms if c.form in allow or c.form not in inexact),
-            )
+            replace(unit, forms=tuple(cost for cost in unit.forms if cost.form in allowed))
             for unit in profile.units
         ),
     )
@@ -280,15 +269,15 @@ class Problem:
         micro_batches: int = 1,
         pins: Sequence[Pin] = (),
         group: DeviceGroup = ALONE,
-        allow: Sequence[Form] = (),
+        allow: Sequence[str] = (),
         overlap_steps: bool = True,
         clip_share: float = CLIP_SHARE,
     ) -> "Problem":
         """What the budgets leave, and no more than was measured of the machine below the device.
 
         An estimated profile assumes what its machine has there: the budgets know better. Budgets
-        are one device's. Forms of activations that are not exact are options only if
-        `allow` names them. Steps overlap only where they may (see `Settings`). Of updates that are
+        are one device's. Forms of activations that are not exact are options only where
+        `allow` gives leave. Steps overlap only where they may (see `Settings`). Of updates that are
         speculative, those of `clip_share` of all steps are done again.
         ProtrainError where the profile's machine does not say what joins several devices, or sparse
         gradients would have to be summed.
@@ -336,7 +325,7 @@ class Problem:
             updates=plan.updates,
             micro_batches=plan.micro_batches,
             group=DeviceGroup.of(plan),
-            allow=plan.inexact_forms,
+            allow=plan.allowed,
             overlap_steps=plan.overlap_steps,
             clip_share=plan.clip_share,
         )

@@ -32,7 +32,7 @@ from protrain_plan.planning.search.improving import Effort
 from protrain_plan.program.group import ALONE, DeviceGroup, profile_of_rank
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import CLIP_SHARE, Budgets, Updates
-from protrain_plan.records.profile import Form, Profile
+from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.report import StepReport, report
 from protrain_plan.units import format_bytes
 
@@ -55,7 +55,7 @@ class Question:
     pins: tuple[Pin, ...] = ()
     group: DeviceGroup = ALONE
     replicas: tuple[int, ...] = ()  # to choose from, fewest first; none: the group's
-    allow: tuple[Form, ...] = ()  # forms of activations that are not exact
+    allow: tuple[str, ...] = ()  # leave for forms of activations that are not exact
     overlap_steps: bool = True  # where that is faster
 
     def problem(self) -> Problem:

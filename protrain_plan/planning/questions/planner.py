@@ -53,7 +53,7 @@ from protrain_plan.planning.search.scheduling import PLAIN_RULES, QUICK_GRID
 from protrain_plan.program.compiling import bind
 from protrain_plan.program.group import ALONE, DeviceGroup
 from protrain_plan.program.implications import Implications
-from protrain_plan.records.forms import FORMS
+from protrain_plan.records.forms import exactness_of, leaves_of
 from protrain_plan.records.plan import Budgets, Plan, Prediction
 from protrain_plan.records.profile import Profile
 from protrain_plan.records.writer import fingerprint
@@ -266,13 +266,15 @@ class _Planning:
             slow_step_seconds=slow_s,
             slow_every=profile.optimizer.slow_every if slow_s else 0,
         )
+        used = {unit.activations.form for unit in best.plans}
+        exactness = exactness_of(used)
         made = Plan(
             workload=profile.workload,
             hardware=profile.hardware.name,
             optimizer=profile.optimizer.name,
             profile_fingerprint=fingerprint(self.problem.made_from),
             model_fingerprint=profile.model_fingerprint,
-            exact=all(FORMS[unit.activations.form].exact for unit in best.plans),
+            exact=exactness == "bitwise",
             budgets=budgets,
             prediction=prediction,
             piece_bytes=settings.piece_bytes,
@@ -285,6 +287,8 @@ class _Planning:
             overlap_steps=settings.overlap_steps,
             clip_share=settings.clip_share,
             tensors=profile.tensors,
+            exactness=exactness,
+            allowed=leaves_of(used),
         )
         return Solved(
             plan=made,

@@ -661,7 +661,7 @@
         `${expected}at most ${percent(data.gap)} above the fastest`),
       figure("Compute waits", time(data.stall_seconds * 1e9), `${percent(data.stall_seconds / data.step_seconds)} of the step shown`),
       ...tiers.map((tier) => figure(`Peak on the ${tier.name}`, bytes(tier.peak), `of ${bytes(tier.budget)}`, tier.peak / tier.budget)),
-      figure("Results", data.exact ? "exact" : "not exact", data.exact ? "bits of plain PyTorch" : "differ from plain PyTorch"),
+      figure("Results", data.exactness, data.allowed.length ? `by leave: ${data.allowed.join(", ")}` : "bits of plain PyTorch"),
     ];
     byId("figures").replaceChildren(...list);
   };

@@ -25,7 +25,7 @@ from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.structure.discovery import FoundUnit
 from protrain_plan.profiling.structure.rerun import held_tensors, run_once, writing_arguments
 from protrain_plan.program.program import BLOCK_BYTES, block_bytes, in_blocks
-from protrain_plan.records.forms import FORMS, names_of
+from protrain_plan.records.forms import FORMS, allowed_forms, names_of
 from protrain_plan.records.hardware import DeviceKind, is_accelerator
 from protrain_plan.records.plan import Keep, Persistent, UnitPlan
 from protrain_plan.records.profile import SPARSE, WHOLE, Form, FormCost, Precision, Unit
@@ -203,7 +203,7 @@ def analyze_units(
 ) -> ModelStructure:
     """Run forwards of the model, and look at what its units save in each of the forms.
 
-    `forms` are by default all that there are (`FORMS`).
+    `forms` are by default all that are exact.
     `device` is the type of those that the profile is for: fake tensors are on a CPU. `optimizer`
     and `precision` say what states the parameters have. `once` is what `run_once` has found, where
     it was asked before. ProtrainError where the model keeps more and more tensors.
@@ -236,7 +236,7 @@ def analyze_units(
         if unit.kind == "block" and not own.awaited
     )
     kept = unused | once.keys()
-    tried = tuple(FORMS) if forms is None else forms
+    tried = allowed_forms(()) if forms is None else forms
     for form in names_of("blocks"):
         if form in tried:
             saved[form] = passes.saved_bytes(
@@ -625,10 +625,6 @@ def _leaner(either: FormCost, keep: FormCost, forms: Sequence[FormCost]) -> Iter
     They were measured with the blocks in `keep`, as `keep` was, and with other forms of the blocks
     they take as much more as it does.
     """
-
-    def most(cost: FormCost) -> int:
-        return max(cost.forward_peak_bytes, cost.kept_bytes + cost.backward_peak_bytes)
-
     for form in forms:
         higher = replace(
             form,
@@ -637,24 +633,34 @@ def _leaner(either: FormCost, keep: FormCost, forms: Sequence[FormCost]) -> Iter
                 for name in ("forward_peak_bytes", "kept_bytes", "backward_peak_bytes")
             },
         )
-        if most(higher) < most(either):
+        if _most(higher) < _most(either):
             yield higher
+
+
+def _most(cost: FormCost) -> int:
+    """The most bytes that a unit needs with such activations, in forward and in backward."""
+    return max(cost.forward_peak_bytes, cost.kept_bytes + cost.backward_peak_bytes)
 
 
 def _worthwhile(forms: Sequence[FormCost]) -> list[FormCost]:
     """The forms that a block's record names, of those in the order of `FORMS`.
 
     A form of partial recomputation has to hold less than every form that recomputes less, and more
-    than the input: one that a block cannot take keeps nothing else. A form that keeps has to hold
-    less than `keep` itself.
+    than the input: one that a block cannot take keeps nothing else. One that keeps no more than
+    `full` has to need less while it runs. A form that keeps has to hold less than `keep` itself.
     """
-    full = sum(form.kept_bytes for form in forms if form.form == "full")
+    full = next((form for form in forms if form.form == "full"), None)
+    held = 0 if full is None else full.kept_bytes
     chosen: list[FormCost] = []
     least = forms[0].kept_bytes  # of `keep`, then of the forms of partial recomputation
     for form in forms:
         recomputes = FORMS[form.form].recomputes
-        lower_end = full if recomputes else 0
-        if form.form in ("keep", "full") or lower_end < form.kept_bytes < least:
+        if form.form in ("keep", "full"):
+            chosen.append(form)
+        elif full is not None and recomputes and form.kept_bytes <= held:
+            if _most(form) < _most(full):
+                chosen.append(form)
+        elif (held if recomputes else 0) < form.kept_bytes < least:
             chosen.append(form)
             least = form.kept_bytes if recomputes else least
     return chosen

@@ -34,7 +34,15 @@ from torch.nn.functional import cross_entropy, log_softmax, nll_loss
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from protrain_runtime.activations.trees import is_value, leaves_in
+from protrain_runtime.activations.late_values import (
+    GEOMETRY,
+    Place,
+    goes_nowhere,
+    is_cast,
+    is_told,
+    is_view,
+    itself,
+)
 from protrain_runtime.devices.lanes import num_holders
 
 TILE_ELEMENTS = 2**24
@@ -46,7 +54,7 @@ TILE_ROWS = 16
 whole, counted from a multiple of 16 bytes, by which CUDA's kernels order a row's sum."""
 
 _NARROW = (torch.bfloat16, torch.float16)
-_REDUCTIONS = {"mean": 1, "sum": 2}  # as `at::Reduction` counts
+REDUCTIONS = {"mean": 1, "sum": 2}  # as `at::Reduction` counts
 _IGNORED = -100  # in place of whatever number the model ignores
 
 
@@ -80,22 +88,12 @@ class _Watching(TorchFunctionMode):
             return func(*args, **kwargs)  # compiled code has the bits that the compiler gives it
         if func is cross_entropy:
             return _cross_entropy(*args, **kwargs)
-        if _is_cast(func, args, kwargs) and _can_wait(args[0]):
-            return Widened(_Cast(args[0]), args[0], _itself)
+        if is_cast(func, args, kwargs) and _can_wait(args[0]):
+            return Widened(_Cast(args[0]), args[0], itself)
         return func(*args, **kwargs)
 
 
 # --- the cast -------------------------------------------------------------------------------------
-
-
-def _is_cast(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function is a cast to float32, and nothing besides."""
-    if func is Tensor.float:
-        return len(args) == 1 and not kwargs
-    if func is not Tensor.to and func is not Tensor.type:
-        return False
-    given = [*args[1:], kwargs.get("dtype")] if kwargs else args[1:]
-    return len(given) == len(kwargs) + len(args) - 1 == 1 and given[0] is torch.float32
 
 
 def _can_wait(tensor: Tensor) -> bool:
@@ -132,7 +130,7 @@ class _Cast:
         with torch.enable_grad():
             wide = self.unwritten().to(torch.float32)
         result = use(wide)
-        if _is_told(result) and not wide._version:
+        if is_told(result) and not wide._version:
             return result
         if self._taken:
             raise UsedTwiceError(
@@ -158,21 +156,6 @@ class _Cast:
                 " when it is asked for values: profile the model as it runs now"
             )
         return self._given
-
-
-def _is_told(result: object) -> bool:
-    """Whether a result is of values alone, in no graph: no hook, say, and nothing by a name."""
-    leaves = [] if result is None else leaves_in(result)
-    return bool(leaves) and all(
-        not leaf.requires_grad if isinstance(leaf, Tensor) else is_value(leaf) for leaf in leaves
-    )
-
-
-Place = Callable[[Tensor], Tensor]
-
-
-def _itself(whole: Tensor) -> Tensor:
-    return whole
 
 
 class Widened(torch.Tensor):
@@ -206,16 +189,16 @@ class Widened(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _GEOMETRY:
+        if func in GEOMETRY:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, Widened) and first.cast.wide is None and func in _ANSWERS:
             return _ANSWERS[func](first.uncast)
         if isinstance(first, Widened) and torch.is_grad_enabled():
-            if _is_cast(func, args, kwargs) or _goes_nowhere(func, args, kwargs):
+            if is_cast(func, args, kwargs) or goes_nowhere(func, args, kwargs):
                 return first
-            if first.cast.wide is None and _is_view(func, args, kwargs):
+            if first.cast.wide is None and is_view(func, args, kwargs):
                 return first._viewed(func, args[1:], kwargs)
         return _with_values(func, args, kwargs)
 
@@ -263,18 +246,6 @@ def _with_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     return cast.used(use)
 
 
-_GEOMETRY = frozenset(
-    [
-        *(
-            getattr(Tensor, name).__get__
-            for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_sparse")
-        ),
-        *(
-            getattr(Tensor, name)
-            for name in ("size", "dim", "numel", "stride", "is_contiguous", "is_floating_point")
-        ),
-    ]
-)
 _ANSWERS: Mapping[object, Callable[[Tensor], object]] = {
     Tensor.requires_grad.__get__: lambda _: True,  # type: ignore[attr-defined]
     Tensor.is_leaf.__get__: lambda _: False,  # type: ignore[attr-defined]
@@ -283,37 +254,6 @@ _ANSWERS: Mapping[object, Callable[[Tensor], object]] = {
     Tensor.untyped_storage: lambda uncast: uncast.untyped_storage(),
 }
 """What is told of values that are not there: their place in the graph, and the memory they hold."""
-_VIEWS = frozenset(
-    [
-        Tensor.view,
-        Tensor.reshape,
-        torch.reshape,
-        Tensor.flatten,
-        torch.flatten,
-        Tensor.contiguous,
-        Tensor.squeeze,
-        Tensor.unsqueeze,
-    ]
-)
-
-
-def _goes_nowhere(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function sends a tensor to where it is: `.to(labels.device)`."""
-    if func is not Tensor.to or kwargs or len(args) != 2:
-        return False
-    return isinstance(args[1], torch.device) and args[1] == args[0].device
-
-
-def _is_view(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function picks elements, each at most once, and computes nothing."""
-    if func is Tensor.__getitem__:
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return all(one is None or one is ... or type(one) in (int, slice) for one in index)
-    return func in _VIEWS and not any(
-        isinstance(given, torch.dtype) for given in (*args, *kwargs.values())
-    )
-
-
 # --- the loss -------------------------------------------------------------------------------------
 
 
@@ -339,7 +279,7 @@ def _cross_entropy(
     plain = weight is None and size_average is None and reduce is None and not label_smoothing
     if (
         plain
-        and reduction in _REDUCTIONS
+        and reduction in REDUCTIONS
         and torch.is_grad_enabled()
         and logits.requires_grad
         and logits.layout == torch.strided
@@ -349,11 +289,11 @@ def _cross_entropy(
         and target.dtype == torch.int64
         and target.shape == logits.shape[:1]
         and target.device == logits.device
-        and (dtype := _computed_in(input)) is not None
+        and (dtype := computed_in(input)) is not None
     ):
         if waiting is not None:
             waiting.take()
-        rule = dtype, _REDUCTIONS[reduction], ignore_index
+        rule = dtype, REDUCTIONS[reduction], ignore_index
         loss = _CrossEntropy.apply(logits, target, *rule)  # type: ignore[no-untyped-call]
         return loss
     loss = _with_values(
@@ -371,7 +311,7 @@ def _cross_entropy(
     return loss
 
 
-def _computed_in(logits: Tensor) -> torch.dtype | None:
+def computed_in(logits: Tensor) -> torch.dtype | None:
     """The dtype that plain PyTorch computes the loss in; None where it takes two of them.
 
     Autocast says it of an operator when that is called.
@@ -398,7 +338,7 @@ class _CrossEntropy(torch.autograd.Function):
         valid = target != ignored
         place = torch.where(valid, target, 0)[:, None]
         picked = torch.empty((len(logits), 1), dtype=dtype, device=logits.device)
-        with _without_autocast(logits):
+        with without_autocast(logits):
             for rows in _tiles(logits):
                 torch.gather(_log_softmax(logits[rows], dtype), 1, place[rows], out=picked[rows])
             first = torch.where(valid, 0, _IGNORED)
@@ -429,7 +369,7 @@ class _CrossEntropy(torch.autograd.Function):
         # See [Note: who holds the logits].
         alone = num_holders(logits.untyped_storage()) == 1
         gradient = logits if alone else torch.empty_like(logits)
-        with _without_autocast(logits):
+        with without_autocast(logits):
             for rows in _tiles(logits):
                 logarithms = _log_softmax(logits[rows], dtype)
                 part = torch.ops.aten.nll_loss_backward(
@@ -450,7 +390,8 @@ def _log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
     return found
 
 
-def _without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+    """Where operators on such a tensor run in the dtypes that they are given."""
     kind = tensor.device.type
     if not torch.is_autocast_enabled(kind):
         return nullcontext()

@@ -320,7 +320,7 @@ class _Replaying(_Mode):
         """Hold the outputs until backward, their tensors as the hooks around the block will."""
         tensors = tensors_in([output.result for output in outputs])
         anchor = torch.empty(0, requires_grad=True)
-        self._saved = _Saved.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
+        self._saved = Saved.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
         for output in outputs:
             output.result = tree_map_only(torch.Tensor, lambda _: _Hole(), output.result)
         self._outputs = outputs
@@ -372,7 +372,7 @@ class _Hole:
     """Stands for a tensor in a tree."""
 
 
-class _Saved(torch.autograd.Function):
+class Saved(torch.autograd.Function):
     """Saves tensors through the hooks that are active. `anchor` lets a graph be recorded."""
 
     @staticmethod

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 _VALUES = (
@@ -44,6 +45,9 @@ _NO_TREES = (
 )
 
 _LEAVES = (torch.Tensor, *_NO_TREES)
+
+PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
+"""The types of tensors that hold their values themselves, and of those that stand for such."""
 
 Rebuild = Callable[[Sequence[torch.Tensor]], Any]
 """Makes a tree anew, of other tensors in the same order."""

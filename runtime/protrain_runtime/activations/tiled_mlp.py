@@ -1,0 +1,274 @@
+"""The form `tiled` of a block: recomputed as in `full`, its MLP over a few tokens at a time.
+
+A block that is recomputed holds in backward all that its MLP saves, of all tokens: the most of what
+a block saves. Here the MLP's input alone is saved, and backward goes over `TILES` tiles of tokens:
+the MLP's forward and backward of one tile, then those of the next. So an MLP runs three times in
+all, as in `full`: in forward; not again when the block's forward runs again, since nothing else
+needs its output; and tile by tile. Gradients of weights are sums over tiles, added up in float32:
+equal to plain PyTorch's up to the order and rounding of sums. (Mini-sequence transformer, arXiv
+2407.15892.)
+
+An MLP is a module inside the block whose operators take every token by itself. That is read off
+the operators that it runs on its first call (`_Watching`): products with weights, and operators
+that work element by element, along the features or on weights alone. What mixes tokens, draws
+random numbers or writes in place is no MLP. A block without one is recomputed as in `full`.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from protrain_runtime.activations.compiled import replace_code
+from protrain_runtime.activations.forms import Code
+from protrain_runtime.activations.recompute import recomputed
+from protrain_runtime.activations.selective_recompute import Saved
+from protrain_runtime.activations.trees import PLAIN, tensors_in
+
+TILES = 8
+
+
+def tiled(forward: Code, module: nn.Module) -> Code:
+    """The executor of the form `tiled`."""
+    mlps = _Mlps(module)
+
+    def run(*args: object, **kwargs: object) -> object:
+        with mlps.tiled():
+            return forward(*args, **kwargs)
+
+    return recomputed(run, module, partial(checkpoint, use_reentrant=False))
+
+
+class _Mlps:
+    """The MLPs of a block, found on the first call of each module that may be one."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._found: dict[nn.Module, bool] = {}
+
+    @contextmanager
+    def tiled(self) -> Iterator[None]:
+        """MLPs run in tiles inside."""
+        undo = [
+            replace_code(module, partial(self._run, module, module.forward))
+            for module in self._block.modules()
+            if module is not self._block and _may_be_one(module)
+        ]
+        try:
+            yield
+        finally:
+            for each in reversed(undo):
+                each()
+
+    def _run(self, module: nn.Module, forward: Code, *args: Any, **kwargs: Any) -> object:
+        if kwargs or len(args) != 1 or not _is_input(args[0]):
+            return forward(*args, **kwargs)
+        [given] = args
+        if module not in self._found:
+            self._found[module] = takes_tokens_apart(forward, given)
+        if not self._found[module] or not torch.is_grad_enabled():
+            return forward(given)
+        parameters = [one for one in module.parameters() if one.requires_grad]
+        if not given.requires_grad and not parameters:
+            return forward(given)
+        # Saved first: the recomputation ends there where the block needs nothing that comes after.
+        anchor = torch.empty(0, requires_grad=True)
+        saved = Saved.apply(anchor, given)  # type: ignore[no-untyped-call]
+        return _Tiles.apply(given, (saved,), forward, *parameters)  # type: ignore[no-untyped-call]
+
+
+def _may_be_one(module: nn.Module) -> bool:
+    """Whether a module is made of several, with weights of products, and nobody watches them."""
+    inner = list(module.modules())
+    watched = any(
+        one._forward_hooks or one._forward_pre_hooks or one._backward_hooks for one in inner
+    )
+    weights = sum(parameter.dim() == 2 for parameter in module.parameters())
+    return len(inner) > 2 and weights > 1 and not watched
+
+
+def _is_input(given: object) -> bool:
+    """Whether something is tokens [batch, length, features], of which there are several."""
+    return (
+        isinstance(given, Tensor)
+        and type(given) in PLAIN
+        and given.dim() == 3
+        and given.is_floating_point()
+        and given.layout == torch.strided
+        and given.shape[0] > 0
+        and given.shape[1] > 1
+    )
+
+
+def takes_tokens_apart(forward: Code, given: Tensor) -> bool:
+    """Whether the operators of a forward take every token by itself, tried on a few of them."""
+    few = given.detach()[:, :_TRIED].contiguous()
+    watching = _Watching(few)
+    try:
+        with torch.no_grad(), watching:
+            found = forward(few)
+    except _MixesError:
+        return False
+    return isinstance(found, Tensor) and watching.is_of_tokens(found) and found.dim() == 3
+
+
+_TRIED = 2
+
+
+class _Tiles(torch.autograd.Function):
+    """An MLP [batch, length, features] -> [batch, length, features], tile by tile of tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, given: Tensor, saved: tuple[Tensor], forward: Code, *parameters: Tensor
+    ) -> Any:
+        kind = given.device.type
+        # In a tuple, so that the graph does not lead from here to there.
+        [ctx.saved], ctx.code, ctx.parameters = saved, forward, parameters
+        ctx.autocast = partial(
+            torch.autocast,
+            kind,
+            dtype=torch.get_autocast_dtype(kind),
+            enabled=torch.is_autocast_enabled(kind),
+            cache_enabled=False,
+        )
+        found: Tensor | None = None
+        for tokens in _tiles(given):
+            part: Any = forward(given[:, tokens].contiguous())
+            if found is None:
+                found = part.new_empty((*given.shape[:2], part.shape[-1]))
+            found[:, tokens] = part
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        # What is saved is read through the hooks that were there, which may compute it again. The
+        # node of the graph outlives its backward, and would hold it.
+        saved, ctx.saved = ctx.saved, None
+        if saved is None:
+            raise RuntimeError(
+                "backward ran once more through an MLP that the plan computes in tiles: what it"
+                " saves is there for one backward"
+            )
+        [given] = saved.grad_fn.saved_tensors
+        del saved
+        parameters: tuple[Tensor, ...] = ctx.parameters
+        of_given = ctx.needs_input_grad[0]
+        found = torch.empty_like(given) if of_given else None
+        sums: list[Tensor | None] = [None] * len(parameters)
+        for tokens in _tiles(given):
+            own = given[:, tokens].detach().contiguous().requires_grad_(of_given)
+            with torch.enable_grad(), ctx.autocast():
+                part: Any = ctx.code(own)
+            wanted = [own, *parameters] if of_given else list(parameters)
+            parts: list[Tensor | None] = list(
+                torch.autograd.grad(part, wanted, upstream[:, tokens], allow_unused=True)
+            )
+            del part
+            if found is not None:
+                own_gradient = parts.pop(0)
+                found[:, tokens] = 0 if own_gradient is None else own_gradient
+            for number, one in enumerate(parts):
+                sums[number] = _added(sums[number], one)
+            del parts, own
+        cast = [
+            None if total is None else total.to(parameter.dtype)
+            for total, parameter in zip(sums, parameters, strict=True)
+        ]
+        return found, None, None, *cast
+
+
+def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """Their sum in float32, in place of the total; None where no tile has a gradient."""
+    if part is None:
+        return total
+    return part.float() if total is None else total.add_(part)
+
+
+def _tiles(given: Tensor) -> Iterator[slice]:
+    length = given.shape[1]
+    size = -(-length // TILES)
+    return (slice(first, min(first + size, length)) for first in range(0, length, size))
+
+
+# --- what an MLP is -------------------------------------------------------------------------------
+
+
+class _MixesError(Exception):
+    """An operator that mixes tokens, or of which we do not know that it does not."""
+
+
+_SAME_ORDER = frozenset(("view", "_unsafe_view", "alias", "detach", "clone", "_to_copy"))
+_SUMS = frozenset(("mean", "sum", "amax", "_softmax"))
+
+
+class _Watching(TorchDispatchMode):
+    """Follows tokens [batch, length, features] through operators; raises where they could mix."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        batch, length, _ = tokens.shape
+        self._leading = ((batch, length), (batch * length,))
+        self._seen: dict[int, Tensor] = {id(tokens): tokens}
+
+    def is_of_tokens(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made of the tokens."""
+        return id(tensor) in self._seen
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # where a tensor is
+            return func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable:
+            raise _MixesError
+        given = tensors_in((args, kwargs))
+        own = [tensor for tensor in given if self.is_of_tokens(tensor)]
+        if own and not self._is_known(func, args, given, own):
+            raise _MixesError
+        result = func(*args, **kwargs)
+        if own:
+            for made in tensors_in(result):
+                if tuple(made.shape[:-1]) not in self._leading:
+                    raise _MixesError
+                self._seen[id(made)] = made
+        return result
+
+    def _is_known(
+        self, func: Any, args: tuple[Any, ...], given: list[Tensor], own: list[Tensor]
+    ) -> bool:
+        name = func._schema.name.partition("::")[2]
+        others = [tensor for tensor in given if not self.is_of_tokens(tensor)]
+        if torch.Tag.pointwise in func.tags:
+            alike = len({tensor.shape[:-1] for tensor in own}) == 1
+            return alike and all(
+                tensor.numel() == max(tensor.shape[-1:], default=1) for tensor in others
+            )
+        if name == "mm":
+            return args[0] is own[0] and len(own) == 1
+        if name == "addmm":
+            return args[1] is own[0] and len(own) == 1
+        last = (-1, own[0].dim() - 1)
+        if name in _SUMS:
+            dims = args[1] if len(args) > 1 else None
+            dims = [dims] if isinstance(dims, int) else dims or []
+            return len(dims) == 1 and dims[0] in last
+        if name in ("split", "split_with_sizes"):
+            return len(args) > 2 and args[2] in last
+        if name == "slice":
+            return len(args) > 1 and args[1] in last
+        if name == "native_layer_norm":
+            return len(args[1]) == 1
+        return name in _SAME_ORDER
