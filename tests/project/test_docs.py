@@ -88,7 +88,7 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
         smaller={"llama-3.1-8b": "tiny-llama"}
     ),
     "docs/how-to/small-cards.md#one-model-on-four-machines": Runs(
-        smaller={"llama-3.1-8b": "tiny-llama", "8192": "512"}
+        smaller={"llama-3.1-8b": "smollm2-135m"}
     ),
     "docs/how-to/small-cards.md#the-best-batch": Runs(smaller={"llama-3.2-1b": "tiny-llama"}),
     "docs/how-to/small-cards.md#the-largest-that-fits": Runs(),
@@ -108,7 +108,7 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
         smaller={"llama-3.1-8b": "tiny-llama"}
     ),
     "docs/how-to/choose-a-machine.md#what-tokens-cost": Runs(
-        smaller={"llama-3.1-8b": "tiny-llama"}
+        smaller={"llama-3.1-8b": "smollm2-135m"}
     ),
     "docs/how-to/choose-a-machine.md#the-cheapest-that-is-fast-enough": Runs(
         smaller={"llama-3.1-8b": "tiny-llama"}
