@@ -173,8 +173,8 @@ class Profile:
     block each there, and what rounds states up to blocks. `repetitions` say how sure measured
     seconds are. `model_flops` are what the model computes for one batch on one device, as model
     FLOPs utilisation counts it (`planning/questions/spending.py`); 0: nothing was counted.
-    `allowed` is what it was recorded with leave for, as `--allow` says it: its units have forms that
-    are not exact as far as it goes.
+    `allowed` is what it was recorded with leave for, as `--allow` says it: as far as that goes,
+    its units have forms that are not exact.
     """
 
     workload: Workload
