@@ -236,7 +236,7 @@ def page(document: Mapping[str, Any]) -> str:
             if one.kind == TIME
         ),
     ]
-    why_not = {one.run.name: one.why_not for one in compared if one.why_not}
+    why_not = {f"{one.run.name}, {one.kind}": one.why_not for one in compared if one.why_not}
     errors = {
         name: answer["error"] for name, answer in document["runs"].items() if "error" in answer
     }

@@ -5,8 +5,8 @@ segments, and what is free of a segment may be too small for the next tensor. A 
 its own figure (`Device.allocator_bytes`), which plans hold back. An estimate knows none, so that
 `fit` says where a peak leaves less room than has been seen to be taken: *tight*.
 
-The figures are of runs whose authors published both (LoRA of Llama 2 7B by FSDP, without
-`expandable_segments`, which lowers them):
+The figures are of runs whose authors published both (LoRA of Llama 2 7B by FSDP). None says that it
+set `expandable_segments`, which lowers them:
 
                                                        GB allocated or active   reserved   more
     AnswerDotAI/fsdp_qlora, benchmarks_03_2024.md                        9.16      10.22   12 %
