@@ -221,3 +221,14 @@ def test_a_page_of_answers_has_every_way_to_train_and_no_script(tmp_path: Path) 
     labels = [(float(one.attrib["x"]), float(one.attrib["y"])) for one in drawing.findall("g/text")]
     assert len(set(labels)) == len(labels)
     assert page.count("<tr><td>rtx-4090, 2 x 64</td>") == len(names)
+
+
+def test_fit_and_profile_with_leave_know_compressed_copies(tmp_path: Path) -> None:
+    allow = ("--allow", "int8-activations", "--allow", "low-rank-activations")
+    asked = ("tiny-llama", "--on", "rtx-3090", "--dtype", "bfloat16", *allow)
+    protrain("profile", *asked, "-o", "profile.yaml", folder=tmp_path)
+    profile = read_profile(tmp_path / "profile.yaml")
+    assert profile.allowed == ("int8-activations", "low-rank-activations")
+    assert {"int8", "low-rank"} <= {cost.form for cost in profile.units[1].forms}
+    (cell,) = printed_list(tmp_path, *asked, "--seq-len", 64)
+    assert (cell["exactness"], cell["allowed"]) == ("bitwise", [])  # it fits, and nothing is gained
