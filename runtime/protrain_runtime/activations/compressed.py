@@ -434,10 +434,10 @@ def _shifted(words: Tensor, by: int) -> Tensor:
 
 
 def _seed(sums: Tensor) -> Tensor:
-    """An int64 scalar that hashes float32 sums of what is packed, and `SEED`."""
+    """An int64 scalar that follows from float32 sums of what is packed, and from `SEED`."""
     bits = sums.view(torch.int32).to(torch.int64)
-    place = torch.arange(bits.numel(), device=bits.device)
-    return _mixed((_mixed(bits + place * _GAMMA)).sum() + SEED)
+    places = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
+    return (bits * places).sum() * _GAMMA + SEED
 
 
 def _words(seed: Tensor, count: int) -> Tensor:
@@ -447,4 +447,4 @@ def _words(seed: Tensor, count: int) -> Tensor:
 
 def _uniform(seed: Tensor, count: int) -> Tensor:
     """Multiples of 2^-16 in [0, 1): float32 [count]."""
-    return _shifted(_words(seed, count), 48).float().mul_(2.0**-16)
+    return (_words(seed, count) & 0xFFFF).float().mul_(2.0**-16)
