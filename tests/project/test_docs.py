@@ -83,6 +83,7 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
     "docs/how-to/optimizers.md#whole-matrices": Runs(),
     "docs/how-to/optimizers.md#lomos-figures": Runs(smaller={"llama-2-7b": "tiny-llama"}),
     "docs/how-to/long-sequences.md#long-sequences": Runs(),
+    "docs/how-to/long-contexts.md#compressed-copies": Runs(),
     "docs/how-to/small-cards.md#small-cards": Runs(),
     "docs/how-to/small-cards.md#beside-what-you-would-do-without-a-plan": Runs(
         smaller={"llama-3.1-8b": "tiny-llama"}

@@ -587,6 +587,27 @@ def test_measured_bytes_of_mixtures_with_copies_never_exceed_predicted(
     assert_within_the_promise(peaks(profile, units, tmp_path))
 
 
+@pytest.fixture(scope="module")
+def with_adapters(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    def make(path: Path) -> None:
+        others = bytes_of_others()
+        record = profiled_here(
+            "tiny-llama", path.parent, dtype="bfloat16", adapter="lora r=4", allow=LEAVES
+        )
+        write_profile(replace(record, base_bytes=record.base_bytes - others), path)
+
+    return read_profile(made_once(tmp_path_factory, "compressed-lora.yaml", make))
+
+
+@pytest.mark.parametrize("activations", DECISIONS, ids=activations_text)
+def test_measured_bytes_with_adapters_in_16_bits_never_exceed_predicted(
+    with_adapters: Profile, activations: Activations, tmp_path: Path
+) -> None:
+    units = decided(described_by(with_adapters), activations, Offload(tier="disk"))
+    assert activations.form in {cost.form for cost in with_adapters.units[1].forms}
+    assert_within_the_promise(peaks(with_adapters, without_freedom(units), tmp_path))
+
+
 # --- plans ----------------------------------------------------------------------------------------
 
 
