@@ -132,8 +132,9 @@ def _read_toml(path: Path) -> Limits:
 
     try:
         budgets = _budgets(as_yaml(machines), source)
-        above = "tool.protrain.allow"
-        leaves = _leaves(as_yaml(ours["allow"])) if "allow" in ours else ()
+        above = "tool.protrain"
+        given = as_yaml({key: ours[key] for key in ("allow",) if key in ours})
+        leaves = _leaves(given.mapping(("allow",), optional=("allow",)).get("allow"))
     except RecordError as error:
         key = f"{above}.{error.key}" if error.key else above
         raise RecordError(error.message, source=source, key=key, fix=error.fix) from None

@@ -20,9 +20,11 @@ from protrain_plan.presentation.terminal import Text, run_name, table_of, wrote
 from protrain_plan.program.group import DeviceGroup
 from protrain_plan.records import activations_text, states_text
 from protrain_plan.records.commands import profile_command
+from protrain_plan.records.forms import FORMS
 from protrain_plan.records.hardware import is_accelerator
 from protrain_plan.records.plan import Plan, Prediction, TierBytes
 from protrain_plan.records.profile import Profile
+from protrain_plan.records.tree import listed
 from protrain_plan.simulation.memory import Excess, checkpoint_bytes
 from protrain_plan.simulation.report import in_words as report_in_words
 from protrain_plan.units import format_bytes, format_range, format_seconds
@@ -41,6 +43,8 @@ def solved_json(solved: "Solved") -> dict[str, Any]:
         "status": solved.status,
         "gap": solved.gap,
         **devices_json(DeviceGroup.of(solved.plan)),
+        "exactness": solved.plan.exactness,
+        "allowed": list(solved.plan.allowed),
         "lower_bound_seconds": prediction.lower_bound_seconds,
         "step_seconds": prediction.step_seconds,
         **other_steps_json(prediction),
@@ -61,6 +65,18 @@ def other_steps_json(prediction: Prediction) -> dict[str, float]:
         "slow_every": prediction.slow_every,
     }
     return {key: value for key, value in found.items() if value}
+
+
+def other_results(plan: Plan) -> list[str]:
+    """Where training does not compute what plain PyTorch does: how near it is, by what leave."""
+    if plan.exactness == "bitwise":
+        return []
+    how = {"rounding": "up to rounding", "approximate": "approximately"}[plan.exactness]
+    forms = [name for name, form in FORMS.items() if form.leave and name in plan.forms]
+    return [
+        f"not exact: activations in {listed(forms, 'and')} give the results of plain PyTorch {how},"
+        f" by leave for {listed(plan.allowed, 'and')}"
+    ]
 
 
 def other_steps(plan: Plan) -> list[str]:
@@ -131,6 +147,7 @@ def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableT
         f" at most {solved.gap:.2%} above the fastest possible"
         f" ({solved.status}, {solved.solver}, {format_seconds(solved.solve_seconds)})"
     ]
+    notes += other_results(plan)
     notes += other_steps(plan)
     notes += [unknown] if (unknown := own_update(profile)) else []
     if several:
@@ -437,6 +454,8 @@ def run_json(
     )
     return {
         "plain": plain,
+        "exactness": "bitwise" if plain else plan.exactness,
+        "allowed": [] if plain else list(plan.allowed),
         "first_step": run.first_step,
         "losses": list(run.losses),
         "step_seconds": run.step_seconds,
@@ -494,7 +513,7 @@ def run_text(
         if promise or found:
             told = "-" if found is None else format_bytes(found)
             table.add_row(label, "-" if plain else format_bytes(promise), told)
-    notes: list[Text] = []
+    notes = [] if plain else [Text(line) for line in other_results(plan)]
     if data["outside_expected"]:
         took = f"the step took {format_seconds(run.step_seconds)} measured"
         notes.append(Text(f"{took}, outside what its profile expects{expected}", style="yellow"))

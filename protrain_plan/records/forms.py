@@ -48,6 +48,7 @@ class ActivationForm:
                 return f"{self.name}-activations"
 
 
+_COMPRESSED = "protrain_runtime.activations.compressed"
 _SELECTIVE = "protrain_runtime.activations.selective_recompute"
 
 _BUILT_IN = (
@@ -71,6 +72,21 @@ _BUILT_IN = (
             of="last part",
         )
         for number in (8, 64)
+    ),
+    ActivationForm(
+        name="int8",
+        keeps="int8 copies of the activations that autograd saves, with a scale for every 256",
+        executor=f"{_COMPRESSED}:int8",
+        recomputes=False,
+        exactness="approximate",
+    ),
+    ActivationForm(
+        name="low-rank",
+        keeps="all that autograd saves, but of the inputs of linear layers random projections on a"
+        " quarter of their features",
+        executor=f"{_COMPRESSED}:low_rank",
+        recomputes=False,
+        exactness="approximate",
     ),
     ActivationForm(
         name="lite",

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from protrain_plan.checking.budgets import MachineBudget, find_limits
+from protrain_plan.checking.budgets import Limits, MachineBudget, find_limits
 from protrain_plan.errors import ProtrainError
+from protrain_plan.records.forms import FORMS, leaves_of
+from protrain_plan.records.tree import listed
 from tests.support.messages import Speaker
 
 YAML = """\
@@ -52,6 +54,47 @@ def test_both_files_say_the_same(name: str, text: str, tmp_path: Path) -> None:
     path.write_text(text)
     assert find_limits(None, folder=tmp_path).budgets == expected(path)
     assert find_limits(path).budgets == expected(path)
+
+
+LEAVES = ("int8-activations", "low-rank-activations")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("budgets.yaml", f"{YAML}allow: [{', '.join(LEAVES)}]\n"),
+        ("pyproject.toml", f"[tool.protrain]\nallow = {list(LEAVES)}\n{TOML}"),
+    ],
+)
+def test_both_files_give_leave(name: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert find_limits(None, folder=tmp_path).allow == LEAVES
+    assert find_limits(path) == Limits(budgets=expected(path), allow=LEAVES)
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ("[int9-activations]", "expected {}, got 'int9-activations'"),
+        ("int8-activations", "expected a list of {}"),
+    ],
+)
+def test_leave_for_what_there_is_not_names_the_key(
+    entry: str, problem: str, tmp_path: Path
+) -> None:
+    known = leaves_of(FORMS)
+    told = problem.format(listed(known, "or" if entry.startswith("[") else "and"))
+    as_yaml, as_toml = tmp_path / "budgets.yaml", tmp_path / "pyproject.toml"
+    as_yaml.write_text(f"protrain: budgets\nversion: 1\nbudgets: {{}}\nallow: {entry}\n")
+    as_toml.write_text(
+        f"[tool.protrain]\nallow = {entry}\n".replace("int", "'int").replace("ons", "ons'")
+    )
+    place = "[0]" if entry.startswith("[") else ""
+    for path, key in ((as_yaml, f":4: allow{place}"), (as_toml, f": tool.protrain.allow{place}")):
+        with pytest.raises(ProtrainError) as caught:
+            find_limits(path)
+        assert str(caught.value) == f"{path}{key}: {told}"
 
 
 def test_no_file_is_no_budget(tmp_path: Path) -> None:

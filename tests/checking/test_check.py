@@ -21,7 +21,7 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.program.group import DeviceGroup
 from protrain_plan.records import read_hardware, write_hardware
 from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.plan import Budgets, Offload, Plan
+from protrain_plan.records.plan import Budgets, Keep, Offload, Plan
 from tests.support.checking_cases import PROFILE, AssertGolden, commit, find_plans, offloading
 from tests.support.forked import protrain
 from tests.support.planning_cases import cpu, gpu, joined
@@ -31,14 +31,16 @@ RECORDS = ("check", "--records-only")
 FORMATS = Path(__file__).parents[1] / "formats"
 
 
-def checked(*plans: Path, budgets: str = "", on: tuple[Hardware, ...] = ()) -> Report:
+def checked(
+    *plans: Path, budgets: str = "", allow: tuple[str, ...] = (), on: tuple[Hardware, ...] = ()
+) -> Report:
     """The report on plans, with the budgets in a text."""
     limits: Mapping[str, MachineBudget] = {}
     if budgets:
         file = plans[0].parent.parent / "budgets.yaml"
         file.write_text(f"protrain: budgets\nversion: 1\nbudgets:\n  {budgets}\n")
         limits = find_limits(file).budgets
-    return check(plans, look=look_away, budgets=limits, on=on)
+    return check(plans, look=look_away, budgets=limits, allow=allow, on=on)
 
 
 def failures(report: Report) -> dict[str, str]:
@@ -156,6 +158,37 @@ def test_sim001_tells_decisions_that_were_edited(tmp_path: Path) -> None:
 
 
 # --- machines -------------------------------------------------------------------------------------
+
+
+def test_exa001_tells_a_plan_that_the_repository_gives_no_leave_for(tmp_path: Path) -> None:
+    leave = ("int8-activations",)
+    units = []
+    for unit in PROFILE.units:
+        int8 = replace(unit.forms[0], form="int8")
+        forms = (unit.forms[0], int8, *unit.forms[1:]) if unit.kind == "block" else unit.forms
+        units.append(replace(unit, forms=forms))
+    profile = replace(PROFILE, allowed=leave, units=tuple(units))
+    exact = offloading(profile)
+    planned = tuple(
+        replace(unit, activations=Keep(form="int8")) if unit.kind == "block" else unit
+        for unit in exact.units
+    )
+    approximate = replace(exact, units=planned, exact=False, exactness="approximate", allowed=leave)
+    plan = commit(tmp_path / "a", approximate, profile)
+    found = {
+        allow: next(one for one in checked(plan, allow=allow).findings if one.rule.code == "EXA001")
+        for allow in ((), ("rounding",), leave)
+    }
+    for allow in ((), ("rounding",)):
+        verdict = found[allow].verdict
+        assert isinstance(verdict, Failed)
+        assert verdict.problem == (
+            "the plan takes int8-activations, and the repository gives no leave for it: its results"
+            " are not those of plain PyTorch (approximate)"
+        )
+        assert verdict.key == "allowed"
+        assert verdict.fix == "plan without --allow, or add it to allow in [tool.protrain]"
+    assert found[leave].verdict == Passed(found="approximate")
 
 
 def test_hdw001_tells_another_kind_of_device(tmp_path: Path) -> None:

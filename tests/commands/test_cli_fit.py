@@ -288,3 +288,14 @@ def test_a_bill_is_that_of_the_plan_and_of_each_alternative(tmp_path: Path) -> N
         assert one["cost_per_billion_tokens"] == pytest.approx(2.5 * hours)
         assert one["kwh_per_billion_tokens"] == pytest.approx(0.45 * hours)
         assert 0 < one["model_flops_utilisation"] < 1
+
+
+def test_fit_and_profile_with_leave_know_compressed_copies(tmp_path: Path) -> None:
+    allow = ("--allow", "int8-activations", "--allow", "low-rank-activations")
+    asked = ("tiny-llama", "--on", "rtx-3090", "--dtype", "bfloat16", *allow)
+    protrain("profile", *asked, "-o", "profile.yaml", folder=tmp_path)
+    profile = read_profile(tmp_path / "profile.yaml")
+    assert profile.allowed == ("int8-activations", "low-rank-activations")
+    assert {"int8", "low-rank"} <= {cost.form for cost in profile.units[1].forms}
+    (cell,) = printed_list(tmp_path, *asked, "--seq-len", 64)
+    assert (cell["exactness"], cell["allowed"]) == ("bitwise", [])  # it fits, and nothing is gained

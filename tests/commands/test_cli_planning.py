@@ -327,3 +327,50 @@ def test_no_colours_and_no_bar_where_nobody_looks(profile: Path, tmp_path: Path)
     assert result.stderr == ""
     assert "\x1b" not in result.stdout
     assert max(len(line) for line in result.stdout.splitlines()) <= 80
+
+
+@pytest.fixture
+def with_int8(tmp_path: Path) -> Path:
+    """A profile that was recorded with leave: an int8 copy is half of what a block keeps."""
+    held, path = decoder(gpu(), blocks=2), tmp_path / "profile.yaml"
+    units = []
+    for unit in held.units:
+        keep = unit.forms[0]
+        int8 = replace(keep, form="int8", kept_bytes=keep.kept_bytes // 2)
+        forms = (keep, int8, *unit.forms[1:]) if unit.kind == "block" else unit.forms
+        units.append(replace(unit, forms=forms))
+    write_profile(replace(held, units=tuple(units), allowed=("int8-activations",)), path)
+    return path
+
+
+def test_a_plan_with_leave_says_what_it_is_for(with_int8: Path, tmp_path: Path) -> None:
+    allow = ("--allow", "int8-activations")
+    asked = ("plan", with_int8, "--device-memory", "60GB", "--pin", "layers.*: keep int8")
+    answer = printed(protrain(*asked, *allow, "--json", folder=tmp_path))
+    assert (answer["exactness"], answer["allowed"]) == ("approximate", ["int8-activations"])
+    told = (
+        "not exact: activations in int8 give the results of plain PyTorch approximately, by leave"
+        " for int8-activations"
+    )
+    assert told in " ".join(protrain(*asked, *allow, folder=tmp_path).stdout.split())
+    assert told in " ".join(
+        protrain("show", tmp_path / "plan.yaml", folder=tmp_path).stdout.split()
+    )
+    shown = printed(protrain("show", tmp_path / "plan.yaml", "--json", folder=tmp_path))
+    assert (shown["exactness"], shown["allowed"]) == ("approximate", ["int8-activations"])
+
+
+def test_with_leave_that_saves_no_time_a_plan_is_exact(with_int8: Path, tmp_path: Path) -> None:
+    asked = ("plan", with_int8, "--device-memory", "60GB", "--allow", "int8-activations")
+    answer = printed(protrain(*asked, "--json", folder=tmp_path))
+    assert (answer["exactness"], answer["allowed"]) == ("bitwise", [])
+
+
+def test_leave_for_what_the_profile_does_not_have_is_refused(small: Path, tmp_path: Path) -> None:
+    asked = ("plan", small, "--device-memory", "60GB", "--allow", "int8-activations")
+    refused = protrain(*asked, folder=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        f"error: {small}: --allow: the profile was recorded without --allow int8-activations, and"
+        " has no such forms\n  fix: protrain profile ... --allow int8-activations\n"
+    )

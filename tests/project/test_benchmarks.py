@@ -20,6 +20,7 @@ from benchmarks import (
     accuracy_page,
     adapters,
     checkpoints,
+    curves,
     front,
     grid,
     launching,
@@ -506,12 +507,24 @@ def test_a_prediction_for_the_papers_models(tmp_path: Path) -> None:
     assert "**Predicted, not measured**" in out.with_suffix(".md").read_text()
 
 
+def test_training_curves_have_a_line_for_every_option_by_leave(tmp_path: Path) -> None:
+    out, drawn = tmp_path / "curves.json", tmp_path / "curves.svg"
+    asked = ("--steps", "3", "--seeds", "1", "--out", str(out), "--picture", str(drawn))
+    _run("benchmarks.curves", *asked)
+    document = json.loads(out.read_text())
+    assert {"keep", "int8", "low-rank"} <= set(document["losses"])
+    first = {losses[0][0] for losses in document["losses"].values()}
+    assert len(first) == 1  # the first forward is exact
+    assert drawn.read_text().count("<polyline") == len(document["losses"])
+
+
 RESULTS = ROOT / "benchmarks/results"
 STEMS = (
     "accuracy",
     "adapters",
     "checkpoints",
     "cpu",
+    "curves",
     "front",
     "gpu",
     "launching",
@@ -536,6 +549,10 @@ def test_committed_tables_follow_from_committed_results(path: Path) -> None:
             expected = adapters.page(document)
         case "checkpoints":
             expected = checkpoints.page(document)
+        case "curves":
+            expected = curves.page(document)
+            picture = (ROOT / "docs/training-curves.svg").read_text()
+            assert picture == curves.picture(document)
         case "front":
             expected = front.page(document)
         case "launching":

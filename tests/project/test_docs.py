@@ -86,6 +86,7 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
     "docs/how-to/long-sequences.md#what-rounding-buys": Runs(
         smaller={"llama-3.1-8b": "tiny-llama", "131072": "512"}
     ),
+    "docs/how-to/long-contexts.md#compressed-copies": Runs(),
     "docs/how-to/small-cards.md#small-cards": Runs(),
     "docs/how-to/small-cards.md#beside-what-you-would-do-without-a-plan": Runs(
         smaller={"llama-3.1-8b": "tiny-llama"}

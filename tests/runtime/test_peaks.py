@@ -8,13 +8,12 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from protrain_plan.commands.training import Run, train
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.hardware.speeds import lane_update
 from protrain_plan.models.batches import Batch, call_model, loss_of
@@ -34,7 +33,6 @@ from protrain_plan.records.plan import (
     Offload,
     Persistent,
     Placement,
-    Plan,
     Recompute,
     Schedule,
     Swap,
@@ -50,7 +48,19 @@ from protrain_runtime.diagnostics.recording import measure_step
 from protrain_runtime.engine.engine import Observer
 from protrain_runtime.model.prepared import below_device
 from protrain_runtime.states.updates import UpdateTeam
-from tests.support.peaks import SLACK_BYTES, bytes_of_others, profile_file, without_freedom
+from tests.support.peaks import (
+    NUM_STEPS,
+    PIECE_BYTES,
+    SLACK_BYTES,
+    Peaks,
+    assert_equal_to_the_promise,
+    assert_within_the_promise,
+    bytes_of_others,
+    peaks,
+    profile_file,
+    trained,
+    without_freedom,
+)
 from tests.support.programs import compile_units
 from tests.support.runtime_cases import (
     ADAMW,
@@ -70,108 +80,18 @@ from tests.support.runtime_cases import (
     profiled_here,
 )
 from tests.support.thinning import thinned
-from tests.support.training_rows import overlapped
 
 SOURCES = {
     "llama": "tiny-llama",
     "gpt2": "tiny-gpt2",
     "functional-relu": "tests.support.functional_model:relu_factory",
 }
-PIECE_BYTES = 1 << 16
 SMALL_PIECE_BYTES = 1 << 15  # several pieces in every chunk, and in most of their parameters
-NUM_STEPS = 3  # the last one is measured
 
 
 @pytest.fixture(scope="module", params=list(SOURCES.values()), ids=list(SOURCES))
 def profile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Profile:
     return read_profile(profile_file(tmp_path_factory, request.param))
-
-
-@dataclass
-class Peaks:
-    """One plan's bytes per slot: what was promised and what came."""
-
-    predicted: list[int]
-    measured: list[int]
-    predicted_disk: int
-    measured_disk: int
-
-    @property
-    def excess(self) -> int:
-        """The most that the promise stood above the truth, in any slot."""
-        return max(
-            predicted - measured
-            for predicted, measured in zip(self.predicted, self.measured, strict=True)
-        )
-
-    @property
-    def overrun(self) -> list[tuple[int, int]]:
-        """Slots that took more than was promised, with how much more."""
-        return [
-            (slot, measured - predicted)
-            for slot, (predicted, measured) in enumerate(
-                zip(self.predicted, self.measured, strict=True)
-            )
-            if measured > predicted
-        ]
-
-
-def peaks(
-    profile: Profile,
-    units: tuple[UnitPlan, ...],
-    spill: Path,
-    *,
-    updates: Updates = "in backward",
-    micro_batches: int = 1,
-    overlap_seed: int | None = None,
-) -> Peaks:
-    """The bytes of a step; with an `overlap_seed`, of steps that overlap."""
-    plan = replace(
-        plan_of(
-            units,
-            fingerprint=profile.model_fingerprint,
-            workload=profile.workload,
-            piece_bytes=PIECE_BYTES,
-        ),
-        updates=updates,
-        micro_batches=micro_batches,
-        optimizer=profile.optimizer.name,
-    )
-    plan = plan if overlap_seed is None else overlapped(plan, overlap_seed)
-    program = program_of(plan, profile)
-    run = trained(plan, spill)
-    assert run.measured_peak_bytes is not None
-    assert max(run.slot_bytes) == run.measured_peak_bytes.device
-    return Peaks(
-        predicted=[slot.total for slot in device_bytes(program)],
-        measured=list(run.slot_bytes),
-        predicted_disk=program.tier_bytes("disk"),
-        measured_disk=run.measured_peak_bytes.disk,
-    )
-
-
-def trained(plan: Plan, spill: Path) -> Run:
-    """A run, with the bytes of tensors that other tests have left in this process taken off."""
-    others = bytes_of_others()
-    run = train(plan, num_steps=NUM_STEPS, plain=False, text=None, spill_directory=spill)
-    peak = run.measured_peak_bytes
-    assert peak is not None
-    return replace(
-        run,
-        measured_peak_bytes=replace(peak, device=peak.device - others),
-        slot_bytes=tuple(size - others for size in run.slot_bytes),
-    )
-
-
-def assert_within_the_promise(found: Peaks) -> None:
-    assert found.overrun == []
-    assert found.measured_disk == found.predicted_disk
-
-
-def assert_equal_to_the_promise(found: Peaks) -> None:
-    """In every slot, not only at the peak."""
-    assert_within_the_promise(found)
-    assert found.excess <= SLACK_BYTES
 
 
 # --- every decision -------------------------------------------------------------------------------

@@ -2,17 +2,25 @@
 
 import gc
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from protrain_plan.commands.training import Run, train
+from protrain_plan.program.compiling import program_of
 from protrain_plan.records import write_profile
-from protrain_plan.records.plan import UnitPlan
+from protrain_plan.records.plan import Plan, UnitPlan, Updates
+from protrain_plan.records.profile import Profile
+from protrain_plan.simulation.memory import device_bytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import reachable, storage_bytes
 from protrain_runtime.states.stand_ins import ConsumedGradient
-from tests.support.runtime_cases import made_once, profiled_here
+from tests.support.runtime_cases import made_once, plan_of, profiled_here
+from tests.support.training_rows import overlapped
+
+PIECE_BYTES = 1 << 16
+NUM_STEPS = 3  # the last one is measured
 
 SLACK_BYTES = 4096
 """What a bound may stand above the truth where the programme's waits leave no freedom: scalars of
@@ -54,3 +62,90 @@ def without_freedom(units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
         replace(unit, schedule=replace(unit.schedule, swap_drain=0, update_drain=0))
         for unit in units
     )
+
+
+@dataclass
+class Peaks:
+    """One plan's bytes per slot: what was promised and what came."""
+
+    predicted: list[int]
+    measured: list[int]
+    predicted_disk: int
+    measured_disk: int
+
+    @property
+    def excess(self) -> int:
+        """The most that the promise stood above the truth, in any slot."""
+        return max(
+            predicted - measured
+            for predicted, measured in zip(self.predicted, self.measured, strict=True)
+        )
+
+    @property
+    def overrun(self) -> list[tuple[int, int]]:
+        """Slots that took more than was promised, with how much more."""
+        return [
+            (slot, measured - predicted)
+            for slot, (predicted, measured) in enumerate(
+                zip(self.predicted, self.measured, strict=True)
+            )
+            if measured > predicted
+        ]
+
+
+def peaks(
+    profile: Profile,
+    units: tuple[UnitPlan, ...],
+    spill: Path,
+    *,
+    updates: Updates = "in backward",
+    micro_batches: int = 1,
+    overlap_seed: int | None = None,
+) -> Peaks:
+    """The bytes of a step; with an `overlap_seed`, of steps that overlap."""
+    plan = replace(
+        plan_of(
+            units,
+            fingerprint=profile.model_fingerprint,
+            workload=profile.workload,
+            piece_bytes=PIECE_BYTES,
+        ),
+        updates=updates,
+        micro_batches=micro_batches,
+        optimizer=profile.optimizer.name,
+    )
+    plan = plan if overlap_seed is None else overlapped(plan, overlap_seed)
+    program = program_of(plan, profile)
+    run = trained(plan, spill)
+    assert run.measured_peak_bytes is not None
+    assert max(run.slot_bytes) == run.measured_peak_bytes.device
+    return Peaks(
+        predicted=[slot.total for slot in device_bytes(program)],
+        measured=list(run.slot_bytes),
+        predicted_disk=program.tier_bytes("disk"),
+        measured_disk=run.measured_peak_bytes.disk,
+    )
+
+
+def trained(plan: Plan, spill: Path) -> Run:
+    """A run, with the bytes of tensors that other tests have left in this process taken off."""
+    others = bytes_of_others()
+    run = train(plan, num_steps=NUM_STEPS, plain=False, text=None, spill_directory=spill)
+    peak = run.measured_peak_bytes
+    assert peak is not None
+    return replace(
+        run,
+        measured_peak_bytes=replace(peak, device=peak.device - others),
+        slot_bytes=tuple(size - others for size in run.slot_bytes),
+    )
+
+
+def assert_within_the_promise(found: Peaks) -> None:
+    assert found.overrun == []
+    assert found.measured_disk == found.predicted_disk
+
+
+def assert_equal_to_the_promise(found: Peaks) -> None:
+    """In every slot, not only at the peak."""
+    assert_within_the_promise(found)
+    assert found.excess <= SLACK_BYTES

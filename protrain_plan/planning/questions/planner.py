@@ -44,6 +44,7 @@ from protrain_plan.planning.search.improving import (
     Effort,
     apart,
     at_the_step,
+    exact_where_free,
     in_runs,
     simplified,
 )
@@ -226,7 +227,8 @@ class _Planning:
         if self.effort.enough_s is not None:
             slowest = max(self.best.seconds, min(slowest, self.effort.enough_s))
         slowest = self._try_baselines(slowest)
-        best = in_runs(self.problem, self.evaluator, self.best, slowest_s=slowest)
+        best = exact_where_free(self.problem, self.evaluator, self.best, slowest_s=slowest)
+        best = in_runs(self.problem, self.evaluator, best, slowest_s=slowest)
         best = at_the_step(self.problem, self.evaluator, best, slowest_s=slowest)
         stopped = self.effort.spent
         if found := apart(self.problem, best, slowest_s=slowest, stopped=stopped):

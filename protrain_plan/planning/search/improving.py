@@ -19,8 +19,17 @@ from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import Stopped
 from protrain_plan.planning.search.baselines import may_reach
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator, step_seconds
+from protrain_plan.records.forms import FORMS
 from protrain_plan.records.hardware import Collectives, Hardware
-from protrain_plan.records.plan import STEPPED, Persistent, Schedule, Swap, SwapInput, UnitPlan
+from protrain_plan.records.plan import (
+    STEPPED,
+    Activations,
+    Persistent,
+    Schedule,
+    Swap,
+    SwapInput,
+    UnitPlan,
+)
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.memory import device_totals
 
@@ -144,6 +153,47 @@ def in_runs(
             fastest = evaluator.best_schedule(fastest.choice, rule=fastest.rule)
         if fastest and fastest.seconds <= slowest_s:
             best = fastest
+    return best
+
+
+def exact_where_free(
+    problem: Problem, evaluator: Evaluator, best: Evaluation, *, slowest_s: float
+) -> Evaluation:
+    """`best` with exact activations in place of those by leave, where it takes up to `slowest_s`.
+
+    All units that have one such form change together, then each by itself, the last ones first:
+    what they keep is held for the shortest time.
+    """
+
+    def by_leave(unit: int) -> str:
+        decision = problem.options[unit].activations[best.choice[unit][0]].decision
+        return decision.form if FORMS[decision.form].leave else ""
+
+    def taking(units: Iterable[int], activations: Activations) -> Evaluation | None:
+        changes = {}
+        for unit in units:
+            number = problem.options[unit].numbers[0].get(activations)
+            if number is None:  # it is pinned
+                return None
+            changes[unit] = (number, best.choice[unit][1])
+        evaluation = evaluator.evaluate(_with(best.choice, changes), rules=(best.rule,))
+        return evaluation if evaluation and evaluation.seconds <= slowest_s else None
+
+    groups: dict[str, list[int]] = {}
+    for unit in reversed(range(problem.count)):
+        if form := by_leave(unit):
+            groups.setdefault(form, []).append(unit)
+    for members in groups.values():
+        for units in (members, *([unit] for unit in members)):
+            if not by_leave(units[0]):
+                break  # all of them have changed
+            exact = (option.decision for option in problem.options[units[0]].activations)
+            for activations in exact:
+                if FORMS[activations.form].leave:
+                    continue
+                if (found := taking(units, activations)) is not None:
+                    best = found
+                    break
     return best
 
 

@@ -10,7 +10,13 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 
 from protrain_plan.escaping import one_line
-from protrain_plan.presentation.plans import devices_json, other_steps, other_steps_json, tiers_json
+from protrain_plan.presentation.plans import (
+    devices_json,
+    other_results,
+    other_steps,
+    other_steps_json,
+    tiers_json,
+)
 from protrain_plan.presentation.report.page import workload_text
 from protrain_plan.presentation.report.step import Bar, Step, Wait, bars, memory, waits
 from protrain_plan.presentation.terminal import Text, table_of
@@ -84,6 +90,8 @@ class Screen:
             f"{format_range(plan.prediction.expected_seconds)}, at most {plan.gap:.2%} above"
             f" the fastest; compute waits {format_seconds(report.stall_seconds)}"
         )
+        for words in other_results(plan):
+            yield from self._sentence(words)
         if plan.micro_batches > 1:
             yield Text(f"the last of {plan.micro_batches} micro-batches, with its update:")
         yield from self._decisions()
