@@ -55,8 +55,7 @@ _MANY = {"s": "", "their": "their", "inputs": "inputs"}
 _TIERS: tuple[TierName, ...] = get_args(TierName)
 SPECULATIVELY = " speculatively"
 """How the phrases of placements end whose updates run ahead of the norm."""
-FORM_WORDS = tuple(form for form in FORMS if form not in ("keep", "full"))
-"""How the phrases of decisions end that name a form of recomputation."""
+_OTHER_FORMS = tuple(form for form in FORMS if form not in ("keep", "full"))
 
 
 def _activations(forms: tuple[Form, ...]) -> Iterator[Wording[Activations]]:
@@ -155,7 +154,7 @@ def _sized(letter: str, tier: StateTier) -> str:
     return letter.lower() if tier == "disk" else letter
 
 
-_ACTIVATIONS = tuple(_activations(("keep", "full", *FORM_WORDS)))
+_ACTIVATIONS = tuple(_activations(("keep", "full", *_OTHER_FORMS)))
 _PLACEMENTS = tuple(_placements())
 WORDINGS: dict[Decision, Wording[Decision]] = {
     told.decision: told for told in (*_ACTIVATIONS, *_PLACEMENTS)
@@ -163,6 +162,8 @@ WORDINGS: dict[Decision, Wording[Decision]] = {
 """How each decision is told, in the order in which decisions are enumerated."""
 
 ACTIVATIONS = {told.phrase: told.decision for told in _ACTIVATIONS}
+PLAIN = tuple(told.phrase for told in _ACTIVATIONS if told.decision.form in ("keep", "full"))
+"""The phrases that name no form: what messages list."""
 STATES: Mapping[str, Placement] = {told.phrase: told.decision for told in _PLACEMENTS}
 
 

@@ -10,7 +10,7 @@ from types import MappingProxyType, NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from protrain_plan.errors import ProtrainError, cut
-from protrain_plan.records.decisions import ACTIVATIONS, FORM_WORDS, OLD_PHRASES, STATES
+from protrain_plan.records.decisions import ACTIVATIONS, OLD_PHRASES, PLAIN, STATES
 from protrain_plan.records.folding import MAX_RUN, run_length, unfold
 from protrain_plan.records.forms import FORMS, exactness_of, leaves_of
 from protrain_plan.records.hardware import Hardware, Tier
@@ -98,8 +98,7 @@ def _reader(owner: Any, name: str, hint: Any) -> Reader:
     if (owner, name) in PATTERNS:
         return partial(_formed, *PATTERNS[owner, name])
     if hint == Activations:
-        plain = [text for text in ACTIVATIONS if not text.endswith(FORM_WORDS)]
-        return _choice(ACTIVATIONS, shown=plain)
+        return _choice(ACTIVATIONS, shown=PLAIN)
     if (owner, name) == (FormCost, "form"):
         return lambda value: _choice({form: form for form in FORMS})(value)
     if hint == Placement:

@@ -27,8 +27,8 @@ from protrain_plan.program.implications import ActivationOption, Implications, S
 from protrain_plan.program.program import gradient_home, residencies
 from protrain_plan.records.decisions import (
     ACTIVATIONS,
-    FORM_WORDS,
     OLD_PHRASES,
+    PLAIN,
     SPECULATIVELY,
     STATES,
     WORDINGS,
@@ -202,12 +202,11 @@ def _decisions(text: str) -> tuple[Activations | None, Placement | None]:
     for phrase in (part.strip() for part in text.split(",")):
         phrase = OLD_PHRASES.get(phrase, phrase)
         if phrase not in ACTIVATIONS and phrase not in STATES:
-            plain = [known for known in ACTIVATIONS if not known.endswith(FORM_WORDS)]
             states = [known for known in STATES if not known.endswith(SPECULATIVELY)]
             raise ProtrainError(
                 f"expected a decision, got {phrase!r}",
                 fix=did_you_mean(phrase, (*ACTIVATIONS, *STATES))
-                or f"the decisions are {listed(plain, 'or')} for activations"
+                or f"the decisions are {listed(PLAIN, 'or')} for activations"
                 f" and {listed(states, 'or')} for states",
             )
         kind = "activations" if phrase in ACTIVATIONS else "states"
