@@ -37,10 +37,11 @@ from protrain_plan.records.plan import (
     UnitPlan,
 )
 from protrain_plan.records.profile import Form, Profile
-from protrain_runtime import load, prepare, save
+from protrain_runtime import load, prepare, save, with_master_weights
 from protrain_runtime.activations import compressed
 from protrain_runtime.activations.compressed import GROUP, MIN_ELEMENTS, dequantized, quantized
 from protrain_runtime.activations.forms import in_form, wrap_forward
+from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.support.peaks import (
     SLACK_BYTES,
     assert_within_the_promise,
@@ -60,14 +61,18 @@ from tests.support.runtime_cases import (
     decision_name,
     described,
     described_by,
+    differences,
     made_once,
     mixed,
     outcome,
     plain,
     plan_for,
+    plan_of,
     profiled_here,
     train,
+    units_of,
 )
+from tests.support.training_rows import uncompiled, workload
 
 LEAVES = ("int8-activations", "low-rank-activations")
 FORMS: tuple[Form, ...] = ("int8", "low-rank")
@@ -468,6 +473,43 @@ def test_mixtures_with_recomputation_are_those_of_plain_pytorch(tmp_path: Path) 
             place += 1
         units.append(unit)
     assert_bitwise(planned("llama", tuple(units), tmp_path), alike("llama", forms))
+
+
+@pytest.mark.parametrize(
+    ("precision", "trained"),
+    [("autocast", "all"), ("master", "all"), ("bfloat16", "lora"), ("autocast", "lora")],
+)
+@FORM
+def test_precisions_and_adapters_are_those_of_plain_pytorch_which_packs_alike(
+    form: Form, precision: str, trained: str, tmp_path: Path
+) -> None:
+    row = {"model": "llama", "precision": precision, "trained": trained}
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": [one for one in model.parameters() if one.requires_grad]}]
+
+    model = uncompiled(row)
+    units = units_of(model, batch("llama", 0))
+    for unit in units:
+        if unit.kind == "block":
+            wrap_forward(model.get_submodule(unit.name), form)
+    make = with_master_weights(ADAMW) if precision == "master" else ADAMW
+    expected = train("llama", model, make(groups(model)), num_steps=3)
+
+    ours = uncompiled(row)
+    plan = approximate(
+        plan_of(
+            decided(units, Keep(form=form), Offload(tier="disk")),
+            fingerprint=model_fingerprint(ours),
+            workload=workload(row),
+        )
+    )
+    ours, optimizer = prepare(
+        ours, plan, optimizer=ADAMW, param_groups=groups(ours), spill_directory=tmp_path
+    )
+    found = train("llama", ours, optimizer, num_steps=3)
+    assert torch.equal(torch.stack(found.losses), torch.stack(expected.losses))
+    assert list(differences(found.parameters, expected.parameters, "parameters")) == []
 
 
 @FORM
