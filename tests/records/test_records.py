@@ -16,7 +16,7 @@ from protrain_plan import records
 from protrain_plan.errors import RecordError
 from protrain_plan.records.decisions import ACTIVATIONS, STATES
 from protrain_plan.records.folding import fold, runs, unfold
-from protrain_plan.records.forms import FORMS
+from protrain_plan.records.forms import FORMS, exactness_of, leaves_of
 from protrain_plan.records.hardware import (
     Collectives,
     Contention,
@@ -407,6 +407,8 @@ def plans(draw: st.DrawFn) -> Plan:
         also_used_by = tuple(user for user in later if user != name)
         decisions = draw(st.sampled_from(classes))
         units.append(dataclasses.replace(decisions, name=name, also_used_by=also_used_by))
+    forms = {unit.activations.form for unit in units}
+    exactness = exactness_of(forms)
     return draw(
         st.builds(
             Plan,
@@ -415,7 +417,9 @@ def plans(draw: st.DrawFn) -> Plan:
             optimizer=TEXTS,
             profile_fingerprint=TEXTS,
             model_fingerprint=TEXTS,
-            exact=st.just(True),
+            exact=st.just(exactness == "bitwise"),
+            exactness=st.just(exactness),
+            allowed=st.just(leaves_of(forms)),
             budgets=st.builds(Budgets, device=SIZES, host=SIZES, disk=SIZES),
             prediction=st.builds(
                 Prediction,

@@ -173,7 +173,9 @@ def test_where_it_is_not_registered_records_do_not_know_it(
     assert "keep half" in ACTIVATIONS
     registered()
     try:
-        with pytest.raises(RecordError, match="form: expected keep, in place, int8, low-rank,"):
+        with pytest.raises(
+            RecordError, match="form: expected keep, in place, 8 tiles, 64 tiles, int8,"
+        ):
             loads_profile(text)
         assert "keep half" not in ACTIVATIONS
     finally:
