@@ -72,6 +72,8 @@ def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
         == ample.keys()
         == {
             "status",
+            "exactness",
+            "allowed",
             "gap",
             "lanes",
             "lower_bound_seconds",
