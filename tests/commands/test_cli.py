@@ -96,6 +96,8 @@ def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
     ran = printed(protrain("run", "plan.yaml", "--steps", 3, "--verify", "--json", folder=tmp_path))
     assert ran.keys() == {
         "plain",
+        "exactness",
+        "allowed",
         "first_step",
         "losses",
         "step_seconds",
