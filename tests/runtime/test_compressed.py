@@ -629,6 +629,25 @@ def test_measured_bytes_of_mixtures_with_copies_never_exceed_predicted(
     assert_within_the_promise(peaks(profile, units, tmp_path))
 
 
+@pytest.mark.parametrize("seed", [4, 9])
+def test_measured_bytes_of_mixtures_hold_where_a_block_saves_what_it_hands_on(
+    seed: int, tmp_path: Path
+) -> None:
+    """A block ends in a relu, and the next one would let go of its input, in place of a copy."""
+    others = bytes_of_others()
+    model = "tests.support.functional_model:relu_factory"
+    held = profiled_here(model, tmp_path, allow=LEAVES)
+    held = replace(held, base_bytes=held.base_bytes - others)
+    rng = random.Random(seed)
+    units = tuple(
+        replace(unit, activations=rng.choice([Keep(), Keep(), Keep(form="int8"), *DECISIONS]))
+        if unit.kind == "block"
+        else unit
+        for unit in mixed(described_by(held), rng, "disk")
+    )
+    assert_within_the_promise(peaks(held, units, tmp_path))
+
+
 @pytest.fixture(scope="module")
 def with_adapters(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     def make(path: Path) -> None:
