@@ -455,9 +455,9 @@ def test_the_first_loss_is_exact_and_later_ones_are_near(name: str, form: Form) 
     found, expected = alike(name, form, num_steps=5), plain(name)
     assert torch.equal(found.losses[0], expected.losses[0])  # the first forward is plain
     assert not torch.equal(found.losses[-1], expected.losses[-1])
-    # int8: rounding of 1 / 127; low-rank: gradients with noise of twice their size, of AdamW's
-    # five steps of 1e-3.
-    torch.testing.assert_close(found.losses, expected.losses, rtol=1e-3, atol=0.05)
+    # Of gradients that are off by less than a hundredth, and of some with noise twice their size.
+    tolerance = {"int8": 1e-3, "low-rank": 0.05}[form]
+    torch.testing.assert_close(found.losses, expected.losses, rtol=tolerance, atol=0.0)
     for ours, theirs in zip(found.random_states, expected.random_states, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -629,6 +629,25 @@ def test_measured_bytes_of_mixtures_with_copies_never_exceed_predicted(
     assert_within_the_promise(peaks(profile, units, tmp_path))
 
 
+@pytest.mark.parametrize("seed", [4, 9])
+def test_measured_bytes_of_mixtures_hold_where_a_block_saves_what_it_hands_on(
+    seed: int, tmp_path: Path
+) -> None:
+    """A block ends in a relu, and the next one would let go of its input, in place of a copy."""
+    others = bytes_of_others()
+    model = "tests.support.functional_model:relu_factory"
+    held = profiled_here(model, tmp_path, allow=LEAVES)
+    held = replace(held, base_bytes=held.base_bytes - others)
+    rng = random.Random(seed)
+    units = tuple(
+        replace(unit, activations=rng.choice([Keep(), Keep(), Keep(form="int8"), *DECISIONS]))
+        if unit.kind == "block"
+        else unit
+        for unit in mixed(described_by(held), rng, "disk")
+    )
+    assert_within_the_promise(peaks(held, units, tmp_path))
+
+
 @pytest.fixture(scope="module")
 def with_adapters(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     def make(path: Path) -> None:
@@ -666,6 +685,17 @@ def solved(profile: Profile, device: int, *pins: str, allow: tuple[str, ...] = (
 
 
 def test_a_planner_takes_copies_where_they_are_faster_or_fit_at_all(profile: Profile) -> None:
+    # Seconds as an idle machine has them: more for a copy than for what is kept, less than what
+    # runs the forward again.
+    seconds = {"keep": 0.01, "low-rank": 0.011, "int8": 0.012}
+    units = []
+    for unit in profile.units:
+        forms = [
+            replace(cost, forward_s=0.01, backward_s=seconds.get(cost.form, 0.02))
+            for cost in unit.forms
+        ]
+        units.append(replace(unit, forms=tuple(forms)))
+    profile = replace(profile, units=tuple(units))
     ample = solved(profile, 1 << 40, allow=LEAVES)
     assert ample is not None
     assert ample.exact
@@ -685,7 +715,8 @@ def test_a_planner_takes_copies_where_they_are_faster_or_fit_at_all(profile: Pro
     assert exact is not None
     assert exact.exact
     assert free is not None
-    assert free.prediction.step_seconds <= exact.prediction.step_seconds
+    assert not free.exact
+    assert free.prediction.step_seconds < exact.prediction.step_seconds
     assert least(LEAVES) <= without
 
 

@@ -228,7 +228,8 @@ class SavedBytes:
     `linked` is a unit that hands what has gradients to more than the next unit, or gets such: an
     output of the encoder, a skip connection, a bias for all. In a plain chain no unit is.
     `differentiated`: the forward itself asks for gradients through what the unit hands on.
-    `ends_in_cross_entropy`: the last part calls that.
+    `ends_in_cross_entropy`: the last part calls that. `handed_bytes` are of the inputs with
+    gradients that the unit before saves as well, such as a relu's output.
     """
 
     pieces: tuple[int, ...]  # bytes that move together, in groups as the runtime makes them
@@ -237,6 +238,7 @@ class SavedBytes:
     linked: bool
     differentiated: bool = False
     ends_in_cross_entropy: bool = False
+    handed_bytes: int = 0
 
     @property
     def swappable_bytes(self) -> int:
@@ -369,6 +371,11 @@ def saved_bytes(
                 linked=linked or len(flowing & (outputs[unit] - set(keys))) > 1,
                 differentiated=unit in watch.differentiated,
                 ends_in_cross_entropy=unit == count - 1 and module is None and loss_seen.seen,
+                handed_bytes=sum(
+                    saved[unit - 1][key].num_bytes
+                    for key in set(keys) & flowing
+                    if unit and key in saved[unit - 1]
+                ),
             )
         )
     return found

@@ -558,11 +558,28 @@ def _units(
             # Gradients of units that ran before in backward are live in this pass; a plan says
             # what becomes of them. A tied one is live from its last use on.
             gradients = _live_gradients(structure, arrived, after=index)
+            # A form by leave need not hold a block's input. The block before may, in another form.
+            handed = 0
+            by_leave = bool(FORMS[form].leave) and found[index].kind == "block"
+            if by_leave:
+                handed = in_blocks(saved["keep"][index].handed_bytes, structure.block)
+            # [Note: what a frame holds of a block that does not keep its input]
+            # A form by leave need not hold a block's input, and a frame of the model's forward may,
+            # until that forward ends: it is in the block's level, and no more there in backward.
+            # So the backward of later blocks was measured above a level that was too high, which it
+            # is not where the earlier blocks are in another form.
+            gone = 0
+            if by_leave and index:
+                here, keeping = (
+                    one[index].start_bytes - one[2 * count - index].start_bytes
+                    for one in (cuts, memory["keep"])
+                )
+                gone = max(0, here - keeping)
             return FormCost(
                 form=form,
                 forward_peak_bytes=max(cuts[index].peak_bytes - before, lingering),
-                kept_bytes=level - before,
-                backward_peak_bytes=backward.peak_bytes - level - gradients,
+                kept_bytes=level - before + handed,
+                backward_peak_bytes=backward.peak_bytes - level - gradients + gone,
                 swappable_bytes=sum(pieces),
                 swap_pieces=pieces if len(pieces) > 1 else (),
                 forward_s=0.0,
