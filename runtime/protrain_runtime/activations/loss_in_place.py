@@ -24,24 +24,29 @@ did: a loss with class weights, say. What in-place writing must not break is thi
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import cross_entropy, log_softmax, nll_loss
+from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from protrain_runtime.activations.late_values import (
-    GEOMETRY,
+    LateValues,
     Place,
     goes_nowhere,
     is_cast,
     is_told,
     is_view,
     itself,
+)
+from protrain_runtime.activations.loss_calls import (
+    REDUCTIONS,
+    LossCall,
+    computed_in,
+    without_autocast,
 )
 from protrain_runtime.devices.lanes import num_holders
 
@@ -54,7 +59,6 @@ TILE_ROWS = 16
 whole, counted from a multiple of 16 bytes, by which CUDA's kernels order a row's sum."""
 
 _NARROW = (torch.bfloat16, torch.float16)
-REDUCTIONS = {"mean": 1, "sum": 2}  # as `at::Reduction` counts
 _IGNORED = -100  # in place of whatever number the model ignores
 
 
@@ -87,7 +91,7 @@ class _Watching(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)  # compiled code has the bits that the compiler gives it
         if func is cross_entropy:
-            return _cross_entropy(*args, **kwargs)
+            return _cross_entropy(LossCall(*args, **kwargs))
         if is_cast(func, args, kwargs) and _can_wait(args[0]):
             return Widened(_Cast(args[0]), args[0], itself)
         return func(*args, **kwargs)
@@ -118,6 +122,11 @@ class _Cast:
         self._version = given._version
         self.wide: Tensor | None = None  # the float32 values, in the graph
         self._taken = False  # by a loss in place, which needs none
+
+    @property
+    def waits(self) -> bool:
+        """Whether the float32 values are not there."""
+        return self.wide is None
 
     def used(self, use: Callable[[Tensor], Any]) -> Any:
         """What `use` makes of the float32 values.
@@ -158,170 +167,66 @@ class _Cast:
         return self._given
 
 
-class Widened(torch.Tensor):
+class Widened(LateValues):
     """`tensor.float()`, computed when somebody asks for its values.
 
     A view or a slice of one is one as well, since the cast of a slice is the slice of the cast:
-    `uncast` is the slice of the 16-bit values, and `place` makes it of the float32 values of all.
+    `near` is the slice of the 16-bit values.
     """
 
-    cast: _Cast
-    uncast: Tensor
-    place: Place
+    WHAT = "values that the plan casts when they are asked for"
+    source: _Cast
 
     @staticmethod
     def __new__(cls, cast: _Cast, uncast: Tensor, place: Place) -> Self:
         made: Self = torch.Tensor._make_wrapper_subclass(
             cls, uncast.shape, uncast.stride(), dtype=torch.float32, device=uncast.device
         )
-        made.cast, made.uncast, made.place = cast, uncast, place
+        made.source, made.near, made.place = cast, uncast, place
         return made
 
-    def __init__(self, *_: object) -> None:
-        super().__init__()
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in GEOMETRY:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        first = args[0] if args else None
-        if isinstance(first, Widened) and first.cast.wide is None and func in _ANSWERS:
-            return _ANSWERS[func](first.uncast)
-        if isinstance(first, Widened) and torch.is_grad_enabled():
-            if is_cast(func, args, kwargs) or goes_nowhere(func, args, kwargs):
-                return first
-            if first.cast.wide is None and is_view(func, args, kwargs):
-                return first._viewed(func, args[1:], kwargs)
-        return _with_values(func, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        raise RuntimeError(
-            f"{func} was called on values that the plan casts when they are asked for, by code that"
-            " asks PyTorch for none: profile the model as it runs now"
-        )
-
-    def _viewed(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Widened":
-        before = self.place
+    def late(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Widened | None":
+        """Casts to float32, and views as long as the values wait."""
+        if is_cast(func, args, kwargs) or goes_nowhere(func, args, kwargs):
+            return self
+        if not self.source.waits or not is_view(func, args, kwargs):
+            return None
+        before, others = self.place, args[1:]
 
         def place(whole: Tensor) -> Tensor:
-            found: Tensor = func(before(whole), *args, **kwargs)
+            found: Tensor = func(before(whole), *others, **kwargs)
             return found
 
-        return Widened(self.cast, func(self.uncast, *args, **kwargs), place)
+        return Widened(self.source, func(self.near, *others, **kwargs), place)
 
 
-def _with_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A function's result, with the float32 values in place of every `Widened` among its arguments.
-
-    One after the other, since each has to see what is made of its values.
-    """
-    leaves, tree = tree_flatten((args, kwargs))
-    cast = next((leaf.cast for leaf in leaves if isinstance(leaf, Widened)), None)
-    if cast is None:
-        return func(*args, **kwargs)
-
-    def use(whole: Tensor) -> Any:
-        same = [
-            other.place(whole) if isinstance(other, Widened) and other.cast is cast else other
-            for other in leaves
-        ]
-        own_args, own_kwargs = tree_unflatten(same, tree)
-        return _with_values(func, own_args, own_kwargs)
-
-    return cast.used(use)
-
-
-_ANSWERS: Mapping[object, Callable[[Tensor], object]] = {
-    Tensor.requires_grad.__get__: lambda _: True,  # type: ignore[attr-defined]
-    Tensor.is_leaf.__get__: lambda _: False,  # type: ignore[attr-defined]
-    Tensor._is_view: lambda _: False,
-    Tensor.grad_fn.__get__: lambda uncast: uncast.grad_fn,  # type: ignore[union-attr]
-    Tensor.untyped_storage: lambda uncast: uncast.untyped_storage(),
-}
-"""What is told of values that are not there: their place in the graph, and the memory they hold."""
 # --- the loss -------------------------------------------------------------------------------------
 
 
-def _cross_entropy(
-    input: Tensor,  # noqa: A002 (the names of `F.cross_entropy`)
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
+def _cross_entropy(call: LossCall) -> Tensor:
     """`F.cross_entropy`, in place where it is a mean or a sum over rows."""
-    loss: Tensor
     waiting: _Cast | None = None
-    logits = input
-    if isinstance(input, Widened):
-        if input.cast.wide is None:
-            waiting, logits = input.cast, input.uncast
+    logits = call.input
+    if isinstance(logits, Widened):
+        cast = logits.source
+        if cast.wide is None:
+            waiting, logits = cast, logits.near
         else:
-            input = logits = input.place(input.cast.wide)  # noqa: A001
-    plain = weight is None and size_average is None and reduce is None and not label_smoothing
+            logits = logits.place(cast.wide)
+            call = call._replace(input=logits)
     if (
-        plain
-        and reduction in REDUCTIONS
-        and torch.is_grad_enabled()
-        and logits.requires_grad
+        logits.requires_grad
         and logits.layout == torch.strided
-        and logits.dim() == 2
-        and logits.numel()
+        and call.is_over_rows(logits)
         and logits.is_contiguous()
-        and target.dtype == torch.int64
-        and target.shape == logits.shape[:1]
-        and target.device == logits.device
-        and (dtype := computed_in(input)) is not None
+        and (dtype := computed_in(call.input)) is not None
     ):
         if waiting is not None:
             waiting.take()
-        rule = dtype, REDUCTIONS[reduction], ignore_index
-        loss = _CrossEntropy.apply(logits, target, *rule)  # type: ignore[no-untyped-call]
+        rule = dtype, REDUCTIONS[call.reduction], call.ignore_index
+        loss: Tensor = _CrossEntropy.apply(logits, call.target, *rule)  # type: ignore[no-untyped-call]
         return loss
-    loss = _with_values(
-        cross_entropy,
-        (input, target),
-        {
-            "weight": weight,
-            "size_average": size_average,
-            "ignore_index": ignore_index,
-            "reduce": reduce,
-            "reduction": reduction,
-            "label_smoothing": label_smoothing,
-        },
-    )
-    return loss
-
-
-def computed_in(logits: Tensor) -> torch.dtype | None:
-    """The dtype that plain PyTorch computes the loss in; None where it takes two of them.
-
-    Autocast says it of an operator when that is called.
-    """
-    kind = logits.device.type
-    if not torch.is_autocast_enabled(kind):
-        return logits.dtype
-    tried = log_softmax(torch.zeros((1, 1), dtype=logits.dtype, device=logits.device), 1)
-    target = torch.zeros(1, dtype=torch.int64, device=logits.device)
-    return tried.dtype if nll_loss(tried, target).dtype == tried.dtype else None
+    return call.plainly()
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -388,11 +293,3 @@ def _tiles(logits: Tensor) -> Iterator[slice]:
 def _log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
     found: Tensor = torch.ops.aten._log_softmax(logits.to(dtype), 1, False)
     return found
-
-
-def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    """Where operators on such a tensor run in the dtypes that they are given."""
-    kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind):
-        return nullcontext()
-    return torch.autocast(kind, enabled=False)

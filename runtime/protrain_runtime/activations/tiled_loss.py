@@ -28,11 +28,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from protrain_runtime.activations.late_values import (
-    GEOMETRY,
     VIEWS,
+    LateValues,
     Place,
     goes_nowhere,
     is_cast,
@@ -40,7 +39,7 @@ from protrain_runtime.activations.late_values import (
     is_view,
     itself,
 )
-from protrain_runtime.activations.loss_in_place import REDUCTIONS, computed_in, without_autocast
+from protrain_runtime.activations.loss_calls import LossCall, computed_in, without_autocast
 from protrain_runtime.activations.trees import PLAIN
 
 TILE_ROWS = 16
@@ -86,7 +85,7 @@ class _Watching(TorchFunctionMode):
             shape = (*product.hidden.shape[:-1], len(product.weight))
             return Logits(product, product.hidden, shape, product.dtype, itself)
         if func is cross_entropy:
-            return _cross_entropy(self._num_tiles, *args, **kwargs)
+            return _cross_entropy(self._num_tiles, LossCall(*args, **kwargs))
         return func(*args, **kwargs)
 
 
@@ -172,15 +171,14 @@ class _Product:
         return tuple(one._version for one in tensors if one is not None)
 
 
-class Logits(torch.Tensor):
+class Logits(LateValues):
     """Outputs of a head, or a view or a cast of them, that are computed if they are asked for.
 
-    `rows` are the inputs [..., h] of the same rows; `place` makes it of all outputs.
+    `near` are the inputs [..., h] of the same rows.
     """
 
-    product: _Product
-    rows: Tensor
-    place: Place
+    WHAT = "logits that the plan computes in tiles"
+    source: _Product
 
     @staticmethod
     def __new__(
@@ -189,60 +187,23 @@ class Logits(torch.Tensor):
         made: Self = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=dtype, device=rows.device
         )
-        made.product, made.rows, made.place = product, rows, place
+        made.source, made.near, made.place = product, rows, place
         return made
 
-    def __init__(self, *_: object) -> None:
-        super().__init__()
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in GEOMETRY:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        first = args[0] if args else None
-        if isinstance(first, Logits) and first.product.waits:
-            if func in _ANSWERS:
-                return _ANSWERS[func](first.rows)
-            if torch.is_grad_enabled():
-                if goes_nowhere(func, args, kwargs):
-                    return first
-                if is_cast(func, args, kwargs):
-                    return first if first.dtype == torch.float32 else first._widened()
-                if is_view(func, args, kwargs):
-                    viewed = first._viewed(func, args[1:], kwargs)
-                    if viewed is not None:
-                        return viewed
-        return _with_values(func, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        raise RuntimeError(
-            f"{func} was called on logits that the plan computes in tiles, by code that asks"
-            " PyTorch for none: profile the model as it runs now"
-        )
+    def late(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Logits | None":
+        """Casts to float32 and views of whole rows, as long as the values wait."""
+        if not self.source.waits:
+            return None
+        if goes_nowhere(func, args, kwargs):
+            return self
+        if is_cast(func, args, kwargs):
+            return self if self.dtype == torch.float32 else self._widened()
+        return self._viewed(func, args[1:], kwargs) if is_view(func, args, kwargs) else None
 
     def _widened(self) -> "Logits":
         before = self.place
         return Logits(
-            self.product,
-            self.rows,
-            self.shape,
-            torch.float32,
-            lambda whole: before(whole).float(),
+            self.source, self.near, self.shape, torch.float32, lambda whole: before(whole).float()
         )
 
     def _viewed(
@@ -250,7 +211,7 @@ class Logits(torch.Tensor):
     ) -> "Logits | None":
         """A view of whole rows; None where it takes rows apart."""
         before, change = self.place, partial(_applied, func, args, kwargs)
-        rows, num_classes = self.rows, self.shape[-1]
+        rows, num_classes = self.near, self.shape[-1]
         # One element in place of all has the shapes of what is made of them.
         shape = self.shape
         if func is not Tensor.contiguous:
@@ -262,7 +223,7 @@ class Logits(torch.Tensor):
         picked = rows.reshape(wanted) if func in VIEWS else change(rows)
         if picked.shape != wanted:
             return None
-        return Logits(self.product, picked, shape, self.dtype, lambda whole: change(before(whole)))
+        return Logits(self.source, picked, shape, self.dtype, lambda whole: change(before(whole)))
 
 
 def _applied(
@@ -271,82 +232,27 @@ def _applied(
     return func(whole, *args, **kwargs)
 
 
-def _with_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A function's result, with values in place of every `Logits` among its arguments."""
-    leaves, tree = tree_flatten((args, kwargs))
-    product = next((leaf.product for leaf in leaves if isinstance(leaf, Logits)), None)
-    if product is None:
-        return func(*args, **kwargs)
-
-    def use(whole: Tensor) -> Any:
-        same = [
-            one.place(whole) if isinstance(one, Logits) and one.product is product else one
-            for one in leaves
-        ]
-        own_args, own_kwargs = tree_unflatten(same, tree)
-        return _with_values(func, own_args, own_kwargs)
-
-    return product.used(use)
-
-
-_ANSWERS: Mapping[object, Callable[[Tensor], object]] = {
-    Tensor.requires_grad.__get__: lambda _: True,  # type: ignore[attr-defined]
-    Tensor.is_leaf.__get__: lambda _: False,  # type: ignore[attr-defined]
-    Tensor._is_view: lambda _: False,
-    Tensor.grad_fn.__get__: lambda rows: rows.grad_fn,  # type: ignore[union-attr]
-    Tensor.untyped_storage: lambda rows: rows.untyped_storage(),
-}
-"""What is told of values that are not there: their place in the graph, and the memory they hold."""
-
-
 # --- the loss -------------------------------------------------------------------------------------
 
 
-def _cross_entropy(
-    num_tiles: int,
-    input: Tensor,  # noqa: A002 (the names of `F.cross_entropy`)
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
+def _cross_entropy(num_tiles: int, call: LossCall) -> Tensor:
     """`F.cross_entropy`, in tiles where it is a mean or a sum over rows of waiting logits."""
-    plain = weight is None and size_average is None and reduce is None and not label_smoothing
-    loss: Tensor
+    logits = call.input
     if (
-        plain
-        and isinstance(input, Logits)
-        and input.product.waits
-        and reduction in REDUCTIONS
-        and torch.is_grad_enabled()
-        and input.dim() == 2
-        and input.numel()
-        and target.dtype == torch.int64
-        and target.shape == input.shape[:1]
-        and target.device == input.device
-        and (dtype := computed_in(input)) is not None
+        isinstance(logits, Logits)
+        and logits.source.waits
+        and call.is_over_rows(logits)
+        and (dtype := computed_in(logits)) is not None
     ):
-        product = input.product
+        product = logits.source
         product.check()
-        rule = _Rule(product.dtype, dtype, reduction == "mean", ignore_index, num_tiles)
-        loss = _TiledLoss.apply(input.rows, product.weight, product.bias, target, rule)  # type: ignore[no-untyped-call]
+        rule = _Rule(product.dtype, dtype, call.reduction == "mean", call.ignore_index, num_tiles)
+        found = _TiledLoss.apply(  # type: ignore[no-untyped-call]
+            logits.near, product.weight, product.bias, call.target, rule
+        )
+        loss: Tensor = found
         return loss
-    loss = _with_values(
-        cross_entropy,
-        (input, target),
-        {
-            "weight": weight,
-            "size_average": size_average,
-            "ignore_index": ignore_index,
-            "reduce": reduce,
-            "reduction": reduction,
-            "label_smoothing": label_smoothing,
-        },
-    )
-    return loss
+    return call.plainly()
 
 
 class _Rule:
