@@ -557,7 +557,7 @@ def plan_command(case: Case, budgets: Budgets) -> str:
             words += ["--clip-share", number_text(plan.clip_share)]
     if plan.micro_batches > 1:
         words += ["--accumulate", str(plan.micro_batches)]
-    words += [word for leave in plan.allowed for word in ("--allow", leave)]
+    words += records.allow_options(plan.allowed)
     return records.command("plan", str(case.profile_path), [*words, "-o", str(case.path)])
 
 

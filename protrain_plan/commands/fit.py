@@ -195,7 +195,6 @@ def fit(
         # What others change when all are known is printed at the end.
         at_once = as_json and not (compare or what_helps or swept)
         cells_json = JsonList(CELLS, len(questions)) if at_once else None
-
         in_order = iter([prices[place] for _ in requests for place, _ in cells.groups])
 
         def told(one: "Fit") -> "Fit":

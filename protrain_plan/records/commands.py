@@ -36,8 +36,13 @@ def profile_command(
     ):
         if value != default:
             words += [option, value]
-    words += [word for leave in allow for word in ("--allow", leave)]
+    words += allow_options(allow)
     return command("profile", workload.model, [*words, "-o", output])
+
+
+def allow_options(leaves: Sequence[str]) -> list[str]:
+    """`--allow` for each of them."""
+    return [word for leave in leaves for word in ("--allow", leave)]
 
 
 def command(name: str, argument: str, options: Sequence[str]) -> str:

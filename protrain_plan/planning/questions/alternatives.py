@@ -91,6 +91,7 @@ def alternatives(problems: Sequence[Problem]) -> tuple[Alternative, ...]:
     fewest = problems[0]
     settings = replace(fewest.settings, updates="after backward", overlap_steps=False)
     problem = replace(fewest, settings=settings, pins=())
+    evaluators: dict[int, Evaluator] = {}  # by what is held besides
     found: dict[Choice, Alternative] = {}
     for policy, checkpointing in itertools.product(POLICIES, (False, True)):
         several = settings.num_devices > 1
@@ -100,16 +101,18 @@ def alternatives(problems: Sequence[Problem]) -> tuple[Alternative, ...]:
         # Where no unit can take a policy, it is one that was looked at before.
         if name and choice not in found:
             held = bucket_bytes(problem.profile) if several and policy.buckets else 0
-            found[choice] = _alternative(name, checkpointing, problem, choice, held)
+            if held not in evaluators:
+                evaluators[held] = Evaluator(replace(problem, device=problem.device - held))
+            found[choice] = _alternative(name, checkpointing, evaluators[held], choice, held)
     return tuple(found.values())
 
 
 def _alternative(
-    name: str, checkpointing: bool, problem: Problem, choice: Choice, held: int
+    name: str, checkpointing: bool, evaluator: Evaluator, choice: Choice, held: int
 ) -> Alternative:
     """One of them, which holds `held` bytes of the device besides what the program does."""
-    problem = replace(problem, device=problem.device - held)
-    found: Evaluation | None = Evaluator(problem).best_schedule(choice)
+    problem = evaluator.problem
+    found: Evaluation | None = evaluator.best_schedule(choice)
     if found is not None:
         peaks = peak_bytes(problem.program(found.plans))
         peaks = replace(peaks, device=peaks.device + held)

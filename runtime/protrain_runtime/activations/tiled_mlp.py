@@ -2,9 +2,9 @@
 
 A block that is recomputed holds in backward all that its MLP saves, of all tokens: the most of what
 a block saves. Here the MLP's input alone is saved, and backward goes over `TILES` tiles of tokens:
-the MLP's forward and backward of one tile, then those of the next. So an MLP runs three times in
-all, as in `full`: in forward; not again when the block's forward runs again, since nothing else
-needs its output; and tile by tile. Gradients of weights are sums over tiles, added up in float32:
+the MLP's forward and backward of one tile, then those of the next. So an MLP's forward runs twice,
+as in `full`: not when the block's forward runs again, since nothing else needs its output, but tile
+by tile. Gradients of weights are sums over tiles, added up in float32:
 equal to plain PyTorch's up to the order and rounding of sums. (Mini-sequence transformer, arXiv
 2407.15892.)
 
@@ -16,7 +16,7 @@ random numbers or writes in place is no MLP. A block without one is recomputed a
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -52,13 +52,19 @@ class _Mlps:
         self._block = block
         self._found: dict[nn.Module, bool] = {}
 
+    @cached_property
+    def _candidates(self) -> list[nn.Module]:
+        """Asked for in the block's slot alone: parameters that are away have no shape."""
+        inner = self._block.modules()
+        return [module for module in inner if module is not self._block and _may_be_one(module)]
+
     @contextmanager
     def tiled(self) -> Iterator[None]:
         """MLPs run in tiles inside."""
         undo = [
             replace_code(module, partial(self._run, module, module.forward))
-            for module in self._block.modules()
-            if module is not self._block and _may_be_one(module)
+            for module in self._candidates
+            if not _is_watched(module)
         ]
         try:
             yield
@@ -84,13 +90,17 @@ class _Mlps:
 
 
 def _may_be_one(module: nn.Module) -> bool:
-    """Whether a module is made of several, with weights of products, and nobody watches them."""
-    inner = list(module.modules())
-    watched = any(
-        one._forward_hooks or one._forward_pre_hooks or one._backward_hooks for one in inner
-    )
+    """Whether a module is made of several, with weights of products."""
     weights = sum(parameter.dim() == 2 for parameter in module.parameters())
-    return len(inner) > 2 and weights > 1 and not watched
+    return len(list(module.modules())) > 2 and weights > 1
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether somebody has hooks in a module, who would see tiles."""
+    return any(
+        one._forward_hooks or one._forward_pre_hooks or one._backward_hooks
+        for one in module.modules()
+    )
 
 
 def _is_input(given: object) -> bool:
