@@ -1,6 +1,5 @@
 """Predicted bytes of every rank against measured ones, slot by slot."""
 
-import gc
 import random
 import re
 from collections.abc import Sequence
@@ -31,11 +30,9 @@ from protrain_plan.records.plan import (
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.memory import gap_bytes, promised_bytes, slot_name
 from protrain_plan.units import format_bytes
-from protrain_runtime.devices.memory_meter import storage_bytes
 from protrain_runtime.diagnostics.out_of_memory import explain_memory
 from protrain_runtime.model.prepared import engine_of
-from protrain_runtime.states.stand_ins import ConsumedGradient
-from tests.support.peaks import profile_file
+from tests.support.peaks import bytes_of_others, profile_file
 from tests.support.ranks_cases import run_ranks
 from tests.support.runtime_cases import (
     activation_decisions,
@@ -59,9 +56,7 @@ def measured(rank: int, _: int, plans: Sequence[Plan], spill: Path) -> list[tupl
     """By plan, the bytes on the device in every slot, and on disk."""
     found: list[tuple[list[int], int]] = []
     for plan in plans:
-        gc.collect()
-        tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-        others = storage_bytes(each for each in tensors if not isinstance(each, ConsumedGradient))
+        others = bytes_of_others()
         run = train(
             plan, num_steps=NUM_STEPS, plain=False, text=None, spill_directory=spill, rank=rank
         )

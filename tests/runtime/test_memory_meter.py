@@ -10,7 +10,9 @@ import torch
 from protrain_runtime.devices.memory_meter import (
     MemoryMeter,
     Segment,
+    borrowing,
     process_memory,
+    reachable,
     reset_peak_rss,
     return_freed_memory,
     storage_bytes,
@@ -80,6 +82,17 @@ def test_blocks_from_before_count_as_the_start_says() -> None:
         label="all", start_bytes=12 * KIB, peak_bytes=16 * KIB, end_bytes=16 * KIB
     )
     del new
+
+
+def test_a_view_of_memory_that_it_does_not_keep_counts_for_nothing() -> None:
+    """Gloo's thread may hold one after its memory is gone, and nothing tells when it lets go."""
+    gc.collect()
+    before = storage_bytes(reachable(torch.device("cpu")))
+    memory = bytearray(4 * KIB)
+    view = borrowing(torch.frombuffer(memory, dtype=torch.float32))
+    own = torch.ones(KIB)
+    assert storage_bytes(reachable(torch.device("cpu"))) == before + 4 * KIB
+    del view, own
 
 
 def test_a_second_meter_does_not_count_releases_of_the_first_ones_blocks() -> None:

@@ -28,6 +28,8 @@ from protrain_runtime.devices import device as devices
 # profile, by bytes.
 _MARK, _END = "protrain::mark::", "protrain::end::"
 
+_BORROWS = "_protrain_borrows"
+
 
 def _note(name: str) -> None:
     with record_function(name):
@@ -223,9 +225,19 @@ def reachable_bytes(device: torch.device) -> int:
     return storage_bytes(reachable(device), block=block_bytes(device.type))
 
 
+def borrowing(view: torch.Tensor) -> torch.Tensor:
+    """`view`, noted as one that looks at memory which it does not keep: it counts for nothing.
+
+    A library's thread may hold it for a moment after its memory is gone.
+    """
+    setattr(view, _BORROWS, True)
+    return view
+
+
 def reachable(device: torch.device) -> list[torch.Tensor]:
     """All tensors on a device that Python can reach; fake ones are on none."""
-    found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    found = [each for each in tensors if _BORROWS not in each.__dict__]
     with torch._C.DisableTorchFunctionSubclass():  # what stands for gradients refuses questions
         real = [  # fake tensors and wrappers only say that they are on their device
             t for t in found if not (isinstance(t, FakeTensor) or is_traceable_wrapper_subclass(t))

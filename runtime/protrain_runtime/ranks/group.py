@@ -36,6 +36,7 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.records.plan import Plan
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import PATIENCE_S
+from protrain_runtime.devices.memory_meter import borrowing
 from protrain_runtime.ranks.telling import (
     ANSWER_S,
     START_AGAIN,
@@ -304,7 +305,7 @@ def _lent(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cpu" or not tensor.numel():
         return tensor
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return torch.frombuffer(memory, dtype=tensor.dtype)
+    return borrowing(torch.frombuffer(memory, dtype=tensor.dtype))
 
 
 _groups: dict[tuple[tuple[int, ...], str, float], dist.ProcessGroup] = {}
