@@ -49,8 +49,8 @@ from protrain_runtime.devices.memory_meter import (
 )
 from protrain_runtime.diagnostics.recording import measure_step
 from protrain_runtime.engine.engine import Observer
+from protrain_runtime.states.master_weights import with_master_weights
 from protrain_runtime.states.stand_ins import ConsumedGradient
-from protrain_runtime.states.update_rules import with_master_weights
 
 NUM_WARM_STEPS = 2
 SAMPLED_S = 2.0

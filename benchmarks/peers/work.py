@@ -12,7 +12,7 @@ from protrain_plan.models.batches import Batch
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, OptimizerFactory, optimizer_factory
 from protrain_plan.records.hardware import DeviceKind
 from protrain_plan.records.profile import DType, Precision, Workload
-from protrain_runtime.states.update_rules import with_master_weights
+from protrain_runtime.states.master_weights import with_master_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

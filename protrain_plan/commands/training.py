@@ -38,7 +38,7 @@ from protrain_runtime.engine.engine import Observer
 from protrain_runtime.model.prepared import below_device, parameter_values
 from protrain_runtime.preparation import Check, prepare
 from protrain_runtime.ranks.group import check_ranks
-from protrain_runtime.states.update_rules import with_master_weights
+from protrain_runtime.states.master_weights import with_master_weights
 
 CLIP_NORM = 1.0
 """What gradients are clipped to, as one norm, under plans that leave room for it."""

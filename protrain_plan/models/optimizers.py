@@ -28,7 +28,7 @@ from torch.optim.optimizer import ParamsT
 from protrain_plan.errors import ProtrainError, cut
 from protrain_plan.models.importing import imported
 from protrain_plan.records.profile import Precision
-from protrain_runtime.states.update_rules import with_master_weights
+from protrain_runtime.states.master_weights import with_master_weights
 
 OptimizerFactory = Callable[..., Optimizer]
 """Makes an optimizer of parameters or groups of them, with options by keyword."""

@@ -21,9 +21,9 @@ from typing import Unpack
 import torch
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.hardware.operator_log import OperatorLog
 from protrain_plan.hardware.operators import (
     DEVICE_TYPES,
-    OperatorLog,
     allocator_of,
     device_type,
     is_this_machine,

@@ -47,7 +47,7 @@ from protrain_runtime.diagnostics.recording import measure_step
 from protrain_runtime.engine.engine import Observer
 from protrain_runtime.model.prepared import engine_of, restore_as_is
 from protrain_runtime.preparation import prepare
-from protrain_runtime.states.chunks import unit_parameters
+from protrain_runtime.states.chunk_layouts import unit_parameters
 
 SMALL_BYTES, LARGE_BYTES = 512, 2**20 + 512
 """Tensors of the sizes that CUDA's allocator takes from segments of their own (2 MiB for those of

@@ -15,7 +15,7 @@ from protrain_runtime.diagnostics.recording import record
 from protrain_runtime.model.between_steps import MovingAverage, full_parameters
 from protrain_runtime.model.prepared import restore
 from protrain_runtime.preparation import prepare
-from protrain_runtime.states.update_rules import with_master_weights
+from protrain_runtime.states.master_weights import with_master_weights
 
 __all__ = [
     "MovingAverage",

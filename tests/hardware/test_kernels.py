@@ -13,7 +13,7 @@ from protrain_plan.hardware.kernels import (
     attention_efficiency,
     product_efficiency,
 )
-from protrain_plan.hardware.operators import Work
+from protrain_plan.hardware.operator_log import Work
 from protrain_plan.records.hardware import Rates
 
 SIDES = st.integers(1, 20_000)

@@ -28,7 +28,7 @@ from protrain_plan.records.reader import loads
 from protrain_plan.records.writer import dumps
 from protrain_plan.simulation.memory import gap_bytes
 from protrain_runtime.diagnostics.matching import check_kernels
-from protrain_runtime.states.chunks import make_chunk
+from protrain_runtime.states.chunk_layouts import make_chunk
 from tests.support.messages import Speaker
 from tests.support.planning_cases import MB, decoder, gpu
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from protrain_plan.commands.training import train
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
-from protrain_plan.hardware.operators import OperatorLog
+from protrain_plan.hardware.operator_log import OperatorLog
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.estimated import estimate
 from protrain_plan.records.plan import Activations, Persistent, Recompute, SwapInput

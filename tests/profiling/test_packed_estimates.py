@@ -7,12 +7,8 @@ import pytest
 import torch
 
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.hardware.operators import (
-    INT8_PRODUCT,
-    PACKED_PRODUCT,
-    OperatorLog,
-    allocator_of,
-)
+from protrain_plan.hardware.operator_log import OperatorLog
+from protrain_plan.hardware.operators import INT8_PRODUCT, PACKED_PRODUCT, allocator_of
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.memory import passes

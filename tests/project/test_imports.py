@@ -65,6 +65,7 @@ NEVER = {
 NAMED = {"presentation": {"models", "commands", "planning/questions"}}
 TORCH = {"torch", "transformers", "peft", "accelerate"}  # all of them import torch
 WITH_TORCH = (
+    "protrain_plan.hardware.operator_log",
     "protrain_plan.hardware.operators",
     "protrain_plan.hardware.probe",
     "protrain_plan.hardware.speeds",

@@ -1,35 +1,23 @@
-"""Which tests run every night alone, by the processor time that each takes: `tests/nightly.txt`.
+"""Which tests run every night alone, by the seconds that each takes: `tests/nightly.txt`.
 
-    python -m tests.support.long_tests    (about half an hour, in one process)
+    make test PYTEST_ADDOPTS="--durations=0 --durations-min=0.02" | tee LOG
+    python -m tests.support.long_tests LOG --share 0.5    (what stays in every run, of its time)
 
-Of the cases of one test the shortest is in every run, and others that take `LONG_CASE_S` or more
-run at night. Of a file's tests that still take `LONG_TEST_S` or more, the longer half does. Times
-differ from machine to machine, and so the list is made by hand and committed: what runs does not
-depend on where.
+The longest tests of a log go to the list until what is left takes the share that is asked for. Of
+each file half of the tests stay, the shorter ones. Tests that the log does not have stay where they
+are. Times differ from machine to machine, and so the list is made by hand and committed: what runs
+does not depend on where.
 """
 
-import resource
-import sys
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping
+import argparse
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
-
 FILE = Path(__file__).parents[1] / "nightly.txt"
-LONG_CASE_S = 1.0
-LONG_TEST_S = 3.0
-
-
-def at_night(seconds: Mapping[str, float]) -> list[str]:
-    """The names of the tests that run at night, of all that are in every run, by their seconds."""
-    chosen: set[str] = set()
-    for own in _grouped(seconds, lambda name: name.partition("[")[0]):
-        chosen.update(name for name in own[1:] if seconds[name] >= LONG_CASE_S)
-    left = {name: s for name, s in seconds.items() if name not in chosen and s >= LONG_TEST_S}
-    for own in _grouped(left, lambda name: name.partition("::")[0]):
-        chosen.update(own[(len(own) + 1) // 2 :])
-    return sorted(chosen)
+HEADER = "# Tests that run every night alone; see tests/support/long_tests.py.\n"
+LINE = re.compile(r"^(?P<seconds>[\d.]+)s (?P<phase>setup|call|teardown) +(?P<name>tests/.*)$")
 
 
 def read() -> frozenset[str]:
@@ -38,43 +26,47 @@ def read() -> frozenset[str]:
     return frozenset(line for line in lines if line and not line.startswith("#"))
 
 
-def _grouped(seconds: Mapping[str, float], key: Callable[[str], str]) -> Iterable[list[str]]:
-    """The names of each group, from the shortest to the longest."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in sorted(seconds, key=lambda name: (seconds[name], name)):
-        groups[key(name)].append(name)
-    return groups.values()
+def timed(log: str) -> dict[str, float]:
+    """Seconds of each test's call in what pytest printed; what is set up serves others, too."""
+    seconds: dict[str, float] = defaultdict(float)
+    for line in log.splitlines():
+        if (match := LINE.match(line)) and match["phase"] == "call":
+            seconds[match["name"].strip()] += float(match["seconds"])
+    return dict(seconds)
 
 
-class _Clock:
-    """Processor seconds of each test, with those of the processes that it started."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        before = self._now()
-        result = yield
-        self.seconds[item.nodeid] = self._now() - before
-        return result
-
-    def _now(self) -> float:
-        used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        return sum(one.ru_utime + one.ru_stime for one in used)
+def at_night(seconds: Mapping[str, float], share: float) -> list[str]:
+    """The names of the tests whose time is more than the `share` that may stay."""
+    in_file = Counter(_file(name) for name in seconds)
+    left, total = Counter(in_file), sum(seconds.values())
+    goal, chosen = share * total, list[str]()
+    for name in sorted(seconds, key=lambda name: (-seconds[name], name)):
+        if total <= goal:
+            break
+        if 2 * left[_file(name)] > in_file[_file(name)]:
+            left[_file(name)] -= 1
+            total -= seconds[name]
+            chosen.append(name)
+    return chosen
 
 
-def main() -> int:
-    """Time all tests that would be in every run without the list, and write it."""
-    FILE.unlink(missing_ok=True)
-    clock = _Clock()
-    marks = "not slow and not gpu and not emulated"
-    code = pytest.main(["-q", "-m", marks, str(FILE.parent)], plugins=[clock])
-    names = at_night(clock.seconds)
-    header = "# Tests that run every night alone; see tests/support/long_tests.py.\n"
-    FILE.write_text(header + "".join(f"{name}\n" for name in names), encoding="utf-8")
-    return int(code)
+def _file(name: str) -> str:
+    return name.partition("::")[0]
+
+
+def main() -> None:
+    """Add to the list what takes long by a log."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("log", type=Path)
+    parser.add_argument("--share", type=float, required=True, metavar="0..1")
+    arguments = parser.parse_args()
+    seconds = timed(arguments.log.read_text(encoding="utf-8"))
+    chosen = at_night(seconds, arguments.share)
+    names = sorted(read() | set(chosen))
+    FILE.write_text(HEADER + "".join(f"{name}\n" for name in names), encoding="utf-8")
+    moved, total = sum(seconds[name] for name in chosen), sum(seconds.values())
+    print(f"{len(chosen)} of {len(seconds)} tests, {moved:.0f} of {total:.0f} s, run at night now")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

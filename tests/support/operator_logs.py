@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from protrain_plan.hardware.operators import OperatorLog
+from protrain_plan.hardware.operator_log import OperatorLog
 
 
 @contextmanager

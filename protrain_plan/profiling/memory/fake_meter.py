@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from protrain_plan.hardware.operators import Allocator, OperatorLog
+from protrain_plan.hardware.operator_log import OperatorLog
+from protrain_plan.hardware.operators import Allocator
 from protrain_plan.profiling.memory.passes import identities
 from protrain_plan.profiling.structure.faking import asked
 from protrain_runtime.activations.trees import tensors_in

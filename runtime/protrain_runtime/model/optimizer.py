@@ -18,8 +18,9 @@ from protrain_runtime.devices.turns import Turns, in_turn
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.states.chunks import Chunk, read_values, write_values
 from protrain_runtime.states.compositions import put_together, taken_apart
+from protrain_runtime.states.master_weights import MasterOptimizer
 from protrain_runtime.states.stand_ins import UsedGradient
-from protrain_runtime.states.update_rules import MasterOptimizer, OptimizerFactory
+from protrain_runtime.states.update_rules import OptimizerFactory
 
 ParameterGroups = Sequence[Mapping[str, Any]]
 

@@ -13,7 +13,7 @@ Parameters that no chunk can hold as they are, are refused by name, or left on t
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
@@ -27,13 +27,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from protrain_plan.errors import ProtrainError
 from protrain_plan.program.program import (
     PIECE_ALIGNMENT,
-    SHARD_ALIGNMENT,
     ChunkSize,
-    grouped,
     pieces_in,
-    shard_bytes,
 )
-from protrain_plan.records.plan import Persistent, UnitPlan
 from protrain_runtime.devices.device import HOST_ALIGNMENT_BYTES
 from protrain_runtime.devices.stores import Store
 from protrain_runtime.ranks.group import Ranks
@@ -513,40 +509,6 @@ class Chunk:
                 )
 
 
-def make_chunk(
-    unit: int,
-    parameters: Sequence[tuple[str, nn.Parameter]],
-    used_by: tuple[int, ...],
-    *,
-    alignment: int = ALIGNMENT,
-) -> Chunk:
-    """Lay `parameters` out one after the other, each from a multiple of `alignment` bytes on."""
-    groups: list[Group] = []
-    offset = start = 0
-    for members in grouped([aligned_bytes(parameter, alignment) for _, parameter in parameters]):
-        begin = offset
-        slices: list[Slice] = []
-        for name, parameter in parameters[members.start : members.stop]:
-            part = Slice(
-                name=name,
-                parameter=parameter,
-                offset=offset,
-                group=len(groups),
-                inside=offset - begin,
-                start=start,
-                shape=parameter.shape,
-                stride=dense_strides(parameter),
-                dtype=parameter.dtype,
-                trainable=parameter.requires_grad,
-            )
-            slices.append(part)
-            offset += aligned_bytes(parameter, alignment)
-            start += part.numel if part.trainable else 0
-        gradient_bytes = sum(part.num_bytes for part in slices if part.trainable)
-        groups.append(Group(begin, offset - begin, tuple(slices), gradient_bytes))
-    return Chunk(unit, tuple(groups), used_by)
-
-
 def refuse_reading(name: str) -> None:
     """RuntimeError that names the way to a parameter that is away."""
     raise RuntimeError(
@@ -611,11 +573,6 @@ def write_values(
         chunk.speculated = None
         if chunk.spare is not None and not part.trainable:  # no update writes it there
             chunk.store.write(chunk.spare.place(mine), written)
-
-
-def aligned_bytes(tensor: torch.Tensor, alignment: int = ALIGNMENT) -> int:
-    """Bytes from a parameter's start to the next one's."""
-    return -(-tensor.numel() * tensor.itemsize // alignment) * alignment
 
 
 def offload(chunk: Chunk, store: Store, rules: UpdateRules, *, speculate: bool = False) -> None:
@@ -811,140 +768,3 @@ class Sharding:
         first = part.inside // part.dtype.itemsize
         elements = whole.view(layout.dtype)[first : first + part.numel]
         return elements.as_strided(part.shape, part.stride)
-
-
-def make_sharded_chunk(
-    unit: int,
-    parameters: Sequence[tuple[str, nn.Parameter]],
-    used_by: tuple[int, ...],
-    ranks: Ranks,
-) -> Chunk:
-    """The chunk as it stands on the device; `chunk.sharding.own` is what this rank has of it."""
-    groups: list[Group] = []
-    own_groups: list[Group] = []
-    regions: list[tuple[Region, ...]] = []
-    offset = own_offset = start = own_start = 0
-    for members in grouped([aligned_bytes(parameter) for _, parameter in parameters]):
-        held = parameters[members.start : members.stop]
-        slices: list[Slice] = []
-        own: list[Slice] = []
-        of_group: list[Region] = []
-        inside = inside_own = trainable_bytes = own_trainable_bytes = 0
-        for trainable in (True, False):
-            mine = [pair for pair in held if pair[1].requires_grad == trainable]
-            begin = inside
-            for name, parameter in mine:
-                part = Slice(
-                    name=name,
-                    parameter=parameter,
-                    offset=offset + inside,
-                    group=len(groups),
-                    inside=inside,
-                    start=start + inside // parameter.itemsize if trainable else 0,
-                    shape=parameter.shape,
-                    stride=dense_strides(parameter),
-                    dtype=parameter.dtype,
-                    trainable=trainable,
-                )
-                slices.append(part)
-                inside += -(-part.num_bytes // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
-            region = Region(begin, inside_own, shard_bytes(inside - begin, ranks.num_shards))
-            for part in slices:
-                if part.trainable == trainable:
-                    own += _own_part(part, region, ranks.shard, own_offset, own_start)
-            inside = begin + ranks.num_shards * region.shard
-            inside_own += region.shard
-            if trainable:
-                trainable_bytes, own_trainable_bytes = inside, region.shard
-            if region.shard:
-                of_group.append(region)
-        groups.append(Group(offset, inside, tuple(slices), trainable_bytes))
-        own_groups.append(Group(own_offset, inside_own, tuple(own), own_trainable_bytes))
-        regions.append(tuple(of_group))
-        width = next((part.dtype.itemsize for part in slices if part.trainable), 1)
-        offset, own_offset = offset + inside, own_offset + inside_own
-        start += trainable_bytes // width
-        own_start += own_trainable_bytes // width
-    whole = Chunk(unit, tuple(groups), used_by)
-    shard = Chunk(unit, tuple(own_groups), used_by)
-    widths = [part.dtype.itemsize for part in whole.slices if part.trainable]
-    whole.element_bytes = shard.element_bytes = widths[0] if widths else 0
-    # One optimizer, one set of notes about it.
-    shard.offloaded_gradients = whole.offloaded_gradients
-    shard.current.updated, shard.current.scalars = whole.updated, whole.scalars
-    whole.sharding = Sharding(ranks, tuple(regions), shard)
-    return whole
-
-
-def _own_part(
-    part: Slice, region: Region, rank: int, own_offset: int, own_start: int
-) -> list[Slice]:
-    """What a rank has of a parameter, as a flat one; empty where it has nothing."""
-    low, high = rank * region.shard, (rank + 1) * region.shard
-    begin = part.inside - region.start
-    first, last = max(begin, low), min(begin + part.num_bytes, high)
-    if first >= last:
-        return []
-    size = part.dtype.itemsize
-    inside = region.own + first - low
-    return [
-        replace(
-            part,
-            offset=own_offset + inside,
-            inside=inside,
-            start=own_start + (first - low) // size if part.trainable else 0,
-            shape=torch.Size([(last - first) // size]),
-            stride=(1,),
-            first=(first - begin) // size,
-        )
-    ]
-
-
-def unit_parameters(
-    model: nn.Module, units: Sequence[tuple[str, str, Sequence[str]]]
-) -> list[list[tuple[str, nn.Parameter]]]:
-    """The parameters of each unit's chunk, given (kind, name, listed parameters) per unit.
-
-    A block has its module's parameters but those that another unit lists. A tied parameter goes by
-    its first name in the model.
-    """
-    by_name = dict(model.named_parameters(remove_duplicate=False))
-    canonical = {parameter: name for name, parameter in model.named_parameters()}
-    listed = {canonical[by_name[name]] for _, _, names in units for name in names}
-    taken: set[str] = set()
-    chunks: list[list[tuple[str, nn.Parameter]]] = []
-    for kind, unit_name, names in units:
-        own = [canonical[by_name[name]] for name in names]
-        if kind == "block":
-            module = model.get_submodule(unit_name)
-            inside = [canonical[parameter] for parameter in module.parameters()]
-            own.extend(name for name in inside if name not in listed)
-        fresh = [name for name in dict.fromkeys(own) if name not in taken]
-        taken.update(fresh)
-        chunks.append([(name, by_name[name]) for name in fresh])
-    return chunks
-
-
-def make_chunks(
-    model: nn.Module,
-    units: Sequence[UnitPlan],
-    ranks: Ranks | None = None,
-    *,
-    alignment: int = ALIGNMENT,
-) -> list[Chunk]:
-    """One chunk per unit, empty where the unit has no parameters of its own.
-
-    With `ranks`, they share those that are not persistent. Parameters start at multiples of
-    `alignment` bytes.
-    """
-    index_of = {unit.name: index for index, unit in enumerate(units)}
-    shape = [(unit.kind, unit.name, unit.parameters) for unit in units]
-    chunks: list[Chunk] = []
-    for index, parameters in enumerate(unit_parameters(model, shape)):
-        users = (index, *(index_of[name] for name in units[index].also_used_by))
-        if ranks is None or isinstance(units[index].states, Persistent) or not parameters:
-            own = users if parameters else ()
-            chunks.append(make_chunk(index, parameters, own, alignment=alignment))
-        else:
-            chunks.append(make_sharded_chunk(index, parameters, users, ranks))
-    return chunks

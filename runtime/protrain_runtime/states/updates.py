@@ -22,8 +22,9 @@ from protrain_runtime.devices.lanes import STACK_BYTES, take_one_thread
 from protrain_runtime.devices.stores import HostStore, Store
 from protrain_runtime.states.chunks import Chunk, Copy, Cut, Slice, StateKind, StateLayout
 from protrain_runtime.states.compositions import put_together, taken_apart
+from protrain_runtime.states.master_weights import MasterOptimizer
 from protrain_runtime.states.stand_ins import GradientInStore, scaled
-from protrain_runtime.states.update_rules import MasterOptimizer, OptimizerFactory
+from protrain_runtime.states.update_rules import OptimizerFactory
 
 SMALLEST_RANGE = 2**17
 """Elements that are worth a thread: about 150 us of AdamW's step, several times what handing a

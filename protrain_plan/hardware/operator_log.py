@@ -1,0 +1,217 @@
+"""What operators compute and move, and their seconds by a machine's rates.
+
+FLOPs are those of matrix products, convolutions and attention; everything else is its bytes.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from protrain_plan.hardware.kernels import (
+    Attention,
+    Product,
+    attention_efficiency,
+    product_efficiency,
+)
+from protrain_plan.hardware.operators import HALF, INT8_PRODUCT, PACKED_PRODUCT
+from protrain_plan.records.hardware import Rates
+from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.devices.memory_meter import storage_bytes
+
+aten = torch.ops.aten
+
+_FREE = frozenset(
+    (
+        "aten::detach",
+        "aten::lift_fresh",
+        "aten::_local_scalar_dense",
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+    )
+)
+"""They launch nothing; nor do views."""
+
+
+class Work(NamedTuple):
+    """What one operator computes and moves.
+
+    `model_flops` are its part of what model FLOPs utilisation counts (`records.Profile`).
+    """
+
+    flops: float
+    bytes: int
+    half: bool  # computes in 16 bits
+    shape: Product | Attention | None = None
+    model_flops: float = 0.0
+
+    def seconds(self, rates: Rates) -> float:
+        """The formula of `Rates`."""
+        peak = rates.flops_per_s(half=self.half)
+        efficiency = rates.compute_efficiency
+        match self.shape:
+            case Product():
+                efficiency *= product_efficiency(self.shape, rates.multiprocessors)
+            case Attention() if self.half:
+                efficiency = attention_efficiency(self.shape, rates)
+        computing = self.flops / (peak * efficiency)
+        moving = self.bytes / (rates.memory_bytes_per_s * rates.memory_efficiency)
+        return max(computing, moving) + rates.operator_s
+
+
+class OperatorLog:
+    """The work of operators between marks, one list per mark. The tensors may be fake."""
+
+    def __init__(self) -> None:
+        self.slots: list[list[Work]] = []
+
+    def mark(self) -> None:
+        """What runs from here on belongs to the next list."""
+        self.slots.append([])
+
+    def seconds(self, rates: Rates) -> list[float]:
+        """The estimate for every mark."""
+        return [sum(work.seconds(rates) for work in slot) for slot in self.slots]
+
+    def model_flops(self) -> list[float]:
+        """What model FLOPs utilisation counts, for every mark."""
+        return [sum(work.model_flops for work in slot) for slot in self.slots]
+
+    def note(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object
+    ) -> None:
+        """Write down a call of an operator; views and bookkeeping are none."""
+        free = func.is_view or func.namespace == "prim" or func._schema.name in _FREE
+        if not self.slots or free:
+            return
+        # FLOPs are two per multiplication and addition, 0 for what is no matrix product.
+        flops, given = 0.0, tensors_in((args, kwargs))
+        if own := _FLOPS.get(func):
+            flops = own(args, kwargs)
+        elif counted := flop_registry.get(func._overloadpacket):
+            flops = float(counted(*args, **kwargs, out_val=result))
+        # Each operand is read or written once; of a table, the rows that are looked up.
+        moved = sum(_bytes(tensor) for tensor in tensors_in(result))
+        if func in _LOOKUPS:
+            moved = 2 * moved + sum(_bytes(tensor) for tensor in tensors_in(args[1:]))
+        else:
+            moved += sum(_bytes(tensor) for tensor in given)
+        half = any(tensor.dtype in HALF for tensor in given)
+        shaped = _SHAPES.get(func)
+        shape = shaped(args, kwargs) if shaped else None
+        if func._schema.name == PACKED_PRODUCT:
+            # Packed bytes are read and numbers are written, and then there is a product of these.
+            rows, weight = args[0], math.prod(args[2]) * args[0].itemsize
+            packed = sum(_bytes(tensor) for tensor in given) - _bytes(rows)
+            self.slots[-1].append(Work(0.0, packed + weight, half))
+            columns, inner = args[2][0], rows.shape[-1]
+            shape = Product(1, rows.numel() // max(1, inner), columns, inner)
+            flops = 2.0 * rows.numel() * columns
+            moved += weight - packed
+        elif func._schema.name == INT8_PRODUCT:
+            # At most as long as in 16 bits. Sums of int32 are written and read.
+            rows, columns = args[0], args[1].shape[0]
+            half = True
+            inner = rows.shape[-1]
+            shape = Product(1, rows.numel() // max(1, inner), columns, inner)
+            flops = 2.0 * rows.numel() * columns
+            moved += 2 * 4 * rows.shape[0] * columns
+        counted_once = _MODEL_FLOPS.get(func)
+        model_flops = counted_once(args, kwargs) if counted_once else flops
+        self.slots[-1].append(Work(flops, moved, half, shape, model_flops))
+
+
+_LOOKUPS = (aten.embedding.default, aten.index.Tensor, aten.index_select.default)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """An expanded tensor has more elements than bytes."""
+    if tensor.layout != torch.strided:
+        return storage_bytes([tensor])
+    return min(tensor.numel() * tensor.itemsize, int(tensor.untyped_storage().nbytes()))
+
+
+def _attention_flops(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    query: int,
+    products: int,
+    causal: int | None = None,
+) -> float:
+    """Per product 2 B H Sq Sk D; half of the scores where the kernel skips the future.
+
+    `query` and `causal` are places among the arguments; without `causal`, all scores count.
+    """
+    batch, heads, length, width = args[query].shape
+    flops: float = 2.0 * products * batch * heads * length * args[query + 1].shape[2] * width
+    if causal is None:
+        return flops
+    skips = args[causal] if len(args) > causal else kwargs.get("is_causal", False)
+    return flops / 2 if skips else flops
+
+
+def _product(args: tuple[Any, ...], _: Mapping[str, Any], *, left: int = 0) -> Product:
+    """Of the two operands from place `left` on; batches of them where they have three dimensions.
+
+    Groups of rows, of which each meets one of several weights, are taken as equal.
+    """
+    given, weight = args[left : left + 2]
+    groups = weight.shape[0] if weight.dim() == 3 else 1
+    rows = given.shape[-2] if given.dim() == weight.dim() else -(-given.shape[-2] // groups)
+    return Product(groups, rows, weight.shape[-1], given.shape[-1])
+
+
+def _attention_shape(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], *, query: int, causal: int, backward: bool
+) -> Attention:
+    keys, width = args[query + 1].shape[2:]
+    skips = args[causal] if len(args) > causal else kwargs.get("is_causal", False)
+    masked = kwargs.get("attn_mask") is not None
+    return Attention(keys / 2 if skips else float(keys), width, backward, masked)
+
+
+_SHAPES: dict[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], Product | Attention]] = {
+    aten.mm.default: _product,
+    aten.bmm.default: _product,
+    aten._grouped_mm.default: _product,
+    aten.addmm.default: partial(_product, left=1),
+    aten.baddbmm.default: partial(_product, left=1),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: partial(
+        _attention_shape, query=0, causal=4, backward=False
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: partial(
+        _attention_shape, query=1, causal=7, backward=True
+    ),
+}
+"""Operators whose efficiency depends on their shape."""
+
+_FLOPS: dict[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], float]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: partial(
+        _attention_flops, query=0, causal=4, products=2
+    ),
+    # Scores are computed again, then four gradients.
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: partial(
+        _attention_flops, query=1, causal=7, products=5
+    ),
+    # Every row meets the weights of one group.
+    aten._grouped_mm.default: lambda args, _: 2.0 * args[0].numel() * args[1].shape[-1],
+}
+"""Those that `torch.utils.flop_counter` lacks."""
+
+_MODEL_FLOPS: dict[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], float]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: partial(
+        _attention_flops, query=0, products=2
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: partial(
+        _attention_flops, query=1, products=4
+    ),
+}
+"""Those of which model FLOPs utilisation counts others: all scores, and none of them twice."""
