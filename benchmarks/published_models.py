@@ -5,7 +5,9 @@ and operators change: nothing here is a factor.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +16,15 @@ from torch.nn.functional import cross_entropy
 from protrain_plan.models.sources import ConfigSource
 from protrain_plan.records.profile import DType, Precision, Quantize
 
-Logits = Literal["cast for the loss", "kept in float32", "in 16 bits"]
+Logits = Literal["cast for the loss", "kept in float32", "returned in float32", "in 16 bits"]
 """What the loss takes of a head's 16-bit logits.
 
 cast for the loss   transformers of today: a float32 copy, which lives as long as the loss runs
 kept in float32     transformers until 4.44, torchtune of 2024: what the model returns is float32,
                     and the loss takes a copy of all logits but the last of each sequence
-in 16 bits          litgpt, Thunder, LLMs from scratch: a cross entropy of the logits themselves
+returned in float32 litgpt, Thunder: Lightning's Fabric makes what a 16-bit model returns float32
+                    (`convert_output` of plugins/precision/half.py), and the loss takes that
+in 16 bits          LLMs from scratch: a cross entropy of the logits themselves
 """
 
 
@@ -33,12 +37,19 @@ class AsRun(ConfigSource):
     product that queries and keys came out of, too, so that attention keeps all three for backward.
     With `inputs_kept` products with 4-bit weights keep their inputs, which nothing needs
     (`ctx.tensors = (A, B)` in bitsandbytes' autograd/_functions.py; today `(None, B)`).
+    With `float32_norms` a norm's product with its weight is one of float32 values, which its
+    backward needs, as in litgpt. With `logits_held` the loop has a name for the logits until
+    the model returns those of the next step. With `one_dropout` adapters of a block's queries,
+    keys and values share what dropout leaves of their input, as litgpt's, which are one for all.
     """
 
     logits: Logits = "cast for the loss"
     expanded_heads: bool = False
     one_product: bool = False
     inputs_kept: bool = False
+    float32_norms: bool = False
+    logits_held: bool = False
+    one_dropout: bool = False
 
     def build(
         self,
@@ -66,18 +77,92 @@ class AsRun(ConfigSource):
             from transformers.integrations import sdpa_attention
 
             vars(sdpa_attention)["use_gqa_in_sdpa"] = lambda *_: False
-        if self.logits == "in 16 bits":
-            plain.loss_function = _of_logits
-        elif self.logits == "kept in float32":
+        if self.logits in ("kept in float32", "returned in float32"):
             head: nn.Module = plain.get_output_embeddings()
-            head.register_forward_hook(_to_float32)
+            beside = self.logits_held and self.logits == "returned in float32"
+            head.register_forward_hook(partial(_to_float32, beside_old=beside))
+        if self.logits == "kept in float32":
             plain.loss_function = _of_shifted_copy
+        elif self.logits != "cast for the loss":
+            plain.loss_function = _of_logits
+        if self.logits_held:
+            beside = self.logits == "kept in float32"
+            plain.loss_function = partial(_holding, plain.loss_function, beside_old=beside)
+        if self.one_dropout:
+            _share_dropouts(model)
         for name, module in list(model.named_modules()):
             if self.one_product and name.endswith(".v_proj"):
                 module.register_forward_hook(_with_room_for_three)
             if self.inputs_kept and type(module).__name__ == "Linear4bit":
                 module.register_forward_hook(_keep_input)
+            if self.float32_norms and type(module).__name__.endswith("RMSNorm"):
+                vars(module)["forward"] = partial(_float32_norm, module)
         return model
+
+
+def _holding(
+    loss_of: Any, logits: Tensor, *arguments: Any, beside_old: bool, **named: Any
+) -> Tensor:
+    """The loss, whose backward keeps the logits alive to its end.
+
+    Where the model computes the loss, `beside_old`, those of the step before are there meanwhile.
+    """
+    old = torch.empty_like(logits) if beside_old else None
+    loss = loss_of(logits, *arguments, **named)
+    del old
+    held: Tensor = _Holding.apply(loss, logits)  # type: ignore[no-untyped-call]
+    return held
+
+
+class _Holding(torch.autograd.Function):
+    """The first of two tensors as it is; the second lives until backward has ended."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, held: Tensor) -> Tensor:
+        ctx.held = held.detach()
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(partial(delattr, ctx, "held"))
+        return grad, None
+
+
+def _share_dropouts(model: nn.Module) -> None:
+    """Let the adapters of q, k and v of a block drop the same part of the input, once."""
+    for block in list(model.modules()):
+        layers = [getattr(block, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+        own: list[Any] = [layer for layer in layers if hasattr(layer, "lora_dropout")]
+        if len(own) > 1:
+            shared = _SharedDropout(own[0].lora_dropout["default"])
+            for layer in own:
+                layer.lora_dropout["default"] = shared
+
+
+class _SharedDropout(nn.Module):
+    """A dropout that gives those who ask for the same input one output."""
+
+    def __init__(self, dropout: nn.Module) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self._last: list[ref[Tensor]] = []  # the input and what is left of it
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Values of any shape, as dropout leaves them."""
+        if self._last and self._last[0]() is values and (left := self._last[1]()) is not None:
+            return left
+        dropped: Tensor = self.dropout(values)
+        self._last = [ref(values), ref(dropped)]
+        return dropped
+
+
+def _float32_norm(norm: Any, values: Tensor) -> Tensor:
+    """Values [batch, tokens, width] by their root mean square, and rounded after the weight."""
+    wide = values.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    result: Tensor = (normed * norm.weight.float()).to(values.dtype)
+    return result
 
 
 def _with_room_for_three(_v: nn.Module, _inputs: tuple[Tensor, ...], values: Tensor) -> Tensor:
@@ -105,8 +190,14 @@ class _Kept(torch.autograd.Function):
         return grad, None
 
 
-def _to_float32(_head: nn.Module, _inputs: tuple[Tensor, ...], logits: Tensor) -> Tensor:
-    return logits.float()
+def _to_float32(
+    _head: nn.Module, _inputs: tuple[Tensor, ...], logits: Tensor, *, beside_old: bool
+) -> Tensor:
+    """Logits in float32; `beside_old`: those of the step before are there, too."""
+    old = torch.empty_like(logits, dtype=torch.float32) if beside_old else None
+    wide = logits.float()
+    del old
+    return wide
 
 
 def _of_logits(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:

@@ -98,6 +98,9 @@ class Run:
     expanded_heads: bool = False
     one_product: bool = False
     inputs_kept: bool = False
+    float32_norms: bool = False
+    logits_held: bool = False
+    one_dropout: bool = False
     buckets: bool = False
     memory_bytes: int | None = None
     memory_is: MemoryKind = "not said"
@@ -121,7 +124,8 @@ class Run:
     def workload(self) -> tuple[object, ...]:
         """What profiles of several machines are estimated from at once."""
         shape = (self.model, self.seq, self.batch, self.dtype, self.precision)
-        model = (self.logits, self.expanded_heads, self.one_product, self.inputs_kept)
+        attention = (self.expanded_heads, self.one_product, self.one_dropout)
+        model = (self.logits, self.logits_held, *attention, self.inputs_kept, self.float32_norms)
         return (*shape, self.optimizer, self.lora, self.quantize, *model)
 
 
@@ -179,6 +183,9 @@ _READERS: dict[str, Callable[[Node], object]] = {
     "expanded_heads": Node.boolean,
     "one_product": Node.boolean,
     "inputs_kept": Node.boolean,
+    "float32_norms": Node.boolean,
+    "logits_held": Node.boolean,
+    "one_dropout": Node.boolean,
     "buckets": Node.boolean,
     "memory": lambda node: parse_bytes(node.text()),
     "memory_is": _word(get_args(MemoryKind)),
@@ -321,6 +328,9 @@ def source_of(run: Run, published: Published) -> ModelSource:
         expanded_heads=run.expanded_heads,
         one_product=run.one_product,
         inputs_kept=run.inputs_kept,
+        float32_norms=run.float32_norms,
+        logits_held=run.logits_held,
+        one_dropout=run.one_dropout,
     )
 
 

@@ -89,7 +89,7 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
     "docs/how-to/long-contexts.md#compressed-copies": Runs(),
     "docs/how-to/small-cards.md#small-cards": Runs(),
     "docs/how-to/small-cards.md#beside-what-you-would-do-without-a-plan": Runs(
-        smaller={"llama-3.1-8b": "tiny-llama"}
+        smaller={"llama-3.1-8b": "smollm2-135m"}
     ),
     "docs/how-to/small-cards.md#one-model-on-four-machines": Runs(
         smaller={"llama-3.1-8b": "smollm2-135m"}
@@ -109,13 +109,13 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
     "docs/how-to/plan.md#ask-the-planner": Runs(prepare=measured_profile),
     "docs/how-to/hardware.md#machines": Runs(),
     "docs/how-to/choose-a-machine.md#choose-a-machine": Runs(
-        smaller={"llama-3.1-8b": "tiny-llama"}
+        smaller={"llama-3.1-8b": "smollm2-135m"}
     ),
     "docs/how-to/choose-a-machine.md#what-tokens-cost": Runs(
         smaller={"llama-3.1-8b": "smollm2-135m"}
     ),
     "docs/how-to/choose-a-machine.md#the-cheapest-that-is-fast-enough": Runs(
-        smaller={"llama-3.1-8b": "tiny-llama"}
+        smaller={"llama-3.1-8b": "smollm2-135m"}
     ),
     "docs/looking.md#looking-at-a-plan": Runs(prepare=committed_plans, slow=False),
     **{

@@ -530,7 +530,9 @@ AMPLE = 10**12
 CLASSES = 4096  # so many that logits are the most of a step, as they are in large models
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
 def profile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Profile:
     folder = tmp_path_factory.mktemp("profile")
     config = json.loads(load_source("tiny-llama").model_config) | {"vocab_size": CLASSES}

@@ -72,7 +72,7 @@ BATCH, SEQUENCE = 4, 64
 HIDDEN_BYTES = 2 * BATCH * SEQUENCE * 96
 
 
-@pytest.fixture(scope="module", params=["nf4", "int8"])
+@pytest.fixture(scope="module", params=["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest) -> Quantize:
     found: Quantize = request.param
     return found

@@ -191,7 +191,7 @@ LAST_PART_BYTES = 4 * BATCH * SEQUENCE * WIDTH + 512
 """The last norm's float32 copy: a part has the costs of the costliest form that blocks may have."""
 OPTIONS = (
     "r=4",
-    "r=4,dora",
+    pytest.param("r=4,dora", marks=pytest.mark.slow),
     *(
         pytest.param(text, marks=pytest.mark.slow)
         for text in (

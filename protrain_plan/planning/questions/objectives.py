@@ -25,7 +25,7 @@ from protrain_plan.planning.questions.planner import (
     solve_problem,
     within,
 )
-from protrain_plan.planning.questions.spending import Spending, spending
+from protrain_plan.planning.questions.spending import Spending, spending, tokens_in_step
 from protrain_plan.planning.search.baselines import kept_seconds
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.improving import Effort
@@ -408,8 +408,7 @@ class Fit:
     @property
     def tokens_per_step(self) -> int:
         """Of all devices' micro-batches."""
-        workload, devices = self.profile.workload, self.group.num_devices
-        return workload.batch_size * workload.seq_len * self.micro_batches * devices
+        return tokens_in_step(self.profile.workload, self.group, self.micro_batches)
 
     def spending(self, step_seconds: float | None) -> Spending | None:
         """What an alternative takes with steps of so many seconds; None where it does not fit."""

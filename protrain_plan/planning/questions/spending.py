@@ -13,7 +13,7 @@ products.
 from dataclasses import dataclass
 
 from protrain_plan.program.group import DeviceGroup
-from protrain_plan.records.profile import Profile
+from protrain_plan.records.profile import Profile, Workload
 
 TOKENS = 1_000_000_000
 """Hours, cost and energy are of so many."""
@@ -38,13 +38,17 @@ def cost_of(num_tokens: float, *, tokens_per_s: float, price_per_hour: float) ->
     return price_per_hour * num_tokens / tokens_per_s / 3600
 
 
+def tokens_in_step(workload: Workload, group: DeviceGroup, micro_batches: int) -> int:
+    """Of all micro-batches of all devices."""
+    return workload.batch_size * workload.seq_len * micro_batches * group.num_devices
+
+
 def spending(
     profile: Profile, group: DeviceGroup, *, micro_batches: int, step_seconds: float
 ) -> Spending:
     """What steps of so many seconds take, in which each device of the group has its batches."""
     workload, machine, devices = profile.workload, profile.hardware, group.num_devices
-    tokens_per_step = workload.batch_size * workload.seq_len * micro_batches * devices
-    tokens_per_s = tokens_per_step / step_seconds
+    tokens_per_s = tokens_in_step(workload, group, micro_batches) / step_seconds
     mfu, rates = None, machine.rates
     if rates is not None and profile.model_flops:
         peak = rates.flops_per_s(half=workload.dtype != "float32")
