@@ -92,6 +92,7 @@ def run_command(command: Callable[[], int | None]) -> NoReturn:
     prepare_streams()
     # torchao, which peft imports where it is installed, says what of its kernels a machine lacks.
     logging.getLogger("torchao").setLevel(logging.ERROR)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that it would rather have
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     try:
         code = command()

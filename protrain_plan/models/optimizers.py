@@ -89,6 +89,7 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 """Elementwise ones."""
 
 _BITSANDBYTES = "bitsandbytes"
+INSTALL_BITSANDBYTES = "pip install 'protrain-plan[quantize]'"
 OF_8_BITS: dict[str, OptimizerFactory] = {
     "adamw8bit": _of_bitsandbytes("AdamW8bit", lr=3e-4),
     "lion8bit": _of_bitsandbytes("Lion8bit", lr=1e-4),
@@ -166,7 +167,7 @@ def _known(kind: str) -> OptimizerFactory:
         raise ProtrainError(
             f"the optimizer {kind} needs the package bitsandbytes",
             key="optimizer",
-            fix="pip install 'protrain-plan[quantize]'",
+            fix=INSTALL_BITSANDBYTES,
         )
     return KNOWN[kind]
 

@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.building import TORCH_DTYPES, replaced
+from protrain_plan.models.optimizers import INSTALL_BITSANDBYTES
 from protrain_plan.records.adapters import read_adapter
 from protrain_plan.records.profile import DType, Quantize
 from protrain_runtime.states.quantized import (
@@ -52,7 +53,6 @@ from protrain_runtime.states.quantized import (
 KINDS: tuple[Quantize, ...] = ("nf4", "int8")
 
 PACKAGE_MISSING = "quantised weights need the package bitsandbytes"
-_INSTALL = "pip install 'protrain-plan[quantize]'"
 
 
 def read_quantize(text: str | None, *, adapter: str) -> Quantize:
@@ -337,5 +337,5 @@ def _imported(name: str, source: str) -> Any:
         raise ProtrainError(
             PACKAGE_MISSING if name == "bitsandbytes" else f"--quantize needs the package {name}",
             source=source or None,
-            fix=_INSTALL if name == "bitsandbytes" else f"pip install {name}",
+            fix=INSTALL_BITSANDBYTES if name == "bitsandbytes" else f"pip install {name}",
         ) from error
