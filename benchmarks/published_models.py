@@ -39,8 +39,10 @@ class AsRun(ConfigSource):
     (`ctx.tensors = (A, B)` in bitsandbytes' autograd/_functions.py; today `(None, B)`).
     With `float32_norms` a norm's product with its weight is one of float32 values, which its
     backward needs, as in litgpt. With `logits_held` the loop has a name for the logits until
-    the model returns those of the next step. With `one_dropout` adapters of a block's queries,
-    keys and values share what dropout leaves of their input, as litgpt's, which are one for all.
+    the model returns those of the next step. With `joint_adapters` those of a block's queries, keys
+    and values are one, as litgpt's: they share what dropout leaves of their input, and where one of
+    the three has none, what the others add is copied to a wider tensor, whose backward needs it
+    (`index_copy` of `LoRAQKVLinear.zero_pad`, and `source` in PyTorch's derivatives.yaml).
     """
 
     logits: Logits = "cast for the loss"
@@ -49,7 +51,7 @@ class AsRun(ConfigSource):
     inputs_kept: bool = False
     float32_norms: bool = False
     logits_held: bool = False
-    one_dropout: bool = False
+    joint_adapters: bool = False
 
     def build(
         self,
@@ -88,8 +90,8 @@ class AsRun(ConfigSource):
         if self.logits_held:
             beside = self.logits == "kept in float32"
             plain.loss_function = partial(_holding, plain.loss_function, beside_old=beside)
-        if self.one_dropout:
-            _share_dropouts(model)
+        if self.joint_adapters:
+            _join_adapters(model)
         for name, module in list(model.named_modules()):
             if self.one_product and name.endswith(".v_proj"):
                 module.register_forward_hook(_with_room_for_three)
@@ -129,8 +131,8 @@ class _Holding(torch.autograd.Function):
         return grad, None
 
 
-def _share_dropouts(model: nn.Module) -> None:
-    """Let the adapters of q, k and v of a block drop the same part of the input, once."""
+def _join_adapters(model: nn.Module) -> None:
+    """Let the adapters of q, k and v of a block take and keep what one for all three does."""
     for block in list(model.modules()):
         layers = [getattr(block, name, None) for name in ("q_proj", "k_proj", "v_proj")]
         own: list[Any] = [layer for layer in layers if hasattr(layer, "lora_dropout")]
@@ -138,6 +140,14 @@ def _share_dropouts(model: nn.Module) -> None:
             shared = _SharedDropout(own[0].lora_dropout["default"])
             for layer in own:
                 layer.lora_dropout["default"] = shared
+        if 0 < len(own) < len(layers):
+            for layer in own:
+                layer.lora_B["default"].register_forward_hook(_keep_output)
+
+
+def _keep_output(_layer: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    kept: Tensor = _Kept.apply(output, output)  # type: ignore[no-untyped-call]
+    return kept
 
 
 class _SharedDropout(nn.Module):

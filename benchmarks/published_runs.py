@@ -100,7 +100,7 @@ class Run:
     inputs_kept: bool = False
     float32_norms: bool = False
     logits_held: bool = False
-    one_dropout: bool = False
+    joint_adapters: bool = False
     buckets: bool = False
     memory_bytes: int | None = None
     memory_is: MemoryKind = "not said"
@@ -124,7 +124,7 @@ class Run:
     def workload(self) -> tuple[object, ...]:
         """What profiles of several machines are estimated from at once."""
         shape = (self.model, self.seq, self.batch, self.dtype, self.precision)
-        attention = (self.expanded_heads, self.one_product, self.one_dropout)
+        attention = (self.expanded_heads, self.one_product, self.joint_adapters)
         model = (self.logits, self.logits_held, *attention, self.inputs_kept, self.float32_norms)
         return (*shape, self.optimizer, self.lora, self.quantize, *model)
 
@@ -185,7 +185,7 @@ _READERS: dict[str, Callable[[Node], object]] = {
     "inputs_kept": Node.boolean,
     "float32_norms": Node.boolean,
     "logits_held": Node.boolean,
-    "one_dropout": Node.boolean,
+    "joint_adapters": Node.boolean,
     "buckets": Node.boolean,
     "memory": lambda node: parse_bytes(node.text()),
     "memory_is": _word(get_args(MemoryKind)),
@@ -330,7 +330,7 @@ def source_of(run: Run, published: Published) -> ModelSource:
         inputs_kept=run.inputs_kept,
         float32_norms=run.float32_norms,
         logits_held=run.logits_held,
-        one_dropout=run.one_dropout,
+        joint_adapters=run.joint_adapters,
     )
 
 
