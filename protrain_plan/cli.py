@@ -4,7 +4,6 @@ Exit codes: 0 done, 1 a verification or a rule failed, 2 a mistake in the input,
 4 out of memory, 130 interrupted, 141 nobody reads what is printed.
 """
 
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -47,6 +46,7 @@ from protrain_plan.commands.output import (
     prepare_streams,
     print_error,
     print_text,
+    quiet_libraries,
 )
 from protrain_plan.errors import ProtrainError
 
@@ -90,10 +90,7 @@ def main() -> None:
 def run_command(command: Callable[[], int | None]) -> NoReturn:
     """End with what a command gives as exit code; what a user can mend becomes one message."""
     prepare_streams()
-    # torchao, which peft imports where it is installed, says what of its kernels a machine lacks.
-    logging.getLogger("torchao").setLevel(logging.ERROR)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that it would rather have
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    quiet_libraries()
     try:
         code = command()
         flush()

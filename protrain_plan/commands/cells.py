@@ -6,14 +6,15 @@ estimate of its own, so that what is answered is no interpolation.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from typing import TypeVar
 
-from protrain_plan.commands.measuring import ProfileRequest, Progress, estimated
+from protrain_plan.commands.measuring import Estimates, ProfileRequest, Progress, estimated
 from protrain_plan.commands.options import budgets_of
-from protrain_plan.commands.processes import answers_of
+from protrain_plan.commands.processes import answers_of, pipelined, workers
 from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.questions.best_batch import divisors, fastest
 from protrain_plan.planning.questions.growth import between
@@ -24,6 +25,11 @@ from protrain_plan.program.group import DeviceGroup, profile_of_rank
 from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import Updates
 from protrain_plan.records.profile import Profile
+
+Answer = TypeVar("Answer")
+
+_PLANNING = ("protrain_plan.planning.questions.objectives", "highspy")
+"""What a process imports that is to plan, while models are estimated."""
 
 GAP = 0.02
 """Plans this close to the bound are good enough to compare machines and batches."""
@@ -36,7 +42,8 @@ STATES_OF_8_BITS = {"adamw": "adamw8bit"}
 class Cells:
     """Every request on every group of devices: a group has the number of its machine.
 
-    Budgets are as the command line has them, and None for all that a machine has.
+    Budgets are as the command line has them, and None for all that a machine has. `jobs` processes
+    work at once, None: one a core.
     """
 
     requests: Sequence[ProfileRequest]
@@ -48,6 +55,7 @@ class Cells:
     updates: Updates
     clip_share: float
     cache: EstimateCache
+    jobs: int | None = None
 
     def questions(
         self, progress: Progress, *, micro_batches: int = 1, global_batch: int | None = None
@@ -60,11 +68,55 @@ class Cells:
         """
         if global_batch is not None:
             return self._best(progress, global_batch)
+        profiles = estimated(self.requests, self.machines, progress, self.cache, jobs=self.jobs)
+        return [one for each in profiles for one in self._of_groups(each, micro_batches)]
+
+    def _of_groups(self, profiles: Sequence[Profile], micro_batches: int) -> list[Question]:
+        """The questions about each group, of the profiles of one request."""
         return [
-            self._question(profiles[place], group, micro_batches)
-            for profiles in estimated(self.requests, self.machines, progress, self.cache)
-            for place, group in self.groups
+            self._question(profiles[place], group, micro_batches) for place, group in self.groups
         ]
+
+    def answers(
+        self,
+        answer: Callable[[Question], Answer],
+        progress: Progress,
+        *,
+        micro_batches: int = 1,
+        global_batch: int | None = None,
+    ) -> Generator[tuple[Question, Answer], None, None]:
+        """The same questions in order, each with its answer, as soon as those before are known."""
+        if global_batch is not None:
+            best = self._best(progress, global_batch)
+            yield from answered(best, answer, progress, jobs=self.jobs)
+            return
+        estimates = Estimates(self.requests, self.machines, self.cache)
+        count = len(self.requests) * len(self.groups)
+        at_once = processes_at_once(count, self.jobs)
+        here = estimates.made_here(at_once=at_once)
+        share = 1 / (count + max(1, estimates.num_missing))
+
+        def estimating(what: str, fraction: float) -> None:
+            progress(what, share * fraction)
+
+        with workers(at_once, imports=_PLANNING) as start:
+            yield from _told(
+                pipelined(
+                    start,
+                    [
+                        estimates.work(number, estimating if here else None)
+                        for number in range(len(self.requests))
+                    ],
+                    lambda number, made: self._of_groups(
+                        estimates.learnt(number, made), micro_batches
+                    ),
+                    answer,
+                    at_once=at_once,
+                    learn_here=here,
+                ),
+                count,
+                progress,
+            )
 
     def _best(self, progress: Progress, global_batch: int) -> list[Question]:
         parts: list[int] = []
@@ -81,7 +133,7 @@ class Cells:
         def learn(wanted: Iterable[tuple[int, int]]) -> None:
             new = [pair for pair in dict.fromkeys(wanted) if pair not in known]
             sized = [replace(self.requests[request], batch_size=size) for request, size in new]
-            profiles = estimated(sized, self.machines, progress, self.cache)
+            profiles = estimated(sized, self.machines, progress, self.cache, jobs=self.jobs)
             known.update(zip(new, profiles, strict=True))
 
         every = range(len(self.requests))
@@ -111,7 +163,8 @@ class Cells:
             )
         progress("looking for the best micro-batches", 0.6)
         search = partial(fastest, effort=Effort(gap_target=GAP))
-        with answers_of(search, candidates, at_once=processes_at_once(len(cells))) as answers:
+        at_once = processes_at_once(len(cells), self.jobs)
+        with answers_of(search, candidates, at_once=at_once) as answers:
             chosen = [tried[number or 0] for tried, number in zip(sizes, answers, strict=True)]
         learn((request, size) for (request, _), size in zip(cells, chosen, strict=True))
         best: list[Question] = []
@@ -137,7 +190,7 @@ class Cells:
             replace(asked, seq_len=length, batch_size=size, optimizer=optimizer)
             for length, size in wanted
         ]
-        profiles = estimated(requests, self.machines, progress, self.cache)
+        profiles = estimated(requests, self.machines, progress, self.cache, jobs=self.jobs)
         known = dict(zip(wanted, profiles, strict=True))
         places = [self.machines.index(question.profile.hardware) for question in questions]
         return [
@@ -157,3 +210,27 @@ class Cells:
             micro_batches=micro_batches,
             allow=self.requests[0].allow,
         )
+
+
+def answered(
+    questions: Sequence[Question],
+    answer: Callable[[Question], Answer],
+    progress: Progress,
+    *,
+    jobs: int | None,
+) -> Iterator[tuple[Question, Answer]]:
+    """Each question with its answer, in order, by at most so many processes at once."""
+    at_once = processes_at_once(len(questions), jobs)
+    with answers_of(answer, questions, at_once=at_once) as found:
+        yield from _told(zip(questions, found, strict=True), len(questions), progress)
+
+
+def _told(
+    found: Iterable[tuple[Question, Answer]], count: int, progress: Progress
+) -> Iterator[tuple[Question, Answer]]:
+    """What is found, with progress after each."""
+    for number, (question, answer) in enumerate(found, 1):
+        workload = question.profile.workload
+        where = f"{workload.batch_size} x {workload.seq_len} tokens"
+        progress(f"{where} on {question.profile.hardware.name}: planned", number / count)
+        yield question, answer

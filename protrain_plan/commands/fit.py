@@ -1,6 +1,7 @@
 """`protrain fit`: whether models train on machines that need not be there, and how fast."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from protrain_plan.commands.options import (
     ClipOption,
     ClipShareOption,
     DTypeOption,
+    JobsOption,
     JsonOption,
     LoraOption,
     ModelArgument,
@@ -122,6 +124,7 @@ def fit(
         Path | None,
         typer.Option(help="Write a page with the chart of tokens per second against memory."),
     ] = None,
+    jobs: JobsOption = None,
     no_cache: NoCacheOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -188,35 +191,53 @@ def fit(
         updates=when,
         clip_share=clip_share_of(clip_share, when),
         cache=EstimateCache(off=no_cache),
+        jobs=jobs,
     )
     with progress(quiet=as_json) as tell:
         tell("estimating", 0.0)
-        questions = cells.questions(tell, micro_batches=accumulate, global_batch=global_batch)
+        questions: list[Question] = []
+        fits: list[Fit] = []
+        in_order = [prices[place] for _ in requests for place, _ in cells.groups]
         # What others change when all are known is printed at the end.
         at_once = as_json and not (compare or what_helps or swept)
-        cells_json = JsonList(CELLS, len(questions)) if at_once else None
-        in_order = iter([prices[place] for _ in requests for place, _ in cells.groups])
-
-        def told(one: "Fit") -> "Fit":
-            priced = _priced(one, next(in_order))
-            if cells_json:
-                cells_json.add(fit_json(priced))
-            return priced
-
-        fits = [] if swept else _answers(questions, tell, compare=compare, told=told)
+        cells_json = JsonList(CELLS, len(in_order)) if at_once else None
+        if swept is not None:
+            questions = cells.questions(tell, micro_batches=accumulate, global_batch=global_batch)
+        else:
+            with closing(
+                cells.answers(
+                    partial(_fitted, compare=compare),
+                    tell,
+                    micro_batches=accumulate,
+                    global_batch=global_batch,
+                )
+            ) as answers:
+                for (question, one), price_of_one in zip(answers, in_order, strict=True):
+                    questions.append(question)
+                    fits.append(_priced(one, price_of_one))
+                    if cells_json:
+                        cells_json.add(fit_json(fits[-1]))
         lighter = []
         if compare or what_helps:
             lighter = cells.with_states_of_8_bits(questions, tell)
         if compare and lighter:
-            fits = _with_8_bits(fits, lighter, tell)
+            fits = _with_8_bits(fits, lighter, tell, jobs=jobs)
     if swept is not None:
-        show_sweep(swept, questions, as_json=as_json)
+        show_sweep(swept, questions, as_json=as_json, jobs=jobs)
         return
     if page is not None:
         replace_text(page, fit_page(fits, columns=shown))
     written = () if report is None else (report,)
     if what_helps:
-        show_help(fits, questions, lighter, as_json=as_json, written=written, columns=shown)
+        show_help(
+            fits,
+            questions,
+            lighter,
+            as_json=as_json,
+            written=written,
+            columns=shown,
+            jobs=jobs,
+        )
     elif cells_json is None:
         show(as_json, fits_json(fits), lambda: fits_text(fits, *written, columns=shown))
     if all(one.verdict == "does not fit" for one in fits):
@@ -251,40 +272,18 @@ def _priced(fit: "Fit", price: float) -> "Fit":
     return replace(fit, profile=replace(fit.profile, hardware=hardware))
 
 
-def _answers(
-    questions: "Sequence[Question]",
-    tell: "Progress",
-    *,
-    compare: bool = False,
-    told: "Callable[[Fit], Fit]" = lambda fit: fit,
-) -> "list[Fit]":
-    """What `told` makes of the answers, of each as soon as it and those before are known."""
-    from protrain_plan.commands.processes import answers_of
-    from protrain_plan.profiling.estimate_cache import processes_at_once
-
-    fits: list[Fit] = []
-    answer = partial(_fitted, compare=compare)
-    with answers_of(answer, questions, at_once=processes_at_once(len(questions))) as found:
-        for question in questions:
-            asked_of = question.profile.workload
-            where = f"{asked_of.batch_size} x {asked_of.seq_len} tokens"
-            on_machine = question.profile.hardware.name
-            done = (1 + len(fits)) / (1 + len(questions))
-            tell(f"{where} on {on_machine}: planning", done)
-            fits.append(told(next(found)))
-    return fits
-
-
 def _with_8_bits(
-    fits: "Sequence[Fit]", lighter: "Sequence[Question]", tell: "Progress"
+    fits: "Sequence[Fit]", lighter: "Sequence[Question]", tell: "Progress", *, jobs: int | None
 ) -> "list[Fit]":
     """The answers beside those with 8-bit states, where plain PyTorch does not fit."""
+    from protrain_plan.commands.cells import answered
     from protrain_plan.planning.questions.alternatives import planned
 
     found = list(fits)
     needing = [number for number, one in enumerate(fits) if one.verdict != "fits"]
-    others = _answers([lighter[number] for number in needing], tell)
-    for number, other in zip(needing, others, strict=True):
+    answer = partial(_fitted, compare=False)
+    others = answered([lighter[number] for number in needing], answer, tell, jobs=jobs)
+    for number, (_, other) in zip(needing, others, strict=True):
         if other.solved is not None:
             beside = planned(other.profile.optimizer.name, other.solved.plan, other.profile)
             alternatives = (*found[number].alternatives, beside)

@@ -14,15 +14,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product, starmap
+from functools import partial
+from itertools import product
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from protrain_plan.commands.options import choice
+from protrain_plan.commands.processes import workers
 from protrain_plan.errors import OutOfMemoryError, ProtrainError
 from protrain_plan.models.model_code import INTERRUPTED, culprit_in, end_with, explained
 from protrain_plan.models.presets import read_config
@@ -180,53 +181,90 @@ def requests_for(
 # Torch loads in the functions below, so that --help and planning need not wait for it.
 
 
+class Estimates:
+    """The profiles of requests on machines: what the cache knows, and what is still to be made."""
+
+    def __init__(
+        self,
+        requests: Sequence[ProfileRequest],
+        machines: Sequence[Hardware],
+        cache: EstimateCache,
+    ) -> None:
+        self._requests, self._machines, self._cache = requests, machines, cache
+        self._questions = [request.question() for request in requests]
+        self._found = {
+            (number, machine): profile
+            for number, question in enumerate(self._questions)
+            for machine in machines
+            if question is not None and (profile := cache.profile(question, machine)) is not None
+        }
+
+    @property
+    def num_missing(self) -> int:
+        """Of how many requests some are not known."""
+        return sum(bool(self._missing(number)) for number in range(len(self._requests)))
+
+    def made_here(self, *, at_once: int) -> bool:
+        """Whether the model's code has to run in this process: it is the user's own, or runs once.
+
+        Its start would take another process seconds that this one has.
+        """
+        return at_once == 1 or self.num_missing <= 1 or not all(self._questions)
+
+    def work(self, number: int, progress: Progress | None = None) -> Callable[[], list[Profile]]:
+        """What makes the profiles that are missing of a request, here or in another process."""
+        told = progress or _unheard
+        return partial(_estimated, self._requests[number], self._missing(number), told)
+
+    def learnt(self, number: int, made: Sequence[Profile]) -> list[Profile]:
+        """The profiles of a request, one per machine, with those that its work has `made`."""
+        question = self._questions[number]
+        for machine, profile in zip(self._missing(number), made, strict=True):
+            if question is not None:
+                self._cache.keep_profile(question, profile)
+            self._found[number, machine] = profile
+        return [self._found[number, machine] for machine in self._machines]
+
+    def _missing(self, number: int) -> list[Hardware]:
+        return [machine for machine in self._machines if (number, machine) not in self._found]
+
+
 def estimated(
     requests: Sequence[ProfileRequest],
     machines: Sequence[Hardware],
     progress: Progress,
     cache: EstimateCache,
+    *,
+    jobs: int | None = None,
 ) -> list[list[Profile]]:
     """The profiles that were asked for, estimated for each machine.
 
-    What the cache does not know is estimated here, or by several processes at once where there is
-    more, and the code is not the user's own. ProtrainError where something of a request cannot be
-    had, or the model's code looks at values.
+    What the cache does not know is estimated here, or by several processes at once (at most `jobs`)
+    where there is more, and the code is not the user's own. ProtrainError where something of a
+    request cannot be had, or the model's code looks at values.
     """
-    questions = [request.question() for request in requests]
-    found = {
-        (number, machine): profile
-        for number, question in enumerate(questions)
-        for machine in machines
-        if question is not None and (profile := cache.profile(question, machine)) is not None
-    }
-    wanted = [
-        (number, missing)
-        for number in range(len(requests))
-        if (missing := [machine for machine in machines if (number, machine) not in found])
-    ]
-    at_once = processes_at_once(len(wanted)) if all(questions) else 1
+    estimates = Estimates(requests, machines, cache)
+    at_once = processes_at_once(estimates.num_missing, jobs)
+    here = estimates.made_here(at_once=at_once)
+    found: list[list[Profile]] = []
+    with workers(1 if here else at_once) as start:
+        works = (estimates.work(n, progress if here else None) for n in range(len(requests)))
+        made = map(start, works) if here else iter([start(work) for work in works])
+        for number, future in enumerate(made):
+            found.append(estimates.learnt(number, future.result()))
+            progress("estimating", len(found) / len(requests))
+    return found
 
-    def make(number: int, missing: list[Hardware]) -> list[Profile]:
-        if at_once == 1:
-            return _estimated(requests[number], missing, progress)
-        made = _apart(requests[number], missing, lambda *_: None)
-        assert isinstance(made, list)
-        return made
 
-    with ThreadPoolExecutor(at_once) if at_once > 1 else nullcontext() as pool:
-        answers = pool.map(make, *zip(*wanted, strict=True)) if pool else starmap(make, wanted)
-        for done, ((number, missing), profiles) in enumerate(zip(wanted, answers, strict=True)):
-            progress("estimating", done / len(wanted))
-            for machine, profile in zip(missing, profiles, strict=True):
-                if (question := questions[number]) is not None:
-                    cache.keep_profile(question, profile)
-                found[number, machine] = profile
-    return [[found[number, machine] for machine in machines] for number in range(len(requests))]
+def _unheard(_: str, __: float) -> None:
+    pass
 
 
 def _estimated(
     request: ProfileRequest, machines: Sequence[Hardware], progress: Progress
 ) -> list[Profile]:
+    if not machines:
+        return []
     from protrain_plan.models.sources import load_source
     from protrain_plan.profiling.estimated import estimates
 
@@ -280,15 +318,6 @@ def measured_apart(request: ProfileRequest, progress: Progress) -> Profile:
 
     The errors of `measured`, and ProtrainError where that process dies.
     """
-    made = _apart(request, None, progress)
-    assert isinstance(made, Profile)
-    return made
-
-
-def _apart(
-    request: ProfileRequest, machines: list[Hardware] | None, progress: Progress
-) -> Profile | list[Profile]:
-    """What was asked for, measured, or estimated for machines, in a process that ends in here."""
     ours, theirs = Pipe()
     with ours, tempfile.TemporaryFile() as dump:
         with theirs:
@@ -297,7 +326,7 @@ def _apart(
             arguments = (json.dumps(sys.path), *map(str, ends))
             child = subprocess.Popen([*python, "-c", _CHILD, *arguments], pass_fds=ends)
         try:
-            place, outcome = _followed(child, ours, (request, machines), progress)
+            place, outcome = _followed(child, ours, request, progress)
             child.wait()
         except BaseException:
             child.send_signal(signal.SIGINT)  # as a terminal does
@@ -318,8 +347,8 @@ def _apart(
 
 
 def _followed(
-    child: subprocess.Popen[bytes], line: Connection, asked: object, progress: Progress
-) -> tuple[Place, Profile | list[Profile] | ProtrainError | None]:
+    child: subprocess.Popen[bytes], line: Connection, asked: ProfileRequest, progress: Progress
+) -> tuple[Place, Profile | ProtrainError | None]:
     """Where the process was last, and what came of it: None where it sent nothing."""
     place = Place()
     try:
@@ -327,7 +356,7 @@ def _followed(
         while line.poll(_POLL_S) or child.poll() is None or line.poll():
             if not line.poll():
                 continue
-            told: Place | tuple[str, float] | Profile | list[Profile] | ProtrainError = line.recv()
+            told: Place | tuple[str, float] | Profile | ProtrainError = line.recv()
             match told:
                 case Place():
                     place = told
@@ -368,13 +397,13 @@ def _death(code: int, place: Place, dump: str) -> ProtrainError:
 
 
 def serve(connection: int, dump: int) -> None:
-    """Measure, or estimate, for the process that started this one.
+    """Measure for the process that started this one.
 
     The descriptors are that to send and receive through, and that of a file for Python's stack
     after a signal.
     """
     line = Connection(connection)
-    parent, sys.argv[:], (request, machines) = line.recv()
+    parent, sys.argv[:], request = line.recv()
     end_with(parent)
     faulthandler.enable(dump, all_threads=False)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
@@ -385,11 +414,7 @@ def serve(connection: int, dump: int) -> None:
 
     try:
         with whereabouts.listening(line.send):
-            line.send(
-                measured(request, report)
-                if machines is None
-                else _estimated(request, machines, report)
-            )
+            line.send(measured(request, report))
     except (KeyboardInterrupt, BrokenPipeError):
         raise SystemExit(INTERRUPTED) from None
     except ProtrainError as error:

@@ -67,6 +67,12 @@ NoCacheOption = Annotated[
         "--no-cache", help="Make estimates anew, and keep none (nor with PROTRAIN_NO_CACHE=1)."
     ),
 ]
+JobsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Processes that work at once. Default: one a core.", show_default=False
+    ),
+]
 PlanArgument = Annotated[Path, typer.Argument(help="A plan.", show_default=False)]
 DTypeOption = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 AccumulateOption = Annotated[int, typer.Option(min=1, help="Micro-batches per update.")]

@@ -113,8 +113,13 @@ def _value(resource: Swept, text: str) -> float:
     return value
 
 
-def show_sweep(sweep: Sweep, questions: Sequence["Question"], *, as_json: bool) -> None:
-    """Plan all that is swept, and print it; each line of answers is planned by itself."""
+def show_sweep(
+    sweep: Sweep, questions: Sequence["Question"], *, as_json: bool, jobs: int | None = None
+) -> None:
+    """Plan all that is swept, and print it; each line of answers is planned by itself.
+
+    By at most `jobs` processes at once.
+    """
     from protrain_plan.commands.output import progress, show
     from protrain_plan.commands.processes import answers_of
     from protrain_plan.presentation.choosing import sweep_json, sweep_text
@@ -124,7 +129,7 @@ def show_sweep(sweep: Sweep, questions: Sequence["Question"], *, as_json: bool) 
     found: list[tuple[Reached, ...]] = []
     with progress(quiet=as_json) as report:
         report("planning", 0.0)
-        at_once = processes_at_once(len(series))
+        at_once = processes_at_once(len(series), jobs)
         with answers_of(_planned, series, at_once=at_once) as answers:
             for line in answers:
                 found.append(line)
@@ -153,6 +158,7 @@ def show_help(
     as_json: bool,
     written: Sequence[Path],
     columns: Sequence[str] = (),
+    jobs: int | None = None,
 ) -> None:
     """Print the answers to questions, and below what other machines and questions would change.
 
@@ -188,7 +194,7 @@ def show_help(
     found: list[list[Helped]] = [[] for _ in bases]
     places = {id(base): place for place, base in enumerate(bases)}
     with progress(quiet=as_json) as report:
-        at_once = processes_at_once(len(asked))
+        at_once = processes_at_once(len(asked), jobs)
         with answers_of(_helped, asked, at_once=at_once) as answers:
             for number, ((base, change), one) in enumerate(zip(asked, answers, strict=True)):
                 report(change.words, number / len(asked))

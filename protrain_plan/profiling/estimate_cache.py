@@ -54,14 +54,17 @@ _SETTINGS = ("TORCH", "PYTORCH", "TRANSFORMERS", "CUBLAS", "PEFT", "BNB")
 _ENTRY = re.compile(r"[0-9a-f]{64}\.txt")
 
 
-def processes_at_once(most: int) -> int:
-    """How many processes may estimate at the same time: one a core, as far as memory goes."""
+def processes_at_once(most: int, jobs: int | None = None) -> int:
+    """How many processes may estimate at the same time, as far as memory goes.
+
+    `jobs`, or one a core.
+    """
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     free = most * _BYTES_EACH
     with suppress(OSError, AttributeError):
         told = re.search(r"^MemAvailable: +([0-9]+) kB", Path("/proc/meminfo").read_text(), re.M)
         free = 1024 * int(told[1]) if told else free
-    return max(1, min(most, cores, free // _BYTES_EACH))
+    return max(1, min(most, jobs or cores, free // _BYTES_EACH))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -200,6 +200,7 @@ def sketch_and_model(
         refuse_parameters(model, source=source.name)
         switch_off_checkpointing(model)
         batch = fake_batch(mode, given)
+        gc.freeze()  # what building has imported, too
         with undisturbed(model), ExitStack() as stack:
             progress("finding units", 0.2)
             start, execution = fullest(model, batch)

@@ -2,11 +2,13 @@
 
 import os
 import signal
+from collections.abc import Callable
+from functools import partial
 from multiprocessing import active_children
 
 import pytest
 
-from protrain_plan.commands.processes import answers_of
+from protrain_plan.commands.processes import answers_of, pipelined, workers
 from protrain_plan.errors import ProtrainError
 
 
@@ -51,4 +53,64 @@ def interrupted() -> None:
 def test_a_block_that_is_interrupted_ends_the_processes() -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
+    assert active_children() == []
+
+
+def learnt(number: int, called: list[str] | None = None) -> int:
+    if called is not None:
+        called.append(f"learn {number}")
+    if number == 2:
+        raise ProtrainError("two cannot be learnt")
+    return number
+
+
+def of_two(number: int, known: int) -> list[str]:
+    assert number == known
+    return [f"{number}a", f"{number}b"]
+
+
+def answer(question: str, called: list[str] | None = None) -> str:
+    if called is not None:
+        called.append(f"answer {question}")
+    return question.upper()
+
+
+def test_what_is_learnt_first_is_answered_first() -> None:
+    called: list[str] = []
+    with workers(1) as start:
+        found = pipelined(
+            start,
+            [partial(learnt, number, called) for number in range(2)],
+            of_two,
+            partial(answer, called=called),
+            at_once=1,
+            learn_here=True,
+        )
+        assert next(found) == ("0a", "0A")
+        assert "learn 1" not in called
+        assert list(found) == [("0b", "0B"), ("1a", "1A"), ("1b", "1B")]
+    assert called == ["learn 0", "answer 0a", "answer 0b", "learn 1", "answer 1a", "answer 1b"]
+
+
+@pytest.mark.parametrize("learn_here", [False, True])
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_answers_before_what_cannot_be_learnt_come(at_once: int, learn_here: bool) -> None:
+    works: list[Callable[[], int]] = [partial(learnt, number) for number in range(4)]
+    found: list[tuple[str, str]] = []
+    with (
+        pytest.raises(ProtrainError, match="two cannot be learnt"),
+        workers(at_once, imports=["json"]) as start,
+    ):
+        found += pipelined(start, works, of_two, answer, at_once=at_once, learn_here=learn_here)
+    assert found == [("0a", "0A"), ("0b", "0B"), ("1a", "1A"), ("1b", "1B")]
+    assert active_children() == []
+
+
+def test_a_process_that_dies_as_it_learns_is_one_error() -> None:
+    works = [partial(dying, number) for number in range(3)]
+    with (
+        pytest.raises(ProtrainError, match="a process that planned died"),
+        workers(2) as start,
+    ):
+        list(pipelined(start, works, of_two, answer, at_once=2, learn_here=False))
     assert active_children() == []

@@ -218,23 +218,33 @@ def limits_of(problem: Problem, choice: Choice) -> Iterator[Limit]:
     for tier in problem.tiers:
         row = model.pulp.get_constraint_by_name(f"budget_{tier}")
         worth[tier] = _seconds_per_gib(model, row.pi)
-    for unit, (activation, state) in enumerate(choice):
-        for taken, decisions in ((activation, model.activations), (state, model.states)):
-            for number, decision in enumerate(decisions[unit]):
-                decision.bounds(float(number == taken), float(number == taken))
-    if not _solved(model.pulp):
+    lanes = _lane_limits(model, choice)
+    if lanes is None:
         return
-    for lane, share in sorted(_shares(model).items(), key=lambda item: -item[1]):
-        if share > NEGLIGIBLE:
-            yield LaneLimit(resource=lane, share=share)
+    yield from lanes
     yield from sorted(_worth_of_slots(model), key=lambda limit: -limit.seconds_per_gib)
     for resource, seconds_per_gib in worth.items():
         yield MemoryLimit(resource=resource, seconds_per_gib=seconds_per_gib, where="")
 
 
+def _lane_limits(model: Fluid, choice: Choice) -> list[LaneLimit] | None:
+    """What the lanes take of a step with these decisions, which the model has from now on.
+
+    None if HiGHS fails.
+    """
+    for unit, (activation, state) in enumerate(choice):
+        for taken, decisions in ((activation, model.activations), (state, model.states)):
+            for number, decision in enumerate(decisions[unit]):
+                decision.bounds(float(number == taken), float(number == taken))
+    if not _solved(model.pulp):
+        return None
+    shares = sorted(_shares(model).items(), key=lambda item: -item[1])
+    return [LaneLimit(resource=lane, share=share) for lane, share in shares if share > NEGLIGIBLE]
+
+
 def lanes_in_a_line(problem: Problem, choice: Choice) -> str:
     """What makes up the step of the plan's decisions: "transfers to disk 87%, compute 13%"."""
-    lanes = [limit for limit in limits_of(problem, choice) if isinstance(limit, LaneLimit)]
+    lanes = _lane_limits(Fluid(problem), choice) or []
     named = [limit for limit in lanes if limit.share >= NOTEWORTHY] or lanes[:1]
     return ", ".join(f"{lane_words(limit.resource)} {limit.share:.0%}" for limit in named)
 

@@ -201,6 +201,11 @@ class _Making(TorchDispatchMode):
     def _held(self, keys: Iterable[int]) -> bool:
         return any(self._known[key].held_elsewhere() for key in keys)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether dispatching has to keep the compiler away: nothing is compiled inside."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None
     ) -> object:

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch, call_model
 from protrain_plan.profiling.structure import whereabouts
+from protrain_plan.profiling.structure.faking import asked
 from protrain_runtime.activations.compiled import uncompiled
 from protrain_runtime.activations.selective_recompute import written_arguments
 from protrain_runtime.activations.trees import tensors_in
@@ -193,11 +194,16 @@ class _Recorder(TorchDispatchMode):
             )
         )
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether dispatching has to keep the compiler away: nothing is compiled inside."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> object:
         if func.namespace == "prim":  # questions that fake tensors ask about themselves
-            return func(*args, **(kwargs or {}))
+            return asked(func, args, kwargs or {})
         used = self._parameters_in(tensors_in((args, kwargs)))
         writes = bool(used) and func._schema.is_mutable
         written = written_arguments(func, args, kwargs or {}) if writes else ()

@@ -12,7 +12,8 @@ import importlib.util
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from protrain_plan.hardware.operators import device_type
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import converted, remake_tensors, replaced
 from protrain_plan.models.sources import ModelSource
+from protrain_plan.profiling.structure.repeated_calls import RepeatedCalls
 from protrain_plan.records.hardware import DeviceKind
 from protrain_plan.records.profile import DType, Precision, Quantize
 from protrain_runtime.activations.compiled import uncompiled
@@ -46,6 +48,26 @@ _MOST_BYTES = 2**22
 _ATTRIBUTE = "_protrain_value"
 _UNDEFINED = ("empty", "new_empty", "resize", "set_")
 """How operators are called whose results do not follow from their arguments."""
+
+
+class _Told(NamedTuple):
+    """What an operator's schema tells of it."""
+
+    asks_values: bool
+    counts: bool  # its result's shape depends on values
+    drawn: bool  # its result does not follow from its arguments
+    writes: bool
+
+
+@cache
+def _told(func: Any) -> _Told:
+    name = func._schema.name.partition("::")[2]
+    return _Told(
+        asks_values=torch.Tag.data_dependent_output in func.tags,
+        counts=torch.Tag.dynamic_output_shape in func.tags,
+        drawn=torch.Tag.nondeterministic_seeded in func.tags or name.startswith(_UNDEFINED),
+        writes=func._schema.is_mutable,
+    )
 
 
 class KnownValues(TorchDispatchMode):
@@ -79,24 +101,23 @@ class KnownValues(TorchDispatchMode):
         given = tensors_in((args, kwargs))
         values = [self._value(tensor) for tensor in given]
         known = all(value is not None for value in values)
-        if torch.Tag.data_dependent_output in func.tags and known:
+        told = _told(func)
+        if told.asks_values and known:
             return self._real(func, args, kwargs)
-        if torch.Tag.dynamic_output_shape in func.tags:
+        if told.counts:
             counted = self._counted(func, args, kwargs, known=known)
             if counted is not None:
                 return counted
         result = func(*args, **kwargs)
         made = tensors_in(result)
         for tensor in made:
-            if tensor.layout != torch.strided:
+            if tensor.layout is not torch.strided:
                 setattr(tensor, PARTS, _parts(func, args))
-        name = func._schema.name.partition("::")[2]
-        drawn = torch.Tag.nondeterministic_seeded in func.tags or name.startswith(_UNDEFINED)
-        if known and not drawn and all(map(_is_small, made)):
+        if known and not told.drawn and all(map(_is_small, made)):
             real = tensors_in(self._real(func, args, kwargs))
             for tensor, found in zip(made, real, strict=True):
                 setattr(tensor, _ATTRIBUTE, found)
-        elif func._schema.is_mutable:
+        elif told.writes:
             for value in values:
                 if value is not None:
                     storage = value.untyped_storage()
@@ -211,7 +232,7 @@ def faking(kind: DeviceKind = "cpu") -> Iterator[FakeTensorMode]:
       there is no mask.
     - Recomputation saves the CPU's random state, a tensor that no operator makes.
     """
-    mode = FakeTensorMode()
+    mode = RepeatedCalls()
     with ExitStack() as stack:
         stack.enter_context(uncompiled())
         # What an operator refuses is raised; it would print a traceback besides.
