@@ -117,13 +117,16 @@ def _is_input(given: object) -> bool:
 
 
 def takes_tokens_apart(forward: Code, given: Tensor) -> bool:
-    """Whether the operators of a forward take every token by itself, tried on a few of them."""
+    """Whether the operators of a forward take every token by itself, tried on a few of them.
+
+    A forward that raises on so few does not.
+    """
     few = given.detach()[:, :_TRIED].contiguous()
     watching = _Watching(few)
     try:
         with torch.no_grad(), watching:
             found = forward(few)
-    except _MixesError:
+    except Exception:  # it mixes tokens, or asks for more of them, as a window of attention does
         return False
     return isinstance(found, Tensor) and watching.is_of_tokens(found) and found.dim() == 3
 
