@@ -30,7 +30,8 @@ class Attention(nn.Module):
         place, seen = torch.arange(WINDOW)[:, None], torch.arange(2 * WINDOW)
         mask = (seen > place) & (seen <= place + WINDOW)
         found = F.scaled_dot_product_attention(query.flatten(0, 1), key, value, attn_mask=mask)
-        return self.out(found.transpose(1, 2).reshape(batch, length, WIDTH))
+        mixed: Tensor = self.out(found.transpose(1, 2).reshape(batch, length, WIDTH))
+        return mixed
 
 
 def before(windows: Tensor) -> Tensor:  # [batch, windows, ...], twice
@@ -48,7 +49,8 @@ class Mlp(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [batch, length, WIDTH], twice
-        return self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        inner: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        return inner
 
 
 class Block(nn.Module):
@@ -61,7 +63,8 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:  # [batch, length, WIDTH], twice
         hidden = hidden + self.attention(self.norms[0](hidden))
-        return hidden + self.mlp(self.norms[1](hidden))
+        found: Tensor = hidden + self.mlp(self.norms[1](hidden))
+        return found
 
 
 class Model(nn.Module):

@@ -1,7 +1,6 @@
-"""Plans with leave for activations that are not exact: taken where they gain, and said everywhere."""
+"""Leave for activations that are not exact is used where it gains something, and only there."""
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -15,7 +14,6 @@ from protrain_plan.records.forms import FORMS
 from protrain_plan.records.plan import Budgets
 from protrain_plan.records.profile import Profile
 from tests.support.planning_cases import random_profile, with_copies
-from tests.support.thinning import thinned
 
 LEAVE = ("rounding", "int8-activations")
 AMPLE = 10**12
@@ -26,11 +24,13 @@ def solved(profile: Profile, device: int, allow: tuple[str, ...]) -> Solved | In
     return solve_problem(Problem.of(profile, budgets, allow=allow), budgets)
 
 
-@pytest.mark.parametrize("seed", thinned(range(12)))
+@pytest.mark.parametrize(
+    "seed", [8, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8))]
+)
 def test_leave_is_taken_where_it_is_faster_or_fits_at_all(seed: int) -> None:
     """Over budgets from less than any exact plan needs to more than all of them need."""
     rng = random.Random(seed)
-    profile = with_copies(random_profile(rng, max_blocks=4), rng)
+    profile = with_copies(random_profile(rng, max_blocks=3), rng)
     besides = profile.hardware.device.besides_bytes
     exact_problem, problem = (
         Problem.of(profile, Budgets(device=AMPLE, host=AMPLE, disk=AMPLE), allow=allow)
@@ -40,7 +40,7 @@ def test_leave_is_taken_where_it_is_faster_or_fits_at_all(seed: int) -> None:
     assert lean is not None and leaner is not None
     most = max(exact_problem.static_bytes(tuple((0, 0) for _ in exact_problem.options)))
     sizes = {leaner.bytes, lean.bytes - 1, lean.bytes}
-    sizes |= {lean.bytes + (most - lean.bytes) * part // 3 for part in range(4)}
+    sizes |= {lean.bytes + (most - lean.bytes) * part // 3 for part in (1, 2, 3)}
     for size in sorted(size for size in sizes if size >= leaner.bytes):
         with_leave, exact = (solved(profile, size + besides, allow) for allow in (LEAVE, ()))
         assert isinstance(with_leave, Solved)

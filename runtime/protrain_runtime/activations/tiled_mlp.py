@@ -126,7 +126,7 @@ def takes_tokens_apart(forward: Code, given: Tensor) -> bool:
     try:
         with torch.no_grad(), watching:
             found = forward(few)
-    except Exception:  # it mixes tokens, or asks for more of them, as a window of attention does
+    except Exception:  # noqa: BLE001 (it mixes tokens, or wants more, as windows of attention do)
         return False
     return isinstance(found, Tensor) and watching.is_of_tokens(found) and found.dim() == 3
 
