@@ -47,7 +47,9 @@ def main() -> int:
         smallest = str(answer(refused)["smallest_budget_bytes"])
         protrain("plan", profile, "--device-memory", smallest, "-o", exact)
         tried.append(protrain("run", exact, "--memory-limit", limit))
-    protrain("plan", profile, "--device-memory", limit, "--allow", "rounding", "-o", plan)
+    allowed = ("--allow", "rounding", "-o", plan)
+    if protrain("plan", profile, "--device-memory", limit, *allowed).returncode != 0:
+        return 1
     run = protrain("run", plan, "--steps", options.steps, "--memory-limit", limit)
     if run.returncode != 0:
         return 1
@@ -77,7 +79,7 @@ def said(what: str, *arguments: str) -> Done:
     print(f"$ {what}", flush=True)
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        why = done.stderr.strip() or done.stdout.strip()
+        why = done.stderr.strip() or f"{answer(done)['shortfall_bytes'] >> 20} MiB are missing"
         print(f"  exit code {done.returncode}: {why.splitlines()[0]}", flush=True)
     return done
 
