@@ -56,12 +56,13 @@ def main() -> None:
             continue
         profile = profiled(setup)
         seconds, bounds, used = [], [], 0
-        limits, found = budgets(setup, case.device), None
+        limits, plans = budgets(setup, case.device), []
         for one in (profile, with_splits(profile, split_forms)):
             problem = Problem.of(one, limits)
-            hints = [] if found is None else [problem.choice_of(found.plan.units)]
+            hints = [problem.choice_of(plan.units) for plan in plans]
             found = solve_problem(problem, limits, hints=hints)
             assert isinstance(found, Solved), "cases are of budgets that some plan meets"
+            plans.append(found.plan)
             seconds.append(found.plan.prediction.step_seconds)
             bounds.append(found.plan.prediction.lower_bound_seconds)
             used = sum(unit.activations.form in split_forms for unit in found.plan.units)
