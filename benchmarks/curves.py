@@ -2,9 +2,10 @@
 
     python -m benchmarks.curves [--steps N] [--seeds N] [--out FILE] [--picture FILE]
 
-A small Llama learns real text (`protrain_plan.models.batches.byte_tokens`) with AdamW, once with
-every option for blocks of `protrain_plan.records.forms.FORMS` that is by leave and once exactly,
-from the same weights over the same batches. The picture and the table have means over the seeds.
+A small Llama learns real text (`protrain_plan.models.batches.byte_tokens`) with AdamW, once exactly
+and once with each leave of `protrain_plan.records.forms.FORMS`: all blocks and the last part in the
+first form that it gives leave for. Weights and batches are the same. The picture and the table have
+means over the seeds.
 """
 
 import argparse
@@ -26,9 +27,9 @@ from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.structure.discovery import discover
-from protrain_plan.records.forms import FORMS
+from protrain_plan.records.forms import FORMS, leaves_of
 from protrain_plan.records.profile import Form
-from protrain_runtime.activations.forms import wrap_forward
+from protrain_runtime.activations.forms import around, wrap_forward
 
 MODULE = "benchmarks.curves"
 MODEL, BATCH, SEQUENCE = "tiny-llama", 4, 128
@@ -43,7 +44,7 @@ Document = Mapping[str, Any]
 
 def main() -> None:
     arguments = _arguments()
-    forms = ["keep", *(name for name, form in FORMS.items() if form.leave and form.of == "blocks")]
+    options = ["exact", *leaves_of(FORMS)]
     document: dict[str, Any] = {
         **described(MODULE),
         "command": f"python -m {MODULE} --steps {arguments.steps} --seeds {arguments.seeds}",
@@ -52,16 +53,16 @@ def main() -> None:
         "batch_size": BATCH,
         "seq_len": SEQUENCE,
         "steps": arguments.steps,
-        "losses": {form: [] for form in forms},  # by seed, of every step
-        "processor_seconds": {form: [] for form in forms},
+        "losses": {option: [] for option in options},  # by seed, of every step
+        "processor_seconds": {option: [] for option in options},
     }
     for seed in range(arguments.seeds):
-        for form in forms:
+        for option in options:
             started = time.process_time()
-            losses = trained(form, seed=seed, num_steps=arguments.steps)
-            document["losses"][form].append([round(loss, 4) for loss in losses])
+            losses = trained(option, seed=seed, num_steps=arguments.steps)
+            document["losses"][option].append([round(loss, 4) for loss in losses])
             seconds = time.process_time() - started
-            document["processor_seconds"][form].append(round(seconds, 1))
+            document["processor_seconds"][option].append(round(seconds, 1))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(document) + "\n")
     arguments.out.with_suffix(".md").write_text(page(document))
@@ -69,8 +70,18 @@ def main() -> None:
     print(page(document), end="")
 
 
-def trained(form: Form, *, seed: int, num_steps: int) -> list[float]:
-    """The loss of every step, with the activations of all blocks in `form`."""
+def forms_of(leave: str) -> dict[str, Form]:
+    """The first form that a leave is for, of blocks and of the last part; `keep` without one."""
+    found = dict.fromkeys(("blocks", "last part"), "keep")
+    for name, form in reversed(FORMS.items()):
+        if form.leave == leave:
+            found[form.of] = name
+    return found
+
+
+def trained(option: str, *, seed: int, num_steps: int) -> list[float]:
+    """The loss of every step, exactly or with a leave."""
+    forms = forms_of(option)
     source = load_source(MODEL)
     model = source.build(dtype="float32", device=torch.device("cpu"), seed=seed)
     batches = source.batches(
@@ -84,12 +95,14 @@ def trained(form: Form, *, seed: int, num_steps: int) -> list[float]:
     first, *others = islice(batches, num_steps)
     for unit in discover(model, first):
         if unit.kind == "block" and unit.module is not None:
-            wrap_forward(unit.module, form)
+            wrap_forward(unit.module, forms["blocks"])
     optimizer = optimizer_factory("adamw")(model.parameters())
     torch.manual_seed(seed)
     losses = []
     for batch in (first, *others):
-        loss = loss_of(call_model(model, batch))
+        # The forward of the whole: blocks have no product that a loss is made of.
+        with around(forms["last part"]):
+            loss = loss_of(call_model(model, batch))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -104,13 +117,13 @@ def page(document: Document) -> str:
     """The results for people."""
     versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items())
     last = max(1, document["steps"] // 10)
-    exact = [_mean_of_last(losses, last) for losses in document["losses"]["keep"]]
+    exact = [_mean_of_last(losses, last) for losses in document["losses"]["exact"]]
     rows = [["activations", f"loss, mean of the last {last} steps", "more than exact, by seed"]]
-    for form, runs in document["losses"].items():
+    for option, runs in document["losses"].items():
         found = [_mean_of_last(losses, last) for losses in runs]
         more = ", ".join(f"{ours - theirs:+.3f}" for ours, theirs in zip(found, exact, strict=True))
         mean = f"{statistics.mean(found):.3f}"
-        rows.append([_name(form), mean, "" if form == "keep" else more])
+        rows.append([option, mean, "" if option == "exact" else more])
     lines = [
         "# Training curves of options by leave",
         "",
@@ -127,10 +140,6 @@ def page(document: Document) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _name(form: Form) -> str:
-    return "exact" if form == "keep" else form
-
-
 def _mean_of_last(losses: Sequence[float], count: int) -> float:
     return statistics.mean(losses[-count:])
 
@@ -140,7 +149,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 360, 56, 16, 16, 44
 
 def picture(document: Document) -> str:
     """Loss over steps as SVG, a line for each option."""
-    curves = {form: _curve(runs) for form, runs in document["losses"].items()}
+    curves = {option: _curve(runs) for option, runs in document["losses"].items()}
     values = [value for curve in curves.values() for _, value in curve]
     low, high, steps = min(values), max(values), document["steps"]
 
@@ -152,7 +161,7 @@ def picture(document: Document) -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
         ' font-family="sans-serif" font-size="12">',
-        "<title>Loss over steps, exact and with compressed activations</title>",
+        "<title>Loss over steps, exact and with each leave</title>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
     ]
     bottom = HEIGHT - BOTTOM
@@ -166,16 +175,16 @@ def picture(document: Document) -> str:
             f'<text x="{across}" y="{bottom + 18}" text-anchor="middle">{step:.0f}</text>',
         ]
     lines.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">step</text>')
-    for number, (form, curve) in enumerate(curves.items()):
+    for number, (option, curve) in enumerate(curves.items()):
         colour = COLOURS[number % len(COLOURS)]
         points = " ".join("{},{}".format(*at(*point)) for point in curve)
-        dashes = ' stroke-dasharray="6 3"' if form == "keep" else ""
+        dashes = ' stroke-dasharray="6 3"' if option == "exact" else ""
         down = TOP + 16 + 18 * number
         lines += [
             f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>',
-            f'<line x1="{WIDTH - 130}" x2="{WIDTH - 100}" y1="{down}" y2="{down}"'
+            f'<line x1="{WIDTH - 190}" x2="{WIDTH - 160}" y1="{down}" y2="{down}"'
             f' stroke="{colour}" stroke-width="2"{dashes}/>',
-            f'<text x="{WIDTH - 94}" y="{down + 4}">{escape(_name(form))}</text>',
+            f'<text x="{WIDTH - 154}" y="{down + 4}">{escape(option)}</text>',
         ]
     return "\n".join([*lines, "</svg>"]) + "\n"
 

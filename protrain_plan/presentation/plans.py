@@ -392,6 +392,7 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
         column.no_wrap = True
     binds = ["what makes up the step, or what is missing:"]
     faster = ["what a plan saves where plain PyTorch fits:"]
+    differs: list[str] = []
     for fit in fits:
         machine, group, workload = fit.profile.hardware.name, fit.group, fit.profile.workload
         size = f"{workload.batch_size} x {workload.seq_len}"
@@ -402,6 +403,7 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
         binds.append(f"{cell}: {fit.binds}")
         cells = ["-"] * (1 + len(tiers))
         if fit.solved is not None:
+            differs += [f"{cell[2:]}: {told}" for told in other_results(fit.solved.plan)]
             prediction = fit.solved.plan.prediction
             held = _gibibytes(prediction.peak_bytes)[: len(tiers)]
             cells = [f"{fit.tokens_per_s:,.0f}", *held]
@@ -433,7 +435,7 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
     unknown = dict.fromkeys(said for fit in fits if (said := own_update(fit.profile)))
     is_tight = any(fit.is_tight or any(o.is_tight for o in fit.alternatives) for fit in fits)
     tight = [TIGHT] * is_tight
-    notes = map(Text, (*binds, *faster, *tight, *in_words(columns), *trusted, *unknown))
+    notes = map(Text, (*binds, *faster, *differs, *tight, *in_words(columns), *trusted, *unknown))
     bills = (bill, "") if columns else ()
     return Group(table, "", *bills, *notes, *map(wrote, paths))
 

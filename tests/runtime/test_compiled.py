@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_plan.records.plan import Keep, Offload, Recompute, Swap, SwapInput, UnitPlan
+from protrain_runtime.activations.forms import wrap_forward
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.model.prepared import restore
 from protrain_runtime.preparation import prepare
@@ -83,6 +85,24 @@ def test_plans_of_compiled_blocks_compute_the_bits_of_the_compiled_model(
     assert_bitwise(found, plain)
     restore(model)
     assert attached(model) == before
+
+
+@pytest.mark.parametrize("whole", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_mlps_of_compiled_code_are_not_tiled(whole: bool) -> None:
+    """Such a block is recomputed as in full: compiled code has forwards of its own."""
+
+    def found(form: str) -> dict[str, torch.Tensor]:
+        torch.compiler.reset()
+        model = build("llama")
+        layers = model.get_submodule("model.layers").children()
+        for layer in list(layers)[:2]:
+            (layer if whole else layer.get_submodule("mlp")).compile(backend="aot_eager")
+            wrap_forward(layer, form)
+        loss_of(call_model(model, batch("llama", 0))).backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    full, tiled = found("full"), found("tiled")
+    assert all(torch.equal(full[key], tiled[key]) for key in full)
 
 
 def forms(model: nn.Module) -> list[tuple[str, str, tuple[str, ...]]]:

@@ -309,3 +309,37 @@ def random_profile(rng: random.Random, *, max_blocks: int = 6) -> Profile:
         hardware=replace(hardware, move_s=rng.choice([0.0, 1e-4, 1e-2])),
         optimizer=replace(profile.optimizer, host_piece_s=rng.choice([0.0, 1e-3, 0.1])),
     )
+
+
+def with_copies(profile: Profile, rng: random.Random) -> Profile:
+    """A profile that was recorded with leave: blocks in int8, a head in 8 tiles, as fast or not."""
+    slower, of_copies = rng.choice([1.0, 1.05, 2.0]), rng.choice([2, 4])
+    units = []
+    for one in profile.units:
+        keep, *others = one.forms
+        forms = [keep, *others]
+        if one.kind == "block":
+            kept = keep.kept_bytes // of_copies
+            int8 = replace(
+                keep,
+                form="int8",
+                kept_bytes=kept,
+                swappable_bytes=kept - kept // 16,
+                swap_pieces=(),
+                backward_peak_bytes=keep.backward_peak_bytes + kept // 4,
+                forward_s=keep.forward_s * slower,
+            )
+            forms = [keep, int8, *others]
+        elif one is profile.units[-1]:
+            tiles = replace(
+                keep,
+                form="8 tiles",
+                forward_peak_bytes=keep.forward_peak_bytes // 4,
+                kept_bytes=keep.kept_bytes // 8,
+                swappable_bytes=0,
+                swap_pieces=(),
+                backward_s=keep.backward_s * slower,
+            )
+            forms = [keep, tiles]
+        units.append(replace(one, forms=tuple(forms)))
+    return replace(profile, units=tuple(units), allowed=("rounding", "int8-activations"))

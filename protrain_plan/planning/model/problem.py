@@ -33,7 +33,7 @@ from protrain_plan.program.implications import (
 )
 from protrain_plan.program.program import Settings
 from protrain_plan.records.decisions import activations_text, states_text
-from protrain_plan.records.forms import allowed_forms
+from protrain_plan.records.forms import FORMS, allowed_forms
 from protrain_plan.records.hardware import Hardware, Tier, TierName, is_accelerator
 from protrain_plan.records.plan import (
     CLIP_SHARE,
@@ -335,6 +335,15 @@ class Problem:
         if overlap_steps == self.settings.overlap_steps:
             return self
         return replace(self, settings=replace(self.settings, overlap_steps=overlap_steps))
+
+    def exactly(self) -> "Problem | None":
+        """The same without activations by leave; None where a pin asks for them."""
+        if any(
+            all(FORMS[option.decision.form].leave for option in unit.activations)
+            for unit in self.options
+        ):
+            return None
+        return replace(self, profile=_with_leave(self.profile, ()))
 
     @cached_property
     def implied(self) -> Implications:

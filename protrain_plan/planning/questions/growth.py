@@ -18,6 +18,12 @@ with what a recomputation brings back. With a as large as that allows,
 
     r a + g <= r a' + (peak - a'),    a' = min(peak, max(A, peak - G)).
 
+In tiles more than G stays as it is: g(t) <= c G. An MLP in tiles (`tiled`) holds, beside its new
+gradients, float32 sums of them and those of one tile, and casts of its weights under autocast: at
+most 10 bytes for 4 of float32, and 6 for 2 of 16 bits, so that c = 3. A head in tiles holds its
+gradient and, of one tile, a cast of its weights and a product: c = 2. For r > 1 a larger G would
+only let less grow, so that c = 1 is on the safe side.
+
 The largest that fits is that for which the leanest decisions do. The least peak is a mixed-integer
 programme, a given choice's peak a sum; so that few sizes need the programme, a choice once found is
 carried as far as it fits, and the programme is asked only about what lies beyond.
@@ -183,6 +189,10 @@ def _form_grown(profile: Profile, index: int, form: FormCost, ratio: Fraction) -
     )
 
 
+_STAYING = {"tiled": 3, "8 tiles": 2, "64 tiles": 2}
+"""c of [Note: what grows of a backward peak]; 1 for all that is not in tiles."""
+
+
 def _backward_peak(profile: Profile, index: int, form: FormCost, ratio: Fraction) -> Fraction:
     """The most that the peak can be. See [Note: what grows of a backward peak]."""
     # Where a later unit has made a tied parameter's gradient already, this one makes another and
@@ -194,7 +204,7 @@ def _backward_peak(profile: Profile, index: int, form: FormCost, ratio: Fraction
         if index in unit.used_by
     )
     if ratio <= 1:
-        return ratio * peak + (1 - ratio) * gradients
+        return ratio * peak + (1 - ratio) * gradients * _STAYING.get(form.form, 1)
     keep = profile.units[index].cost("keep")
     recomputed = keep.kept_bytes - form.kept_bytes
     activations = keep.forward_peak_bytes + recomputed

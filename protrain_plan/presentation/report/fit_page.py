@@ -15,7 +15,7 @@ from typing import NamedTuple
 from protrain_plan import __version__
 from protrain_plan.escaping import one_line
 from protrain_plan.planning.questions.objectives import Fit
-from protrain_plan.presentation.plans import TIGHT
+from protrain_plan.presentation.plans import TIGHT, other_results
 from protrain_plan.presentation.profiles import trust
 from protrain_plan.presentation.spending import heads_of, in_words, spending_cells
 from protrain_plan.records.plan import TierBytes
@@ -60,7 +60,9 @@ def fit_page(fits: Sequence[Fit], *, columns: Sequence[str] = ()) -> str:
     said = [workload.dtype, f"{workload.precision} precision", fits[0].profile.optimizer.name]
     said += [text for text in (workload.adapter, workload.quantize) if text]
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
-    notes = [TIGHT] * any(point.tight for point in points)
+    plans = [(cell_text(fit), fit.solved.plan) for fit in fits if fit.solved is not None]
+    notes = [f"{cell}: {told}" for cell, plan in plans for told in other_results(plan)]
+    notes += [TIGHT] * any(point.tight for point in points)
     notes += in_words(columns)
     notes += [f"{machine.name}: {trust(machine)}" for machine in machines]
     return _PAGE.substitute(

@@ -23,6 +23,11 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def has_compiled(module: nn.Module) -> bool:
+    """Whether the module or one inside it is compiled, in place or as a module around it."""
+    return any(is_compiled_in_place(one) or _is_optimized(one) for one in module.modules())
+
+
 def code_of(module: nn.Module) -> Callable[..., Any]:
     """What a call of the module runs: the code that `module.compile()` made, or its forward."""
     compiled: Callable[..., Any] | None = module._compiled_call_impl

@@ -289,9 +289,13 @@ class _TiledLoss(torch.autograd.Function):
             head = weight.to(rule.dtype), None if bias is None else bias.to(rule.dtype)
             for rows in rule.tiles(num_rows):
                 logits = linear(hidden[rows].to(rule.dtype), *head).float()
-                torch.logsumexp(logits, 1, out=sums[rows])
-                picked = logits.gather(1, place[rows])[:, 0]
-                torch.sub(sums[rows], picked, out=losses[rows])
+                most = logits.amax(1, keepdim=True)
+                picked = logits.gather(1, place[rows])
+                # In place, so that one tile stands at a time.
+                torch.sum(logits.sub_(most).exp_(), 1, out=sums[rows])
+                sums[rows].log_().add_(most[:, 0])
+                torch.sub(sums[rows], picked[:, 0], out=losses[rows])
+                del logits, most, picked
             total = losses.mul_(valid).sum()
             count = valid.sum()
         ctx.save_for_backward(hidden, weight, bias, place, valid, sums, count)
@@ -330,6 +334,7 @@ class _TiledLoss(torch.autograd.Function):
                 for rows in rule.tiles(len(hidden)):
                     part = gradient(given[rows], everything[1], rows, head)
                     _product_into(found_hidden[rows], part, head[0])
+                    del part
                 return found_hidden, None, None, None, None
             if of_hidden:
                 found_hidden = torch.zeros_like(hidden, dtype=torch.float32)
@@ -343,6 +348,7 @@ class _TiledLoss(torch.autograd.Function):
                     found_bias[classes] = part.sum(0)
                 if found_hidden is not None:
                     found_hidden += part @ own
+                del part
         if found_hidden is not None:
             found_hidden = found_hidden.to(hidden.dtype)
         return found_hidden, found_weight, found_bias, None, None

@@ -11,7 +11,8 @@ equal to plain PyTorch's up to the order and rounding of sums. (Mini-sequence tr
 An MLP is a module inside the block whose operators take every token by itself. That is read off
 the operators that it runs on its first call (`_Watching`): products with weights, and operators
 that work element by element, along the features or on weights alone. What mixes tokens, draws
-random numbers or writes in place is no MLP. A block without one is recomputed as in `full`.
+random numbers or writes in place is no MLP. A block without one is recomputed as in `full`, and so
+is one with compiled code, which shows no modules.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,9 +26,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from protrain_runtime.activations.compiled import replace_code
+from protrain_runtime.activations.compiled import has_compiled, replace_code
 from protrain_runtime.activations.forms import Code
-from protrain_runtime.activations.recompute import recomputed
+from protrain_runtime.activations.recompute import full, recomputed
 from protrain_runtime.activations.selective_recompute import Saved
 from protrain_runtime.activations.trees import PLAIN, tensors_in
 
@@ -35,7 +36,9 @@ TILES = 8
 
 
 def tiled(forward: Code, module: nn.Module) -> Code:
-    """The executor of the form `tiled`."""
+    """The executor of the form `tiled`. Where code is compiled, it is that of `full`."""
+    if has_compiled(module):
+        return full(forward, module)
     mlps = _Mlps(module)
 
     def run(*args: object, **kwargs: object) -> object:
@@ -117,13 +120,16 @@ def _is_input(given: object) -> bool:
 
 
 def takes_tokens_apart(forward: Code, given: Tensor) -> bool:
-    """Whether the operators of a forward take every token by itself, tried on a few of them."""
+    """Whether the operators of a forward take every token by itself, tried on a few of them.
+
+    A forward that raises on so few does not.
+    """
     few = given.detach()[:, :_TRIED].contiguous()
     watching = _Watching(few)
     try:
         with torch.no_grad(), watching:
             found = forward(few)
-    except _MixesError:
+    except Exception:  # noqa: BLE001 (it mixes tokens, or wants more, as windows of attention do)
         return False
     return isinstance(found, Tensor) and watching.is_of_tokens(found) and found.dim() == 3
 
