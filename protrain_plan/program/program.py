@@ -437,7 +437,19 @@ PASSAGES = 3
 """Threads whose bytes pass so: the lanes that fetch from disk and spill there, and the one that
 loads and saves."""
 
-PASSING_BYTES = PASSAGES * PASSAGE_BYTES
+REQUEST_BYTES = 2**20
+"""The most that one request to a file moves, and what its staging takes."""
+
+NUM_REQUESTS = 4
+"""Requests to one file at a time, of all threads through staging."""
+
+EDGE_BYTES = 2 * 2**20
+"""Of blocks of a file that are kept in memory, because ranges begin or end inside them."""
+
+FILE_BYTES = NUM_REQUESTS * REQUEST_BYTES + EDGE_BYTES
+"""What a spill file takes of host memory besides what passes to an accelerator."""
+
+PASSING_BYTES = PASSAGES * PASSAGE_BYTES + FILE_BYTES
 """What host memory holds of that, as soon as anything is on disk."""
 
 PAGE_BYTES = 4096
