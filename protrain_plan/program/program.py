@@ -443,8 +443,8 @@ REQUEST_BYTES = 2**20
 NUM_REQUESTS = 4
 """Requests to one file at a time, of all threads through staging."""
 
-EDGE_BYTES = 2 * 2**20
-"""Of blocks of a file that are kept in memory, because ranges begin or end inside them."""
+EDGE_BYTES = 2**18
+"""Of blocks of a file that are kept in memory, because ranges began or ended inside them."""
 
 FILE_BYTES = NUM_REQUESTS * REQUEST_BYTES + EDGE_BYTES
 """What a spill file takes of host memory besides what passes to an accelerator."""

@@ -6,10 +6,11 @@ a plan does not know.
 
 [Note: whole blocks and their edges]
 Direct I/O takes whole blocks of the file, at addresses that the device can read. A range of a chunk
-begins and ends anywhere, so its first and last block may be others' in part. Such *edges* are kept
-in memory, and are what the file holds there, until they have to make room for others. What lies
-between the edges moves by requests of up to REQUEST_BYTES, several at a time: from and to the
-caller's own memory where its address allows that, else through an aligned staging buffer.
+begins and ends anywhere, so its first and last block may be others' in part. To write such an
+*edge* the block is read, changed and written back, one thread at a time. What lies between moves by
+requests of up to REQUEST_BYTES, several at a time: from and to the caller's own memory where its
+address allows that, else through an aligned staging buffer. Who reads a part of a block while
+another part is written gets its own bytes from either of the two.
 """
 
 import ctypes
@@ -20,7 +21,6 @@ import struct
 import tempfile
 import threading
 import weakref
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
@@ -52,7 +52,7 @@ class SpillFile:
     are in use at the same time do not overlap, or are only read. OSError where the system refuses.
     """
 
-    def __init__(self, directory: Path, *, cached: bool = False, keep_edges: bool = True) -> None:
+    def __init__(self, directory: Path, *, cached: bool = False) -> None:
         self._file: FileIO = tempfile.TemporaryFile(  # noqa: SIM115 - ours until `close`
             dir=directory, prefix="protrain-spill-", buffering=0
         )
@@ -60,7 +60,7 @@ class SpillFile:
         self.alignment = Alignment(1, 1)
         self.reason = "the plan counts it as memory" if cached else self._open_direct()
         self._requests = _Requests() if self.direct else None
-        self._edges = _Edges(self.alignment.block, self._pread, self._pwrite, keep=keep_edges)
+        self._edges = _Edges(self.alignment.block, self._pread, self._pwrite)
 
     @property
     def direct(self) -> bool:
@@ -142,9 +142,7 @@ class SpillFile:
     # --- blocks -----------------------------------------------------------------------------------
 
     def _read_blocks(self, requests: "_Requests", offset: int, target: memoryview) -> None:
-        end, block = offset + len(target), self.alignment.block
-        # Before the file is read: an edge that makes room meanwhile is read from either, whole.
-        kept = self._edges.copies(offset // block, -(-end // block))
+        block = self.alignment.block
 
         def fill(start: int, stop: int) -> None:
             """Read a range: straight to its place, or whole blocks to staging and from there."""
@@ -152,21 +150,16 @@ class SpillFile:
             if self._suits(start, stop, part):
                 self._pread(start, part)
                 return
-            low, high = start // block * block, -(-stop // block) * block
+            low, high = start // block * block, in_blocks(stop, block)
             with requests.staging() as room:
                 self._pread(low, room[: high - low])
                 _copy(part, room[start - low : stop - low])
 
-        requests.run(fill, list(self._cuts(offset, end, kept)))
-        for number, bytes_ in kept.items():
-            low, high = max(offset, number * block), min(end, (number + 1) * block)
-            target[low - offset : high - offset] = bytes_[
-                low - number * block : high - number * block
-            ]
+        requests.run(fill, self._cuts(offset, offset + len(target), target))
 
     def _write_blocks(self, requests: "_Requests", offset: int, source: memoryview) -> None:
         end, block = offset + len(source), self.alignment.block
-        low, high = -(-offset // block) * block, end // block * block
+        low, high = in_blocks(offset, block), end // block * block
         if high < low:  # inside one block
             self._edges.change(offset, source)
             return
@@ -174,7 +167,7 @@ class SpillFile:
             self._edges.change(offset, source[: low - offset])
         if high < end:
             self._edges.change(high, source[high - offset :])
-        self._edges.drop(low // block, high // block)
+        self._edges.forget(low // block, high // block)
 
         def bring(start: int, stop: int) -> None:
             part = source[start - offset : stop - offset]
@@ -182,24 +175,19 @@ class SpillFile:
                 self._pwrite(start, part)
                 return
             with requests.staging() as room:
-                _copy(room[: stop - start], part)
+                _copy(room, part)
                 self._pwrite(start, room[: stop - start])
 
         requests.run(bring, list(_spans(low, high)))
 
-    def _cuts(self, offset: int, end: int, kept: dict[int, bytes]) -> Iterator[tuple[int, int]]:
-        """The ranges to read, but for edges at the ends that are in memory."""
+    def _cuts(self, offset: int, end: int, target: memoryview) -> list[tuple[int, int]]:
+        """The ranges to read: edges by themselves only where what is between needs no staging."""
         block = self.alignment.block
-        low, high = -(-offset // block) * block, end // block * block
-        if high < low:
-            if offset // block not in kept:
-                yield offset, end
-            return
-        if offset < low and offset // block not in kept:
-            yield offset, low
-        yield from _spans(low, high)
-        if high < end and high // block not in kept:
-            yield high, end
+        low, high = in_blocks(offset, block), end // block * block
+        if high <= low or not self._suits(low, high, target[low - offset : high - offset]):
+            return list(_spans(offset, end))
+        first = [(offset, low)] * (offset < low)
+        return [*first, *_spans(low, high), *[(high, end)] * (high < end)]
 
     def _suits(self, start: int, stop: int, part: memoryview) -> bool:
         memory, block = self.alignment
@@ -229,7 +217,7 @@ class SpillFile:
 
 
 def _spans(low: int, high: int) -> Iterator[tuple[int, int]]:
-    """Requests for whole blocks, cut at multiples of their size in the file."""
+    """Requests, cut at multiples of their size in the file."""
     while low < high:
         stop = min(high, (low // REQUEST_BYTES + 1) * REQUEST_BYTES)
         yield low, stop
@@ -237,11 +225,10 @@ def _spans(low: int, high: int) -> Iterator[tuple[int, int]]:
 
 
 class _Edges:
-    """Blocks that are in memory, because a range began or ended inside them: EDGE_BYTES at most.
+    """Changes parts of blocks, one at a time.
 
-    They differ from the file until they make room for others, first come, first to go: a step
-    comes by all of them in turn, which the least recently used would serve no better. Where they
-    are not to `keep`, they are written at once, so that the file has all bytes.
+    The last blocks that were changed are kept, EDGE_BYTES of them, and need not be read to be
+    changed again: what follows one parameter's values is mostly the next one's.
     """
 
     def __init__(
@@ -249,64 +236,49 @@ class _Edges:
         block: int,
         pread: Callable[[int, memoryview], None],
         pwrite: Callable[[int, memoryview], None],
-        *,
-        keep: bool,
     ) -> None:
-        self._block, self._pread, self._pwrite, self._keep = block, pread, pwrite, keep
-        self._memory: memoryview | None = None
-        self._places: dict[int, int] = {}  # by number of the block: its place in memory
-        self._numbers: list[int] = []  # of the blocks, ascending
-        self._free: list[int] = []
+        self._block, self._pread, self._pwrite = block, pread, pwrite
+        self._free: list[memoryview] = []
+        self._kept: dict[int, memoryview] = {}  # by number of the block, first come first
+        self._made = False
         self._lock = threading.Lock()
 
     def change(self, offset: int, source: memoryview) -> None:
-        """Change a range inside one block."""
+        """Change a range inside one block, on the disk."""
         number, start = divmod(offset, self._block)
         with self._lock:
-            self._view(self._place(number))[start : start + len(source)] = source
-            if not self._keep:
-                self._write_back(number)
+            # Not kept while it may differ from the file.
+            held = self._kept.pop(number, None)
+            if held is None:
+                held = self._room()
+                try:
+                    self._pread(number * self._block, held)
+                except BaseException:
+                    self._free.append(held)
+                    raise
+            held[start : start + len(source)] = source
+            try:
+                self._pwrite(number * self._block, held)
+            except BaseException:
+                self._free.append(held)
+                raise
+            self._kept[number] = held
 
-    def copies(self, first: int, past: int) -> dict[int, bytes]:
-        """The blocks of a range that are in memory, by number."""
+    def forget(self, first: int, past: int) -> None:
+        """Blocks are about to be written whole."""
         with self._lock:
-            low, high = bisect_left(self._numbers, first), bisect_left(self._numbers, past)
-            return {n: bytes(self._view(self._places[n])) for n in self._numbers[low:high]}
+            for number in [one for one in self._kept if first <= one < past]:
+                self._free.append(self._kept.pop(number))
 
-    def drop(self, first: int, past: int) -> None:
-        """Forget blocks that are about to be written whole."""
-        with self._lock:
-            low, high = bisect_left(self._numbers, first), bisect_left(self._numbers, past)
-            self._free += [self._places.pop(number) for number in self._numbers[low:high]]
-            del self._numbers[low:high]
-
-    def _place(self, number: int) -> int:
-        """Where a block is, once it is in memory. The lock is held, so nobody meets it on the way.
-
-        What is read fails before anything changes; what is written back stays where it fails.
-        """
-        if number in self._places:
-            return self._places[number]
-        if self._memory is None:
-            self._memory = memoryview(mmap.mmap(-1, EDGE_BYTES))
-            self._free += range(EDGE_BYTES // self._block)
+    def _room(self) -> memoryview:
+        if not self._made:
+            self._made = True
+            memory = memoryview(mmap.mmap(-1, EDGE_BYTES))
+            starts = range(0, EDGE_BYTES, self._block)
+            self._free += [memory[start : start + self._block] for start in starts]
         if not self._free:
-            self._write_back(next(iter(self._places)))
-        place = self._free[-1]
-        self._pread(number * self._block, self._view(place))
-        self._free.pop()
-        self._places[number] = place
-        insort(self._numbers, number)
-        return place
-
-    def _write_back(self, number: int) -> None:
-        self._pwrite(number * self._block, self._view(self._places[number]))
-        self._free.append(self._places.pop(number))
-        del self._numbers[bisect_left(self._numbers, number)]
-
-    def _view(self, place: int) -> memoryview:
-        assert self._memory is not None
-        return self._memory[place * self._block : (place + 1) * self._block]
+            self._free.append(self._kept.pop(next(iter(self._kept))))
+        return self._free.pop()
 
 
 class _Requests:

@@ -111,19 +111,14 @@ class DiskStore:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        backend: Backend | None = None,
-        *,
-        cached: bool = False,
-        keep_edges: bool = True,
+        self, directory: Path, backend: Backend | None = None, *, cached: bool = False
     ) -> None:
         self._directory, self._backend = directory, backend
         self._own = threading.local()
         self.num_bytes = 0
         self._passing_bytes = 0  # of all threads' passages
         try:
-            self._file = SpillFile(directory, cached=cached, keep_edges=keep_edges)
+            self._file = SpillFile(directory, cached=cached)
         except OSError as error:
             raise ProtrainError(
                 f"cannot write spill files: {error.strerror}",
@@ -311,7 +306,7 @@ class CheckedHostStore(HostStore):
 
 
 class CheckedDiskStore(DiskStore):
-    """The spill file, checked: all of its bytes are on the disk, which is what is checked."""
+    """The spill file, checked."""
 
     def __init__(
         self,
@@ -321,7 +316,7 @@ class CheckedDiskStore(DiskStore):
         *,
         cached: bool = False,
     ) -> None:
-        super().__init__(directory, backend, cached=cached, keep_edges=False)
+        super().__init__(directory, backend, cached=cached)
         self._sums = BlockSums(
             self._look,
             partial(describe, self),
