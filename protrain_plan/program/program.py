@@ -144,6 +144,7 @@ class Settings:
     num_nodes      that the ranks are on, as many on each
     overlap_steps  updates of offloaded chunks may run on into the next step's forward
     clip_share     of all steps, those that are clipped
+    page_cache_bytes  of memory, that what is on disk may fill; 0: it passes the page cache by
     """
 
     device: DeviceKind
@@ -155,6 +156,7 @@ class Settings:
     num_nodes: int = 1
     overlap_steps: bool = False
     clip_share: float = CLIP_SHARE
+    page_cache_bytes: int = 0
 
     @staticmethod
     def of(plan: Plan, device: DeviceKind) -> "Settings":
@@ -169,6 +171,7 @@ class Settings:
             num_nodes=plan.num_nodes,
             overlap_steps=plan.overlap_steps,
             clip_share=plan.clip_share,
+            page_cache_bytes=plan.page_cache_bytes,
         )
 
     @property

@@ -83,7 +83,7 @@ def for_each(room: Room, num_ranks: int) -> Room:
 def check_room(plan: Plan, room: Room, directory: Path) -> None:
     """NoRoomError or ProtrainError where `plan` takes more than there is."""
     takes = plan.prediction.peak_bytes
-    in_memory = takes.disk if room.disk_is_memory else 0
+    in_memory = takes.disk if room.disk_is_memory or plan.page_cache_bytes else 0
     if plan.workload.device == "cpu":
         process = takes.device + takes.context + takes.host
         _memory(

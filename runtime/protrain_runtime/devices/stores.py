@@ -343,13 +343,22 @@ class CheckedDiskStore(DiskStore):
         return memory_of(held)
 
 
-TIERS: dict[StateTier, Callable[[Backend, Path, Describe | None], Store]] = {
+class Spilling(NamedTuple):
+    """Where a disk tier's file is, and whether its bytes go through the page cache."""
+
+    directory: Path
+    cached: bool = False
+
+
+TIERS: dict[StateTier, Callable[[Backend, Spilling, Describe | None], Store]] = {
     "device": lambda backend, *_: DeviceStore(backend),
     "host": lambda backend, _, describe: (
         CheckedHostStore(backend, describe) if describe else HostStore(backend)
     ),
-    "disk": lambda backend, folder, describe: (
-        CheckedDiskStore(folder, backend, describe) if describe else DiskStore(folder, backend)
+    "disk": lambda backend, to, describe: (
+        CheckedDiskStore(to.directory, backend, describe, cached=to.cached)
+        if describe
+        else DiskStore(to.directory, backend, cached=to.cached)
     ),
 }
 """What opens a tier's store, one that checks its bytes where it is given what names them: a new
@@ -359,12 +368,15 @@ tier is one entry."""
 class Stores:
     """One store per tier that the plan uses, opened when first asked for.
 
-    With `checked`, those below the device compare what is read with what was written; `describe` is
-    what their errors name bytes by.
+    With `cached`, what is on disk goes through the page cache. With `checked`, those below the
+    device compare what is read with what was written; `describe` is what errors name bytes by.
     """
 
-    def __init__(self, backend: Backend, directory: Path, *, checked: bool = False) -> None:
-        self._backend, self._directory, self.checked = backend, directory, checked
+    def __init__(
+        self, backend: Backend, directory: Path, *, checked: bool = False, cached: bool = False
+    ) -> None:
+        self._backend, self.checked = backend, checked
+        self._spilling = Spilling(directory, cached)
         self._stores: dict[StateTier, Store] = {}
         self.describe: Describe = lambda *_: "the model's"
 
@@ -372,7 +384,7 @@ class Stores:
         if tier not in self._stores:
             # `describe` is set once there is something to describe: it is looked up when called.
             describe = (lambda *where: self.describe(*where)) if self.checked else None
-            self._stores[tier] = TIERS[tier](self._backend, self._directory, describe)
+            self._stores[tier] = TIERS[tier](self._backend, self._spilling, describe)
         return self._stores[tier]
 
     @property
