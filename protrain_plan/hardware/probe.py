@@ -145,11 +145,11 @@ def _below(
     ):
         progress("measuring the disk", 0.0)
         said = [f"disk: through the page cache, {reads.buffered}"] if reads.buffered else []
-        observed = None if reads.buffered else _observed(writes, watch)
+        seen = None if reads.buffered else observed(writes, watch)
         link = _disk_link(reads, writes)
         if not devices.on_host(device):
             cached = Cached(link=_cached_link(directory, device))
-            disk = _disk(directory, link, observed, cached)
+            disk = _disk(directory, link, seen, cached)
             progress("measuring the link to host memory", 0.5)
             pinned = PinnedLink(device)
             host = Tier(name="host", capacity_bytes=host_memory_bytes(), link=pinned.measured())
@@ -175,12 +175,12 @@ def _below(
             read_contention=contention(compute, reads.read),
             write_contention=contention(compute, writes.write),
         )
-    return (_disk(directory, link, observed, cached),), kept, overheads, said
+    return (_disk(directory, link, seen, cached),), kept, overheads, said
 
 
-def _disk(directory: Path, link: Link, observed: Observed | None, cached: Cached) -> Tier:
+def _disk(directory: Path, link: Link, seen: Observed | None, cached: Cached) -> Tier:
     free_bytes = shutil.disk_usage(directory).free
-    return Tier(name="disk", capacity_bytes=free_bytes, link=link, observed=observed, cached=cached)
+    return Tier(name="disk", capacity_bytes=free_bytes, link=link, observed=seen, cached=cached)
 
 
 def _cached_link(directory: Path, device: torch.device) -> Link:
@@ -284,7 +284,7 @@ class SpillFile:
         self._store.close()
 
 
-def _observed(writes: SpillFile, watch: Watch) -> Observed:
+def observed(writes: SpillFile, watch: Watch) -> Observed:
     """Write until the watch is over, so that what is measured next is no disk's first burst."""
     seconds: list[float] = []
     start = time.perf_counter()
