@@ -214,6 +214,7 @@ def _facts(old: Plan, new: Plan) -> Iterator[Fact]:
         ("device budget", lambda plan: _size(plan.budgets.device)),
         ("host budget", lambda plan: _size(plan.budgets.host)),
         ("disk budget", lambda plan: _size(plan.budgets.disk)),
+        ("page cache", lambda plan: _size(plan.page_cache_bytes)),
         ("updates", lambda plan: plan.updates),
         ("clipped steps", lambda plan: f"{plan.clip_share:.3g}"),
         ("micro-batches", lambda plan: str(plan.micro_batches)),

@@ -550,6 +550,8 @@ def plan_command(case: Case, budgets: Budgets) -> str:
         option, size = options[tier.name]
         if size != tier.capacity_bytes:  # what the planner takes by itself
             words += [option, exact_bytes(size * group.in_node)]
+    if plan.page_cache_bytes:
+        words += ["--page-cache", exact_bytes(plan.page_cache_bytes * group.in_node)]
     words += group.options
     if plan.updates == "after backward":
         words.append("--clip")

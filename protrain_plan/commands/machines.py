@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from protrain_plan.commands.options import JsonOption, SpillOption, found_device
+from protrain_plan.commands.options import JsonOption, SpillOption, found_device, size
 
 HELP = "The machines that estimates are for: those of the catalogue, and this one, measured."
 EXAMPLES = (
@@ -76,9 +76,18 @@ def probe(
         str | None, typer.Option(help="Its name; default: such as cpu-2, after the threads.")
     ] = None,
     spill_directory: SpillOption = None,
+    disk_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="How long the disk is written before it is measured, past the page cache: many"
+            " are slower after their first gigabytes.",
+        ),
+    ] = 2.0,
+    disk_bytes: Annotated[str, typer.Option(help="The most that is written meanwhile.")] = "2GiB",
     as_json: JsonOption = False,
 ) -> None:
-    """Measure this machine, about ten seconds, and write it as hardware.
+    """Measure this machine, about fifteen seconds, and write it as hardware.
 
     Under torchrun, what joins the ranks too; rank 0 writes.
 
@@ -91,20 +100,22 @@ def probe(
     from protrain_plan.records.hardware import is_accelerator
 
     target = destination(output)  # before torch loads
-    from protrain_plan.hardware.probe import Rank, probe_with_ranks
+    written = size("--disk-bytes", disk_bytes, 0)
+    from protrain_plan.hardware.probe import Rank, Watch, probe_with_ranks
     from protrain_plan.hardware.probe import probe as measured
     from protrain_runtime.devices.memory_meter import return_freed_memory
 
+    watch = Watch(seconds=disk_seconds, num_bytes=written)
     where = found_device(device)
     if not is_accelerator(where.type):
         return_freed_memory()
     rank, directory = Rank.launched(), spill_directory or Path(tempfile.gettempdir())
     with progress(quiet=as_json or (rank is not None and rank.number > 0)) as report:
         machine = (
-            measured(where, spill_directory=directory, name=name, progress=report)
+            measured(where, spill_directory=directory, name=name, watch=watch, progress=report)
             if rank is None
             else probe_with_ranks(
-                where, rank, spill_directory=directory, name=name, progress=report
+                where, rank, spill_directory=directory, name=name, watch=watch, progress=report
             )
         )
     if machine is None:

@@ -56,7 +56,6 @@ def quiet_libraries() -> None:
     """Let libraries not say what is of no use to the reader."""
     # torchao, which peft imports where it is installed, says what of its kernels a machine lacks.
     logging.getLogger("torchao").setLevel(logging.ERROR)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that it would rather have
     # bitsandbytes that it has a kernel for this processor in a package that is not there.
     logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)

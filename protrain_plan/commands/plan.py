@@ -24,6 +24,7 @@ from protrain_plan.commands.options import (
     machine_with,
     refuse_batches,
     refuse_host_memory,
+    size,
     updates_of,
 )
 from protrain_plan.errors import ProtrainError
@@ -45,6 +46,13 @@ def plan(
     ] = None,
     host_memory: Annotated[str | None, typer.Option(help="The most pinned host memory.")] = None,
     disk: Annotated[str | None, typer.Option(help="The most disk space.")] = None,
+    page_cache: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory beside these budgets that what is on disk may fill: it is no more than"
+            " that then, and goes through the page cache. Default: 0, which passes the cache by."
+        ),
+    ] = None,
     output: Annotated[
         Path,
         typer.Option(
@@ -278,6 +286,7 @@ def plan(
         micro_batches=accumulate,
         allow=leaves,
         overlap_steps=overlap,
+        page_cache_bytes=size("--page-cache", page_cache, 0) // group.in_node,
         pins=(*(read_pins(pins) if pins else ()), *(parse_pin(text) for text in pin or ())),
     )
     objective = Objective(

@@ -40,13 +40,16 @@ from protrain_plan.hardware.speeds import (
     small_compute,
     update_step,
 )
+from protrain_plan.program.program import PAGE_BYTES
 from protrain_plan.records.hardware import (
+    Cached,
     Collectives,
     Contention,
     Device,
     Hardware,
     Interconnect,
     Link,
+    Observed,
     Tier,
 )
 from protrain_plan.records.profile import DType
@@ -59,11 +62,24 @@ from protrain_runtime.states.updates import UpdateTeam, spare_threads
 _BUFFER_BYTES = 2**20
 """What models that a CPU trains move at a time: tensors of up to a few MiB, too small for the huge
 pages that larger buffers ask for, which are read more than twice as fast (docs/decisions.md)."""
+_CHUNK_BYTES = 16 * _BUFFER_BYTES
+"""What is moved at a time past the page cache: a group of a chunk, in several requests."""
 _FILE_BYTES = 128 * _BUFFER_BYTES  # per direction
 _ROUNDS = 3
 
 Progress = Callable[[str, float], None]
 """Told what is being done, and the fraction that is done."""
+
+
+class Watch(NamedTuple):
+    """How long a disk is written before it is measured, whichever is over first."""
+
+    seconds: float = 2.0
+    num_bytes: int = 2 * 2**30
+
+
+BRIEF = Watch()
+"""Part of a probe of some seconds."""
 
 
 def probe(
@@ -73,20 +89,24 @@ def probe(
     name: str | None = None,
     context_bytes: int | None = None,
     dtype: DType = "float32",
+    watch: Watch = BRIEF,
     progress: Progress = lambda *_: None,
 ) -> Hardware:
-    """Measure this machine; about 10 s on two cores, 256 MiB of files that are gone afterwards.
+    """Measure this machine; about 15 s on two cores, 256 MiB of files that are gone afterwards.
 
-    `context_bytes` is recorded as given; without it, as what this process holds in the end, which
-    is less exact than what the profiler measures in a model's own steps. `dtype` is that of the
-    updates whose speed and contention with compute are measured.
+    The disk is written for as long as `watch` says before it is measured. `context_bytes` is
+    recorded as given; without it, as what this process holds in the end, which is less exact than
+    what the profiler measures in a model's own steps. `dtype` is that of the updates whose speed
+    and contention with compute are measured.
 
     ProtrainError where there is no such device, it lacks what plans need, or `spill_directory`
     cannot be written.
     """
     where = devices.found(str(device))
     # In a function of its own: what this process holds in the end is without its buffers.
-    tiers, (read, write, update), overheads = _below(where, spill_directory, dtype, progress)
+    tiers, (read, write, update), overheads, said = _below(
+        where, spill_directory, dtype, watch, progress
+    )
     progress("measuring compute and memory", 0.8)
     rates = replace(measure_rates(where, dtype=dtype), host_piece_s=four_digits(overheads.piece_s))
     progress("done", 1.0)
@@ -105,42 +125,70 @@ def probe(
         write_contention=write,
         update_contention=update,
         rates=rates,
-        sources=(f"measured on the machine itself, with torch {torch.__version__}",),
+        sources=(f"measured on the machine itself, with torch {torch.__version__}", *said),
         move_s=four_digits(overheads.move_s),
     )
 
 
 def _below(
-    device: torch.device, directory: Path, dtype: DType, progress: Progress
-) -> tuple[tuple[Tier, ...], list[Contention], Overheads]:
+    device: torch.device, directory: Path, dtype: DType, watch: "Watch", progress: Progress
+) -> tuple[tuple[Tier, ...], list[Contention], Overheads, list[str]]:
     """The tiers below a device; what reads, writes and updates share with compute; overheads.
 
-    Overheads are 0 where the hardware moves by itself while the host prepares what is next.
+    Overheads are 0 where the hardware moves by itself while the host prepares what is next. Last,
+    what there is to say about how the disk was measured.
     """
+    compute = small_compute(device)
     with (
         contextlib.closing(SpillFile(directory, device)) as reads,
         contextlib.closing(SpillFile(directory, device)) as writes,
     ):
         progress("measuring the disk", 0.0)
+        said = [f"disk: through the page cache, {reads.buffered}"] if reads.buffered else []
+        seen = None if reads.buffered else observed(writes, watch)
         link = _disk_link(reads, writes)
-        disk = Tier(name="disk", capacity_bytes=shutil.disk_usage(directory).free, link=link)
         if not devices.on_host(device):
+            cached = Cached(link=_cached_link(directory, device))
+            disk = _disk(directory, link, seen, cached)
             progress("measuring the link to host memory", 0.5)
             pinned = PinnedLink(device)
             host = Tier(name="host", capacity_bytes=host_memory_bytes(), link=pinned.measured())
             progress("measuring what lanes and compute leave each other", 0.6)
-            compute = small_compute(device)
             with contextlib.closing(UpdateTeam(spare_threads(device))) as team:
                 beside = (pinned.read, pinned.write, lane_update(dtype, team))
                 kept = [contention(compute, lane, num_rounds=1) for lane in beside]
-            return (host, disk), kept, Overheads(move_s=0.0, transfer_s=0.0, piece_s=0.0)
+            return (host, disk), kept, Overheads(move_s=0.0, transfer_s=0.0, piece_s=0.0), said
         progress("measuring the runtime itself", 0.25)
         overheads = measure_overheads(directory)
         progress("measuring what lanes and compute leave each other", 0.3)
-        disk = replace(disk, link=replace(link, latency_s=overheads.transfer_s))
-        compute = small_compute(device)
+        link = replace(link, latency_s=overheads.transfer_s)
         lanes = (reads.read, writes.write, update_step(dtype, device=device))
-        return (disk,), [contention(compute, lane) for lane in lanes], overheads
+        kept = [contention(compute, lane) for lane in lanes]
+    with (
+        contextlib.closing(SpillFile(directory, device, cached=True)) as reads,
+        contextlib.closing(SpillFile(directory, device, cached=True)) as writes,
+    ):
+        progress("measuring the disk through the page cache", 0.6)
+        latency_s = measure_overheads(directory, cached=True).transfer_s
+        cached = Cached(
+            link=replace(_disk_link(reads, writes), latency_s=latency_s),
+            read_contention=contention(compute, reads.read),
+            write_contention=contention(compute, writes.write),
+        )
+    return (_disk(directory, link, seen, cached),), kept, overheads, said
+
+
+def _disk(directory: Path, link: Link, seen: Observed | None, cached: Cached) -> Tier:
+    free_bytes = shutil.disk_usage(directory).free
+    return Tier(name="disk", capacity_bytes=free_bytes, link=link, observed=seen, cached=cached)
+
+
+def _cached_link(directory: Path, device: torch.device) -> Link:
+    with (
+        contextlib.closing(SpillFile(directory, device, cached=True)) as reads,
+        contextlib.closing(SpillFile(directory, device, cached=True)) as writes,
+    ):
+        return _disk_link(reads, writes)
 
 
 def held_bytes(device: torch.device) -> int:
@@ -187,54 +235,84 @@ class SpillFile:
 
     Memory for the whole file, because one buffer used again and again would stay in the cache. On a
     CPU machine what is read goes to fresh memory, as in a run: touching that for the first time is
-    part of a read. On others it goes to memory that stays, as their staging does.
+    part of a read. On others it goes to memory that stays, as their staging does. Past the page
+    cache bytes move as chunks do, many requests at a time; `cached` ones by small tensors.
     """
 
-    def __init__(self, directory: Path, device: torch.device) -> None:
+    def __init__(self, directory: Path, device: torch.device, *, cached: bool = False) -> None:
         self._device = device
-        self._store = DiskStore(directory)
+        self._store = DiskStore(directory, cached=cached)
+        self.buffered = self._store.buffered
+        self._size = _BUFFER_BYTES if self.buffered else _CHUNK_BYTES
         free_bytes = shutil.disk_usage(directory).free
-        num_buffers = min(_FILE_BYTES, free_bytes // 4) // _BUFFER_BYTES
+        num_buffers = min(_FILE_BYTES, free_bytes // 4) // self._size
         if num_buffers == 0:
+            self._store.close()
             raise ProtrainError(
                 f"too little room to measure the disk: {free_bytes} bytes free",
                 source=str(directory),
                 fix="free some space there, or name another spill directory",
             )
-        self.num_bytes = num_buffers * _BUFFER_BYTES
+        self.num_bytes = num_buffers * self._size
         self._source = torch.ones(self.num_bytes, dtype=torch.uint8)
-        self._store.reserve(self.num_bytes)
+        self._start = self._store.reserve(self.num_bytes)
         self.write()  # allocates the blocks: what a run does once, in its first step
 
     def read(self) -> None:
         """Read the whole file, buffer by buffer."""
-        for at in range(0, self.num_bytes, _BUFFER_BYTES):
-            target = self._source[at : at + _BUFFER_BYTES]
+        for at in range(0, self.num_bytes, self._size):
+            target = self._source[at : at + self._size]
             if devices.on_host(self._device):
                 # The system's own pages: the C library may have some that were touched before.
-                target = torch.frombuffer(mmap.mmap(-1, _BUFFER_BYTES), dtype=torch.uint8)
-            self._store.read(at, target)
+                target = torch.frombuffer(mmap.mmap(-1, self._size + PAGE_BYTES), dtype=torch.uint8)
+                # Where large tensors begin, which whole blocks of the file go to directly.
+                begin = (self._start + at) % PAGE_BYTES
+                target = target[begin : begin + self._size]
+            self._store.read(self._start + at, target)
 
     def write(self) -> None:
         """Write the whole file over, buffer by buffer."""
-        for at in range(0, self.num_bytes, _BUFFER_BYTES):
-            self._store.write(at, self._source[at : at + _BUFFER_BYTES])
+        for at in range(0, self.num_bytes, self._size):
+            self._store.write(self._start + at, self._source[at : at + self._size])
 
     def read_little(self, target: torch.Tensor) -> None:
         """Read as much as `target` holds: what a read costs apart from its bytes."""
-        self._store.read(0, target)
+        self._store.read(self._start, target)
 
     def close(self) -> None:
         """Free the file."""
         self._store.close()
 
 
-def _disk_link(reads: SpillFile, writes: SpillFile) -> Link:
-    """The directory's speed as the runtime sees it: buffered, without fsync, in a lane's thread.
+def observed(writes: SpillFile, watch: Watch) -> Observed:
+    """Write until the watch is over, so that what is measured next is no disk's first burst."""
+    seconds: list[float] = []
+    start = time.perf_counter()
+    while not seconds or (
+        time.perf_counter() - start < watch.seconds
+        and (len(seconds) + 1) * writes.num_bytes <= watch.num_bytes
+    ):
+        before = time.perf_counter()
+        in_worker(writes.write)
+        seconds.append(time.perf_counter() - before)
+    quarter = -(-len(seconds) // 4)  # of the passes
+    first, last = (
+        four_digits(writes.num_bytes * quarter / sum(some))
+        for some in (seconds[:quarter], seconds[-quarter:])
+    )
+    return Observed(
+        seconds=four_digits(time.perf_counter() - start),
+        written_bytes=len(seconds) * writes.num_bytes,
+        first_bytes_per_s=first,
+        last_bytes_per_s=last,
+    )
 
-    These are speeds through the page cache. They hold while the spilled bytes fit in memory that
-    nobody else wants; a run that spills more drops to the disk's own speed, which this does not
-    measure. Reads and writes use files of their own, so that both can run at once.
+
+def _disk_link(reads: SpillFile, writes: SpillFile) -> Link:
+    """The directory's speed as the runtime sees it, in a lane's thread, and both ways at once.
+
+    Past the page cache these are the disk's own; through it they hold while what is there fits in
+    memory that nobody else wants. Reads and writes use files of their own, so that both can run.
     """
     read_rates, write_rates, kept = [], [], []  # whole files per second
     for _ in range(_ROUNDS):
@@ -242,7 +320,7 @@ def _disk_link(reads: SpillFile, writes: SpillFile) -> Link:
         write_rates.append(in_worker(lambda: runs_per_second(writes.write)))
         read_beside, write_beside = rates_together(reads.read, writes.write)
         kept.append((read_beside / read_rates[-1] + write_beside / write_rates[-1]) / 2)
-    page = torch.empty(4096, dtype=torch.uint8)
+    page = torch.empty(PAGE_BYTES, dtype=torch.uint8)
     return Link(
         read_bytes_per_s=reads.num_bytes * statistics.median(read_rates),
         write_bytes_per_s=writes.num_bytes * statistics.median(write_rates),
@@ -282,6 +360,7 @@ def probe_with_ranks(
     *,
     spill_directory: Path,
     name: str | None = None,
+    watch: Watch = BRIEF,
     progress: Progress = lambda *_: None,
 ) -> Hardware | None:
     """`probe` on rank 0 while the others wait for it, then what joins them; None on the others.
@@ -295,7 +374,9 @@ def probe_with_ranks(
     found = None
     if rank.number == 0:
         # Before the ranks meet: the probe's steps are planned for one device, and are asked for it.
-        found = probe(where, spill_directory=spill_directory, name=name, progress=progress)
+        found = probe(
+            where, spill_directory=spill_directory, name=name, watch=watch, progress=progress
+        )
     before = held_bytes(where)
     distributed.init_process_group(devices.collectives(where), timeout=_WAIT)
     try:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -488,9 +488,12 @@ class _Layers(nn.Module):
         return tokens.sum()
 
 
-def measure_overheads(spill_directory: Path, *, optimizer: str = DEFAULT_OPTIMIZER) -> Overheads:
+def measure_overheads(
+    spill_directory: Path, *, optimizer: str = DEFAULT_OPTIMIZER, cached: bool = False
+) -> Overheads:
     """Of this machine's processor, with everything that a plan can move going to disk.
 
+    Past the page cache, or through it where it is `cached`.
     Seconds of the processor and not of the clock where it computes: what a step waits for, the
     timeline knows. About 1 s; the random state is left alone.
     """
@@ -500,7 +503,10 @@ def measure_overheads(spill_directory: Path, *, optimizer: str = DEFAULT_OPTIMIZ
     tokens = torch.ones(_LAYER_WIDTH, _LAYER_WIDTH)
     plain_cpu = _cpu_seconds(_training(plain, factory(plain.parameters()), tokens))
     model, stepper = prepare(
-        planned, _plan(planned), optimizer=factory, spill_directory=spill_directory
+        planned,
+        replace(_plan(planned), page_cache_bytes=2**30 * cached),
+        optimizer=factory,
+        spill_directory=spill_directory,
     )
     try:
         step = _training(model, stepper, tokens)

@@ -27,6 +27,7 @@ from protrain_plan.records.profile import Profile
 from protrain_plan.records.tree import listed
 from protrain_plan.simulation.memory import Excess, checkpoint_bytes
 from protrain_plan.simulation.report import in_words as report_in_words
+from protrain_plan.simulation.wear import wear
 from protrain_plan.units import format_bytes, format_range, format_seconds
 
 if TYPE_CHECKING:
@@ -160,6 +161,25 @@ def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableT
     return Group(decisions, "", table, "", *map(Text, notes), *map(wrote, paths))
 
 
+def disk_notes(plan: Plan, profile: Profile) -> list[str]:
+    """How far its seconds know the disk that a measured profile's plan spills to."""
+    if not plan.prediction.peak_bytes.disk or profile.method != "measured":
+        return []
+    if plan.page_cache_bytes:
+        cache = format_bytes(plan.page_cache_bytes)
+        return [f"what is on disk goes through the page cache: up to {cache} beside the budgets"]
+    observed = profile.hardware.tier("disk").observed
+    if observed is None:
+        return [
+            "the disk was never measured past the page cache: a step that spills more than the free"
+            " memory may take much longer than predicted; profile again"
+        ]
+    return [
+        f"the disk was observed for {format_seconds(observed.seconds)}, in which"
+        f" {format_bytes(observed.written_bytes)} were written"
+    ]
+
+
 def _others(solved: "Solved") -> str:
     """What the numbers of replicas that were not chosen would take."""
     words = []
@@ -239,7 +259,13 @@ def answer_json(answer: "Answer", explanation: "Explanation | None") -> dict[str
         ]
     if explanation is not None:
         data["explanation"] = asdict(explanation)
-    return data
+    return data | wear_json(answer.solved, answer.profile)
+
+
+def wear_json(solved: "Solved | None", profile: Profile) -> dict[str, Any]:
+    """What the plan writes to a node's disks, where it writes any."""
+    found = None if solved is None else wear(solved.plan, profile)
+    return {} if found is None else {"disk_writes": asdict(found)}
 
 
 def answer_text(
@@ -258,6 +284,9 @@ def answer_text(
         grown = "growth in proportion; profile this size before you rely on it"
         head = [f"the largest that fits: {size} ({grown})", ""]
     notes = report_in_words(answer.report) if answer.report is not None else []
+    if (written := wear(answer.solved.plan, answer.profile)) is not None:
+        notes.append(f"it writes to disk {written}")
+    notes += disk_notes(answer.solved.plan, answer.profile)
     if answer.seconds_without_pins is not None:
         cost = max(0.0, step_s / answer.seconds_without_pins - 1)
         notes.append(f"the pins cost {cost:.2%} of the step")
@@ -335,6 +364,7 @@ def fit_json(fit: "Fit") -> dict[str, Any]:
         **spending_json(fit.spending(fit.step_seconds)),
         "measured_over_estimated": error_band(fit.profile.hardware),
         **(solved_json(fit.solved) if fit.solved is not None else {}),
+        **wear_json(fit.solved, fit.profile),
         **(infeasible_json(fit.infeasible) if fit.infeasible is not None else {}),
         **({"alternatives": _alternatives_json(fit)} if fit.alternatives else {}),
     }
@@ -393,6 +423,7 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
     binds = ["what makes up the step, or what is missing:"]
     faster = ["what a plan saves where plain PyTorch fits:"]
     differs: list[str] = []
+    worn = ["what a plan writes to a node's disks:"]
     for fit in fits:
         machine, group, workload = fit.profile.hardware.name, fit.group, fit.profile.workload
         size = f"{workload.batch_size} x {workload.seq_len}"
@@ -410,6 +441,8 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
             saved = 1 - prediction.step_seconds / fit.plain_seconds if fit.plain_seconds else 0.0
             if saved >= 0.0005:
                 faster.append(f"{cell}: {saved:.1%} less time per step")
+            if (written := wear(fit.solved.plan, fit.profile)) is not None:
+                worn.append(f"{cell}: {written}")
         words, style = _VERDICTS[fit.verdict]
         replicas = f" ({group.num_replicas} replicas)" if group.num_replicas > 1 else ""
         devices = [f"{group.num_devices}{replicas}"] if several else []
@@ -428,14 +461,14 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
             head = ["", *([""] * several), "", name]
             table.add_row(*head, tokens, *held)
             bill.add_row(*head, *spending_cells(fit.spending(other.step_seconds), columns))
-    if len(faster) == 1:  # in no cell
-        faster = []
+    faster, worn = (lines if len(lines) > 1 else [] for lines in (faster, worn))  # in some cell
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
     trusted = [f"{hardware.name}: {trust(hardware)}" for hardware in machines]
     unknown = dict.fromkeys(said for fit in fits if (said := own_update(fit.profile)))
     is_tight = any(fit.is_tight or any(o.is_tight for o in fit.alternatives) for fit in fits)
     tight = [TIGHT] * is_tight
-    notes = map(Text, (*binds, *faster, *differs, *tight, *in_words(columns), *trusted, *unknown))
+    told = (*binds, *faster, *worn, *differs, *tight)
+    notes = map(Text, (*told, *in_words(columns), *trusted, *unknown))
     bills = (bill, "") if columns else ()
     return Group(table, "", *bills, *notes, *map(wrote, paths))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 
 from protrain_plan.presentation.terminal import Table, Text, run_name, table_of, wrote
-from protrain_plan.records.hardware import Collectives, Hardware, Rates
+from protrain_plan.records.hardware import Collectives, Hardware, Rates, Tier
 from protrain_plan.records.profile import Profile, Unit
 from protrain_plan.units import format_bytes, format_seconds
 
@@ -217,8 +217,15 @@ def _facts(machine: Hardware) -> Iterator[tuple[str, str]]:
             f"{format_bytes(tier.capacity_bytes)}, {_rate(link.read_bytes_per_s)} to the"
             f" device, {_rate(link.write_bytes_per_s)} from it,"
             f" {link.duplex:.0%} of each both ways at once, latency"
-            f" {format_seconds(link.latency_s)}",
+            f" {format_seconds(link.latency_s)}{_observed(tier)}",
         )
+        if tier.cached is not None:
+            cached = tier.cached.link
+            yield (
+                "page cache",
+                f"{_rate(cached.read_bytes_per_s)} to the device, {_rate(cached.write_bytes_per_s)}"
+                " from it, while memory has room for all that is on the disk (--page-cache)",
+            )
     yield (
         "contention",
         f"compute keeps {machine.read_contention.compute:.0%} of its speed beside reads,"
@@ -243,6 +250,18 @@ def _facts(machine: Hardware) -> Iterator[tuple[str, str]]:
         yield "power", f"at most {machine.power_w:g} W of each device's board"
     if rates is not None:
         yield "estimates", trust(machine)
+
+
+def _observed(tier: Tier) -> str:
+    """How long a disk was written before it was measured."""
+    if tier.observed is None:
+        return ""
+    seconds, written = tier.observed.seconds, format_bytes(tier.observed.written_bytes)
+    first, last = tier.observed.first_bytes_per_s, tier.observed.last_bytes_per_s
+    return (
+        f"; measured after {format_seconds(seconds)} of writing ({written}, at {_rate(first)} at"
+        f" first and {_rate(last)} at last)"
+    )
 
 
 def _attention(rates: Rates) -> str:

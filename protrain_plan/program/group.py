@@ -5,7 +5,7 @@ from typing import Literal
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.program.program import Settings
-from protrain_plan.records.hardware import Hardware, Interconnect, Tier
+from protrain_plan.records.hardware import Hardware, Interconnect, Link, Tier, is_accelerator
 from protrain_plan.records.plan import Plan
 from protrain_plan.records.profile import Profile
 
@@ -123,6 +123,42 @@ def _joined(hardware: Hardware) -> Interconnect:
     return hardware.interconnect
 
 
+def through_cache(hardware: Hardware, page_cache_bytes: int) -> Hardware:
+    """The machine as a plan has it: its disk through the page cache, where that counts as memory.
+
+    The disk is then as large as what the cache may take. ProtrainError where nobody has measured
+    how fast it is.
+    """
+    if not page_cache_bytes:
+        return hardware
+    tiers: list[Tier] = []
+    for tier in hardware.tiers:
+        if tier.name == "disk":
+            if tier.cached is None:
+                raise ProtrainError(
+                    f"{hardware.name} does not say how fast its disk is through the page cache",
+                    key="--page-cache",
+                    fix="measure the machine (protrain profile, or protrain hardware probe), or"
+                    " plan without it: what is on disk then passes the cache by",
+                )
+            cached, capacity = tier.cached, min(tier.capacity_bytes, page_cache_bytes)
+            tier = replace(tier, capacity_bytes=capacity, link=cached.link)
+            if not is_accelerator(hardware.device.kind):
+                hardware = replace(
+                    hardware,
+                    read_contention=cached.read_contention,
+                    write_contention=cached.write_contention,
+                )
+        tiers.append(tier)
+    return replace(hardware, tiers=tuple(tiers))
+
+
+def profile_for(profile: Profile, plan: Plan) -> Profile:
+    """The profile of one of a plan's ranks, with the disk as the plan reads and writes it."""
+    found = profile_of_rank(profile, DeviceGroup.of(plan))
+    return replace(found, hardware=through_cache(found.hardware, plan.page_cache_bytes))
+
+
 def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
     """The profile with one rank's part of its machine; the same for one device, and when repeated.
 
@@ -141,8 +177,10 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
     for tier in hardware.tiers:
         link = tier.link
         if tier.name == "disk":  # each device has a link of its own to host memory
-            read, write = link.read_bytes_per_s / shared, link.write_bytes_per_s / shared
-            link = replace(link, read_bytes_per_s=read, write_bytes_per_s=write)
+            link = _shared_link(link, shared)
+            if tier.cached is not None:
+                cached = replace(tier.cached, link=_shared_link(tier.cached.link, shared))
+                tier = replace(tier, cached=cached)
         tiers.append(replace(tier, capacity_bytes=tier.capacity_bytes // shared, link=link))
     host, of_node = optimizer.host_parameters_per_s / shared, optimizer.node_parameters_per_s
     if of_node:
@@ -165,6 +203,11 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
         ),
         optimizer=replace(optimizer, host_parameters_per_s=host),
     )
+
+
+def _shared_link(link: Link, count: int) -> Link:
+    read, write = link.read_bytes_per_s / count, link.write_bytes_per_s / count
+    return replace(link, read_bytes_per_s=read, write_bytes_per_s=write)
 
 
 def collective_seconds(

@@ -144,6 +144,7 @@ class Settings:
     num_nodes      that the ranks are on, as many on each
     overlap_steps  updates of offloaded chunks may run on into the next step's forward
     clip_share     of all steps, those that are clipped
+    page_cache_bytes  of memory, that what is on disk may fill; 0: it passes the page cache by
     """
 
     device: DeviceKind
@@ -155,6 +156,7 @@ class Settings:
     num_nodes: int = 1
     overlap_steps: bool = False
     clip_share: float = CLIP_SHARE
+    page_cache_bytes: int = 0
 
     @staticmethod
     def of(plan: Plan, device: DeviceKind) -> "Settings":
@@ -169,6 +171,7 @@ class Settings:
             num_nodes=plan.num_nodes,
             overlap_steps=plan.overlap_steps,
             clip_share=plan.clip_share,
+            page_cache_bytes=plan.page_cache_bytes,
         )
 
     @property
@@ -437,7 +440,19 @@ PASSAGES = 3
 """Threads whose bytes pass so: the lanes that fetch from disk and spill there, and the one that
 loads and saves."""
 
-PASSING_BYTES = PASSAGES * PASSAGE_BYTES
+REQUEST_BYTES = 2**20
+"""The most that one request to a file moves, and what its staging takes."""
+
+NUM_REQUESTS = 4
+"""Requests to one file at a time, of all threads through staging."""
+
+EDGE_BYTES = 2**18
+"""Of blocks of a file that are kept in memory, because ranges began or ended inside them."""
+
+FILE_BYTES = NUM_REQUESTS * REQUEST_BYTES + EDGE_BYTES
+"""What a spill file takes of host memory besides what passes to an accelerator."""
+
+PASSING_BYTES = PASSAGES * PASSAGE_BYTES + FILE_BYTES
 """What host memory holds of that, as soon as anything is on disk."""
 
 PAGE_BYTES = 4096

@@ -39,12 +39,34 @@ Specification 5.0). The sources of the machines say that these shares are assume
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """For how long, and with how many bytes, a disk was written before its speeds were taken.
+
+    Past the page cache. Many disks are fast for their first gigabytes and slower after them: what
+    was seen in seconds says little of a run of hours. The two speeds are those of the first and of
+    the last quarter of this writing.
+    """
+
+    seconds: float
+    written_bytes: int
+    first_bytes_per_s: float
+    last_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """A place below the device where bytes can live."""
+    """A place below the device where bytes can live.
+
+    A disk's `link` is its own speed, past the page cache, and `observed` says how it was seen;
+    absent: it was not measured so. `cached` is that of what passes through the page cache, which
+    holds while memory has room for all that is there; absent: it was not measured.
+    """
 
     name: TierName
     capacity_bytes: int
     link: Link
+    observed: Observed | None = None
+    cached: "Cached | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +101,15 @@ class Contention:
 
     compute: float
     lane: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cached:
+    """A disk through the page cache: its link, and on a CPU what copies there leave compute."""
+
+    link: Link
+    read_contention: Contention = Contention(compute=1.0, lane=1.0)
+    write_contention: Contention = Contention(compute=1.0, lane=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

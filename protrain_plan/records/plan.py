@@ -233,6 +233,9 @@ class Plan:
 
     With `overlap_steps` a step does not wait for its last updates: the next forward does, unit by
     unit, when it fetches what is updated.
+
+    What is on disk is read and written past the page cache. With `page_cache_bytes` it goes through
+    the cache, and is no more than that: memory beside the budgets, which it may fill.
     """
 
     workload: Workload
@@ -253,6 +256,7 @@ class Plan:
     num_replicas: int = 1  # of the sharded states; divides num_devices
     num_nodes: int = 1  # that the devices are in, as many in each
     overlap_steps: bool = False
+    page_cache_bytes: int = 0  # of memory, that what is on disk may fill
     clip_share: float = CLIP_SHARE  # of all steps, those whose gradients are clipped
     tensors: tuple[str, ...] = ()
 

@@ -25,6 +25,7 @@ from protrain_plan.records.hardware import (
     Hardware,
     Interconnect,
     Link,
+    Observed,
     PublishedError,
     Rates,
 )
@@ -125,6 +126,7 @@ LIMITS: dict[tuple[type, str], Limits] = {
     (Hardware, "power_w"): _WATTS,
     (Profile, "model_flops"): _FLOPS,
     (Link, "duplex"): _HALVES,
+    (Observed, "seconds"): _SECONDS,
     (Contention, "compute"): _SHARES,
     (Contention, "lane"): _SHARES,
     (Rates, "compute_efficiency"): _SHARES,

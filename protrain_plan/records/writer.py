@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 from protrain_plan.records.decisions import FIRST_PHRASES, WORDINGS
 from protrain_plan.records.folding import fold, runs
-from protrain_plan.records.hardware import Collectives, Contention, Hardware, Link, Rates
+from protrain_plan.records.hardware import Collectives, Contention, Hardware, Link, Observed, Rates
 from protrain_plan.records.plan import Budgets, Plan, Schedule, TierBytes, UnitPlan
 from protrain_plan.records.profile import FormCost, Profile, Repetitions, Unit
 from protrain_plan.records.schema import KINDS, OLD_KEYS, STEP_END, VERSION, Record, is_size
@@ -50,7 +50,18 @@ class _Sentences(list[str]):
 
 _LISTS_OF_LINES = ((Hardware, "sources"), (Profile, "tensors"), (Plan, "tensors"))
 _ON_ONE_LINE = (
-    *(Link, Contention, Rates, Collectives, FormCost, Repetitions, Budgets, TierBytes, UnitPlan),
+    *(
+        Link,
+        Observed,
+        Contention,
+        Rates,
+        Collectives,
+        FormCost,
+        Repetitions,
+        Budgets,
+        TierBytes,
+        UnitPlan,
+    ),
 )
 
 

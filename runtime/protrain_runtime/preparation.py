@@ -163,7 +163,12 @@ def prepare(
                 facts = _facts(model, plan, inner, names, device, wait_limit_s)
                 ranks.connect(facts, num_replicas=plan.num_replicas, device=device)
                 undo.append(ranks.meeting.close)
-            stores = Stores(backend, directory, checked=check == "spills")
+            stores = Stores(
+                backend,
+                directory,
+                checked=check == "spills",
+                cached=plan.page_cache_bytes > 0,
+            )
             undo.append(stores.close)
             _attach(model, modules, prepared, optimizer, stores, backend, own)
             warn_of_slow_disk(plan, directory)

@@ -7,13 +7,14 @@ import shlex
 import socket
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.hardware.probe import host_memory_bytes, probe
+from protrain_plan.hardware.probe import SpillFile, Watch, host_memory_bytes, observed, probe
 from protrain_plan.hardware.speeds import in_worker, update_speeds
 from protrain_plan.records import read_hardware, write_hardware
 from protrain_plan.records.hardware import Hardware
@@ -94,6 +95,12 @@ def test_this_machine_is_measured_and_left_clean(tmp_path: Path) -> None:
     assert 0 < link.write_bytes_per_s < 1e12
     assert link.latency_s > 0
     assert 0.5 <= link.duplex <= 1
+    disk = hardware.tier("disk")
+    assert disk.cached is not None
+    assert 0 < disk.cached.link.read_bytes_per_s < 1e12
+    if disk.observed is not None:  # the file system takes direct I/O
+        assert 0 < disk.observed.seconds < 100
+        assert disk.observed.written_bytes > 0
     for both in (
         hardware.read_contention,
         hardware.write_contention,
@@ -103,6 +110,21 @@ def test_this_machine_is_measured_and_left_clean(tmp_path: Path) -> None:
         assert 0 < both.lane <= 1
     assert list(tmp_path.iterdir()) == []
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_disk_is_written_for_as_long_as_it_was_asked_for(tmp_path: Path) -> None:
+    """Until one of both is over, and once in any case."""
+    with closing(SpillFile(tmp_path, torch.device("cpu"))) as file:
+        if file.buffered:
+            pytest.skip(file.buffered)
+        once = file.num_bytes
+        by_bytes = observed(file, Watch(seconds=1e9, num_bytes=5 * once))
+        assert by_bytes.written_bytes == 5 * once
+        assert min(by_bytes.first_bytes_per_s, by_bytes.last_bytes_per_s) > 0
+        assert observed(file, Watch(seconds=0, num_bytes=10**12)).written_bytes == once
+        by_time = observed(file, Watch(seconds=0.3, num_bytes=10**15))
+        assert by_time.seconds >= 0.3
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

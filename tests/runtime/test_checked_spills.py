@@ -170,9 +170,11 @@ WEIGHT = f"{BLOCK}.mlp.up_proj.weight"
 def flip_bit(store: Store, offset: int, bit: int = 5) -> None:
     """In the spill file itself, or in the memory that is the host's tier."""
     if isinstance(store, DiskStore):
-        descriptor = store._file.fileno()
+        # Opened anew: direct I/O, which the store may have, takes no single bytes.
+        descriptor = os.open(f"/proc/self/fd/{store._file.fileno()}", os.O_RDWR)
         (found,) = os.pread(descriptor, 1, offset)
         assert os.pwrite(descriptor, bytes([found ^ 1 << bit]), offset) == 1
+        os.close(descriptor)
     else:
         assert isinstance(store, HostStore)
         store.view(offset, 1).bitwise_xor_(1 << bit)

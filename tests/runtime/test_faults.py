@@ -25,7 +25,7 @@ from protrain_runtime import prepare, restore
 from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import Backend, LaneError
 from protrain_runtime.devices.memory_meter import process_memory, storage_bytes
-from protrain_runtime.model.prepared import engine_of
+from protrain_runtime.model.prepared import engine_of, restore_as_is
 from protrain_runtime.states.stand_ins import ConsumedGradient
 from tests.support.cards import every_device
 from tests.support.faults import descriptors, file_limit, spill_descriptor
@@ -52,8 +52,15 @@ UNITS = len(described(NAME))
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 
 
-def spilling(model: nn.Module, *, clipped: bool = False) -> Plan:
+@pytest.fixture(params=["past the page cache", "through it"])
+def page_cache_bytes(request: pytest.FixtureRequest) -> int:
+    """What a plan lets the page cache have."""
+    return 2**20 if request.param == "through it" else 0
+
+
+def spilling(model: nn.Module, *, clipped: bool = False, page_cache_bytes: int = 0) -> Plan:
     plan = plan_for(model, decided(described(NAME), Swap(tier="disk"), Offload(tier="disk")))
+    plan = replace(plan, page_cache_bytes=page_cache_bytes)
     return replace(plan, updates="after backward") if clipped else plan
 
 
@@ -85,11 +92,14 @@ def trained_plainly(numbers: range | list[int]) -> Outcome:
 # --- disks ----------------------------------------------------------------------------------------
 
 
-def test_a_disk_that_is_full_at_the_start_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_at_the_start_leaves_the_model_as_it_was(
+    page_cache_bytes: int, tmp_path: Path
+) -> None:
     model = build(NAME)
+    plan = spilling(model, page_cache_bytes=page_cache_bytes)
     with nothing_left(tmp_path):
         with file_limit(100_000), pytest.raises(ProtrainError) as caught:
-            prepare(model, spilling(model), optimizer=ADAMW, spill_directory=tmp_path)
+            prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
         assert caught.value.source == str(tmp_path)
         assert caught.value.message.endswith("of spilled bytes: File too large")
         optimizer = ADAMW(model.parameters())
@@ -98,13 +108,12 @@ def test_a_disk_that_is_full_at_the_start_leaves_the_model_as_it_was(tmp_path: P
 
 
 @every_device
-def test_training_goes_on_once_a_full_disk_has_room(tmp_path: Path) -> None:
+def test_training_goes_on_once_a_full_disk_has_room(page_cache_bytes: int, tmp_path: Path) -> None:
     """The first step's swaps find no room; after that step is given up, all is as before."""
     model = build(NAME)
+    plan = spilling(model, page_cache_bytes=page_cache_bytes)
     with nothing_left(tmp_path):
-        model, optimizer = prepare(
-            model, spilling(model), optimizer=ADAMW, spill_directory=tmp_path
-        )
+        model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
         states = os.fstat(spill_descriptor(tmp_path)).st_size
         with file_limit(states), pytest.raises(ProtrainError) as caught:
             step(NAME, model, optimizer, 0)
@@ -126,13 +135,12 @@ def test_a_spill_directory_that_cannot_be_written_is_one_message(tmp_path: Path)
 
 
 @every_device
-def test_a_lane_that_fails_says_which_move(tmp_path: Path) -> None:
+def test_a_lane_that_fails_says_which_move(page_cache_bytes: int, tmp_path: Path) -> None:
     """The spill file is cut off below the lanes: nothing can be trained, or restored, any more."""
 
     def shortened(model: nn.Module) -> list[str]:
-        model, optimizer = prepare(
-            model, spilling(model), optimizer=ADAMW, spill_directory=tmp_path
-        )
+        plan = spilling(model, page_cache_bytes=page_cache_bytes)
+        model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
         step(NAME, model, optimizer, 0)
         os.ftruncate(spill_descriptor(tmp_path), 0)
         errors = []
@@ -152,6 +160,50 @@ def test_a_lane_that_fails_says_which_move(tmp_path: Path) -> None:
     )
     lane = f"{tmp_path}: fetch 0 @0 failed on lane 'fetch disk': {problem}"
     assert errors == [lane, lane, f"{tmp_path}: {problem}"]
+
+
+FAULTS = [
+    ("pwrite", 28, "No space left on device", "written"),
+    ("pwrite", 5, "Input/output error", "written"),
+    ("preadv", 5, "Input/output error", "read back"),
+]
+"""The system's call that fails, its error, and what cannot be done then."""
+
+
+@pytest.mark.parametrize(("name", "code", "words", "what"), FAULTS)
+def test_a_disk_that_fails_in_a_step_is_one_error_and_leaves_nothing(
+    name: str, code: int, words: str, what: str, page_cache_bytes: int, tmp_path: Path
+) -> None:
+    """A call of any lane fails once: the step is given up, or nothing is trained any more."""
+    usual, left = getattr(os, name), [7]
+
+    def call(*args: object) -> object:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(code, words)
+        return usual(*args)
+
+    def failing(model: nn.Module) -> str:
+        plan = spilling(model, page_cache_bytes=page_cache_bytes)
+        model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+        losses = [step(NAME, model, optimizer, 0)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, name, call)
+            with pytest.raises(LaneError) as caught:
+                step(NAME, model, optimizer, 1)
+        try:
+            losses.append(step(NAME, model, optimizer, 2))
+        except RuntimeError:
+            restore_as_is(model)
+        else:
+            assert_bitwise(outcome(model, optimizer, losses), trained_plainly([0, 2]))
+            restore(model)
+        return str(caught.value)
+
+    with nothing_left(tmp_path):
+        said = failing(build(NAME))
+    assert said.startswith(f"{tmp_path}: ")
+    assert f"spilled bytes cannot be {what}: {words}\n  fix: " in said
 
 
 def test_a_wait_ends_and_names_the_move(assert_says: Speaker) -> None:
@@ -292,7 +344,7 @@ TRAINS = """
 import os, signal, sys, torch
 from pathlib import Path
 from protrain_runtime import prepare
-from protrain_runtime.model.prepared import engine_of
+from protrain_runtime.model.prepared import engine_of, restore_as_is
 from protrain_runtime.states.stand_ins import ConsumedGradient
 from tests.support.runtime_cases import ADAMW, build, step
 from tests.runtime.test_faults import NAME, spilling

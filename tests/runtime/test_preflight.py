@@ -98,6 +98,15 @@ def test_as_much_room_as_the_plan_takes_is_enough(device: str, room: Room) -> No
     check_room(plan(device=device), room, FOLDER)
 
 
+def test_the_page_cache_of_a_plan_is_memory_that_has_to_be_there() -> None:
+    """What is on disk, and not all that the cache might have taken."""
+    cached = replace(plan(device="cpu"), page_cache_bytes=2**40)
+    with pytest.raises(ProtrainError) as caught:
+        check_room(cached, Room(memory_bytes=580 * MIB - 1), FOLDER)
+    assert "takes up to 580.00 MiB of this process" in str(caught.value)
+    check_room(cached, Room(memory_bytes=580 * MIB), FOLDER)
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux")
 def test_the_room_is_what_the_system_says(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

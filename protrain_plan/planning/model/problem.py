@@ -22,6 +22,7 @@ from protrain_plan.program.group import (
     collective_seconds_per_byte,
     not_joined,
     profile_of_rank,
+    through_cache,
 )
 from protrain_plan.program.implications import (
     ActivationOption,
@@ -103,9 +104,13 @@ def _with_leave(profile: Profile, allow: Sequence[str]) -> Profile:
     )
 
 
-def most_of(tier: Tier, profile: Profile) -> int:
-    """The most that a budget for a tier may be; there is no limit to what is assumed."""
-    return tier.capacity_bytes if profile.method == "measured" else AMPLE
+def most_of(tier: Tier, profile: Profile, page_cache_bytes: int = 0) -> int:
+    """The most that a budget for a tier may be; there is no limit to what is assumed.
+
+    What is on disk is no more than the page cache may take, where it goes through that.
+    """
+    most = tier.capacity_bytes if profile.method == "measured" else AMPLE
+    return min(most, page_cache_bytes) if page_cache_bytes and tier.name == "disk" else most
 
 
 class Misfit(NamedTuple):
@@ -272,6 +277,7 @@ class Problem:
         allow: Sequence[str] = (),
         overlap_steps: bool = True,
         clip_share: float = CLIP_SHARE,
+        page_cache_bytes: int = 0,
     ) -> "Problem":
         """What the budgets leave, and no more than was measured of the machine below the device.
 
@@ -294,6 +300,8 @@ class Problem:
                 fix="let the embedding have dense gradients (sparse=False)",
             )
         made_from, profile = profile, _with_leave(profile_of_rank(profile, group), allow)
+        machine = through_cache(profile.hardware, page_cache_bytes)
+        profile = replace(profile, hardware=machine)
         limits: dict[TierName, int] = {"host": budgets.host, "disk": budgets.disk}
         settings = Settings(
             device=profile.hardware.device.kind,
@@ -301,6 +309,7 @@ class Problem:
             updates=updates,
             micro_batches=micro_batches,
             clip_share=clip_share,
+            page_cache_bytes=page_cache_bytes,
             **asdict(group),
         )
         return Problem(
@@ -310,7 +319,7 @@ class Problem:
             pins=tuple(pins),
             device=budgets.device - profile.hardware.device.besides_bytes,
             tiers={
-                tier.name: min(limits[tier.name], most_of(tier, profile))
+                tier.name: min(limits[tier.name], most_of(tier, profile, page_cache_bytes))
                 for tier in profile.hardware.tiers
             },
         )
@@ -328,6 +337,7 @@ class Problem:
             allow=plan.allowed,
             overlap_steps=plan.overlap_steps,
             clip_share=plan.clip_share,
+            page_cache_bytes=plan.page_cache_bytes,
         )
 
     def overlapping(self, overlap_steps: bool) -> "Problem":

@@ -57,6 +57,7 @@ class Question:
     replicas: tuple[int, ...] = ()  # to choose from, fewest first; none: the group's
     allow: tuple[str, ...] = ()  # leave for forms of activations that are not exact
     overlap_steps: bool = True  # where that is faster
+    page_cache_bytes: int = 0  # a rank's, for what is on disk
 
     def problem(self) -> Problem:
         """The planning problem; ProtrainError where a pin cannot be met, or devices not joined."""
@@ -96,6 +97,7 @@ class Question:
             group=group,
             allow=self.allow,
             overlap_steps=self.overlap_steps,
+            page_cache_bytes=self.page_cache_bytes,
         )
 
 

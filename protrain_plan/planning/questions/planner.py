@@ -321,6 +321,7 @@ class _Planning:
             num_nodes=settings.num_nodes,
             overlap_steps=settings.overlap_steps,
             clip_share=settings.clip_share,
+            page_cache_bytes=settings.page_cache_bytes,
             tensors=profile.tensors,
             exactness=exactness,
             allowed=leaves_of(used),

@@ -29,6 +29,7 @@ from protrain_plan.program.recording import Recording
 from protrain_plan.records import activations_text, fingerprint, states_text
 from protrain_plan.records.plan import UnitPlan
 from protrain_plan.simulation.report import COMPUTE, in_words
+from protrain_plan.simulation.wear import wear
 
 Data = dict[str, Any]
 
@@ -80,6 +81,7 @@ def step_data(
     scale, found, ran = _Scale(step), waits(step), bars(step, step.timeline.spans)
     plan, report = step.plan, step.report
     workload, prediction = plan.workload, plan.prediction
+    worn = wear(plan, step.profile)
     return {
         "program": f"protrain-plan {__version__}",
         "model": workload.model,
@@ -101,7 +103,8 @@ def step_data(
         "gap": plan.gap,
         "stall_seconds": report.stall_seconds,
         "stall_by_cause": report.stall_by_cause,
-        "words": in_words(report),
+        "words": [*in_words(report), *([f"it writes to disk {worn}"] if worn else [])],
+        **({"disk_writes": asdict(worn)} if worn else {}),
         "units": [
             {
                 "name": decided.name,

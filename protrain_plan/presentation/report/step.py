@@ -10,7 +10,7 @@ from typing import NamedTuple
 from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.model.problem import misfit
 from protrain_plan.program.compiling import program_of
-from protrain_plan.program.group import DeviceGroup, profile_of_rank
+from protrain_plan.program.group import profile_for
 from protrain_plan.program.implications import BoundProgram, host_staging_bytes
 from protrain_plan.program.program import pinned_bytes
 from protrain_plan.program.recording import Event
@@ -38,7 +38,7 @@ def simulated(plan: Plan, profile: Profile) -> Step:
 
     ProtrainError where the profile's machine does not say what joins several.
     """
-    profile = profile_of_rank(profile, DeviceGroup.of(plan))
+    profile = profile_for(profile, plan)
     program = program_of(plan, profile)
     return Step(
         plan=plan,

@@ -6,9 +6,9 @@ there at the start. Where the system does not say how much there is, nothing is 
 
 import os
 import sys
-import tempfile
 import time
 import warnings
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -21,9 +21,10 @@ from protrain_plan.records.plan import Plan
 from protrain_plan.units import format_bytes, format_seconds
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import process_memory
+from protrain_runtime.devices.spill_file import SpillFile
 
 PROBE_BYTES = 16 * 2**20
-"""Written to the spill directory and read back: some 20 ms through the page cache."""
+"""Written to the spill directory and read back, as the plan will: some 20 ms."""
 
 SLOW_FROM = 3.0
 """Spilling alone takes so many predicted steps: no noise of a short probe, another file system."""
@@ -83,7 +84,7 @@ def for_each(room: Room, num_ranks: int) -> Room:
 def check_room(plan: Plan, room: Room, directory: Path) -> None:
     """NoRoomError or ProtrainError where `plan` takes more than there is."""
     takes = plan.prediction.peak_bytes
-    in_memory = takes.disk if room.disk_is_memory else 0
+    in_memory = takes.disk if room.disk_is_memory or plan.page_cache_bytes else 0
     if plan.workload.device == "cpu":
         process = takes.device + takes.context + takes.host
         _memory(
@@ -206,12 +207,13 @@ def warn_of_slow_disk(plan: Plan, directory: Path) -> None:
     """Warn where a step's spilling takes far longer here than the whole step was predicted to."""
     if plan.prediction.peak_bytes.disk < PROBE_BYTES:
         return
-    start = time.perf_counter()
+    view = memoryview(bytearray(PROBE_BYTES))
     try:
-        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-            file.write(bytes(PROBE_BYTES))
-            file.seek(0)
-            file.read()
+        with closing(SpillFile(directory, cached=plan.page_cache_bytes > 0)) as file:
+            place = file.reserve(PROBE_BYTES)
+            start = time.perf_counter()
+            file.write(place, view)
+            file.read(place, view)
     except OSError:  # no room for the probe: the plan's own is reserved already
         return
     message = slow_disk(plan, time.perf_counter() - start)

@@ -1,14 +1,11 @@
 """Stores: where bytes live below the device. One address space of bytes per store.
 
 Host memory is a set of buffers (pinned where there is a device to copy to). Disk is one unnamed
-file: it has no directory entry, so the operating system frees it when the process ends, however
-it ends.
+file.
 """
 
 import ctypes
 import errno
-import os
-import tempfile
 import threading
 import zlib
 from array import array
@@ -23,11 +20,12 @@ from typing import NamedTuple
 import torch
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.program.program import PASSAGE_BYTES
+from protrain_plan.program.program import FILE_BYTES, PASSAGE_BYTES
 from protrain_plan.records.plan import StateTier
 from protrain_plan.units import format_bytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import Backend
+from protrain_runtime.devices.spill_file import SpillFile
 
 
 class HostStore:
@@ -106,19 +104,21 @@ class DeviceStore(HostStore):
 
 
 class DiskStore:
-    """A tier in one unnamed file in `directory`, read and written through the page cache.
+    """A tier in one unnamed file in `directory`: see `spill_file.py`.
 
     See [Note: reads and writes of a store]. Between the file and an accelerator bytes pass through
-    pinned memory of the calling thread.
+    pinned memory of the calling thread. `cached`: through the page cache, which the plan counts.
     """
 
-    def __init__(self, directory: Path, backend: Backend | None = None) -> None:
+    def __init__(
+        self, directory: Path, backend: Backend | None = None, *, cached: bool = False
+    ) -> None:
         self._directory, self._backend = directory, backend
         self._own = threading.local()
         self.num_bytes = 0
-        self.pinned_bytes = 0  # of all threads' passages
+        self._passing_bytes = 0  # of all threads' passages
         try:
-            self._file = tempfile.TemporaryFile(dir=directory, prefix="protrain-spill-")  # noqa: SIM115 - ours until `close`
+            self._file = SpillFile(directory, cached=cached)
         except OSError as error:
             raise ProtrainError(
                 f"cannot write spill files: {error.strerror}",
@@ -126,11 +126,24 @@ class DiskStore:
                 fix="name a directory with spill_directory= (or --spill-directory)",
             ) from error
 
+    @property
+    def buffered(self) -> str:
+        """Why bytes go through the page cache; empty where they do not."""
+        return self._file.reason
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory beside an accelerator that bytes pass through: pinned, staging and edges.
+
+        0 on a CPU, where it is among what the process holds besides tensors.
+        """
+        if self._backend is None or self._backend.on_host:
+            return 0
+        return self._passing_bytes + (FILE_BYTES if self._file.direct else 0)
+
     def reserve(self, num_bytes: int) -> int:
-        offset = self.num_bytes
         try:
-            if num_bytes:
-                os.posix_fallocate(self._file.fileno(), offset, num_bytes)
+            offset = self._file.reserve(num_bytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
                 raise
@@ -146,13 +159,13 @@ class DiskStore:
         if source.device.type == "cpu":
             self._write(offset, source)
         else:
-            self._passage.down(source, lambda start, half: self._write(offset + start, half))
+            self._passage.down(offset, source, self._write)
 
     def read(self, offset: int, target: torch.Tensor) -> None:
         if target.device.type == "cpu":
             self._read(offset, target)
         else:
-            self._passage.up(target, lambda start, half: self._read(offset + start, half))
+            self._passage.up(offset, target, self._read)
 
     start_write, start_read = write, read  # files are the thread's own work
 
@@ -161,29 +174,21 @@ class DiskStore:
         if not hasattr(self._own, "passage"):
             assert self._backend is not None, "only an accelerator's bytes pass through"
             self._own.passage = _Passage(self._backend)
-            self.pinned_bytes += PASSAGE_BYTES
+            self._passing_bytes += PASSAGE_BYTES
         passage: _Passage = self._own.passage
         return passage
 
     def _write(self, offset: int, source: torch.Tensor) -> None:
-        view = memory_of(source)
-        while view:
-            try:
-                written = os.pwrite(self._file.fileno(), view, offset)
-            except OSError as error:
-                raise self._failed("written", error.strerror) from error
-            view, offset = view[written:], offset + written
+        try:
+            self._file.write(offset, memory_of(source))
+        except OSError as error:
+            raise self._failed("written", error.strerror) from error
 
     def _read(self, offset: int, target: torch.Tensor) -> None:
-        view = memory_of(target)
-        while view:
-            try:
-                count = os.preadv(self._file.fileno(), [view], offset)
-            except OSError as error:
-                raise self._failed("read back", error.strerror) from error
-            if count == 0:
-                raise self._failed("read back", "the file is shorter than what was written to it")
-            view, offset = view[count:], offset + count
+        try:
+            self._file.read(offset, memory_of(target))
+        except OSError as error:
+            raise self._failed("read back", error.strerror) from error
 
     def close(self) -> None:
         self._file.close()
@@ -197,7 +202,11 @@ class DiskStore:
 
 
 class _Passage:
-    """Two halves of pinned memory: while the file has one, the device copies the other."""
+    """Two halves of pinned memory: while the file has one, the device copies the other.
+
+    Bytes are cut where their offsets are multiples of a half, and lie in one as they do in the
+    file: so blocks of the file are blocks of memory, which direct I/O asks for.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._device = backend.device
@@ -206,11 +215,14 @@ class _Passage:
         self._whole = whole  # pinned while it lives
         self._halves = (whole[:half], whole[half:])
 
-    def down(self, source: torch.Tensor, write: Callable[[int, torch.Tensor], None]) -> None:
+    def down(
+        self, offset: int, source: torch.Tensor, write: Callable[[int, torch.Tensor], None]
+    ) -> None:
         """Copy from the device, in the current stream, and hand every part to `write`."""
         pending: tuple[int, torch.Tensor, torch.Event] | None = None
-        for start, half in self._parts(source.numel()):
-            half.copy_(source[start : start + half.numel()], non_blocking=True)
+        for start, half in self._parts(offset, source.numel()):
+            begin = start - offset
+            half.copy_(source[begin : begin + half.numel()], non_blocking=True)
             arrived = devices.record_event(self._device)
             if pending is not None:
                 pending[2].synchronize()
@@ -220,22 +232,29 @@ class _Passage:
             pending[2].synchronize()
             write(*pending[:2])
 
-    def up(self, target: torch.Tensor, read: Callable[[int, torch.Tensor], None]) -> None:
+    def up(
+        self, offset: int, target: torch.Tensor, read: Callable[[int, torch.Tensor], None]
+    ) -> None:
         """Let `read` fill every part, and copy it to the device in the current stream."""
         gone: list[torch.Event] = []
-        for start, half in self._parts(target.numel()):
+        for start, half in self._parts(offset, target.numel()):
             if len(gone) > 1:
                 gone[-2].synchronize()  # the half is the device's until then
             read(start, half)
-            target[start : start + half.numel()].copy_(half, non_blocking=True)
+            begin = start - offset
+            target[begin : begin + half.numel()].copy_(half, non_blocking=True)
             gone.append(devices.record_event(self._device))
         for event in gone[-2:]:
             event.synchronize()
 
-    def _parts(self, num_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        size = PASSAGE_BYTES // 2
-        for number, start in enumerate(range(0, num_bytes, size)):
-            yield start, self._halves[number % 2][: num_bytes - start]
+    def _parts(self, offset: int, num_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Where each part begins in the file, and its room; halves by turns."""
+        size, end, number = PASSAGE_BYTES // 2, offset + num_bytes, 0
+        while offset < end:
+            place = offset % size
+            part = min(size - place, end - offset)
+            yield offset, self._halves[number % 2][place : place + part]
+            offset, number = offset + part, number + 1
 
 
 Store = HostStore | DiskStore
@@ -289,8 +308,15 @@ class CheckedHostStore(HostStore):
 class CheckedDiskStore(DiskStore):
     """The spill file, checked."""
 
-    def __init__(self, directory: Path, backend: Backend | None, describe: Describe) -> None:
-        super().__init__(directory, backend)
+    def __init__(
+        self,
+        directory: Path,
+        backend: Backend | None,
+        describe: Describe,
+        *,
+        cached: bool = False,
+    ) -> None:
+        super().__init__(directory, backend, cached=cached)
         self._sums = BlockSums(
             self._look,
             partial(describe, self),
@@ -317,13 +343,22 @@ class CheckedDiskStore(DiskStore):
         return memory_of(held)
 
 
-TIERS: dict[StateTier, Callable[[Backend, Path, Describe | None], Store]] = {
+class Spilling(NamedTuple):
+    """Where a disk tier's file is, and whether its bytes go through the page cache."""
+
+    directory: Path
+    cached: bool = False
+
+
+TIERS: dict[StateTier, Callable[[Backend, Spilling, Describe | None], Store]] = {
     "device": lambda backend, *_: DeviceStore(backend),
     "host": lambda backend, _, describe: (
         CheckedHostStore(backend, describe) if describe else HostStore(backend)
     ),
-    "disk": lambda backend, folder, describe: (
-        CheckedDiskStore(folder, backend, describe) if describe else DiskStore(folder, backend)
+    "disk": lambda backend, to, describe: (
+        CheckedDiskStore(to.directory, backend, describe, cached=to.cached)
+        if describe
+        else DiskStore(to.directory, backend, cached=to.cached)
     ),
 }
 """What opens a tier's store, one that checks its bytes where it is given what names them: a new
@@ -333,12 +368,15 @@ tier is one entry."""
 class Stores:
     """One store per tier that the plan uses, opened when first asked for.
 
-    With `checked`, those below the device compare what is read with what was written; `describe` is
-    what their errors name bytes by.
+    With `cached`, what is on disk goes through the page cache. With `checked`, those below the
+    device compare what is read with what was written; `describe` is what errors name bytes by.
     """
 
-    def __init__(self, backend: Backend, directory: Path, *, checked: bool = False) -> None:
-        self._backend, self._directory, self.checked = backend, directory, checked
+    def __init__(
+        self, backend: Backend, directory: Path, *, checked: bool = False, cached: bool = False
+    ) -> None:
+        self._backend, self.checked = backend, checked
+        self._spilling = Spilling(directory, cached)
         self._stores: dict[StateTier, Store] = {}
         self.describe: Describe = lambda *_: "the model's"
 
@@ -346,7 +384,7 @@ class Stores:
         if tier not in self._stores:
             # `describe` is set once there is something to describe: it is looked up when called.
             describe = (lambda *where: self.describe(*where)) if self.checked else None
-            self._stores[tier] = TIERS[tier](self._backend, self._directory, describe)
+            self._stores[tier] = TIERS[tier](self._backend, self._spilling, describe)
         return self._stores[tier]
 
     @property
@@ -354,7 +392,7 @@ class Stores:
         """Of its tier, and of what passes through to the disk."""
         tier = self._stores["host"].num_bytes if "host" in self._stores else 0
         disk = self._stores.get("disk")
-        return tier + (disk.pinned_bytes if isinstance(disk, DiskStore) else 0)
+        return tier + (disk.host_bytes if isinstance(disk, DiskStore) else 0)
 
     @property
     def disk_bytes(self) -> int:

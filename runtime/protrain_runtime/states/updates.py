@@ -7,6 +7,7 @@ PyTorch's own threads would cut tensors elsewhere, and beside compute.
 """
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
@@ -443,10 +444,13 @@ class Piece:
         store = self.chunk.store
         assert store is not None
         stepped = {part.name for part, *_ in self.made}
+        # By region of the store: one write of many parameters' values, where they are neighbours.
+        writes = defaultdict[StateKind | str, list[tuple[int, torch.Tensor]]](list)
         for part, low, _ in self.parts() if parameters else ():
             if part.name in stepped or self.apart:
                 place = self.target.place(part) + low * part.dtype.itemsize
-                store.start_write(place, self.parameters[part.name].view(torch.uint8))
+                values = self.parameters[part.name].view(torch.uint8)
+                writes[_PARAMETERS].append((place, values))
         for part, low, high in self.parts() if self.apart else ():
             if part.name not in stepped:
                 self._copy(part, low, high, store)
@@ -457,7 +461,12 @@ class Piece:
                     self.stands and self._staged(layout, part, low, high, values)
                 ):
                     continue  # it is there: written, or the store's own bytes
-                store.start_write(layout.place(part.name, low), values.view(torch.uint8))
+                place = layout.place(part.name, low)
+                writes[layout.kind].append((place, values.view(torch.uint8)))
+        for region in writes.values():
+            for place, values in _joined(region):
+                store.start_write(place, values)
+        for part, _, high, state in self.made:
             if high == part.numel:
                 self.target.scalars[part.name] = state
                 self.target.updated.add(part.name)
@@ -477,3 +486,19 @@ class Piece:
         if high == part.numel:
             self.target.scalars[part.name] = self.source.scalars[part.name]
             self.target.updated.add(part.name)
+
+
+def _joined(writes: Iterable[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
+    """Writes to one region, those of bytes that are neighbours there and in memory as one."""
+    found: list[tuple[int, torch.Tensor]] = []
+    for place, values in sorted(writes, key=lambda write: write[0]):
+        if found:
+            start, before = found[-1]
+            size = before.numel()
+            follows = place == start + size and values.data_ptr() == before.data_ptr() + size
+            mine, its = values.untyped_storage(), before.untyped_storage()
+            if follows and mine.data_ptr() == its.data_ptr():
+                found[-1] = start, before.as_strided((size + values.numel(),), (1,))
+                continue
+        found.append((place, values))
+    return found

@@ -1,0 +1,62 @@
+"""Wear: what a plan writes to a node's disks, of which a solid-state one bears so much."""
+
+from dataclasses import dataclass
+
+from protrain_plan.program.compiling import bind
+from protrain_plan.program.group import profile_for
+from protrain_plan.program.implications import Implications
+from protrain_plan.program.program import Program, Settings
+from protrain_plan.records.plan import Plan
+from protrain_plan.records.profile import Profile
+from protrain_plan.units import format_bytes
+
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wear:
+    """What the devices of a node write to its disks, in a step and in a day of such steps.
+
+    As much as is handed to the file system: its own blocks, and what the disk writes besides, are
+    not known. Through the page cache not all of it may reach the disk.
+    """
+
+    step_bytes: int
+    day_bytes: int
+
+    def __str__(self) -> str:
+        """`3.20 GiB a step, 41.5 TB a day at the predicted speed`: disks are sold by the TB."""
+        day = f"{self.day_bytes / 1e12:.3g} TB"
+        return f"{format_bytes(self.step_bytes)} a step, {day} a day at the predicted speed"
+
+
+def wear(plan: Plan, profile: Profile) -> Wear | None:
+    """What the plan writes; None where it has nothing on a disk.
+
+    Of steps of which a part is clipped, the mean.
+    """
+    if not plan.prediction.peak_bytes.disk:
+        return None
+    own = profile_for(profile, plan)
+    implied = Implications(own, Settings.of(plan, own.hardware.device.kind))
+    last = bind(plan.units, implied)
+    written = float(_to_disk(last))
+    if last.speculative:
+        clipped = _to_disk(bind(plan.units, implied, clipped=True))
+        written += plan.clip_share * (clipped - written)
+    if plan.micro_batches > 1:
+        before = _to_disk(bind(plan.units, implied, updating=False))
+        written += (plan.micro_batches - 1) * before
+    step_bytes = round(written) * (plan.num_devices // plan.num_nodes)
+    seconds = plan.prediction.step_seconds
+    return Wear(step_bytes=step_bytes, day_bytes=round(step_bytes * DAY_S / seconds))
+
+
+def _to_disk(program: Program) -> int:
+    """Bytes that moves take to the disk."""
+    down = ("spill", "write")
+    return sum(
+        move.bytes
+        for move in program.moves
+        if move.lane.tier == "disk" and move.lane.direction in down
+    )
