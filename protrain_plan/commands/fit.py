@@ -296,4 +296,4 @@ def _fitted(question: "Question", *, compare: bool) -> "Fit":
     from protrain_plan.planning.questions import objectives
     from protrain_plan.planning.search.improving import Effort
 
-    return objectives.fit(question, effort=Effort(gap_target=GAP), compare=compare)
+    return objectives.fit(question, effort=Effort(gap_target=GAP, fine=False), compare=compare)

@@ -80,6 +80,17 @@ def test_a_cell_is_printed_before_the_last_one_is_planned(tmp_path: Path) -> Non
     assert "h200" not in rest
 
 
+@pytest.mark.slow
+def test_answers_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
+    asked = ("fit", "tiny-llama", "--on", "rtx-4090,h200", "--seq-len", "64,256", "--no-cache")
+    budget = ("--dtype", "float32", "--batch-size", 120, "--device-memory", "1200MiB")
+    found = [protrain(*asked, *budget, "--jobs", jobs, folder=tmp_path) for jobs in (1, 2)]
+    one, two = ((each.returncode, each.stdout, each.stderr) for each in found)
+    assert one == two
+    assert one[0] == 0
+    assert "with a plan" in one[1]
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_list_that_is_printed_bit_by_bit_is_one_object(
     count: int, capsys: pytest.CaptureFixture[str]

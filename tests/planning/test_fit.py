@@ -5,13 +5,19 @@ from typing import Literal
 
 import pytest
 
+from protrain_plan.planning.explain.explaining import (
+    NOTEWORTHY,
+    LaneLimit,
+    lane_words,
+    limits_of,
+)
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.allowance import MOST, PAIRS, allowance_bytes
 from protrain_plan.planning.questions.alternatives import Alternative, alternatives
 from protrain_plan.planning.questions.best_batch import divisors, fastest
 from protrain_plan.planning.questions.growth import grown
 from protrain_plan.planning.questions.objectives import Question, fit
-from protrain_plan.planning.questions.planner import solve_any
+from protrain_plan.planning.questions.planner import problem_of, solve_any
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.program.group import ALONE, DeviceGroup
 from protrain_plan.records.plan import Budgets, Offload, Persistent
@@ -166,3 +172,25 @@ def test_no_allowance_is_added_to_what_was_measured() -> None:
     assert allowance_bytes(estimated, peak) > 0
     assert allowance_bytes(estimated, replace(peak, allocator=1)) == 0
     assert allowance_bytes(replace(asked.profile, method="measured"), peak) == 0
+
+
+def test_what_binds_is_what_the_plan_is_limited_by() -> None:
+    asked = question(device=2 * GB)
+    answer = fit(asked, effort=Effort(gap_target=GAP))
+    assert answer.solved is not None
+    problem = problem_of(answer.solved, asked.problems())
+    limits = list(limits_of(problem, problem.choice_of(answer.solved.plan.units)))
+    lanes = [one for one in limits if isinstance(one, LaneLimit) and one.share >= NOTEWORTHY]
+    words = [f"{lane_words(one.resource)} {one.share:.0%}" for one in lanes]
+    assert words
+    assert answer.binds == ", ".join(words)
+
+
+def test_a_search_without_the_fine_bound_finds_the_same_plan() -> None:
+    asked = question(device=2 * GB)
+    answers = [fit(asked, effort=Effort(gap_target=0.0, fine=fine)) for fine in (True, False)]
+    fine, coarse = (answer.solved and answer.solved.plan for answer in answers)
+    assert fine
+    assert coarse
+    assert fine.units == coarse.units
+    assert coarse.prediction.lower_bound_seconds <= fine.prediction.lower_bound_seconds

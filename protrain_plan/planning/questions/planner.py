@@ -538,6 +538,8 @@ class _Planning:
         sizes = 2 * self.problem.count / max(1, len(self.counting.fluid.windows) - 1)
         if self._good_enough() or self.counting.size * sizes > FINE or self.effort.spent():
             return
+        if not self.effort.fine:
+            return
         fine = Counting(self.problem, stopped=self.effort.spent)
         self.bound = max(self.bound, fine.relax().bound)
         self._tell("lower bound, slot by slot")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import ceil, inf, isinf
 from typing import NamedTuple
 
-from protrain_plan.planning.model.counting import Layout, Prices
+from protrain_plan.planning.model.counting import Layout, Prices, Row
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator, Rule
 from protrain_plan.planning.search.improving import changed
@@ -64,6 +64,7 @@ class Descent:
         self.order = random.Random(seed)
         self.num_walks = 0.0
         self.pace: Pace = PLAIN
+        self._differences: dict[object, float] = {}  # of options, in bytes at a place
         # Seconds, or infinity and the seconds that it takes at least.
         self._seen: dict[tuple[Choice, Pace], tuple[float, float]] = {}
 
@@ -131,17 +132,26 @@ class Descent:
 
     def _more(self, move: Move, layout: Layout, need: "_Need") -> float:
         """The bytes that one unit more needs there, in the mean of those that have the option."""
+        # On a tier it is the same for all units, on the device it depends on their places.
+        row = None if need.tier else layout[move.group][move.kind]
+        known = (move.group, move.kind, move.option, move.into, need.tier, need.slot, row)
+        more = self._differences.get(known)
+        if more is None:
+            more = self._differences[known] = self._difference(move, row, need)
+        return more
+
+    def _difference(self, move: Move, row: Row | None, need: "_Need") -> float:
         units = self.problem.classes[move.group]
 
         def options(place: int) -> Sequence[ActivationOption | StateOption]:
             of_unit = self.problem.options[units[place]]
             return of_unit.states if move.kind else of_unit.activations
 
-        if need.tier is not None:
+        if row is None:
+            assert need.tier, "the device's bytes depend on places"
             before, after = (options(0)[n].tier_bytes for n in (move.option, move.into))
             return after.get(need.tier, 0) - before.get(need.tier, 0)
-        taken = decided(layout[move.group][move.kind])
-        has = [place for place, option in enumerate(taken) if option == move.option]
+        has = [place for place, option in enumerate(decided(row)) if option == move.option]
         more = 0
         for place in (has[0], has[len(has) // 2], has[-1]):
             more += _standing(options(place)[move.into], need.slot)

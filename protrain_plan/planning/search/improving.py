@@ -65,6 +65,7 @@ class Effort:
     enough_s      and so is one of as many seconds; a search that cannot get there is given up
     below_s       only plans that are faster than this matter; so is one that has none
     time_limit_s  for people in a hurry: with a limit that strikes, the plan depends on the machine
+    fine          where a gap is left, look for a higher bound without windows: no plan is faster
     seed          of the order in which changes are tried
     stopped       asked often; true ends the search with the best plan so far
     """
@@ -73,6 +74,7 @@ class Effort:
     enough_s: float | None = None
     below_s: float = inf
     time_limit_s: float | None = None
+    fine: bool = True
     seed: int = 0
     stopped: Callable[[], bool] = lambda: False
     started: float = field(default_factory=time.monotonic)

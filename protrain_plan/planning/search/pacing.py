@@ -314,6 +314,8 @@ class _Walk:
                 self.leaves[departure.slot].append(departure)
             if option.update:
                 self.updates.append(option.update)
+        left = ([one.bytes for one in leaves] for leaves in self.leaves)
+        self.left_before = [0, *accumulate(map(sum, left))]  # bytes that leave before each slot
         several = Counter((one.unit, one.kind) for arrivals in self.due for one in arrivals)
         self.of_several = {one for one, number in several.items() if number > 1}
         self.free = [0.0] * len(pacer.lanes)
@@ -624,6 +626,10 @@ class _Walk:
         if until <= t + 1:
             return True
         free, begins, room, care = self.free, now + self.compute[t], self.room, self.pace.care
+        # All that could stand then, as if none of it left: mostly there is room for that.
+        most = self.standing + self.left_before[until - 1] - self.left_before[t]
+        if size + care * most <= min(room[t + 1 : until]):
+            return True
         ends: list[tuple[float, int]] = [(one.ended, one.bytes) for one in self.out]
         lanes: dict[int, float] = {}
         for slot in range(t + 1, until):
