@@ -29,6 +29,7 @@ from benchmarks import (
     published,
     ranks,
     runtime_page,
+    splits,
     updates,
 )
 from benchmarks.gpu import parts as gpu
@@ -520,6 +521,33 @@ def test_training_curves_have_a_line_for_every_option_by_leave(tmp_path: Path) -
     assert drawn.read_text().count("<polyline") == len(document["losses"])
 
 
+def test_a_split_costs_what_is_between_both_of_its_forms() -> None:
+    setup = grid.Setup(
+        machine="h200",
+        model="llama-3.1-8b",
+        adapter_rank=0,
+        updates="in backward",
+        micro_batches=1,
+        num_devices=1,
+        tokens=8192,
+    )
+    profile = grid.profiled(setup)
+    found = splits.with_splits(profile, {"a quarter": 0.25})
+    for unit, before in zip(found.units, profile.units, strict=True):
+        if unit.kind != "block":
+            assert unit == before
+            continue
+        split, keep, full = (unit.cost(form) for form in ("a quarter", "keep", "full"))
+        for size in ("kept_bytes", "swappable_bytes", "backward_peak_bytes", "backward_s"):
+            ends = [getattr(full, size), getattr(keep, size)]
+            middle = 0.75 * ends[0] + 0.25 * ends[1]
+            assert getattr(split, size) == pytest.approx(middle, rel=1e-3)
+    splitting = {"step_seconds": 2.0, "with_splits_seconds": 1.0, "split_blocks": 1}
+    assert splits.gain(splitting) == 0.5
+    assert splits.gain(splitting | {"split_blocks": 0}) == 0.0
+    assert splits.gain(splitting | {"with_splits_seconds": 3.0}) == 0.0
+
+
 RESULTS = ROOT / "benchmarks/results"
 STEMS = (
     "accuracy",
@@ -534,6 +562,7 @@ STEMS = (
     "published",
     "ranks",
     "runtime",
+    "splits",
     "updates",
     "updates-8bit",
 )
@@ -567,6 +596,9 @@ def test_committed_tables_follow_from_committed_results(path: Path) -> None:
             expected = ranks.markdown(document)
         case "runtime":
             expected = runtime_page.page(document)
+        case "splits":
+            expected = splits.page(document)
+            assert max(splits.gain(case) for case in document["cases"]) < 0.01
         case "updates" | "updates-8bit":
             expected = updates.page(document)
         case stem:

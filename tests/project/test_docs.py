@@ -87,6 +87,9 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
         smaller={"llama-3.1-8b": "tiny-llama", "131072": "512"}
     ),
     "docs/how-to/long-contexts.md#compressed-copies": Runs(),
+    "docs/how-to/long-contexts.md#what-is-free-and-what-is-not": Runs(
+        smaller={"llama-3.1-8b": "tiny-llama", "8192": "512"}
+    ),
     "docs/how-to/small-cards.md#small-cards": Runs(),
     "docs/how-to/small-cards.md#beside-what-you-would-do-without-a-plan": Runs(
         smaller={"llama-3.1-8b": "smollm2-135m"}
