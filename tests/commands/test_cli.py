@@ -68,7 +68,7 @@ def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
         protrain("plan", tiny_llama, "--device-memory", budget, "--json", folder=tmp_path)
     )
     assert (
-        solved.keys()
+        solved.keys() - {"disk_writes"}  # of a plan that has something there
         == ample.keys()
         == {
             "status",
