@@ -157,7 +157,9 @@ def test_the_two_kinds_of_checkpoints_do_not_mix(tmp_path: Path, assert_says: Sp
     optimizer = ADAMW(list(model.parameters()))
     save(model, optimizer, tmp_path / "one")
     for end in end_ranks(saving_elsewhere, 2, tmp_path, tmp_path / "one"):
-        assert end.error == (
+        # A rank may hear of the other's failure before it meets its own.
+        own = end.error[end.error.index(str(tmp_path)) :]
+        assert own == (
             f"{tmp_path / 'one'}: the directory holds a checkpoint of one device\n"
             "  fix: save to another directory"
         )

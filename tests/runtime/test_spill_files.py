@@ -302,8 +302,11 @@ def cached_pages(descriptor: int, num_bytes: int) -> int:
 def test_helpers_end_with_the_file(tmp_path: Path) -> None:
     """When it is closed, and when it is dropped."""
 
-    def helpers() -> list[str]:
-        return [t.name for t in threading.enumerate() if t.name.startswith("protrain file")]
+    others = set(threading.enumerate())  # files of other tests have theirs
+
+    def helpers() -> list[threading.Thread]:
+        new = set(threading.enumerate()) - others
+        return [thread for thread in new if thread.name.startswith("protrain file")]
 
     data = torch.ones(SIZE, dtype=torch.uint8)
     file = taking_direct_io(tmp_path)
@@ -313,7 +316,7 @@ def test_helpers_end_with_the_file(tmp_path: Path) -> None:
     assert helpers() == []
     file = SpillFile(tmp_path)
     file.write(file.reserve(SIZE), memory_of(data))
-    mine = [t for t in threading.enumerate() if t.name.startswith("protrain file")]
+    mine = helpers()
     del file
     gc.collect()
     for thread in mine:
