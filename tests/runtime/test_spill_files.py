@@ -301,7 +301,6 @@ def cached_pages(descriptor: int, num_bytes: int) -> int:
 
 def test_helpers_end_with_the_file(tmp_path: Path) -> None:
     """When it is closed, and when it is dropped."""
-
     others = set(threading.enumerate())  # files of other tests have theirs
 
     def helpers() -> list[threading.Thread]:
