@@ -118,15 +118,21 @@ def pipelined(
     for number in range(len(learns)):
         place = 0
         while True:
-            start_more()
             for future in [one for one in running if one.done()]:
                 ended(running.pop(future), future)
+            # Before it is waited, so that no process is idle; what is here to tell goes first where
+            # this process does all.
+            ready = (number, place) in found
+            if at_once > 1 or not ready:
+                start_more()
+            if not ready and any(one.done() for one in running):
+                continue
             of_number = asked[number]
             if number in failed:
                 raise failed[number]
             if of_number is not None and place == len(of_number):
                 break
-            if of_number is not None and (number, place) in found:
+            if of_number is not None and ready:
                 yield of_number[place], found.pop((number, place)).result()
                 place += 1
             elif learn_here and to_learn:

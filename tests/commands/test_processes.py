@@ -3,8 +3,11 @@
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from multiprocessing import active_children
+from threading import Timer
+from typing import Any
 
 import pytest
 
@@ -114,3 +117,30 @@ def test_a_process_that_dies_as_it_learns_is_one_error() -> None:
     ):
         list(pipelined(start, works, of_two, answer, at_once=2, learn_here=False))
     assert active_children() == []
+
+
+@pytest.mark.parametrize("seconds", [(0.3, 0.1, 0.1), (0.1, 0.3, 0.1)])
+def test_no_process_is_idle_while_it_is_waited_for_another(seconds: tuple[float, ...]) -> None:
+    begun: list[tuple[str, int]] = []  # questions, and how many others were being answered then
+    open_ones: set[int] = set()
+
+    def start(work: Callable[[], Any]) -> "Future[Any]":
+        number = len(begun)
+        future: Future[Any] = Future()
+        result = work()
+        begun.append((result, len(open_ones)))
+        open_ones.add(number)
+
+        def end() -> None:
+            open_ones.discard(number)
+            future.set_result(result)
+
+        Timer(seconds[number], end).start()
+        return future
+
+    asked = pipelined(
+        start, [lambda: 0], lambda *_: ["a", "b", "c"], answer, at_once=2, learn_here=True
+    )
+    assert list(asked) == [("a", "A"), ("b", "B"), ("c", "C")]
+    # The third began beside the one that took longest.
+    assert begun == [("A", 0), ("B", 1), ("C", 1)]
