@@ -941,6 +941,8 @@ NONE_OF_THE_TABLE = {
     "group._end": "ends what a group waits in",
     "stores.CheckedHostStore.write": "only with checked spills: what is summed has arrived",
     "telling.Meeting._run": "between two looks at who asks",
+    "spill_file._Requests.run": "test_any_reads_and_writes_agree_with_memory fails without it",
+    "spill_file._Transfer.wait": "what `run` waits with",
 }
 
 
