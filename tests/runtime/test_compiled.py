@@ -343,6 +343,7 @@ def profiled(name: str, folder: Path, *, compile: Compile, **options: Any) -> Pr
     )
 
 
+@pytest.mark.slow  # two profiles
 @pytest.mark.usefixtures("quick_compiler")
 def test_a_profile_of_compiled_blocks_says_so_and_has_forms_that_look_at_none_inside(
     tmp_path: Path,
