@@ -48,7 +48,7 @@ from protrain_plan.simulation.timeline import (
     move_seconds,
     slot_seconds,
 )
-from protrain_runtime import prepare, record
+from protrain_runtime import compile_blocks, prepare, record
 from protrain_runtime.devices.memory_meter import return_freed_memory
 from protrain_runtime.preparation import Check
 
@@ -134,6 +134,9 @@ Comparison = Literal[
     "checked",
     "overlap",
     "ahead",
+    "compiled",
+    "compiled keep",
+    "compiled recompute",
 ]
 COMPARISONS: tuple[Comparison, ...] = get_args(Comparison)
 """
@@ -152,6 +155,9 @@ overlap       a plan with the blocks' states on disk and updates after backward,
               the next forward, against the same where a step waits for them
 ahead         a plan with the blocks' states on disk, whose updates run ahead of the norm, against
               one in which they wait for it; no step is clipped
+compiled      plain PyTorch with each block compiled by itself, against plain PyTorch
+compiled keep, compiled recompute
+              as keep and recompute, with compiled blocks on both sides
 """
 
 
@@ -237,6 +243,13 @@ def _plain(profile: Profile, model: nn.Module) -> tuple[nn.Module, torch.optim.O
     return model, optimizer_factory(profile.optimizer.name)(model.parameters())
 
 
+def _compiled(
+    profile: Profile, *, checkpointed: bool, model: nn.Module
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    compile_blocks(model, plan_of(profile, Keep(), Persistent()))
+    return (_checkpointed if checkpointed else _plain)(profile, model)
+
+
 def _checkpointed(profile: Profile, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
     checkpoint_every_block(model)
     return _plain(profile, model)
@@ -293,6 +306,9 @@ def compare(
         return_freed_memory()
     profiled = read_profile(folder / PROFILE)
     with TemporaryDirectory(dir=folder) as spill, ExitStack() as stack:
+        if specimen == QUICK:  # a C++ compiler takes minutes
+            backend = torch.compiler.set_stance("default", force_backend="aot_eager")
+            stack.enter_context(backend)
         ways = ways_of(specimen, comparison, profiled, Path(spill))
         if number % 2:
             other = ways.other()
@@ -333,6 +349,9 @@ def ways_of(specimen: Specimen, comparison: Comparison, profiled: Profile, spill
     def planned(plan: Plan, check: Check | None = None) -> Callable[[], Training]:
         return partial(Training, specimen, partial(_planned, plan, spill, check))
 
+    def compiled(*, checkpointed: bool) -> Attach:
+        return lambda model: _compiled(profiled, checkpointed=checkpointed, model=model)
+
     match comparison:
         case "noise":
             return Ways(plain, plain)
@@ -366,6 +385,14 @@ def ways_of(specimen: Specimen, comparison: Comparison, profiled: Profile, spill
             )
             simulated = ahead.prediction.step_seconds, waiting.prediction.step_seconds
             return Ways(planned(ahead), planned(waiting), simulated)
+        case "compiled":
+            return Ways(partial(Training, specimen, compiled(checkpointed=False)), plain)
+        case "compiled keep" | "compiled recompute":
+            recomputes = comparison == "compiled recompute"
+            plan = plan_of(profiled, Recompute() if recomputes else Keep(), Persistent())
+            plan = replace(plan, workload=replace(plan.workload, compile="blocks"))
+            other = partial(Training, specimen, compiled(checkpointed=recomputes))
+            return Ways(planned(plan), other)
         case "recording":
             offloaded = planned(plan_of(profiled, Recompute(), Offload(tier="disk")))
             return Ways(offloaded, offloaded)

@@ -208,6 +208,7 @@ def _facts(old: Plan, new: Plan) -> Iterator[Fact]:
         ("dtype", lambda plan: f"{plan.workload.dtype}, {plan.workload.precision}"),
         ("adapter", lambda plan: plan.workload.adapter or "none"),
         ("quantised weights", lambda plan: plan.workload.quantize or "none"),
+        ("compiled", lambda plan: plan.workload.compile or "nothing"),
         ("machine", lambda plan: plan.hardware),
         ("optimizer", lambda plan: plan.optimizer),
         ("profile", lambda plan: plan.profile_fingerprint),

@@ -203,6 +203,7 @@ class Rebuilt:
             precision=workload.precision,
             adapter=workload.adapter,
             quantize=workload.quantize,
+            compile=workload.compile,
             optimizer=self._profile.optimizer.name,
             allow=self._profile.allowed,
             hardware=replace(hardware, rates=rates),

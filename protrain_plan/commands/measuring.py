@@ -32,7 +32,7 @@ from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.whereabouts import Place
 from protrain_plan.records.adapters import parse_lora
 from protrain_plan.records.hardware import Hardware, is_accelerator
-from protrain_plan.records.profile import DType, Precision, Profile, Quantize, Workload
+from protrain_plan.records.profile import Compile, DType, Precision, Profile, Quantize, Workload
 
 if TYPE_CHECKING:
     from protrain_plan.profiling.unit_by_unit import Options
@@ -82,6 +82,7 @@ class ProfileRequest:
     optimizer: str
     optimizer_args: str | None = None
     quantize: str | None = None
+    compile: Compile = ""
     allow: tuple[str, ...] = ()
     seed: int = 0
     text: Path | None = None
@@ -109,6 +110,7 @@ class ProfileRequest:
             precision=self.precision,
             adapter=self._adapter(),
             quantize=self._quantize(),
+            compile=self.compile,
         )
         return EstimateRequest.of(workload, self.optimizer, read_config(self.model), self.allow)
 
@@ -135,6 +137,7 @@ class ProfileRequest:
             "precision": self.precision,
             "adapter": self._adapter(),
             "quantize": self._quantize(),
+            "compile": self.compile,
             "optimizer": optimizer,
             "allow": self.allow,
             "seed": self.seed,
@@ -152,6 +155,7 @@ def requests_for(
     precision: str,
     lora: str | None,
     quantize: str | None,
+    compile_blocks: bool,
     optimizer: str,
     optimizer_args: str | None,
     allow: tuple[str, ...] = (),
@@ -170,6 +174,7 @@ def requests_for(
             precision=precision_name,
             lora=lora,
             quantize=quantize,
+            compile="blocks" if compile_blocks else "",
             optimizer=optimizer,
             optimizer_args=optimizer_args,
             allow=allow,

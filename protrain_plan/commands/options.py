@@ -53,6 +53,10 @@ LoraOption = Annotated[
 QuantizeOption = Annotated[
     str | None, typer.Option(help="Pack the layers below adapters: nf4 or int8 (with --lora).")
 ]
+CompileOption = Annotated[
+    bool,
+    typer.Option("--compile", help="Each block compiled by itself (torch.compile): see profile."),
+]
 AllowOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -155,6 +155,9 @@ def plan(
     quantize: Annotated[
         str | None, typer.Option(help="As of profile: nf4 or int8.", rich_help_panel=OF_MODEL)
     ] = None,
+    compile_blocks: Annotated[
+        bool, typer.Option("--compile", help="As of profile.", rich_help_panel=OF_MODEL)
+    ] = False,
     optimizer: Annotated[
         str | None, typer.Option(help="As of profile. Default: adamw.", rich_help_panel=OF_MODEL)
     ] = None,
@@ -194,6 +197,7 @@ def plan(
         "--precision": precision,
         "--lora": lora,
         "--quantize": quantize,
+        "--compile": compile_blocks or None,
         "--optimizer": optimizer,
         "--optimizer-args": optimizer_args,
     }
@@ -249,6 +253,7 @@ def plan(
             precision=precision or PRECISION,
             lora=lora,
             quantize=quantize,
+            compile_blocks=compile_blocks,
             optimizer=optimizer or DEFAULT_OPTIMIZER,
             optimizer_args=optimizer_args,
             allow=leaves,

@@ -65,6 +65,14 @@ def profile(
             " (with --lora)."
         ),
     ] = None,
+    compile_blocks: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Compile each block by itself (torch.compile), and have the plan's runs do so."
+            " With --on, bytes and seconds are those without.",
+        ),
+    ] = False,
     optimizer: OptimizerOption = "adamw",
     optimizer_args: OptimizerArgsOption = None,
     allow: AllowOption = None,
@@ -169,6 +177,7 @@ def profile(
         precision=precision_name,
         lora=lora,
         quantize=quantize,
+        compile="blocks" if compile_blocks else "",
         optimizer=optimizer,
         optimizer_args=optimizer_args,
         allow=leaves_named(allow),

@@ -10,6 +10,7 @@ from protrain_plan.commands.options import (
     AccumulateOption,
     ClipOption,
     ClipShareOption,
+    CompileOption,
     DTypeOption,
     JsonOption,
     LoraOption,
@@ -54,6 +55,7 @@ def search(
     precision: PrecisionOption = "master",
     lora: LoraOption = None,
     quantize: QuantizeOption = None,
+    compile_blocks: CompileOption = False,
     optimizer: OptimizerOption = "adamw",
     optimizer_args: OptimizerArgsOption = None,
     updates: UpdatesOption = None,
@@ -105,6 +107,7 @@ def search(
         precision=precision,
         lora=lora,
         quantize=quantize,
+        compile_blocks=compile_blocks,
         optimizer=optimizer,
         optimizer_args=optimizer_args,
     )

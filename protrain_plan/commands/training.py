@@ -36,7 +36,7 @@ from protrain_runtime.diagnostics.out_of_memory import explain_memory
 from protrain_runtime.diagnostics.recording import Recorder, measure_step, record
 from protrain_runtime.engine.engine import Observer
 from protrain_runtime.model.prepared import below_device, parameter_values
-from protrain_runtime.preparation import Check, prepare
+from protrain_runtime.preparation import Check, compile_blocks, prepare
 from protrain_runtime.ranks.group import check_ranks
 from protrain_runtime.states.master_weights import with_master_weights
 
@@ -160,6 +160,8 @@ def train(
             masters = workload.precision == "master"
             make = with_master_weights(factory) if masters else factory
             optimizer = make(p for p in model.parameters() if p.requires_grad)
+            if workload.compile:
+                compile_blocks(model, plan)
             if plan.num_devices > 1:
                 check_ranks(plan, None)
                 call = DistributedDataParallel(model)
@@ -195,6 +197,7 @@ def _training(plan: Plan, text: Path | None) -> dict[str, object]:
         "model_config": workload.model_config,
         "adapter": workload.adapter,
         **({"quantize": workload.quantize} if workload.quantize else {}),
+        **({"compile": workload.compile} if workload.compile else {}),
         "dtype": workload.dtype,
         "precision": workload.precision,
         "batch_size": workload.batch_size,

@@ -229,6 +229,8 @@ def _common_losses(plan: Plan, switches: Switches, *, in_backward: bool = False)
         losses.append(f"The adapter (--lora {option_of(plan.workload.adapter)}) is the script's.")
     if plan.workload.quantize:
         losses.append(f"Quantised weights ({plan.workload.quantize}) are the script's.")
+    if plan.workload.compile:
+        losses.append("Compiling the blocks, each by itself, is the script's.")
     if plan.optimizer != "adamw":
         losses.append(f"The optimizer ({plan.optimizer}) is the script's.")
     blocks = [unit for unit in plan.units if unit.kind == "block"]

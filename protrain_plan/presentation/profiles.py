@@ -25,6 +25,7 @@ def profile_json(profile: Profile) -> dict[str, Any]:
         "model": profile.workload.model,
         "hardware": profile.hardware.name,
         "method": profile.method,
+        **({"compile": profile.workload.compile} if profile.workload.compile else {}),
         "model_fingerprint": profile.model_fingerprint,
         "num_units": len(profile.units),
         "num_parameters": sum(unit.num_parameters for unit in profile.units),
@@ -47,6 +48,16 @@ def own_update(profile: Profile) -> str | None:
     return (
         f"seconds of {profile.optimizer.name} are not known: an update is taken to move its bytes"
         " and to compute nothing; measure on the device to know them, and those of a slow step"
+    )
+
+
+def no_fusion(profile: Profile) -> str | None:
+    """What to say of compiled blocks that were not compiled for the estimate."""
+    if profile.method != "estimated" or not profile.workload.compile:
+        return None
+    return (
+        "compiled blocks: no fusion is assumed, bytes and seconds are those without a compiler;"
+        " measure on the device before a plan has to hold"
     )
 
 
@@ -117,7 +128,8 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
     how: list[Text] = []
     if profile.method == "estimated":
         how.append(Text(f"estimated for {machine.name}: {trust(machine)}"))
-    how += [Text(said) for said in (slow_update(profile), own_update(profile)) if said]
+    told = slow_update(profile), own_update(profile), no_fusion(profile)
+    how += [Text(said) for said in told if said]
     if data["unsteady"]:
         how.append(Text(data["unsteady"], style="yellow"))
     return Group(table, "", note, total, *how, wrote(path))

@@ -38,7 +38,7 @@ from protrain_plan.models.presets import JsonObject
 from protrain_plan.records import dumps_hardware, dumps_profile, loads_profile
 from protrain_plan.records.files import read_text, replace_text
 from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.profile import DType, Precision, Profile, Quantize, Workload
+from protrain_plan.records.profile import Compile, DType, Precision, Profile, Quantize, Workload
 
 SWITCH = "PROTRAIN_NO_CACHE"
 """The environment variable that switches the cache off, whatever its value."""
@@ -81,6 +81,7 @@ class EstimateRequest:
     optimizer: str
     seed: int
     quantize: Quantize = ""
+    compile: Compile = ""
     allow: tuple[str, ...] = ()
 
     @staticmethod
@@ -104,6 +105,7 @@ class EstimateRequest:
             optimizer=optimizer,
             seed=workload.seed,
             quantize=workload.quantize,
+            compile=workload.compile,
             allow=allow,
         )
 

@@ -170,7 +170,7 @@ def _estimates(
         steps.append(OperatorLog())
         return FakeMeter(allocator, steps[-1])
 
-    allowed = allowed_forms(options.get("allow", ()))
+    allowed = allowed_forms(options.get("allow", ()), compiled=bool(workload.compile))
     sketch, model = sketch_and_model(
         source, workload, given, meter, forms=allowed, optimizer=optimizer, progress=progress
     )

@@ -70,7 +70,11 @@ from protrain_plan.records.profile import (
 )
 from protrain_plan.simulation.timeline import simulated_seconds
 from protrain_plan.units import four_digits
-from protrain_runtime.activations.compiled import refuse_compiled_around
+from protrain_runtime.activations.compiled import (
+    are_compiled,
+    compile_each,
+    refuse_compiled_around,
+)
 from protrain_runtime.activations.recompute import switch_off_checkpointing
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import MemoryMeter, device_of, storage_bytes
@@ -185,6 +189,12 @@ def measure_model(
             found, block_classes = running.found, running.block_classes
         stack.enter_context(starting_from(model, start))
         refuse_compiled_around(model, (unit.module for unit in found))
+        blocks = {unit.name: unit.module for unit in found if unit.module is not None}
+        if are_compiled(blocks):
+            workload = replace(workload, compile="blocks")
+        elif workload.compile:
+            stack.callback(compile_each(blocks))
+        compiled = bool(workload.compile)
         stack.enter_context(stubs_in_place(found, block_classes))
         stack.enter_context(whereabouts.naming([unit.name for unit in found]))
         watch = passes.SlotWatch(lambda *_: None)
@@ -200,15 +210,17 @@ def measure_model(
         passes.drop_gradients(model)
         progress("finding what is saved", 0.1)
         once = run_once(model, modules, batch)
-        # Bytes of equal blocks are counted once; seconds are those of the whole model.
-        counted = equal_blocks(model, found, batch, alone=once) if whole else block_classes
+        # Bytes of equal blocks are counted once; seconds are those of the whole model. What blocks
+        # save is seen below the compiler alone, so that all compiled ones run.
+        alike = whole and not compiled
+        counted = equal_blocks(model, found, batch, alone=once) if alike else block_classes
         with stubs_in_place(found, counted) if whole else nullcontext():
             structure = analyze_units(
                 model,
                 batch,
                 found,
                 device=workload.device,
-                forms=allowed_forms(allow),
+                forms=allowed_forms(allow, compiled=compiled),
                 optimizer=optimizer,
                 precision=workload.precision,
                 once=once,

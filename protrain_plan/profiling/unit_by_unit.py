@@ -47,7 +47,7 @@ from protrain_plan.profiling.structure.discovery import (
 from protrain_plan.profiling.structure.faking import fake_batch, fake_model, faking, without_values
 from protrain_plan.profiling.structure.rerun import run_once
 from protrain_plan.records.hardware import Device, DeviceKind
-from protrain_plan.records.profile import DType, Form, Precision, Quantize, Workload
+from protrain_plan.records.profile import Compile, DType, Form, Precision, Quantize, Workload
 from protrain_plan.units import format_bytes
 from protrain_runtime.activations.recompute import switch_off_checkpointing
 from protrain_runtime.devices import device as devices
@@ -73,6 +73,7 @@ class Options(TypedDict, total=False):
     precision: Precision
     adapter: str
     quantize: Quantize
+    compile: Compile
     optimizer: str
     allow: tuple[str, ...]
     seed: int
@@ -96,6 +97,7 @@ def workload_of(
         adapter=options.get("adapter", ""),
         deterministic=deterministic,
         quantize=options.get("quantize", ""),
+        compile=options.get("compile", ""),
     )
 
 

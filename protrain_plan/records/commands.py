@@ -24,6 +24,8 @@ def profile_command(
         words += ["--device", workload.device]
     if on is None and workload.deterministic:
         words.append("--deterministic")
+    if workload.compile:
+        words.append("--compile")
     if workload.model_config:  # a factory's batches are its own
         words += ["--batch-size", str(workload.batch_size), "--seq-len", str(workload.seq_len)]
     for option, value, default in (

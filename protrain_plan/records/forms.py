@@ -26,7 +26,8 @@ class ActivationForm:
     runs there. `recomputes` says whether the forward runs once more in backward: plans say
     `recompute NAME` then, and `keep NAME` otherwise. A form that is not `bitwise` changes what
     training computes: it is profiled and used only with leave (`--allow`), and its plans say
-    `exact: false`, and how exact they are.
+    `exact: false`, and how exact they are. One that `looks_inside` goes by the operators or modules
+    in a block: of a compiled block these are gone, so that it is not for such blocks.
     """
 
     name: str
@@ -35,6 +36,7 @@ class ActivationForm:
     recomputes: bool = True
     exactness: Exactness = "bitwise"
     of: Literal["blocks", "last part"] = "blocks"  # besides `keep`, which all units have
+    looks_inside: bool = False
 
     @property
     def leave(self) -> str:
@@ -87,26 +89,33 @@ _BUILT_IN = (
         executor=f"{_COMPRESSED}:low_rank",
         recomputes=False,
         exactness="approximate",
+        looks_inside=True,
     ),
     ActivationForm(
         name="lite",
         keeps="all but what is cheap to compute again: norms, activation functions, element-wise"
         " operators, low-rank products",
         executor=f"{_SELECTIVE}:lite",
+        looks_inside=True,
     ),
     ActivationForm(
-        name="mlp", keeps="what lite keeps, without the MLP", executor=f"{_SELECTIVE}:mlp"
+        name="mlp",
+        keeps="what lite keeps, without the MLP",
+        executor=f"{_SELECTIVE}:mlp",
+        looks_inside=True,
     ),
     ActivationForm(
         name="attn",
         keeps="the input, q, k, v and the attention's output",
         executor=f"{_SELECTIVE}:attn",
+        looks_inside=True,
     ),
     ActivationForm(
         name="tiled",
         keeps="the unit's input alone, and in backward what its MLP saves of a few tokens",
         executor="protrain_runtime.activations.tiled_mlp:tiled",
         exactness="rounding",
+        looks_inside=True,
     ),
     ActivationForm(
         name="full",
@@ -125,9 +134,16 @@ def leaves_of(names: Collection[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(asked))
 
 
-def allowed_forms(allow: Collection[str]) -> tuple[str, ...]:
-    """The forms that are bitwise, and those with one of these leaves, in order."""
-    return tuple(name for name, form in FORMS.items() if not form.leave or form.leave in allow)
+def allowed_forms(allow: Collection[str], *, compiled: bool = False) -> tuple[str, ...]:
+    """The forms that are bitwise, and those with one of these leaves, in order.
+
+    Of models with `compiled` blocks only those that do not look inside them.
+    """
+    return tuple(
+        name
+        for name, form in FORMS.items()
+        if (not form.leave or form.leave in allow) and not (compiled and form.looks_inside)
+    )
 
 
 def exactness_of(names: Collection[str]) -> Exactness:

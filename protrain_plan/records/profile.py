@@ -26,6 +26,8 @@ autocast: float32 parameters, computed with in the workload's dtype."""
 DType = Literal["float32", "bfloat16", "float16"]
 Quantize = Literal["", "nf4", "int8"]
 """How the frozen linear layers below adapters are packed; empty: they are not."""
+Compile = Literal["", "blocks"]
+"""What `torch.compile` has compiled: every block by itself; empty: nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,7 @@ class Workload:
     inputs: tuple[str, ...] = ()  # of a factory's profiled batch: "tokens 4x64", a tensor each
     deterministic: bool = False  # whether PyTorch took deterministic kernels alone
     quantize: Quantize = ""  # how the frozen linear layers below the adapter are packed
+    compile: Compile = ""  # blocks: each block is compiled by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

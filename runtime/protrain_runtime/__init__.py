@@ -14,12 +14,13 @@ from protrain_runtime.diagnostics.out_of_memory import explain_memory
 from protrain_runtime.diagnostics.recording import record
 from protrain_runtime.model.between_steps import MovingAverage, full_parameters
 from protrain_runtime.model.prepared import restore
-from protrain_runtime.preparation import prepare
+from protrain_runtime.preparation import compile_blocks, prepare
 from protrain_runtime.states.master_weights import with_master_weights
 
 __all__ = [
     "MovingAverage",
     "OutOfMemoryError",
+    "compile_blocks",
     "explain_memory",
     "full_parameters",
     "load",

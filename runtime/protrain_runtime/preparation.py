@@ -21,6 +21,8 @@ from protrain_plan.records import fingerprint, read_plan
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import Persistent, Plan, Swap, SwapInput
 from protrain_runtime.activations.compiled import (
+    are_compiled,
+    compile_each,
     refuse_compiled_around,
     refuse_wrapped,
     refuse_wrapping,
@@ -139,6 +141,7 @@ def prepare(
         keeps = keeps_everything(plan)  # plain PyTorch itself: nothing to attach or check
         if not keeps:
             refuse_compiled_around(model, modules)
+        undo.append(_compile_as_planned(model, plan))
         device = device_of(model)
         devices.require(device)
         room = room_here(device, directory)
@@ -182,6 +185,49 @@ def prepare(
         elif prepared.engine is not None and plan.prediction.peak_bytes.device and watches:
             undo.append(Watch(model, plan, prepared.engine, facade).stop)
     return model, facade
+
+
+def compile_blocks(
+    model: nn.Module, plan: Plan | Path | str, *, backend: str = "inductor"
+) -> nn.Module:
+    """Compile the blocks that `plan` names, each by itself and in place, as `prepare` does.
+
+    For plain training to compare a plan with; `prepare` compiles by itself where the plan says so.
+    `backend` is one of `torch.compile`'s. ProtrainError if the plan is for another model, or if
+    blocks of this one are compiled already.
+    """
+    if not isinstance(plan, Plan):
+        plan = read_plan(Path(plan))
+    check_model(model, plan)
+    blocks = _blocks(model, plan)
+    if are_compiled(blocks):
+        raise ProtrainError("the model's blocks are compiled already", fix="compile them once")
+    compile_each(blocks, backend=backend)
+    return model
+
+
+def _blocks(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
+    return {u.name: model.get_submodule(u.name) for u in plan.units if u.kind == "block"}
+
+
+def _compile_as_planned(model: nn.Module, plan: Plan) -> Callable[[], None]:
+    """Let the blocks be compiled where the plan is for compiled ones; returns the undo.
+
+    ProtrainError where they are, and the plan is for blocks as they come: compiled ones save
+    other bytes.
+    """
+    blocks = _blocks(model, plan)
+    if are_compiled(blocks):
+        if not plan.workload.compile:
+            raise ProtrainError(
+                "the model's blocks are compiled, and the plan is for blocks that are not: they"
+                " would save other bytes than were profiled",
+                key="workload.compile",
+                fix="profile with --compile and plan again, or leave block.compile() out",
+            )
+    elif plan.workload.compile:
+        return compile_each(blocks)
+    return lambda: None
 
 
 @contextmanager

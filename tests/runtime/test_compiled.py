@@ -2,22 +2,33 @@
 
 import shutil
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.models.sources import load_source
+from protrain_plan.profiling.estimated import estimate
+from protrain_plan.profiling.measured import measure
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover
-from protrain_plan.records.plan import Keep, Offload, Recompute, Swap, SwapInput, UnitPlan
+from protrain_plan.records import fingerprint
+from protrain_plan.records.forms import FORMS
+from protrain_plan.records.plan import Keep, Offload, Plan, Recompute, Swap, SwapInput, UnitPlan
+from protrain_plan.records.profile import Compile, Profile
 from protrain_runtime.activations.forms import wrap_forward
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.model.prepared import restore
-from protrain_runtime.preparation import prepare
+from protrain_runtime.preparation import compile_blocks, prepare
+from tests.support.messages import Speaker
 from tests.support.runtime_cases import (
     ADAMW,
     Outcome,
@@ -65,6 +76,12 @@ def compiled(backend: str, *, wrapped: bool = False) -> nn.Module:
     return model
 
 
+def compiled_plan(model: nn.Module, units: tuple[UnitPlan, ...]) -> Plan:
+    """A plan for compiled blocks."""
+    plan = plan_for(model, units)
+    return replace(plan, workload=replace(plan.workload, compile="blocks"))
+
+
 def trained(model: nn.Module) -> Outcome:
     return train("llama", model, ADAMW(model.parameters()), num_steps=2)
 
@@ -79,7 +96,7 @@ def test_plans_of_compiled_blocks_compute_the_bits_of_the_compiled_model(
     before = attached(model)
     units = decided(described("llama"), DECISIONS[decision], Offload(tier="disk"))
     model, optimizer = prepare(
-        model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path
+        model, compiled_plan(model, units), optimizer=ADAMW, spill_directory=tmp_path
     )
     found = train("llama", model, optimizer, num_steps=2)
     assert_bitwise(found, plain)
@@ -179,3 +196,212 @@ def test_a_models_own_checkpointing_is_switched_off_under_a_plan(tmp_path: Path)
             spill_directory=tmp_path,
         )
     assert_bitwise(train("llama", model, optimizer, num_steps=2), expected)
+
+
+# --- the flag: profile, plan and prepare --------------------------------------------------------
+
+
+@pytest.fixture
+def quick_compiler() -> Iterator[None]:
+    """What names no other backend is compiled with one that needs no C++ compiler."""
+    torch.compiler.reset()
+    with torch.compiler.set_stance("default", force_backend="aot_eager"):
+        yield
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_prepare_compiles_equal_blocks_once_and_restore_takes_it_back(tmp_path: Path) -> None:
+    units = decided(described("llama"), Recompute(), Offload(tier="disk"))
+    plain = build("llama")
+    compile_blocks(plain, compiled_plan(plain, units))
+    expected = trained(plain)
+    model = build("llama")
+    before, names = attached(model), list(model.state_dict())
+    torch.compiler.reset()
+    counters.clear()
+    model, optimizer = prepare(
+        model, compiled_plan(model, units), optimizer=ADAMW, spill_directory=tmp_path
+    )
+    assert_bitwise(train("llama", model, optimizer, num_steps=2), expected)
+    assert counters["stats"]["unique_graphs"] == 1  # of four blocks
+    assert list(model.state_dict()) == names
+    restore(model)
+    assert attached(model) == before
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_a_plain_copy_is_compiled_like_the_model(tmp_path: Path) -> None:
+    model = build("llama")
+    plan = compiled_plan(model, every_unit_recomputed())
+    _, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path, check="bitwise")
+    counters.clear()
+    train("llama", model, optimizer, num_steps=1)
+    assert counters["stats"]["unique_graphs"] == 1  # which both run
+
+
+def test_a_copy_of_blocks_that_a_script_has_compiled_is_refused(assert_says: Speaker) -> None:
+    model = compiled("aot_eager")
+    plan = compiled_plan(model, every_unit_recomputed())
+    with pytest.raises(ProtrainError) as caught:
+        prepare(model, plan, optimizer=ADAMW, check="bitwise")
+    assert_says(caught.value)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_compiled_blocks_under_a_plan_for_plain_ones_are_refused(
+    wrapped: bool, assert_says: Speaker
+) -> None:
+    model = compiled("aot_eager", wrapped=wrapped)
+    before = attached(model)
+    with pytest.raises(ProtrainError) as caught:
+        prepare(model, plan_for(model, every_unit_recomputed()), optimizer=ADAMW)
+    assert_says(caught.value)
+    assert attached(model) == before
+
+
+def test_some_compiled_blocks_are_refused(assert_says: Speaker) -> None:
+    model = build("llama")
+    model.get_submodule("model.layers.2").compile(backend="aot_eager")
+    with pytest.raises(ProtrainError) as caught:
+        prepare(model, compiled_plan(model, every_unit_recomputed()), optimizer=ADAMW)
+    assert_says(caught.value)
+
+
+class Breaking(nn.Module):
+    """A block that looks at a value in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(hidden)
+        if hidden.sum().item() > 0:  # HERE
+            return hidden
+        return 2 * hidden
+
+
+def breaking() -> tuple[nn.Module, list[dict[str, object]]]:
+    """A factory: its batches are features [2, 8]."""
+
+    class Stack(nn.Sequential):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            for block in self:
+                hidden = block(hidden)
+            return hidden.sum()
+
+    return Stack(Breaking(), Breaking(), Breaking()), [{"hidden": torch.ones(2, 8)}]
+
+
+def test_a_graph_break_is_refused_with_its_place(tmp_path: Path) -> None:
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if text.endswith("# HERE"))
+    with pytest.raises(ProtrainError) as caught:
+        measure(
+            load_source(f"{__name__}:breaking"),
+            batch_size=1,
+            seq_len=1,
+            dtype="float32",
+            compile="blocks",
+            device="cpu",
+            num_steps=1,
+            spill_directory=tmp_path,
+            machine=load_hardware("cpu"),
+        )
+    error = caught.value
+    assert error.source is not None
+    assert (Path(error.source).resolve(), error.line) == (Path(__file__), line)
+    assert error.message.startswith("the block 0 cannot be compiled as one graph: ")
+    assert error.fix == "change that line, or profile without --compile and plan again"
+
+
+def steady() -> tuple[nn.Module, list[dict[str, object]]]:
+    """A factory of blocks that can be compiled; its batches are features [64, 128]."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.out = nn.LayerNorm(128), nn.Linear(128, 128)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = hidden + self.out(torch.sin(self.norm(hidden)).exp())
+            return found
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(5))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                hidden = block(hidden)
+            return hidden.square().mean()
+
+    return Stack(), [{"hidden": torch.linspace(0, 1, 64 * 128).view(64, 128)}]
+
+
+def steady_compiled() -> tuple[nn.Module, list[dict[str, object]]]:
+    """The same, compiled by the script."""
+    model, batches = steady()
+    for block in model.get_submodule("blocks").children():
+        block.compile(backend="aot_eager")
+    return model, batches
+
+
+def profiled(name: str, folder: Path, *, compile: Compile, **options: Any) -> Profile:  # noqa: A002
+    return measure(
+        load_source(f"{__name__}:{name}"),
+        batch_size=1,
+        seq_len=1,
+        dtype="float32",
+        compile=compile,
+        device="cpu",
+        num_steps=1,
+        spill_directory=folder,
+        machine=load_hardware("cpu"),
+        **options,
+    )
+
+
+@pytest.mark.slow  # two profiles
+@pytest.mark.usefixtures("quick_compiler")
+def test_a_profile_of_compiled_blocks_says_so_and_has_forms_that_look_at_none_inside(
+    tmp_path: Path,
+) -> None:
+    allow = ("rounding", "int8-activations", "low-rank-activations")
+    counters.clear()
+    flagged = profiled("steady", tmp_path, compile="blocks", allow=allow)
+    # The first block's input has no gradient. None is for hooks and forms of profiling.
+    assert counters["stats"]["unique_graphs"] == 2
+    by_script = profiled("steady_compiled", tmp_path, compile="", allow=allow)
+    assert flagged.workload.compile == by_script.workload.compile == "blocks"
+    inside = {name for name, form in FORMS.items() if form.looks_inside}
+    for profile in (flagged, by_script):
+        forms = {cost.form for unit in profile.units for cost in unit.forms}
+        assert {"keep", "full", "int8"} <= forms
+        assert not forms & inside
+    bytes_of = [
+        [(c.form, c.kept_bytes, c.backward_peak_bytes) for u in p.units for c in u.forms]
+        for p in (flagged, by_script)
+    ]
+    assert bytes_of[0] == bytes_of[1]
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_an_estimate_of_compiled_blocks_is_that_of_plain_ones_with_fewer_forms() -> None:
+    def estimated(name: str, compile: Compile) -> Profile:  # noqa: A002
+        return estimate(
+            load_source(f"{__name__}:{name}"),
+            hardware=load_hardware("rtx-4090"),
+            batch_size=1,
+            seq_len=1,
+            dtype="float32",
+            compile=compile,
+        )
+
+    plain, asked = estimated("steady", ""), estimated("steady", "blocks")
+    assert asked.workload == replace(plain.workload, compile="blocks")
+    for before, now in zip(plain.units, asked.units, strict=True):
+        left = tuple(cost for cost in before.forms if not FORMS[cost.form].looks_inside)
+        assert now == replace(before, forms=left)
+    assert fingerprint(asked) != fingerprint(plain)

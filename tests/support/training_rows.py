@@ -144,6 +144,7 @@ def workload(row: Row) -> Workload:
         precision=PRECISIONS[precision],
         device="cpu",
         seed=0,
+        compile="" if row.get("compiled", "no") == "no" else "blocks",
     )
 
 

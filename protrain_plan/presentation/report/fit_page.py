@@ -59,6 +59,7 @@ def fit_page(fits: Sequence[Fit], *, columns: Sequence[str] = ()) -> str:
     workload = fits[0].profile.workload
     said = [workload.dtype, f"{workload.precision} precision", fits[0].profile.optimizer.name]
     said += [text for text in (workload.adapter, workload.quantize) if text]
+    said += ["compiled blocks"] * bool(workload.compile)
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
     plans = [(cell_text(fit), fit.solved.plan) for fit in fits if fit.solved is not None]
     notes = [f"{cell}: {told}" for cell, plan in plans for told in other_results(plan)]

@@ -173,6 +173,8 @@ def workload_text(step: Step) -> str:
         parts.append(workload.adapter)
     if workload.quantize:
         parts.append(f"{workload.quantize} weights")
+    if workload.compile:
+        parts.append("compiled blocks")
     if workload.deterministic:
         parts.append("deterministic kernels")
     if step.plan.micro_batches > 1:

@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from protrain_plan.models.batches import Batch, call_model
-from protrain_runtime.activations.compiled import code_of, replace_code
+from protrain_runtime.activations.compiled import code_of, replace_code, watch_calls
 from protrain_runtime.activations.recompute import (
     Draws,
     other_buffers,
@@ -148,9 +148,7 @@ def writing_arguments(modules: Sequence[nn.Module | None]) -> Iterator[Written]:
     with ExitStack() as stack:
         for unit, module in enumerate(modules):
             if module is not None:
-                first, last = partial(begin, unit), partial(end, unit)
-                stack.callback(module.register_forward_pre_hook(first, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(last, with_kwargs=True).remove)
+                stack.callback(watch_calls(module, partial(begin, unit), partial(end, unit)))
         yield found
 
 

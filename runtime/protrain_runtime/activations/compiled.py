@@ -4,9 +4,11 @@ A block that was compiled in place is called through its compiled code, which ho
 hooks too. What watches or wraps it therefore stands around that code, and not inside.
 """
 
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from weakref import finalize, ref
 
@@ -53,6 +55,36 @@ def replace_code(module: nn.Module, code: Callable[..., Any]) -> Callable[[], No
     return undo
 
 
+def watch_calls(
+    module: nn.Module, before: Callable[..., None], after: Callable[..., None]
+) -> Callable[[], None]:
+    """Have `before` and `after` told of the module's calls, as hooks with kwargs are.
+
+    Of one that was compiled in place they stand around its code, which would compile hooks, too.
+    Returns the undo.
+    """
+    if not is_compiled_in_place(module):
+        handles = (
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True),
+        )
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return remove
+    code = code_of(module)
+
+    def between(*args: object, **kwargs: object) -> object:
+        before(module, args, kwargs)
+        output: object = code(*args, **kwargs)
+        after(module, args, kwargs, output)
+        return output
+
+    return replace_code(module, between)
+
+
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Compiled modules run as plain ones inside, hooks of their parts included."""
@@ -63,6 +95,107 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
+class CompiledBlock:
+    """What a call of a compiled block runs, in place of its `_call_impl`.
+
+    The whole block is one graph: where its code breaks it, that is refused with the place. Equal
+    blocks share one compilation, because PyTorch keeps compiled code with the code that it is of
+    (`Module._call_impl`), and takes parameters for inputs. Each shape is compiled by itself.
+    """
+
+    def __init__(self, block: nn.Module, name: str, *, backend: str) -> None:
+        self.name, self.backend = name, backend
+        compiler: Any = torch.compile  # its stubs do not know of limits
+        self._code: Callable[..., object] = compiler(
+            block._call_impl,
+            backend=backend,
+            fullgraph=True,
+            dynamic=False,
+            recompile_limit=_MOST_COMPILATIONS,
+        )
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        try:
+            return self._code(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise _cannot_be_compiled(self.name, error) from error
+
+
+_MOST_COMPILATIONS = 64
+"""Of all blocks of a process: kinds of blocks, times shapes of batches, times two where the model
+is evaluated, too. PyTorch's own limit is 8, beyond which it gives up."""
+
+
+def compile_each(
+    blocks: Mapping[str, nn.Module], *, backend: str = "inductor"
+) -> Callable[[], None]:
+    """Compile these blocks, by name, each by itself and in place, when it is called first.
+
+    Returns the undo. Names of parameters stay what they are.
+    """
+    for name, block in blocks.items():
+        code: Any = CompiledBlock(block, name, backend=backend)
+        block._compiled_call_impl = code
+
+    def undo() -> None:
+        for block in blocks.values():
+            del block._compiled_call_impl
+
+    return undo
+
+
+def are_compiled(blocks: Mapping[str, nn.Module]) -> bool:
+    """Whether these blocks are compiled, all or none of them; ProtrainError for some of them."""
+    plain = [name for name, block in blocks.items() if not _is_compiled(block)]
+    if plain and len(plain) < len(blocks):
+        other = next(name for name in blocks if name not in plain)
+        raise ProtrainError(
+            f"the block {other} is compiled, and the block {plain[0]} is not",
+            fix="compile all blocks or none; the flag --compile of protrain profile does it",
+        )
+    return bool(blocks) and not plain
+
+
+def compile_copy(model: nn.Module, copied: nn.Module) -> None:
+    """Compile in a plain copy of the model what is compiled in the model: copies of code are plain.
+
+    ProtrainError where somebody else has compiled it, since nobody knows how.
+    """
+    copies = dict(copied.named_modules())
+    for path, module in model.named_modules():
+        code = module._compiled_call_impl
+        if isinstance(code, CompiledBlock):
+            compile_each({path: copies[path]}, backend=code.backend)
+        elif code is not None:
+            raise ProtrainError(
+                f"{path} was compiled by the training script, and its plain copy would not be",
+                key="check",
+                fix="leave compiling to prepare: it compiles the blocks where the plan says so",
+            )
+
+
+def _cannot_be_compiled(name: str, error: Exception) -> ProtrainError:
+    """The refusal, with the innermost line that is not PyTorch's own."""
+    library = f"{Path(torch.__file__).parent}{os.sep}"
+    stack = [(frame.filename, frame.lineno) for frame in getattr(error, "real_stack", None) or ()]
+    outside = [place for place in stack if not place[0].startswith(library)] or stack
+    source, line = outside[-1] if outside else (None, None)
+    if source is not None and Path(source).is_relative_to(Path.cwd()):
+        source = os.path.relpath(source)
+    said = str(error).strip().partition("\n\n")[0]
+    why = " ".join(text.strip() for text in said.splitlines()[:2])
+    return ProtrainError(
+        f"the block {name} cannot be compiled as one graph: {why}",
+        source=source,
+        line=line,
+        fix="change that line, or profile without --compile and plan again",
+    )
+
+
+def _is_compiled(block: nn.Module) -> bool:
+    return is_compiled_in_place(block) or _is_optimized(block)
+
+
 _EACH_BLOCK = "compile each block by itself: for block in ...: block.compile()"
 
 
@@ -71,7 +204,7 @@ def refuse_compiled_around(model: nn.Module, blocks: Iterable[nn.Module | None])
     units = {block for block in blocks if block is not None}
     for path, module in model.named_modules():
         around = module is model or any(m in units for m in module.modules() if m is not module)
-        compiled = is_compiled_in_place(module) or _is_optimized(module)
+        compiled = _is_compiled(module)
         if around and module not in units and compiled:
             raise ProtrainError(
                 f"{path or 'the model'} is compiled as a whole, so that its blocks cannot be told"

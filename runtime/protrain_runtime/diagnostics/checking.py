@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from protrain_plan.errors import ProtrainError
-from protrain_runtime.activations.compiled import replace_code
+from protrain_runtime.activations.compiled import compile_copy, replace_code
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.devices import device as devices
 from protrain_runtime.model.optimizer import PlannedOptimizer
@@ -85,6 +85,7 @@ class Check:
     ) -> None:
         self._model, self._planned = model, planned
         self._plain = copy.deepcopy(model)
+        compile_copy(model, self._plain)
         plain = zip(model.parameters(), self._plain.parameters(), strict=True)
         copies = dict[nn.Parameter, nn.Parameter](plain)
         self._optimizer = factory(

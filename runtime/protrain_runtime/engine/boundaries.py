@@ -25,7 +25,7 @@ from weakref import finalize, ref
 import torch
 from torch import nn
 
-from protrain_runtime.activations.compiled import code_of, is_compiled_in_place, replace_code
+from protrain_runtime.activations.compiled import replace_code, watch_calls
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.devices.turns import TurnError, Turns
 
@@ -258,7 +258,7 @@ class Boundaries:
             self._called.add(index)
             self._listener.enter(index, inputs)
 
-        def after(_: nn.Module, __: object, output: object) -> None:
+        def after(_: nn.Module, __: object, ___: object, output: object) -> None:
             if self._unit < 0:
                 return
             self._in_block = False
@@ -270,19 +270,7 @@ class Boundaries:
                 self._unit = index + 1
                 self._listener.enter(index + 1, ())
 
-        if not is_compiled_in_place(module):
-            handle = module.register_forward_pre_hook(before, with_kwargs=True)
-            self._undo += [handle.remove, module.register_forward_hook(after).remove]
-            return
-        code = code_of(module)
-
-        def between(*args: object, **kwargs: object) -> object:
-            before(module, args, kwargs)
-            output: object = code(*args, **kwargs)
-            after(module, args, output)
-            return output
-
-        self._undo.append(replace_code(module, between))
+        self._undo.append(watch_calls(module, before, after))
 
     def _name(self, index: int) -> str:
         return repr(self._names[index]) if self._names else f"unit {index}"
