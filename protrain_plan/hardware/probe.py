@@ -13,7 +13,7 @@ import shutil
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -139,10 +139,7 @@ def _below(
     what there is to say about how the disk was measured.
     """
     compute = small_compute(device)
-    with (
-        contextlib.closing(SpillFile(directory, device)) as reads,
-        contextlib.closing(SpillFile(directory, device)) as writes,
-    ):
+    with _files(directory, device) as (reads, writes):
         progress("measuring the disk", 0.0)
         said = [f"disk: through the page cache, {reads.buffered}"] if reads.buffered else []
         seen = None if reads.buffered else observed(writes, watch)
@@ -164,10 +161,7 @@ def _below(
         link = replace(link, latency_s=overheads.transfer_s)
         lanes = (reads.read, writes.write, update_step(dtype, device=device))
         kept = [contention(compute, lane) for lane in lanes]
-    with (
-        contextlib.closing(SpillFile(directory, device, cached=True)) as reads,
-        contextlib.closing(SpillFile(directory, device, cached=True)) as writes,
-    ):
+    with _files(directory, device, cached=True) as (reads, writes):
         progress("measuring the disk through the page cache", 0.6)
         latency_s = measure_overheads(directory, cached=True).transfer_s
         cached = Cached(
@@ -183,11 +177,20 @@ def _disk(directory: Path, link: Link, seen: Observed | None, cached: Cached) ->
     return Tier(name="disk", capacity_bytes=free_bytes, link=link, observed=seen, cached=cached)
 
 
-def _cached_link(directory: Path, device: torch.device) -> Link:
+@contextlib.contextmanager
+def _files(
+    directory: Path, device: torch.device, *, cached: bool = False
+) -> Iterator[tuple["SpillFile", "SpillFile"]]:
+    """A file to read and one to write, so that both can run at once."""
     with (
-        contextlib.closing(SpillFile(directory, device, cached=True)) as reads,
-        contextlib.closing(SpillFile(directory, device, cached=True)) as writes,
+        contextlib.closing(SpillFile(directory, device, cached=cached)) as reads,
+        contextlib.closing(SpillFile(directory, device, cached=cached)) as writes,
     ):
+        yield reads, writes
+
+
+def _cached_link(directory: Path, device: torch.device) -> Link:
+    with _files(directory, device, cached=True) as (reads, writes):
         return _disk_link(reads, writes)
 
 

@@ -104,13 +104,9 @@ def _with_leave(profile: Profile, allow: Sequence[str]) -> Profile:
     )
 
 
-def most_of(tier: Tier, profile: Profile, page_cache_bytes: int = 0) -> int:
-    """The most that a budget for a tier may be; there is no limit to what is assumed.
-
-    What is on disk is no more than the page cache may take, where it goes through that.
-    """
-    most = tier.capacity_bytes if profile.method == "measured" else AMPLE
-    return min(most, page_cache_bytes) if page_cache_bytes and tier.name == "disk" else most
+def most_of(tier: Tier, profile: Profile) -> int:
+    """The most that a budget for a tier may be; there is no limit to what is assumed."""
+    return tier.capacity_bytes if profile.method == "measured" else AMPLE
 
 
 class Misfit(NamedTuple):
@@ -302,7 +298,9 @@ class Problem:
         made_from, profile = profile, _with_leave(profile_of_rank(profile, group), allow)
         machine = through_cache(profile.hardware, page_cache_bytes)
         profile = replace(profile, hardware=machine)
-        limits: dict[TierName, int] = {"host": budgets.host, "disk": budgets.disk}
+        # What goes through the page cache is no more than that may take.
+        on_disk = min(budgets.disk, page_cache_bytes) if page_cache_bytes else budgets.disk
+        limits: dict[TierName, int] = {"host": budgets.host, "disk": on_disk}
         settings = Settings(
             device=profile.hardware.device.kind,
             piece_bytes=piece_bytes or default_piece_bytes(profile),
@@ -319,7 +317,7 @@ class Problem:
             pins=tuple(pins),
             device=budgets.device - profile.hardware.device.besides_bytes,
             tiers={
-                tier.name: min(limits[tier.name], most_of(tier, profile, page_cache_bytes))
+                tier.name: min(limits[tier.name], most_of(tier, profile))
                 for tier in profile.hardware.tiers
             },
         )

@@ -167,15 +167,15 @@ def solve_problem(
         return found
     # Without leave no plan is faster than with it.
     bounds = (one.plan.prediction.lower_bound_seconds for one in (found, other))
-    prediction = replace(other.plan.prediction, lower_bound_seconds=min(bounds))
-    proven = replace(other.plan, prediction=prediction)
-    return replace(
-        other,
-        plan=proven,
-        gap=proven.gap,
-        status=status_of(proven.gap, effort),
-        solve_seconds=found.solve_seconds + other.solve_seconds,
-    )
+    seconds = found.solve_seconds + other.solve_seconds
+    return replace(_proven(other, min(bounds), effort), solve_seconds=seconds)
+
+
+def _proven(solved: Solved, bound_s: float, effort: Effort) -> Solved:
+    """The same plan, with a bound that is not its own search's."""
+    prediction = replace(solved.plan.prediction, lower_bound_seconds=bound_s)
+    plan = replace(solved.plan, prediction=prediction)
+    return replace(solved, plan=plan, gap=plan.gap, status=status_of(plan.gap, effort))
 
 
 def _solved(
@@ -625,13 +625,8 @@ def solve_any(
         return reason or solve_one(problems[0])
     # What was not looked at computes as much.
     bound = min([*bounds.values(), *(one.compute_seconds for one in problems[looked_at:])])
-    prediction = replace(best.plan.prediction, lower_bound_seconds=bound)
-    proven = replace(best.plan, prediction=prediction)
     return replace(
-        best,
-        plan=proven,
-        gap=proven.gap,
-        status=status_of(proven.gap, effort),
+        _proven(best, bound, effort),
         solve_seconds=time.monotonic() - started,
         replicas=tuple(
             Replicas(

@@ -23,6 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from protrain_plan.models.batches import Batch, call_model
 from protrain_plan.profiling.memory.passes import Packed, TrackedStorages, identities
 from protrain_plan.profiling.structure.discovery import FoundUnit, undisturbed
+from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_plan.profiling.structure.faking import asked
 from protrain_plan.profiling.structure.rerun import writing_arguments
 from protrain_plan.records.plan import UnitPlan
@@ -165,7 +166,7 @@ class _Block:
     stays: bool = False  # something that it made is held when the unit after the next begins
 
 
-class _Making(TorchDispatchMode):
+class _Making(NothingCompiled, TorchDispatchMode):
     """Sees what the blocks make, and which of it others than autograd hold after them."""
 
     def __init__(self) -> None:
@@ -200,11 +201,6 @@ class _Making(TorchDispatchMode):
 
     def _held(self, keys: Iterable[int]) -> bool:
         return any(self._known[key].held_elsewhere() for key in keys)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Whether dispatching has to keep the compiler away: nothing is compiled inside."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None

@@ -22,6 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from protrain_plan.hardware.operator_log import OperatorLog
 from protrain_plan.hardware.operators import Allocator
 from protrain_plan.profiling.memory.passes import identities
+from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_plan.profiling.structure.faking import asked
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.devices.memory_meter import MemoryMeter, Segment, strided_parts
@@ -137,7 +138,7 @@ NUMBER_BYTES = 8
 """Of a Python number as a tensor: int64 or float64."""
 
 
-class FakeMeter(TorchDispatchMode):
+class FakeMeter(NothingCompiled, TorchDispatchMode):
     """Live bytes at marks, and the highest value between two marks; the tensors are fake.
 
     Enter it inside the `FakeTensorMode`. Every operator's new storages count from then on until
@@ -198,11 +199,6 @@ class FakeMeter(TorchDispatchMode):
         if self._segments is None:
             raise RuntimeError("FakeMeter: segments are known after the with block has ended")
         return self._segments
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Whether dispatching has to keep the compiler away: nothing is compiled inside."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch, call_model
 from protrain_plan.profiling.structure import whereabouts
+from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_plan.profiling.structure.faking import asked
 from protrain_runtime.activations.compiled import uncompiled
 from protrain_runtime.activations.selective_recompute import written_arguments
@@ -153,7 +154,7 @@ _BOOKKEEPING = frozenset(
 )
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(NothingCompiled, TorchDispatchMode):
     """Sees every operator below autograd, functional ones on bare parameters included."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -193,11 +194,6 @@ class _Recorder(TorchDispatchMode):
                 end=self._tick(),
             )
         )
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Whether dispatching has to keep the compiler away: nothing is compiled inside."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None

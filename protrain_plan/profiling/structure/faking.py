@@ -32,6 +32,7 @@ from protrain_plan.hardware.operators import device_type
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import converted, remake_tensors, replaced
 from protrain_plan.models.sources import ModelSource
+from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_plan.profiling.structure.repeated_calls import RepeatedCalls
 from protrain_plan.records.hardware import DeviceKind
 from protrain_plan.records.profile import DType, Precision, Quantize
@@ -70,7 +71,7 @@ def _told(func: Any) -> _Told:
     )
 
 
-class KnownValues(TorchDispatchMode):
+class KnownValues(NothingCompiled, TorchDispatchMode):
     """Computes the values of fake tensors where all that they are computed from is known.
 
     Enter it inside the `FakeTensorMode`. Views are of the same memory, as fake ones are; where a
@@ -80,11 +81,6 @@ class KnownValues(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._overwritten: dict[int, torch.UntypedStorage] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Whether dispatching has to keep the compiler away: nothing is compiled inside."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None

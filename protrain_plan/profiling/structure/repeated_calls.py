@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
+from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_runtime.activations.trees import tensors_in
 
 _PLAIN = frozenset(
@@ -45,17 +46,12 @@ class _Answer(NamedTuple):
     several: bool
 
 
-class RepeatedCalls(FakeTensorMode):
+class RepeatedCalls(NothingCompiled, FakeTensorMode):
     """A `FakeTensorMode` that remembers the results of calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self._answers: dict[tuple[object, ...], _Answer | None] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Whether dispatching has to keep the compiler away: nothing is compiled inside."""
-        return False
 
     def __torch_dispatch__(
         self,

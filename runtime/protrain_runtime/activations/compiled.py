@@ -27,7 +27,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 def has_compiled(module: nn.Module) -> bool:
     """Whether the module or one inside it is compiled, in place or as a module around it."""
-    return any(is_compiled_in_place(one) or _is_optimized(one) for one in module.modules())
+    return any(map(_is_compiled, module.modules()))
 
 
 def code_of(module: nn.Module) -> Callable[..., Any]:
@@ -204,8 +204,7 @@ def refuse_compiled_around(model: nn.Module, blocks: Iterable[nn.Module | None])
     units = {block for block in blocks if block is not None}
     for path, module in model.named_modules():
         around = module is model or any(m in units for m in module.modules() if m is not module)
-        compiled = _is_compiled(module)
-        if around and module not in units and compiled:
+        if around and module not in units and _is_compiled(module):
             raise ProtrainError(
                 f"{path or 'the model'} is compiled as a whole, so that its blocks cannot be told"
                 " apart",

@@ -239,10 +239,12 @@ class _Item(NamedTuple):
     finish: Callable[[BaseException | None], None]
 
 
-def started(name: str, run: Callable[[], None]) -> threading.Thread:
+def started(
+    name: str, run: Callable[[], None], *, stack_bytes: int = STACK_BYTES
+) -> threading.Thread:
     """A thread of the small kind that lanes are."""
     thread = threading.Thread(target=run, name=name, daemon=True)
-    usual = threading.stack_size(STACK_BYTES)
+    usual = threading.stack_size(stack_bytes)
     try:
         thread.start()
     finally:

@@ -22,6 +22,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from queue import SimpleQueue
@@ -29,6 +30,7 @@ from typing import NamedTuple
 
 from protrain_plan.program.program import EDGE_BYTES, NUM_REQUESTS, REQUEST_BYTES, in_blocks
 from protrain_runtime.devices.device import HOST_ALIGNMENT_BYTES
+from protrain_runtime.devices.lanes import started
 
 _PAGE = mmap.PAGESIZE
 
@@ -323,20 +325,12 @@ class _Requests:
         with self._start:
             if self._helpers:
                 return
-            # Large stacks would count against limits on the process's memory.
-            usual = threading.stack_size(_HELPER_STACK_BYTES)
-            try:
-                for number in range(NUM_REQUESTS - 1):
-                    name = f"protrain file {number}"
-                    # The helpers know the queue alone: they end with who has the file.
-                    helper = threading.Thread(
-                        target=_help, args=(self._queue,), name=name, daemon=True
-                    )
-                    helper.start()
-                    weakref.finalize(self, self._queue.put, None)
-                    self._helpers.append(helper)
-            finally:
-                threading.stack_size(usual)
+            # The helpers know the queue alone: they end with who has the file.
+            for number in range(NUM_REQUESTS - 1):
+                work = partial(_help, self._queue)
+                name = f"protrain file {number}"
+                self._helpers.append(started(name, work, stack_bytes=_HELPER_STACK_BYTES))
+                weakref.finalize(self, self._queue.put, None)
 
     def close(self) -> None:
         """End the helpers."""
