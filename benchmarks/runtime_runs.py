@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, assert_never, get_args
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.peers.checkpointed import checkpoint_every_block
 from benchmarks.rounds import Round
@@ -137,6 +138,8 @@ Comparison = Literal[
     "compiled",
     "compiled keep",
     "compiled recompute",
+    "compiled fused",
+    "compiled bits",
 ]
 COMPARISONS: tuple[Comparison, ...] = get_args(Comparison)
 """
@@ -157,7 +160,13 @@ ahead         a plan with the blocks' states on disk, whose updates run ahead of
               one in which they wait for it; no step is clipped
 compiled      plain PyTorch with each block compiled by itself, against plain PyTorch
 compiled keep, compiled recompute
-              as keep and recompute, with compiled blocks on both sides
+              as keep and recompute, with compiled blocks on both sides: torch.utils.checkpoint
+              stands around compiled code
+compiled fused
+              a plan that recomputes every block in the form `fused`, against checkpointing by
+              transformers, which is compiled with the block
+compiled bits
+              the plan of `compiled recompute` against the same: what bits cost
 """
 
 
@@ -236,18 +245,24 @@ class Training:
         return taken
 
 
-Attach = Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]
-
-
 def _plain(profile: Profile, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer_factory(profile.optimizer.name)(model.parameters())
 
 
 def _compiled(
-    profile: Profile, *, checkpointed: bool, model: nn.Module
+    profile: Profile, checkpointed: Literal["", "around", "inside"], model: nn.Module
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Compiled blocks, with torch.utils.checkpoint around their code, or as a part of it."""
     compile_blocks(model, plan_of(profile, Keep(), Persistent()))
-    return (_checkpointed if checkpointed else _plain)(profile, model)
+    if checkpointed == "inside":
+        return _checkpointed(profile, model)
+    if checkpointed:
+        for unit in profile.units:
+            if unit.kind == "block":
+                block: Any = model.get_submodule(unit.name)
+                code = block._compiled_call_impl
+                block._compiled_call_impl = partial(checkpoint, code, use_reentrant=False)
+    return _plain(profile, model)
 
 
 def _checkpointed(profile: Profile, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -349,8 +364,18 @@ def ways_of(specimen: Specimen, comparison: Comparison, profiled: Profile, spill
     def planned(plan: Plan, check: Check | None = None) -> Callable[[], Training]:
         return partial(Training, specimen, partial(_planned, plan, spill, check))
 
-    def compiled(*, checkpointed: bool) -> Attach:
-        return lambda model: _compiled(profiled, checkpointed=checkpointed, model=model)
+    def compiled(checkpointed: Literal["", "around", "inside"] = "") -> Callable[[], Training]:
+        return partial(Training, specimen, partial(_compiled, profiled, checkpointed))
+
+    def compiled_plan(activations: Activations) -> Callable[[], Training]:
+        fused = activations == Recompute(form="fused")  # of which a profile of plain blocks is mute
+        plan = plan_of(profiled, Recompute() if fused else activations, Persistent())
+        units = tuple(
+            replace(unit, activations=activations) if unit.kind == "block" else unit
+            for unit in plan.units
+        )
+        workload = replace(plan.workload, compile="blocks")
+        return planned(replace(plan, workload=workload, units=units, exact=not fused))
 
     match comparison:
         case "noise":
@@ -386,13 +411,15 @@ def ways_of(specimen: Specimen, comparison: Comparison, profiled: Profile, spill
             simulated = ahead.prediction.step_seconds, waiting.prediction.step_seconds
             return Ways(planned(ahead), planned(waiting), simulated)
         case "compiled":
-            return Ways(partial(Training, specimen, compiled(checkpointed=False)), plain)
-        case "compiled keep" | "compiled recompute":
-            recomputes = comparison == "compiled recompute"
-            plan = plan_of(profiled, Recompute() if recomputes else Keep(), Persistent())
-            plan = replace(plan, workload=replace(plan.workload, compile="blocks"))
-            other = partial(Training, specimen, compiled(checkpointed=recomputes))
-            return Ways(planned(plan), other)
+            return Ways(compiled(), plain)
+        case "compiled keep":
+            return Ways(compiled_plan(Keep()), compiled())
+        case "compiled recompute":
+            return Ways(compiled_plan(Recompute()), compiled("around"))
+        case "compiled fused":
+            return Ways(compiled_plan(Recompute(form="fused")), compiled("inside"))
+        case "compiled bits":
+            return Ways(compiled_plan(Recompute()), compiled("inside"))
         case "recording":
             offloaded = planned(plan_of(profiled, Recompute(), Offload(tier="disk")))
             return Ways(offloaded, offloaded)

@@ -57,7 +57,7 @@ from protrain_plan.profiling.unit_by_unit import (
     sketch_and_model,
     workload_of,
 )
-from protrain_plan.records.forms import allowed_forms, names_of
+from protrain_plan.records.forms import FORMS, allowed_forms, names_of
 from protrain_plan.records.hardware import DeviceKind, Hardware, Rates
 from protrain_plan.records.profile import (
     SPARSE,
@@ -170,7 +170,12 @@ def _estimates(
         steps.append(OperatorLog())
         return FakeMeter(allocator, steps[-1])
 
-    allowed = allowed_forms(options.get("allow", ()), compiled=bool(workload.compile))
+    # Nothing is compiled for an estimate: what is a part of a graph is not known.
+    allowed = tuple(
+        form
+        for form in allowed_forms(options.get("allow", ()), compiled=bool(workload.compile))
+        if not FORMS[form].in_graph
+    )
     sketch, model = sketch_and_model(
         source, workload, given, meter, forms=allowed, optimizer=optimizer, progress=progress
     )

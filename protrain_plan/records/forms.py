@@ -27,7 +27,8 @@ class ActivationForm:
     `recompute NAME` then, and `keep NAME` otherwise. A form that is not `bitwise` changes what
     training computes: it is profiled and used only with leave (`--allow`), and its plans say
     `exact: false`, and how exact they are. One that `looks_inside` goes by the operators or modules
-    in a block: of a compiled block these are gone, so that it is not for such blocks.
+    in a block: of a compiled block these are gone, so that it is not for such blocks. One that is
+    `in_graph` is a part of what is compiled, and for compiled blocks alone.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ActivationForm:
     exactness: Exactness = "bitwise"
     of: Literal["blocks", "last part"] = "blocks"  # besides `keep`, which all units have
     looks_inside: bool = False
+    in_graph: bool = False
 
     @property
     def leave(self) -> str:
@@ -118,6 +120,13 @@ _BUILT_IN = (
         looks_inside=True,
     ),
     ActivationForm(
+        name="fused",
+        keeps="the unit's input alone: its compiled backward computes what it needs of the forward",
+        executor="protrain_runtime.activations.recompute_in_graph:fused",
+        exactness="rounding",
+        in_graph=True,
+    ),
+    ActivationForm(
         name="full",
         keeps="the unit's input alone",
         executor="protrain_runtime.activations.recompute:full",
@@ -137,12 +146,14 @@ def leaves_of(names: Collection[str]) -> tuple[str, ...]:
 def allowed_forms(allow: Collection[str], *, compiled: bool = False) -> tuple[str, ...]:
     """The forms that are bitwise, and those with one of these leaves, in order.
 
-    Of models with `compiled` blocks only those that do not look inside them.
+    Of models with `compiled` blocks only those that do not look inside them, and of others only
+    those that need no compiler.
     """
     return tuple(
         name
         for name, form in FORMS.items()
-        if (not form.leave or form.leave in allow) and not (compiled and form.looks_inside)
+        if (not form.leave or form.leave in allow)
+        and not (form.looks_inside if compiled else form.in_graph)
     )
 
 

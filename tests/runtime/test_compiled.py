@@ -104,6 +104,28 @@ def test_plans_of_compiled_blocks_compute_the_bits_of_the_compiled_model(
     assert attached(model) == before
 
 
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("form", ["full", "fused"])
+def test_what_is_recomputed_in_the_graph_is_one_run_of_compiled_code(
+    form: str, tmp_path: Path
+) -> None:
+    units = decided(described("llama"), Recompute(form=form), Offload(tier="disk"))
+    plain = build("llama")
+    compile_blocks(plain, compiled_plan(plain, units))
+    expected = trained(plain)
+    model = build("llama")
+    plan = replace(compiled_plan(model, units), exact=form == "full", allowed=("rounding",))
+    model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+    with torch.profiler.profile() as recorded:
+        found = train("llama", model, optimizer, num_steps=2)
+    runs = sum(event.name == "CompiledFunction" for event in recorded.events())
+    assert runs == 2 * 4 * (2 if form == "full" else 1)  # steps, blocks, and runs in each
+    assert_bitwise(found, expected)  # this compiler fuses nothing
+    model.eval()
+    with torch.no_grad():
+        loss_of(call_model(model, batch("llama", 0)))
+
+
 @pytest.mark.parametrize("whole", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_mlps_of_compiled_code_are_not_tiled(whole: bool) -> None:
     """Such a block is recomputed as in full: compiled code has forwards of its own."""
@@ -380,9 +402,15 @@ def test_a_profile_of_compiled_blocks_says_so_and_has_forms_that_look_at_none_in
         forms = {cost.form for unit in profile.units for cost in unit.forms}
         assert {"keep", "full", "int8"} <= forms
         assert not forms & inside
+        assert ("fused" in forms) == (profile is flagged)  # a script's compiling is its own
     bytes_of = [
-        [(c.form, c.kept_bytes, c.backward_peak_bytes) for u in p.units for c in u.forms]
-        for p in (flagged, by_script)
+        [
+            (cost.form, cost.kept_bytes, cost.backward_peak_bytes)
+            for unit in profile.units
+            for cost in unit.forms
+            if cost.form != "fused"
+        ]
+        for profile in (flagged, by_script)
     ]
     assert bytes_of[0] == bytes_of[1]
 

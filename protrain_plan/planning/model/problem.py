@@ -94,7 +94,7 @@ def _with_leave(profile: Profile, allow: Sequence[str]) -> Profile:
     """The profile without the forms that are not exact, but for those that have leave."""
     if set(profile.allowed) <= set(allow):
         return profile
-    allowed = allowed_forms(allow)
+    allowed = allowed_forms(allow, compiled=bool(profile.workload.compile))
     return replace(
         profile,
         units=tuple(

@@ -657,7 +657,8 @@ def _worthwhile(forms: Sequence[FormCost]) -> list[FormCost]:
 
     A form of partial recomputation has to hold less than every form that recomputes less, and more
     than the input: one that a block cannot take keeps nothing else. One that keeps no more than
-    `full` has to need less while it runs. A form that keeps has to hold less than `keep` itself.
+    `full` has to need less while it runs, or to be other code (`in_graph`). A form that keeps has
+    to hold less than `keep` itself.
     """
     full = next((form for form in forms if form.form == "full"), None)
     held = 0 if full is None else full.kept_bytes
@@ -668,7 +669,8 @@ def _worthwhile(forms: Sequence[FormCost]) -> list[FormCost]:
         if form.form in ("keep", "full"):
             chosen.append(form)
         elif full is not None and recomputes and form.kept_bytes <= held:
-            if _most(form) < _most(full):
+            other_code = FORMS[form.form].in_graph and replace(form, form="full") != full
+            if other_code or _most(form) < _most(full):
                 chosen.append(form)
         elif (held if recomputes else 0) < form.kept_bytes < least:
             chosen.append(form)

@@ -103,11 +103,11 @@ class CompiledBlock:
     (`Module._call_impl`), and takes parameters for inputs. Each shape is compiled by itself.
     """
 
-    def __init__(self, block: nn.Module, name: str, *, backend: str) -> None:
+    def __init__(self, code: Callable[..., object], name: str, *, backend: str) -> None:
         self.name, self.backend = name, backend
         compiler: Any = torch.compile  # its stubs do not know of limits
         self._code: Callable[..., object] = compiler(
-            block._call_impl,
+            code,
             backend=backend,
             fullgraph=True,
             dynamic=False,
@@ -134,7 +134,7 @@ def compile_each(
     Returns the undo. Names of parameters stay what they are.
     """
     for name, block in blocks.items():
-        code: Any = CompiledBlock(block, name, backend=backend)
+        code: Any = CompiledBlock(block._call_impl, name, backend=backend)
         block._compiled_call_impl = code
 
     def undo() -> None:
