@@ -95,6 +95,22 @@ def test_a_view_of_memory_that_it_does_not_keep_counts_for_nothing() -> None:
     del view, own
 
 
+def test_a_tensor_of_a_transform_counts_as_what_is_inside() -> None:
+    """Compilers keep some: of an associative scan, say."""
+    gc.collect()
+    before = storage_bytes(reachable(torch.device("cpu")))
+    kept: list[torch.Tensor] = []
+    own = torch.ones(4, KIB)
+
+    def seen(row: torch.Tensor) -> torch.Tensor:
+        kept.append(row)
+        return row.sum()
+
+    torch.func.vmap(torch.func.grad(seen))(own)
+    assert torch._C._functorch.is_functorch_wrapped_tensor(kept[0])
+    assert storage_bytes(reachable(torch.device("cpu"))) == before + 4 * 4 * KIB
+
+
 def test_a_second_meter_does_not_count_releases_of_the_first_ones_blocks() -> None:
     with MemoryMeter() as first:
         first.mark("all")

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch._C import _functorch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -237,12 +238,19 @@ def borrowing(view: torch.Tensor) -> torch.Tensor:
 def reachable(device: torch.device) -> list[torch.Tensor]:
     """All tensors on a device that Python can reach; fake ones are on none."""
     tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
-    found = [each for each in tensors if _BORROWS not in each.__dict__]
+    found: list[Any] = [_unwrapped(each) for each in tensors if _BORROWS not in each.__dict__]
     with torch._C.DisableTorchFunctionSubclass():  # what stands for gradients refuses questions
         real = [  # fake tensors and wrappers only say that they are on their device
             t for t in found if not (isinstance(t, FakeTensor) or is_traceable_wrapper_subclass(t))
         ]
         return [t for t in real if t.device == device]
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """What is inside a tensor of torch.func: a compiler may keep some. They have no storage."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def device_of(model: nn.Module) -> torch.device:
