@@ -47,7 +47,7 @@ EVERY, NUM_STEPS = 3, 4
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     others = bytes_of_others()  # are what a script's data would be
-    name = f"{LOW_RANK}(every={EVERY})"
+    name = f"{LOW_RANK}(every={EVERY},times=8)"
     found = profiled_here("tiny-llama", tmp_path_factory.mktemp("spill"), optimizer=name)
     return replace(found, base_bytes=found.base_bytes - others)
 

@@ -6,10 +6,15 @@ import torch
 
 
 class LowRank(torch.optim.Optimizer):
-    """As GaLore does: a matrix's momentum in a subspace, of an SVD of the gradient now and then."""
+    """As GaLore does: a matrix's momentum in a subspace, of an SVD of the gradient now and then.
 
-    def __init__(self, parameters: Any, lr: float = 1e-2, rank: int = 4, every: int = 2) -> None:
-        super().__init__(parameters, {"lr": lr, "rank": rank, "every": every})
+    It is computed `times` times, so that no busy machine hides which step is slow.
+    """
+
+    def __init__(
+        self, parameters: Any, lr: float = 1e-2, rank: int = 4, every: int = 2, times: int = 1
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "rank": rank, "every": every, "times": times})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -21,7 +26,8 @@ class LowRank(torch.optim.Optimizer):
                 if parameter.dim() == 2:
                     number = state["step"] = state.get("step", -1) + 1
                     if number % group["every"] == 0:
-                        _, _, rows = torch.linalg.svd(gradient.float(), full_matrices=False)
+                        for _ in range(group["times"]):
+                            _, _, rows = torch.linalg.svd(gradient.float(), full_matrices=False)
                         state["basis"] = rows[: group["rank"]].to(gradient.dtype)
                     gradient = gradient @ state["basis"].T
                 momentum = state.setdefault("momentum", torch.zeros_like(gradient))
