@@ -78,6 +78,7 @@ from protrain_runtime.activations.compiled import (
 from protrain_runtime.activations.recompute import switch_off_checkpointing
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import MemoryMeter, device_of, storage_bytes
+from protrain_runtime.diagnostics.compiling import compilation_since, compiled_so_far
 from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors, with_batch_sizes
 from protrain_runtime.states.chunks import refuse_parameters
 from protrain_runtime.states.quantized import settle_quantized
@@ -164,6 +165,7 @@ def measure_model(
     measured anew. `cost` is the optimizer's on it, where it was timed before.
     """
     refuse_parameters(model, source=workload.model)
+    compiled_before = compiled_so_far()
     let_pack = settle_quantized(model)
     device = device_of(model)
     others = other_bytes(model)
@@ -285,7 +287,11 @@ def measure_model(
         allowed=allow,
     )
     progress("done", 1.0)
-    return replace(profile, repetitions=_repetitions(seconds, rehearsal, profile))
+    return replace(
+        profile,
+        repetitions=_repetitions(seconds, rehearsal, profile),
+        compilation=compilation_since(compiled_before),
+    )
 
 
 def _optimizer(
