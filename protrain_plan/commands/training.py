@@ -32,7 +32,11 @@ from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.device import explained_exhaustion
 from protrain_runtime.devices.memory_meter import device_of, storage_bytes
 from protrain_runtime.devices.stores import memory_of
-from protrain_runtime.diagnostics.compiling import compilation_since, compiled_so_far
+from protrain_runtime.diagnostics.compiling import (
+    compilation_since,
+    compiled_so_far,
+    compiled_whole,
+)
 from protrain_runtime.diagnostics.out_of_memory import explain_memory
 from protrain_runtime.diagnostics.recording import Recorder, measure_step, record
 from protrain_runtime.engine.engine import Observer
@@ -187,7 +191,11 @@ def train(
             recorded=recorded,
             measured=measured,
         )
-        with explain_memory(model, profile):
+        several = plain and plan.num_devices > 1
+        with (
+            compiled_whole() if several and workload.compile else nullcontext(),
+            explain_memory(model, profile),
+        ):
             return trainer.run(batches, num_steps, on_step)
 
 

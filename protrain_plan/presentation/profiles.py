@@ -67,13 +67,8 @@ def compiled_text(found: Compilation | None) -> str | None:
     if found is None:
         return None
     graphs = f"{found.num_graphs} graph{'s' * (found.num_graphs > 1)}"
-    cache = {
-        "cold": " (cold: none in PyTorch's cache)",
-        "partly": " (some in PyTorch's cache)",
-        "warm": " (warm: all in PyTorch's cache)",
-        "none": "",
-    }[found.cache]
-    return f"compiled {graphs} in {format_seconds(found.seconds)}{cache}"
+    cache = {"cold": " (cold)", "partly": " (partly warm)", "warm": " (warm)", "none": ""}
+    return f"compiled {graphs} in {format_seconds(found.seconds)}{cache[found.cache]}"
 
 
 def compiled_json(found: Compilation | None) -> dict[str, Any]:

@@ -39,7 +39,8 @@ from protrain_plan.records.plan import (
     UnitPlan,
     activations_in,
 )
-from protrain_plan.records.profile import Compile, Profile
+from protrain_plan.records.profile import Compile, Profile, Unit
+from protrain_runtime.activations.compiled import compile_each
 from protrain_runtime.activations.forms import wrap_forward
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.compiling import compilation_since, compiled_so_far
@@ -407,6 +408,18 @@ def test_a_graph_break_is_refused_with_its_place(tmp_path: Path) -> None:
     assert error.fix == "change that line, or profile without --compile and plan again"
 
 
+@pytest.mark.parametrize(
+    "block", [nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.TransformerEncoderLayer(8, 2, 8)]
+)
+def test_a_block_of_pytorchs_own_code_alone_is_refused(
+    block: nn.Module, assert_says: Speaker
+) -> None:
+    compile_each({"layers.0": block}, backend="aot_eager")
+    with pytest.raises(ProtrainError) as caught:
+        block(torch.ones(2, 4, 8))
+    assert_says(caught.value)
+
+
 def steady() -> tuple[nn.Module, list[dict[str, object]]]:
     """A factory of blocks that can be compiled; its batches are features [64, 128]."""
 
@@ -477,6 +490,26 @@ def test_a_profile_of_compiled_blocks_says_so_and_has_forms_that_look_at_none_in
         for p in (flagged, by_script)
     ]
     assert bytes_of[0] == bytes_of[1]
+
+
+@pytest.mark.slow  # two profiles
+@pytest.mark.usefixtures("quick_compiler")
+def test_compiled_blocks_measured_unit_by_unit_have_the_bytes_of_the_whole_model(
+    tmp_path: Path,
+) -> None:
+    def bytes_of(*, unit_by_unit: bool) -> list[Unit]:
+        found = profiled("steady", tmp_path, compile="blocks", unit_by_unit=unit_by_unit)
+        assert found.compilation is not None
+        assert found.compilation.num_graphs == 2  # the first block's input has no gradient
+        torch.compiler.reset()
+        return [
+            replace(
+                unit, forms=tuple(replace(cost, forward_s=0, backward_s=0) for cost in unit.forms)
+            )
+            for unit in found.units
+        ]
+
+    assert bytes_of(unit_by_unit=True) == bytes_of(unit_by_unit=False)
 
 
 @pytest.mark.usefixtures("quick_compiler")

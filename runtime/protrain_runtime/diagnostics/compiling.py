@@ -4,7 +4,10 @@ PyTorch counts all three by itself (`torch._dynamo.utils`), whoever has called `
 """
 
 import sys
+from contextlib import AbstractContextManager
 from typing import NamedTuple
+
+import torch
 
 from protrain_plan.records.profile import Compilation
 from protrain_plan.units import four_digits
@@ -45,3 +48,13 @@ def compilation_since(before: Compiled) -> Compilation | None:
         seconds=four_digits(max(0.0, now.seconds - before.seconds)),
         cache="partly" if cached and made else "warm" if cached else "cold" if made else "none",
     )
+
+
+def compiled_whole() -> AbstractContextManager[None]:
+    """Blocks inside DistributedDataParallel are compiled as a plan compiles them.
+
+    PyTorch would cut their graphs where its buckets of gradients end, for a model that is one
+    graph: a block is as small as a bucket, and graphs that are cut may have other bits.
+    """
+    whole: AbstractContextManager[None] = torch._dynamo.config.patch(optimize_ddp=False)
+    return whole
