@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from protrain_plan.commands.options import JsonOption, SpillOption, found_device, size
+from protrain_plan.commands.options import (
+    DISK_BYTES,
+    DISK_SECONDS,
+    DiskBytesOption,
+    DiskSecondsOption,
+    JsonOption,
+    SpillOption,
+    found_device,
+    size,
+)
 
 HELP = "The machines that estimates are for: those of the catalogue, and this one, measured."
 EXAMPLES = (
@@ -76,15 +85,8 @@ def probe(
         str | None, typer.Option(help="Its name; default: such as cpu-2, after the threads.")
     ] = None,
     spill_directory: SpillOption = None,
-    disk_seconds: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            help="How long the disk is written before it is measured, past the page cache: many"
-            " are slower after their first gigabytes.",
-        ),
-    ] = 2.0,
-    disk_bytes: Annotated[str, typer.Option(help="The most that is written meanwhile.")] = "2GiB",
+    disk_seconds: DiskSecondsOption = DISK_SECONDS,
+    disk_bytes: DiskBytesOption = DISK_BYTES,
     as_json: JsonOption = False,
 ) -> None:
     """Measure this machine, about fifteen seconds, and write it as hardware.

@@ -91,6 +91,7 @@ class ProfileRequest:
     steps: int | None = None
     unit_by_unit: bool = False
     spill_directory: Path | None = None
+    disk_watch: tuple[float, int] | None = None  # seconds and bytes; see `probe.Watch`
 
     def question(self) -> EstimateRequest | None:
         """What an estimate answers; None where that is not for the cache, or the user's own code.
@@ -286,6 +287,7 @@ def measured(request: ProfileRequest, progress: Progress) -> Profile:
     raises.
     """
     from protrain_plan.commands.options import found_device
+    from protrain_plan.hardware.probe import BRIEF, Watch
     from protrain_plan.models.building import kernels
     from protrain_plan.models.sources import load_source
     from protrain_plan.profiling.measured import measure
@@ -311,6 +313,7 @@ def measured(request: ProfileRequest, progress: Progress) -> Profile:
                 num_steps=request.steps,
                 spill_directory=request.spill_directory or Path(tempfile.gettempdir()),
                 unit_by_unit=request.unit_by_unit,
+                disk_watch=BRIEF if request.disk_watch is None else Watch(*request.disk_watch),
                 **options,
             )
 

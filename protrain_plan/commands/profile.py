@@ -7,7 +7,11 @@ from typing import Annotated, get_args
 import typer
 
 from protrain_plan.commands.options import (
+    DISK_BYTES,
+    DISK_SECONDS,
     AllowOption,
+    DiskBytesOption,
+    DiskSecondsOption,
     DTypeOption,
     JsonOption,
     NoCacheOption,
@@ -16,6 +20,7 @@ from protrain_plan.commands.options import (
     SpillOption,
     choice,
     leaves_named,
+    size,
 )
 from protrain_plan.errors import ProtrainError
 
@@ -120,6 +125,8 @@ def profile(
     seed: Annotated[int, typer.Option(help="Seed of weights and text.")] = 0,
     text: Annotated[Path | None, typer.Option(help="A text file to take batches from.")] = None,
     spill_directory: SpillOption = None,
+    disk_seconds: DiskSecondsOption = DISK_SECONDS,
+    disk_bytes: DiskBytesOption = DISK_BYTES,
     in_process: Annotated[
         bool,
         typer.Option(
@@ -164,11 +171,14 @@ def profile(
             ("--deterministic", deterministic or None),
             ("--unit-by-unit", unit_by_unit or None),
             ("--spill-directory", spill_directory),
+            ("--disk-seconds", None if disk_seconds == DISK_SECONDS else disk_seconds),
+            ("--disk-bytes", None if disk_bytes == DISK_BYTES else disk_bytes),
             ("--in-process", in_process or None),
         ):
             if value is not None:
                 raise ProtrainError("is for measuring; --on estimates", key=option)
     target = destination(output)
+    written = size("--disk-bytes", disk_bytes, 0)
     request = ProfileRequest(
         model=model,
         batch_size=batch_size,
@@ -188,6 +198,7 @@ def profile(
         seed=seed,
         text=text,
         spill_directory=spill_directory,
+        disk_watch=(disk_seconds, written),
     )
     with progress(quiet=as_json, threaded=not in_process) as report:
         if machine is not None:

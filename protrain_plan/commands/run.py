@@ -47,6 +47,14 @@ def run(
     resume: Annotated[
         Path | None, typer.Option(help="Go on from the checkpoint in this directory.")
     ] = None,
+    compile_blocks: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Only where the plan compiles its blocks, which it does without this option, too:"
+            " a plan is of the bytes that were profiled.",
+        ),
+    ] = False,
     check: Annotated[
         bool,
         typer.Option(
@@ -85,6 +93,7 @@ def run(
     from protrain_plan.presentation.plans import run_json, run_text
     from protrain_plan.program.recording import write_recording
     from protrain_plan.records import fingerprint, read_plan
+    from protrain_plan.records.commands import profile_command
     from protrain_plan.records.hardware import is_accelerator
     from protrain_plan.records.profile import Profile
     from protrain_plan.simulation.memory import exceeded
@@ -97,6 +106,15 @@ def run(
             who = launched()
             started.enter_context(who.together("protrain run"))
         record = read_plan(plan)
+        if compile_blocks and not record.workload.compile:
+            workload = replace(record.workload, compile="blocks")
+            how = {"optimizer": record.optimizer, "output": "profile.yaml"}
+            raise ProtrainError(
+                f"{plan} was planned for blocks that are not compiled, which save other bytes",
+                key="--compile",
+                fix="profile with it and plan again:"
+                f" {profile_command(workload, **how, allow=record.allowed)}",
+            )
         if plain and verify:
             raise ProtrainError("--verify runs plain PyTorch too", fix="leave --plain out")
         if save_every is not None and save is None:

@@ -24,7 +24,7 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.program.recording import Recording
 from protrain_plan.records.hardware import is_accelerator
 from protrain_plan.records.plan import Plan, TierBytes
-from protrain_plan.records.profile import Profile
+from protrain_plan.records.profile import Compilation, Profile
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.checkpoint.folders import check_writable
 from protrain_runtime.checkpoint.saving import load, read_extra, save
@@ -32,6 +32,11 @@ from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.device import explained_exhaustion
 from protrain_runtime.devices.memory_meter import device_of, storage_bytes
 from protrain_runtime.devices.stores import memory_of
+from protrain_runtime.diagnostics.compiling import (
+    compilation_since,
+    compiled_so_far,
+    compiled_whole,
+)
 from protrain_runtime.diagnostics.out_of_memory import explain_memory
 from protrain_runtime.diagnostics.recording import Recorder, measure_step, record
 from protrain_runtime.engine.engine import Observer
@@ -76,6 +81,7 @@ class Run:
     measured_peak_bytes: TierBytes | None
     slot_bytes: tuple[int, ...]
     recording: Recording | None = None  # of the last step that was timed, where it was asked for
+    compilation: Compilation | None = None  # by PyTorch's compiler, in all steps
 
     @property
     def step_seconds(self) -> float:
@@ -185,7 +191,11 @@ def train(
             recorded=recorded,
             measured=measured,
         )
-        with explain_memory(model, profile):
+        several = plain and plan.num_devices > 1
+        with (
+            compiled_whole() if several and workload.compile else nullcontext(),
+            explain_memory(model, profile),
+        ):
             return trainer.run(batches, num_steps, on_step)
 
 
@@ -227,7 +237,7 @@ class _Trainer:
     slots: tuple[int, ...] = ()
 
     def run(self, batches: Iterator[Batch], num_steps: int, on_step: OnStep) -> Run:
-        first = self._resume(batches, num_steps)
+        first, compiled_before = self._resume(batches, num_steps), compiled_so_far()
         recorder: Recorder | None = None
         last_timed = max(num_steps - 2, first)
         for step in range(first, num_steps):
@@ -256,6 +266,7 @@ class _Trainer:
             measured_peak_bytes=self.peak,
             slot_bytes=self.slots,
             recording=recorder.recording(slot_bytes=self.slots) if recorder else None,
+            compilation=compilation_since(compiled_before),
         )
 
     def _resume(self, batches: Iterator[Batch], num_steps: int) -> int:

@@ -180,11 +180,11 @@ def _disk(directory: Path, link: Link, seen: Observed | None, cached: Cached) ->
 @contextlib.contextmanager
 def _files(
     directory: Path, device: torch.device, *, cached: bool = False
-) -> Iterator[tuple["SpillFile", "SpillFile"]]:
+) -> Iterator[tuple["ProbedFile", "ProbedFile"]]:
     """A file to read and one to write, so that both can run at once."""
     with (
-        contextlib.closing(SpillFile(directory, device, cached=cached)) as reads,
-        contextlib.closing(SpillFile(directory, device, cached=cached)) as writes,
+        contextlib.closing(ProbedFile(directory, device, cached=cached)) as reads,
+        contextlib.closing(ProbedFile(directory, device, cached=cached)) as writes,
     ):
         yield reads, writes
 
@@ -233,7 +233,7 @@ def processor_name() -> str:
 # --- disk -----------------------------------------------------------------------------------------
 
 
-class SpillFile:
+class ProbedFile:
     """A spill file of the runtime's, and memory of the same size to write it from.
 
     Memory for the whole file, because one buffer used again and again would stay in the cache. On a
@@ -287,7 +287,7 @@ class SpillFile:
         self._store.close()
 
 
-def observed(writes: SpillFile, watch: Watch) -> Observed:
+def observed(writes: ProbedFile, watch: Watch) -> Observed:
     """Write until the watch is over, so that what is measured next is no disk's first burst."""
     seconds: list[float] = []
     start = time.perf_counter()
@@ -311,7 +311,7 @@ def observed(writes: SpillFile, watch: Watch) -> Observed:
     )
 
 
-def _disk_link(reads: SpillFile, writes: SpillFile) -> Link:
+def _disk_link(reads: ProbedFile, writes: ProbedFile) -> Link:
     """The directory's speed as the runtime sees it, in a lane's thread, and both ways at once.
 
     Past the page cache these are the disk's own; through it they hold while what is there fits in
@@ -400,7 +400,7 @@ def probe_with_ranks(
         beside = _contention(group.gather, small_compute(where))
         # What a rank reads of the tier below: a file's bytes on a CPU, else pinned host memory.
         if devices.on_host(where):
-            with contextlib.closing(SpillFile(spill_directory, where)) as file:
+            with contextlib.closing(ProbedFile(spill_directory, where)) as file:
                 shared = _contention(group.gather, file.read)
         else:
             shared = _contention(group.gather, PinnedLink(where, num_bytes).read)

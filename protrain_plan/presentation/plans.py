@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 
 from protrain_plan.planning.questions.allowance import MOST
-from protrain_plan.presentation.profiles import error_band, own_update, trust
+from protrain_plan.presentation.profiles import (
+    compiled_json,
+    compiled_text,
+    error_band,
+    own_update,
+    trust,
+)
 from protrain_plan.presentation.spending import (
     heads_of,
     in_words,
@@ -503,6 +509,8 @@ def run_json(
         "measured_peak_bytes": None if measured is None else tiers_json(measured),
         "parameters_sha256": run.parameters_sha256,
         "verified": verified,
+        **({"compile": plan.workload.compile} if plan.workload.compile else {}),
+        **compiled_json(run.compilation),
         "overruns": [asdict(overrun) for overrun in overruns],
         "profile_again": again if overruns else None,
     }
@@ -549,6 +557,8 @@ def run_text(
             told = "-" if found is None else format_bytes(found)
             table.add_row(label, "-" if plain else format_bytes(promise), told)
     notes = [] if plain else [Text(line) for line in other_results(plan)]
+    if (compiled := compiled_text(run.compilation)) is not None:
+        notes.append(Text(f"{compiled}, mostly in the first step"))
     if data["outside_expected"]:
         took = f"the step took {format_seconds(run.step_seconds)} measured"
         notes.append(Text(f"{took}, outside what its profile expects{expected}", style="yellow"))
@@ -561,9 +571,11 @@ def run_text(
             notes.append(Text(f"  and in {len(overruns) - _MOST_OVERRUNS} slots more"))
         notes.append(Text(f"  fix: measure and plan again: {data['profile_again']}"))
     if verified is not None:
+        # Both compile the same blocks: the model without a compiler has other bits.
+        whose = "plain PyTorch's" + " with the same blocks compiled" * bool(plan.workload.compile)
         notes.append(
-            Text("verified: losses and parameters equal plain PyTorch's bitwise", style="green")
+            Text(f"verified: losses and parameters equal {whose} bitwise", style="green")
             if verified
-            else Text("NOT verified: losses or parameters differ from plain PyTorch's", style="red")
+            else Text(f"NOT verified: losses or parameters differ from {whose}", style="red")
         )
     return Group(losses, table, *notes)

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 
 from protrain_plan.presentation.terminal import Table, Text, run_name, table_of, wrote
 from protrain_plan.records.hardware import Collectives, Hardware, Rates, Tier
-from protrain_plan.records.profile import Profile, Unit
+from protrain_plan.records.profile import Compilation, Profile, Unit
 from protrain_plan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def profile_json(profile: Profile) -> dict[str, Any]:
         "hardware": profile.hardware.name,
         "method": profile.method,
         **({"compile": profile.workload.compile} if profile.workload.compile else {}),
+        **compiled_json(profile.compilation),
         "model_fingerprint": profile.model_fingerprint,
         "num_units": len(profile.units),
         "num_parameters": sum(unit.num_parameters for unit in profile.units),
@@ -59,6 +60,20 @@ def no_fusion(profile: Profile) -> str | None:
         "compiled blocks: no fusion is assumed, bytes and seconds are those without a compiler;"
         " measure on the device before a plan has to hold"
     )
+
+
+def compiled_text(found: Compilation | None) -> str | None:
+    """What the compiler did, in words."""
+    if found is None:
+        return None
+    graphs = f"{found.num_graphs} graph{'s' * (found.num_graphs > 1)}"
+    cache = {"cold": " (cold)", "partly": " (partly warm)", "warm": " (warm)", "none": ""}
+    return f"compiled {graphs} in {format_seconds(found.seconds)}{cache[found.cache]}"
+
+
+def compiled_json(found: Compilation | None) -> dict[str, Any]:
+    """The same for `--json`, where anything was compiled."""
+    return {} if found is None else {"compilation": asdict(found)}
 
 
 def slow_update(profile: Profile) -> str | None:
@@ -128,7 +143,12 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
     how: list[Text] = []
     if profile.method == "estimated":
         how.append(Text(f"estimated for {machine.name}: {trust(machine)}"))
-    told = slow_update(profile), own_update(profile), no_fusion(profile)
+    told = (
+        compiled_text(profile.compilation),
+        slow_update(profile),
+        own_update(profile),
+        no_fusion(profile),
+    )
     how += [Text(said) for said in told if said]
     if data["unsteady"]:
         how.append(Text(data["unsteady"], style="yellow"))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.hardware.probe import Progress, probe
+from protrain_plan.hardware.probe import BRIEF, Progress, Watch, probe
 from protrain_plan.hardware.speeds import measure_overheads, update_speeds
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import parameter_dtype
@@ -78,6 +78,7 @@ from protrain_runtime.activations.compiled import (
 from protrain_runtime.activations.recompute import switch_off_checkpointing
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import MemoryMeter, device_of, storage_bytes
+from protrain_runtime.diagnostics.compiling import compilation_since, compiled_so_far
 from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors, with_batch_sizes
 from protrain_runtime.states.chunks import refuse_parameters
 from protrain_runtime.states.quantized import settle_quantized
@@ -92,13 +93,15 @@ def measure(
     spill_directory: Path,
     unit_by_unit: bool = False,
     machine: Hardware | None = None,
+    disk_watch: Watch = BRIEF,
     **options: Unpack[Options],
 ) -> Profile:
     """Build the model, run it, and write down what it costs.
 
     A model that would take too much of the device's free memory is measured unit by unit (see
     `unit_by_unit`), and others too where that is asked for. The record says whether PyTorch was
-    told to take deterministic kernels alone. `machine` is this one, where it was probed before.
+    told to take deterministic kernels alone. `machine` is this one, where it was probed before;
+    else its disk is written for as long as `disk_watch` says before it is measured.
     ProtrainError where the device is not there, the model cannot be built or run, or the machine
     cannot be probed.
     """
@@ -137,6 +140,7 @@ def measure(
         progress=progress,
         running=sketch,
         machine=machine,
+        disk_watch=disk_watch,
     )
 
 
@@ -153,6 +157,7 @@ def measure_model(
     running: Sketch | None = None,
     machine: Hardware | None = None,
     cost: OptimizerCost | None = None,
+    disk_watch: Watch = BRIEF,
 ) -> Profile:
     """The profile of a model that is there. Leaves it, its gradients and the random state alone.
 
@@ -161,9 +166,11 @@ def measure_model(
     `running` says which units run, with modules, where not all do: parameters of the others may be
     on `meta`.
     `machine` is this one, where it was probed before; what the model holds besides tensors is
-    measured anew. `cost` is the optimizer's on it, where it was timed before.
+    measured anew; `disk_watch` is for a probe of its disk. `cost` is the optimizer's on it, where
+    it was timed before.
     """
     refuse_parameters(model, source=workload.model)
+    compiled_before = compiled_so_far()
     let_pack = settle_quantized(model)
     device = device_of(model)
     others = other_bytes(model)
@@ -261,7 +268,9 @@ def measure_model(
         )
     if machine is None:
         progress("probing the machine", 0.7)
-        machine = probe(device, spill_directory=spill_directory, dtype=workload.dtype)
+        machine = probe(
+            device, spill_directory=spill_directory, dtype=workload.dtype, watch=disk_watch
+        )
     if cost is None:
         progress("timing the optimizer", 0.95)
         cost = _optimizer(workload, optimizer, model, spill_directory, sparse=bool(sparse))
@@ -285,7 +294,11 @@ def measure_model(
         allowed=allow,
     )
     progress("done", 1.0)
-    return replace(profile, repetitions=_repetitions(seconds, rehearsal, profile))
+    return replace(
+        profile,
+        repetitions=_repetitions(seconds, rehearsal, profile),
+        compilation=compilation_since(compiled_before),
+    )
 
 
 def _optimizer(

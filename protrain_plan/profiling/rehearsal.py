@@ -11,7 +11,7 @@ so that its optimizer runs, too. States that cannot leave the device stay there.
 import gc
 import time
 from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from protrain_plan.models.optimizers import (
 )
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.unit_by_unit import SHARE_OF_FREE_MEMORY, free_bytes
+from protrain_plan.program.program import FILE_BYTES
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     Keep,
@@ -43,6 +44,7 @@ from protrain_plan.records.profile import Workload
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.device import out_of_memory
 from protrain_runtime.devices.memory_meter import MemoryMeter, device_of, reachable_bytes
+from protrain_runtime.devices.spill_file import SpillFile
 from protrain_runtime.diagnostics.recording import measure_step
 from protrain_runtime.engine.engine import Observer
 from protrain_runtime.model.prepared import engine_of, restore_as_is
@@ -252,6 +254,7 @@ def rehearse(
             seconds = time.perf_counter() - start
         if devices.on_host(device):
             held = measure_step(model, step).context_bytes + len(absent) * ABSENT_UNIT_BYTES
+            held += unseen_staging_bytes(spill_directory)
         else:
             with reserve.watching():
                 step(lambda _: None)
@@ -265,6 +268,12 @@ def rehearse(
         )
     finally:
         restore_as_is(model)  # the learning rate is zero
+
+
+def unseen_staging_bytes(directory: Path) -> int:
+    """What a spill file stages where its file system takes direct I/O, and here it takes none."""
+    with closing(SpillFile(directory)) as file:
+        return 0 if file.direct else FILE_BYTES
 
 
 def _tell(what: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from protrain_plan.program.program import (
     ARRIVING_GRADIENTS,
+    LARGE_BEGIN_BYTES,
     LONGEST_SPAN,
     PAGE_BYTES,
     PASSING_BYTES,
@@ -22,6 +23,7 @@ from protrain_plan.program.program import (
     Lane,
     Program,
     Settings,
+    file_bytes,
     gradient_home,
     padded,
     pinned_bytes,
@@ -294,7 +296,7 @@ class Implications:
                 option,
                 swap_in=Fetch(tier, served, index + 1, swapped, pieces),
                 swap_out=Leaving(tier, index, swapped, pieces, pieces),
-                tier_bytes={tier: swapped},
+                tier_bytes={tier: file_bytes(swapped) if tier == "disk" else swapped},
             )
         self._activations[index, decision] = option
         return option
@@ -457,9 +459,29 @@ def _tier_bytes(
             # Each region is pinned by itself, each of up to STATE_REGIONS optimizer states too.
             parts = copies * STATE_REGIONS if tier == name else 0
             size = sum(pinned_bytes(region) for region in regions) + parts * PAGE_BYTES
+        elif name == "disk":
+            # So in a file, where every kind of states has blocks of its own, too.
+            parts = copies * _kinds_of_states(own) if tier == name else 0
+            size = sum(map(file_bytes, regions)) + parts * (PAGE_BYTES + LARGE_BEGIN_BYTES)
         if size and own.used_by:
             found[name] = size
     return found
+
+
+_MOST_KINDS = 8
+"""Of optimizer states: codes and scales of two states, in two sizes."""
+
+
+def _kinds_of_states(own: ChunkSize) -> int:
+    """At most so many kinds of optimizer states a chunk has, by their bytes.
+
+    Half as wide as the gradients at least; narrower ones, and those of some parameters alone, are
+    of 8 bits and fewer, with scales.
+    """
+    even = own.state_bytes - own.uneven_state_bytes
+    if own.uneven_state_bytes or even < own.gradient_bytes:
+        return _MOST_KINDS if own.state_bytes else 0
+    return min(_MOST_KINDS, 2 * -(-even // own.gradient_bytes)) if even else 0
 
 
 def _staging(option: StateOption, num_updates: int, settings: Settings) -> Staging:

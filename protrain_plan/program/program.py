@@ -458,6 +458,18 @@ PASSING_BYTES = PASSAGES * PASSAGE_BYTES + FILE_BYTES
 PAGE_BYTES = 4096
 
 
+LARGE_BEGIN_BYTES = 64
+"""How far into a block of a spill file a region of REQUEST_BYTES and more begins: a CPU's large
+tensors begin as far into a page (glibc's header, and what PyTorch aligns to), so that whole blocks
+of the file have addresses that direct I/O takes."""
+
+
+def file_bytes(num_bytes: int, block: int = PAGE_BYTES) -> int:
+    """What a region of a spill file takes: blocks of its own, where its file has blocks."""
+    large = num_bytes >= REQUEST_BYTES and block > 1
+    return in_blocks(num_bytes + large * LARGE_BEGIN_BYTES, block)
+
+
 def pinned_bytes(num_bytes: int) -> int:
     """What a pinned host buffer takes: whole pages of the operating system."""
     return in_blocks(num_bytes, PAGE_BYTES)

@@ -137,6 +137,12 @@ FORMS: dict[str, ActivationForm] = {form.name: form for form in _BUILT_IN}
 """All forms by name: those that keep first, then those that recompute, `full` as the last one."""
 
 
+INSIDE_OF_COMPILED = "goes by the operators inside a block, and compiled blocks show none"
+"""Why one of the forms that look inside is refused, after its name."""
+PLAN_AGAIN = "let the planner decide it: protrain plan"
+"""What to do where a plan was edited to something that cannot be."""
+
+
 def leaves_of(names: Collection[str]) -> tuple[str, ...]:
     """What `--allow` has to say for such forms, in order."""
     asked = (form.leave for form in FORMS.values() if form.leave and form.name in names)

@@ -166,6 +166,19 @@ class Repetitions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Compilation:
+    """What `torch.compile` compiled in a process, and how long its calls waited for that.
+
+    `cache` says how much of it PyTorch's own cache on the disk had: nothing (cold), a part, or all
+    (warm); none where the compiler has no cache.
+    """
+
+    num_graphs: int  # forwards; one that trains has a backward besides
+    seconds: float
+    cache: Literal["cold", "partly", "warm", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """Everything that planning needs to know of a model on a machine.
 
@@ -177,7 +190,8 @@ class Profile:
     seconds are. `model_flops` are what the model computes for one batch on one device, as model
     FLOPs utilisation counts it (`planning/questions/spending.py`); 0: nothing was counted.
     `allowed` is what it was recorded with leave for, as `--allow` says it: as far as that goes,
-    its units have forms that are not exact.
+    its units have forms that are not exact. `compilation` is what the compiler did while it was
+    measured, of which nothing is in the seconds of units; absent where nothing was compiled.
     """
 
     workload: Workload
@@ -192,6 +206,7 @@ class Profile:
     repetitions: Repetitions | None = None
     model_flops: float = 0.0
     allowed: tuple[str, ...] = ()
+    compilation: Compilation | None = None
 
     @property
     def error_band(self) -> tuple[float, float]:

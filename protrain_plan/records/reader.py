@@ -12,7 +12,13 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from protrain_plan.errors import ProtrainError, cut
 from protrain_plan.records.decisions import ACTIVATIONS, OLD_PHRASES, PLAIN, STATES
 from protrain_plan.records.folding import MAX_RUN, run_length, unfold
-from protrain_plan.records.forms import FORMS, exactness_of, leaves_of
+from protrain_plan.records.forms import (
+    FORMS,
+    INSIDE_OF_COMPILED,
+    PLAN_AGAIN,
+    exactness_of,
+    leaves_of,
+)
 from protrain_plan.records.hardware import Hardware, Tier
 from protrain_plan.records.plan import Activations, Placement, Plan, Schedule, UnitPlan
 from protrain_plan.records.profile import FormCost, Profile, Unit, Workload
@@ -48,6 +54,8 @@ def loads(kind: type[R], text: str, source: str | None = None) -> R:
     record = _read_record(kind, value, {"protrain": Node.text, "version": Node.integer})
     if isinstance(record, Plan):
         _check_plan(record, value)
+    elif isinstance(record, Profile):
+        _check_profile(record, value)
     return record
 
 
@@ -331,7 +339,10 @@ def _run(value: Node) -> list[str]:
 
 
 def _check_plan(plan: Plan, value: Node) -> None:
-    """Devices are in nodes of equal size, and their replicas too; exact plans use exact forms."""
+    """Devices are in nodes of equal size, and their replicas too; exact plans use exact forms.
+
+    Compiled blocks take no form that goes by what is inside.
+    """
     for key, parts in (("num_nodes", plan.num_nodes), ("num_replicas", plan.num_replicas)):
         if plan.num_devices % parts:
             problem = f"{plan.num_devices} devices are no equal parts of {parts}"
@@ -348,6 +359,23 @@ def _check_plan(plan: Plan, value: Node) -> None:
             shown = listed(found, "and") if isinstance(found, tuple) else str(found).lower()
             why = f"its activations take {listed(sorted(plan.forms), 'and')}"
             raise keys.get(key, value).error(f"expected {shown or 'no leave'}: {why}")
+    if plan.workload.compile:
+        read = _readers(UnitPlan)["activations"]
+        for entry in value.any_mapping()["units"].sequence():
+            node = entry.any_mapping()["activations"]
+            if FORMS[read(node).form].looks_inside:
+                raise node.error(f"{node.text()!r} {INSIDE_OF_COMPILED}", PLAN_AGAIN)
+
+
+def _check_profile(profile: Profile, value: Node) -> None:
+    """Compiled blocks have no form that goes by what is inside."""
+    if not profile.workload.compile:
+        return
+    for entry in value.any_mapping()["units"].sequence():
+        for cost in entry.any_mapping()["forms"].sequence():
+            node = cost.any_mapping()["form"]
+            if FORMS[node.text()].looks_inside:
+                raise node.error(f"{node.text()!r} {INSIDE_OF_COMPILED}", "profile again")
 
 
 _OWN_RULES: dict[tuple[type, str], Reader] = {

@@ -31,6 +31,7 @@ from protrain_plan.records.hardware import (
 )
 from protrain_plan.records.plan import Budgets, Plan, Prediction, TierBytes, UnitPlan
 from protrain_plan.records.profile import (
+    Compilation,
     FormCost,
     OptimizerCost,
     Profile,
@@ -127,6 +128,7 @@ LIMITS: dict[tuple[type, str], Limits] = {
     (Profile, "model_flops"): _FLOPS,
     (Link, "duplex"): _HALVES,
     (Observed, "seconds"): _SECONDS,
+    (Compilation, "seconds"): _SECONDS,
     (Contention, "compute"): _SHARES,
     (Contention, "lane"): _SHARES,
     (Rates, "compute_efficiency"): _SHARES,

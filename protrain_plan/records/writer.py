@@ -10,7 +10,7 @@ from protrain_plan.records.decisions import FIRST_PHRASES, WORDINGS
 from protrain_plan.records.folding import fold, runs
 from protrain_plan.records.hardware import Collectives, Contention, Hardware, Link, Observed, Rates
 from protrain_plan.records.plan import Budgets, Plan, Schedule, TierBytes, UnitPlan
-from protrain_plan.records.profile import FormCost, Profile, Repetitions, Unit
+from protrain_plan.records.profile import Compilation, FormCost, Profile, Repetitions, Unit
 from protrain_plan.records.schema import KINDS, OLD_KEYS, STEP_END, VERSION, Record, is_size
 from protrain_plan.records.tree import number_text
 from protrain_plan.units import exact_bytes
@@ -58,6 +58,7 @@ _ON_ONE_LINE = (
         Collectives,
         FormCost,
         Repetitions,
+        Compilation,
         Budgets,
         TierBytes,
         UnitPlan,

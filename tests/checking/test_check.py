@@ -324,7 +324,7 @@ def test_disk001_tells_too_little_disk(tmp_path: Path) -> None:
     found = failures(checked(commit(tmp_path / "a"), budgets="box: {disk: 1GiB}"))
     assert found == {
         "DISK001": "the predicted disk space of 1.04 GiB exceeds 1.00 GiB (budgets.yaml)"
-        " by 44.12 MiB"
+        " by 44.25 MiB"
     }
 
 

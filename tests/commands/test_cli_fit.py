@@ -193,10 +193,13 @@ def test_an_estimated_profile_is_planned_like_a_measured_one(tmp_path: Path) -> 
     assert printed(planned)["status"] == "optimal"
 
 
-def test_estimating_and_measuring_do_not_mix(tmp_path: Path) -> None:
-    result = protrain("profile", "tiny-llama", "--on", "l4", "--steps", 3, folder=tmp_path)
+@pytest.mark.parametrize(
+    "option", [("--steps", 3), ("--disk-seconds", 60), ("--disk-bytes", "9GiB")]
+)
+def test_estimating_and_measuring_do_not_mix(option: tuple[object, ...], tmp_path: Path) -> None:
+    result = protrain("profile", "tiny-llama", "--on", "l4", *option, folder=tmp_path)
     assert result.returncode == 2
-    assert result.stderr == "error: --steps: is for measuring; --on estimates\n"
+    assert result.stderr == f"error: {option[0]}: is for measuring; --on estimates\n"
 
 
 def test_a_model_is_planned_by_its_name_with_the_best_batch(tmp_path: Path) -> None:

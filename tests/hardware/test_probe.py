@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.hardware.probe import SpillFile, Watch, host_memory_bytes, observed, probe
+from protrain_plan.hardware.probe import ProbedFile, Watch, host_memory_bytes, observed, probe
 from protrain_plan.hardware.speeds import in_worker, update_speeds
-from protrain_plan.records import read_hardware, write_hardware
+from protrain_plan.records import read_hardware, read_profile, write_hardware
 from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.profile import DType, Precision
+from tests.support import forked
 from tests.support.messages import Speaker
 
 HOW_TO = Path(__file__).parents[2] / "docs/how-to/several-gpus.md"
@@ -114,7 +115,7 @@ def test_this_machine_is_measured_and_left_clean(tmp_path: Path) -> None:
 
 def test_the_disk_is_written_for_as_long_as_it_was_asked_for(tmp_path: Path) -> None:
     """Until one of both is over, and once in any case."""
-    with closing(SpillFile(tmp_path, torch.device("cpu"))) as file:
+    with closing(ProbedFile(tmp_path, torch.device("cpu"))) as file:
         if file.buffered:
             pytest.skip(file.buffered)
         once = file.num_bytes
@@ -257,3 +258,14 @@ def test_a_gpu_has_pinned_host_memory_below_it(tmp_path: Path) -> None:
     hardware = probe("cuda", spill_directory=tmp_path)
     assert [tier.name for tier in hardware.tiers] == ["host", "disk"]
     assert 1e9 < hardware.tier("host").link.read_bytes_per_s < 1e12
+
+
+@pytest.mark.slow
+def test_a_profile_writes_to_the_disk_for_as_long_as_it_was_asked_to(tmp_path: Path) -> None:
+    size = ("--batch-size", 2, "--seq-len", 64, "--steps", 1, "--in-process")
+    watch = ("--disk-seconds", 1000, "--disk-bytes", "400MiB")
+    result = forked.protrain("profile", "tiny-llama", *size, *watch, folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    observed = read_profile(tmp_path / "profile.yaml").hardware.tier("disk").observed
+    assert observed is not None
+    assert 0 < observed.written_bytes <= 400 * 2**20

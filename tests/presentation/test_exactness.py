@@ -2,8 +2,9 @@
 
 import random
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,13 @@ from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.questions.objectives import Fit, Question, fit
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.improving import Effort
-from protrain_plan.presentation.plans import fits_text, run_text
+from protrain_plan.presentation.plans import fits_text, run_json, run_text
+from protrain_plan.presentation.profiles import profile_json, profile_text
 from protrain_plan.presentation.report.fit_page import fit_page
+from protrain_plan.records import dumps_profile, loads_profile
 from protrain_plan.records.plan import Budgets
-from tests.support.planning_cases import random_profile, with_copies
+from protrain_plan.records.profile import Compilation
+from tests.support.planning_cases import cpu, decoder, random_profile, with_copies
 
 AMPLE = 10**12
 LEAVE = ("rounding", "int8-activations")
@@ -59,16 +63,71 @@ def test_a_table_and_a_page_of_fits_say_which_plans_are_not_exact(fits: tuple[Fi
         assert len(TOLD.findall(shown)) == 1
 
 
+RUN = Run(
+    first_step=0,
+    losses=(1.0, 0.5),
+    seconds=(1.0, 1.0),
+    parameters_sha256="",
+    measured_peak_bytes=None,
+    slot_bytes=(),
+)
+
+
 def test_a_run_says_that_its_plan_is_not_exact(fits: tuple[Fit, Fit]) -> None:
-    run = Run(
-        first_step=0,
-        losses=(1.0, 0.5),
-        seconds=(1.0, 1.0),
-        parameters_sha256="",
-        measured_peak_bytes=None,
-        slot_bytes=(),
-    )
+    run = RUN
     ample, tight = (one.solved.plan for one in fits if one.solved is not None)
     assert TOLD.search(text_of(run_text(tight, run, plain=False, verified=None)))
     assert not TOLD.search(text_of(run_text(tight, run, plain=True, verified=None)))
     assert not TOLD.search(text_of(run_text(ample, run, plain=False, verified=None)))
+
+
+def test_a_run_of_compiled_blocks_says_what_it_was_compared_with(fits: tuple[Fit, Fit]) -> None:
+    assert fits[0].solved is not None
+    plain = fits[0].solved.plan
+    compiled = replace(plain, workload=replace(plain.workload, compile="blocks"))
+    whose = "plain PyTorch's with the same blocks compiled"
+    for plan, said in ((compiled, whose), (plain, "plain PyTorch's")):
+        for verified, how in (
+            (True, f" verified: losses and parameters equal {said} bitwise"),
+            (False, f" NOT verified: losses or parameters differ from {said}"),
+        ):
+            shown = text_of(run_text(plan, RUN, plain=False, verified=verified))
+            assert shown.endswith(how)
+            data = run_json(plan, RUN, plain=False, verified=verified)
+            assert (data.get("compile"), data.get("compilation")) == (
+                plan.workload.compile or None,
+                None,
+            )
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (
+            Compilation(num_graphs=2, seconds=19.0, cache="cold"),
+            "compiled 2 graphs in 19.0 s (cold)",
+        ),
+        (
+            Compilation(num_graphs=1, seconds=3.0, cache="warm"),
+            "compiled 1 graph in 3.00 s (warm)",
+        ),
+        (
+            Compilation(num_graphs=2, seconds=9.0, cache="partly"),
+            "compiled 2 graphs in 9.00 s (partly warm)",
+        ),
+        (Compilation(num_graphs=1, seconds=0.5, cache="none"), "compiled 1 graph in 500 ms"),
+    ],
+)
+def test_what_the_compiler_did_is_said_of_a_run_and_of_a_profile(
+    fits: tuple[Fit, Fit], found: Compilation, said: str
+) -> None:
+    assert fits[0].solved is not None
+    run = replace(RUN, compilation=found)
+    shown = text_of(run_text(fits[0].solved.plan, run, plain=True, verified=None))
+    assert f" {said}, mostly in the first step" in shown
+    data = run_json(fits[0].solved.plan, run, plain=True, verified=None)
+    assert data["compilation"] == asdict(found)
+    profile = replace(decoder(cpu(), blocks=2), compilation=found)
+    assert f" {said} " in text_of(profile_text(profile, Path("profile.yaml")))
+    assert profile_json(profile)["compilation"] == asdict(found)
+    assert loads_profile(dumps_profile(profile)) == profile

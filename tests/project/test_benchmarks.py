@@ -1,6 +1,7 @@
 """The benchmarks run: one case each here, whole grids when somebody asks for them."""
 
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -20,6 +21,7 @@ from benchmarks import (
     accuracy_page,
     adapters,
     checkpoints,
+    control_group,
     curves,
     front,
     grid,
@@ -29,6 +31,7 @@ from benchmarks import (
     published,
     ranks,
     runtime_page,
+    spilling,
     splits,
     updates,
 )
@@ -64,6 +67,7 @@ from protrain_plan.program.recording import Event, Recording
 from protrain_plan.simulation.timeline import Span
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.emulated import building
+from tests.support import forked
 from tests.support.cards import need_compiler
 
 ROOT = Path(__file__).parents[2]
@@ -222,6 +226,92 @@ def test_saving_and_loading_a_small_model_is_measured(tmp_path: Path) -> None:
     assert [len(process[way]) for way in ("save", "load")] == [2, 2]
     assert process["bytes"] > 3 * 4 * document["parameters"]
     assert out.with_suffix(".md").read_text() == checkpoints.page(document)
+
+
+def _may_make_groups() -> bool:
+    try:
+        with control_group.memory_group("protrain-test-may", 2**30):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _may_make_groups(), reason="this user may make no control groups")
+def test_a_step_that_spills_twice_the_free_memory(tiny_llama: Path, tmp_path: Path) -> None:
+    work, out = tmp_path / "work", tmp_path / "spilling.json"
+    work.mkdir()
+    (work / "profile.yaml").write_bytes(tiny_llama.read_bytes())
+    refused = forked.protrain("plan", tiny_llama, "--device-memory", "1MiB", "--json", folder=work)
+    least = json.loads(refused.stdout)["smallest_budget_bytes"]
+    _run(
+        *("benchmarks.spilling", "--resume", "--device-memory", str(least), "--steps", "2"),
+        *("--rounds", "1", "--work", str(work), "--out", str(out)),
+    )
+    document = json.loads(out.read_text())
+    for case in document["cases"].values():
+        assert case["limit_bytes"] == int(case["device_bytes"] + case["disk_bytes"] / 2)
+        (found,) = case["runs"]
+        assert [second > 0 for second in found["seconds"]] == [True], found
+    assert out.with_suffix(".md").read_text() == spilling.page(document)
+    assert not list(control_group.ROOT.rglob("protrain-spilling-*"))
+
+
+def test_spilled_steps_are_told_as_medians_and_a_run_that_failed_as_none() -> None:
+    ran = {"predicted_seconds": 2.0, "disk_bytes": 2**30, "limit_bytes": 2**31}
+    document = {
+        "processor": "a processor",
+        "system": "a system",
+        "load": [0.1, 0.2],
+        "model": "a model",
+        "disk": {"read_bytes_per_s": 1e9, "write_bytes_per_s": 2e9, "observed_seconds": 2.0},
+        "command": "a command",
+        "commit": "a commit",
+        "date": "a day",
+        "cases": {
+            "past the cache": {
+                **ran,
+                "runs": [{"seconds": [9.0, 2.0, 3.0]}, {"seconds": [9.0, 4.0]}, {"error": "no"}],
+            },
+            "through the cache": {**ran, "runs": [{"error": "out of memory"}]},
+        },
+    }
+    rows = [line for line in spilling.page(document).splitlines() if "the cache" in line]
+    assert [[cell.strip() for cell in row.strip("|").split("|")] for row in rows] == [
+        ["past the cache", "1.00 GiB", "2.00 GiB", "2.00 s", "3.00 s", "1.50"],
+        ["through the cache", "1.00 GiB", "2.00 GiB", "2.00 s", "no run", "-"],
+    ]
+
+
+def test_groups_of_dead_processes_are_found_and_others_are_left(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for name in (f"mine-{ended.pid}", f"mine-{os.getpid()}", f"others-{ended.pid}", "mine-not"):
+        (tmp_path / name).mkdir()
+    assert control_group.leftovers(tmp_path, "mine") == [tmp_path / f"mine-{ended.pid}"]
+
+
+@pytest.mark.skipif(not _may_make_groups(), reason="this user may make no control groups")
+def test_a_killed_benchmark_leaves_a_group_only_until_the_next_one(tmp_path: Path) -> None:
+    name = f"protrain-test-{os.getpid()}"
+    script = (
+        "import os, time; from benchmarks.control_group import memory_group, run_inside\n"
+        f"with memory_group({name!r}, 2**30) as group:\n"
+        "    print(group, flush=True); run_inside(group, ['sleep', '1000'], dict(os.environ))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as killed:
+        assert killed.stdout is not None
+        left = Path(killed.stdout.readline().strip())
+        while not (left / "cgroup.procs").read_text():
+            time.sleep(0.01)
+        killed.kill()
+    assert left.is_dir()
+    with control_group.memory_group(name, 2**30) as group:
+        assert group != left
+        assert not left.exists()  # nor what ran in it: such a group could not be removed
+    assert not group.exists()
 
 
 def _run(*arguments: str) -> str:

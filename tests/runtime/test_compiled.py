@@ -20,15 +20,36 @@ from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.measured import measure
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover
-from protrain_plan.records import fingerprint
-from protrain_plan.records.forms import FORMS
-from protrain_plan.records.plan import Keep, Offload, Plan, Recompute, Swap, SwapInput, UnitPlan
-from protrain_plan.records.profile import Compile, Profile
+from protrain_plan.records import (
+    dumps_plan,
+    dumps_profile,
+    fingerprint,
+    loads_plan,
+    loads_profile,
+    write_plan,
+)
+from protrain_plan.records.forms import FORMS, exactness_of, leaves_of
+from protrain_plan.records.plan import (
+    Keep,
+    Offload,
+    Plan,
+    Recompute,
+    Swap,
+    SwapInput,
+    UnitPlan,
+    activations_in,
+)
+from protrain_plan.records.profile import Compile, Profile, Unit
+from protrain_runtime.activations.compiled import compile_each
 from protrain_runtime.activations.forms import wrap_forward
 from protrain_runtime.devices.memory_meter import MemoryMeter
+from protrain_runtime.diagnostics.compiling import compilation_since, compiled_so_far
 from protrain_runtime.model.prepared import restore
 from protrain_runtime.preparation import compile_blocks, prepare
+from tests.support import forked
+from tests.support.commands import printed, protrain
 from tests.support.messages import Speaker
+from tests.support.planning_cases import cpu, decoder
 from tests.support.runtime_cases import (
     ADAMW,
     Outcome,
@@ -244,8 +265,14 @@ def test_prepare_compiles_equal_blocks_once_and_restore_takes_it_back(tmp_path: 
     model, optimizer = prepare(
         model, compiled_plan(model, units), optimizer=ADAMW, spill_directory=tmp_path
     )
+    before_step = compiled_so_far()
     assert_bitwise(train("llama", model, optimizer, num_steps=2), expected)
     assert counters["stats"]["unique_graphs"] == 1  # of four blocks
+    found = compilation_since(before_step)
+    assert found is not None
+    assert (found.num_graphs, found.cache) == (1, "none")  # Inductor alone has a cache
+    assert found.seconds > 0
+    assert compilation_since(compiled_so_far()) is None
     assert list(model.state_dict()) == names
     restore(model)
     assert attached(model) == before
@@ -287,6 +314,72 @@ def test_some_compiled_blocks_are_refused(assert_says: Speaker) -> None:
     with pytest.raises(ProtrainError) as caught:
         prepare(model, compiled_plan(model, every_unit_recomputed()), optimizer=ADAMW)
     assert_says(caught.value)
+
+
+@pytest.mark.parametrize(
+    "form", thinned([name for name, form in FORMS.items() if form.looks_inside])
+)
+def test_a_plan_edited_to_a_form_that_looks_inside_compiled_blocks_is_refused(form: str) -> None:
+    model = build("llama")
+    decided_by_hand = decided(described("llama"), activations_in(form), Offload(tier="disk"))
+    plan = compiled_plan(model, decided_by_hand)
+    exactness, allowed = exactness_of([form]), leaves_of([form])
+    plan = replace(plan, exact=exactness == "bitwise", exactness=exactness, allowed=allowed)
+    with pytest.raises(ProtrainError) as prepared:
+        prepare(model, plan, optimizer=ADAMW)
+    assert prepared.value.key == "units[1].activations"
+    with pytest.raises(ProtrainError) as read:  # as `prepare`, `run` and `check` read a file
+        loads_plan(dumps_plan(plan))
+    assert read.value.key == "units[1].activations"
+    assert prepared.value.fix == read.value.fix == "let the planner decide it: protrain plan"
+    for error in (prepared.value, read.value):
+        assert "goes by the operators inside a block" in error.message
+    plain = replace(plan, workload=replace(plan.workload, compile=""))
+    assert loads_plan(dumps_plan(plain)) == plain
+
+
+def test_a_profile_of_compiled_blocks_with_a_form_that_looks_inside_is_refused(
+    assert_says: Speaker,
+) -> None:
+    profile = decoder(cpu(), blocks=2)
+    block = profile.units[1]
+    forms = (*block.forms, replace(block.forms[0], form="lite"))
+    edited = replace(
+        profile, units=(profile.units[0], replace(block, forms=forms), *profile.units[2:])
+    )
+    assert loads_profile(dumps_profile(edited)) == edited
+    with pytest.raises(ProtrainError) as caught:
+        loads_profile(
+            dumps_profile(replace(edited, workload=replace(profile.workload, compile="blocks")))
+        )
+    assert_says(caught.value)
+
+
+def test_a_run_asked_to_compile_under_a_plan_for_plain_blocks_is_refused(
+    tmp_path: Path, assert_says: Speaker
+) -> None:
+    write_plan(plan_for(build("llama"), every_unit_recomputed()), tmp_path / "plan.yaml")
+    done = forked.protrain("run", "plan.yaml", "--compile", folder=tmp_path)
+    assert done.returncode == 2
+    assert_says(done.stderr)
+
+
+@pytest.mark.slow  # a compiler, twice
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_run_says_whether_pytorchs_cache_had_its_graphs(tmp_path: Path) -> None:
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    size = ("--batch-size", 2, "--seq-len", 64, "--steps", 1)
+    profiled = printed(
+        protrain("profile", "tiny-llama", *size, "--compile", "--json", folder=tmp_path, **cache)
+    )
+    assert profiled["compilation"]["cache"] == "cold"
+    printed(protrain("plan", "profile.yaml", "--json", folder=tmp_path))
+    words = ("run", "plan.yaml", "--compile", "--verify")
+    warm = printed(protrain(*words, "--json", folder=tmp_path, **cache))
+    assert warm["compilation"]["cache"] == "warm"
+    assert warm["compilation"]["num_graphs"] > 0
+    assert (warm["verified"], warm["compile"]) == (True, "blocks")
+    assert warm["compilation"]["seconds"] < profiled["compilation"]["seconds"]
 
 
 class Breaking(nn.Module):
@@ -335,6 +428,18 @@ def test_a_graph_break_is_refused_with_its_place(tmp_path: Path) -> None:
     assert (Path(error.source).resolve(), error.line) == (Path(__file__), line)
     assert error.message.startswith("the block 0 cannot be compiled as one graph: ")
     assert error.fix == "change that line, or profile without --compile and plan again"
+
+
+@pytest.mark.parametrize(
+    "block", [nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.TransformerEncoderLayer(8, 2, 8)]
+)
+def test_a_block_of_pytorchs_own_code_alone_is_refused(
+    block: nn.Module, assert_says: Speaker
+) -> None:
+    compile_each({"layers.0": block}, backend="aot_eager")
+    with pytest.raises(ProtrainError) as caught:
+        block(torch.ones(2, 4, 8))
+    assert_says(caught.value)
 
 
 def steady() -> tuple[nn.Module, list[dict[str, object]]]:
@@ -413,6 +518,26 @@ def test_a_profile_of_compiled_blocks_says_so_and_has_forms_that_look_at_none_in
         for profile in (flagged, by_script)
     ]
     assert bytes_of[0] == bytes_of[1]
+
+
+@pytest.mark.slow  # two profiles
+@pytest.mark.usefixtures("quick_compiler")
+def test_compiled_blocks_measured_unit_by_unit_have_the_bytes_of_the_whole_model(
+    tmp_path: Path,
+) -> None:
+    def bytes_of(*, unit_by_unit: bool) -> list[Unit]:
+        found = profiled("steady", tmp_path, compile="blocks", unit_by_unit=unit_by_unit)
+        assert found.compilation is not None
+        assert found.compilation.num_graphs == 2  # the first block's input has no gradient
+        torch.compiler.reset()
+        return [
+            replace(
+                unit, forms=tuple(replace(cost, forward_s=0, backward_s=0) for cost in unit.forms)
+            )
+            for unit in found.units
+        ]
+
+    assert bytes_of(unit_by_unit=True) == bytes_of(unit_by_unit=False)
 
 
 @pytest.mark.usefixtures("quick_compiler")

@@ -30,7 +30,7 @@ from protrain_plan.records.plan import Budgets, Keep, Plan, Swap
 from protrain_plan.records.profile import Profile
 from protrain_runtime import prepare
 from tests.support.half_activations import HALF
-from tests.support.peaks import bytes_of_others
+from tests.support.peaks import assert_disk_within, bytes_of_others
 from tests.support.runtime_cases import (
     ADAMW,
     build,
@@ -108,7 +108,8 @@ def test_a_plan_with_it_stays_below_its_predicted_peak(
     run = train_plan(plan, num_steps=3, plain=False, text=None, spill_directory=tmp_path)
     assert run.measured_peak_bytes is not None
     assert run.measured_peak_bytes.device - others <= plan.prediction.peak_bytes.device
-    assert run.measured_peak_bytes.disk == plan.prediction.peak_bytes.disk
+    promised, slots = plan.prediction.peak_bytes.disk, 2 * len(plan.units) + 1
+    assert_disk_within(promised, run.measured_peak_bytes.disk, num_slots=slots)
 
 
 def test_losses_are_close_to_plain_training_and_not_equal_in_every_bit(

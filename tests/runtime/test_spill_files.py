@@ -9,12 +9,20 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from protrain_plan.program.program import EDGE_BYTES, NUM_REQUESTS, REQUEST_BYTES
+from protrain_plan.profiling.rehearsal import unseen_staging_bytes
+from protrain_plan.program.program import (
+    EDGE_BYTES,
+    FILE_BYTES,
+    NUM_REQUESTS,
+    REQUEST_BYTES,
+    file_bytes,
+)
 from protrain_runtime.devices import spill_file
 from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.spill_file import SpillFile
@@ -338,3 +346,29 @@ def test_a_devices_bytes_pass_through_from_and_to_any_place(tmp_path: Path) -> N
                 target = torch.empty(count, dtype=torch.uint8, device=backend.device)
                 store.read(start + begin, target)
                 assert torch.equal(target.cpu(), memory[begin : begin + count])
+
+
+def test_a_file_takes_what_is_predicted_of_its_regions(tmp_path: Path) -> None:
+    """Each has blocks of its own, so that their order does not matter."""
+    rng = random.Random(11)
+    sizes = [rng.choice((1, 64, 4096, 5000, 2**20 - 64, 2**20, 3 * 2**20 + 12)) for _ in range(40)]
+    with closing(taking_direct_io(tmp_path)) as file:
+        block = file.alignment.block
+        places = [(file.reserve(size), size) for size in sizes]
+        assert file.num_bytes == sum(file_bytes(size, block) for size in sizes)
+        assert os.fstat(file.fileno()).st_size == file.num_bytes
+        for (start, size), (then, _) in pairwise([*places, (file.num_bytes, 0)]):
+            assert (start + size - 1) // block < then // block
+    with closing(SpillFile(tmp_path, cached=True)) as file:
+        for size in sizes:
+            file.reserve(size)
+        assert file.num_bytes == sum(sizes) <= sum(map(file_bytes, sizes))
+
+
+def test_a_rehearsal_counts_the_staging_that_its_file_system_has_no_need_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taking_direct_io(tmp_path).close()
+    assert unseen_staging_bytes(tmp_path) == 0
+    monkeypatch.setattr(spill_file, "_alignment", refused)
+    assert unseen_staging_bytes(tmp_path) == FILE_BYTES

@@ -9,6 +9,7 @@ import pytest
 
 from protrain_plan.commands.training import Run, train
 from protrain_plan.program.compiling import program_of
+from protrain_plan.program.program import LARGE_BEGIN_BYTES, PAGE_BYTES
 from protrain_plan.records import write_profile
 from protrain_plan.records.plan import Plan, UnitPlan, Updates
 from protrain_plan.records.profile import Profile
@@ -142,7 +143,13 @@ def trained(plan: Plan, spill: Path) -> Run:
 
 def assert_within_the_promise(found: Peaks) -> None:
     assert found.overrun == []
-    assert found.measured_disk == found.predicted_disk
+    assert_disk_within(found.predicted_disk, found.measured_disk, num_slots=len(found.predicted))
+
+
+def assert_disk_within(predicted: int, measured: int, *, num_slots: int) -> None:
+    """A file takes no more than predicted, nor less but for what rounds kinds of states up."""
+    kinds = 4 * num_slots  # two copies of a unit's, of up to four that AdamW's might be
+    assert 0 <= predicted - measured <= kinds * (PAGE_BYTES + LARGE_BEGIN_BYTES)
 
 
 def assert_equal_to_the_promise(found: Peaks) -> None:

@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from protrain_plan.records.plan import (
     UnitPlan,
 )
 from protrain_runtime import prepare, restore
+from protrain_runtime.activations.compiled import compile_each
+from protrain_runtime.diagnostics.compiling import compiled_whole
 from tests.support.ranks_cases import run_ranks
 from tests.support.runtime_cases import (
     ADAMW,
@@ -58,6 +60,7 @@ class Loop:
     micro_batches: int = 1
     clips: bool = False
     double: bool = False  # everything in float64
+    compiled: str = ""  # a backend of torch.compile's, for the blocks; empty: they are plain
 
 
 def built(loop: Loop, seed: int = 0) -> nn.Module:
@@ -89,7 +92,12 @@ def train(
 
 def ddp(rank: int, count: int, loop: Loop) -> Outcome:
     """What DistributedDataParallel computes."""
-    model = DistributedDataParallel(built(loop))
+    plain = built(loop)
+    if loop.compiled:
+        units = described(loop.name)
+        blocks = {u.name: plain.get_submodule(u.name) for u in units if u.kind == "block"}
+        compile_each(blocks, backend=loop.compiled)
+    model = DistributedDataParallel(plain)
     optimizer = loop.factory(list(model.parameters()))
     losses = train(loop, model, optimizer, rank, count)
     return Outcome(losses, copied(model.module.state_dict()), copied(optimizer.state_dict()))
@@ -123,15 +131,27 @@ def compared(
     rank: int, count: int, loop: Loop, plans: Sequence[Plan], spill: Path, tolerance: float
 ) -> list[list[str]]:
     """By plan, where its training differs from DistributedDataParallel's; odd ones checked."""
-    expected = ddp(rank, count, loop)
-    return [
-        list(
-            differing(
-                planned(rank, count, loop, plan, spill, checked=number % 2 > 0), expected, tolerance
+    with _backend(loop.compiled):
+        expected = ddp(rank, count, loop)
+        return [
+            list(
+                differing(
+                    planned(rank, count, loop, plan, spill, checked=number % 2 > 0),
+                    expected,
+                    tolerance,
+                )
             )
-        )
-        for number, plan in enumerate(plans)
-    ]
+            for number, plan in enumerate(plans)
+        ]
+
+
+def _backend(name: str) -> AbstractContextManager[object]:
+    """What PyTorch compiles inside is compiled by this one, as a plan compiles it in DDP, too."""
+    stack = ExitStack()
+    if name:
+        stack.enter_context(torch.compiler.set_stance("default", force_backend=name))
+        stack.enter_context(compiled_whole())
+    return stack
 
 
 def differing(found: Outcome, expected: Outcome, tolerance: float) -> list[str]:
@@ -163,6 +183,8 @@ def several(loop: Loop, units: Sequence[UnitPlan], count: int, **options: Any) -
     updates = "after backward" if loop.clips else "in backward"
     plan = plan_for(built(loop), units)
     own = {"num_devices": count, "updates": updates, "micro_batches": loop.micro_batches}
+    if loop.compiled:
+        own["workload"] = replace(plan.workload, compile="blocks")
     return replace(plan, **{**own, **options})
 
 

@@ -119,7 +119,19 @@ class CompiledBlock:
             return self._code(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise _cannot_be_compiled(self.name, error) from error
+        except RuntimeError as error:
+            if _NOTHING_COMPILED not in str(error):
+                raise
+            raise ProtrainError(
+                f"the block {self.name} has code of PyTorch's own alone, which torch.compile"
+                " leaves alone",
+                fix="give the block a class with a forward of your own, or profile without"
+                " --compile",
+            ) from error
 
+
+_NOTHING_COMPILED = "found no compiled frames"
+"""In what PyTorch says where `fullgraph` finds nothing to compile: of an `nn.Sequential`, say."""
 
 _MOST_COMPILATIONS = 64
 """Of all blocks of a process: kinds of blocks, times shapes of batches, times two where the model

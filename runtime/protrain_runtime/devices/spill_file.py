@@ -28,8 +28,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from protrain_plan.program.program import EDGE_BYTES, NUM_REQUESTS, REQUEST_BYTES, in_blocks
-from protrain_runtime.devices.device import HOST_ALIGNMENT_BYTES
+from protrain_plan.program.program import (
+    EDGE_BYTES,
+    LARGE_BEGIN_BYTES,
+    NUM_REQUESTS,
+    REQUEST_BYTES,
+    file_bytes,
+    in_blocks,
+)
 from protrain_runtime.devices.lanes import started
 
 _PAGE = mmap.PAGESIZE
@@ -58,7 +64,7 @@ class SpillFile:
         self._file: FileIO = tempfile.TemporaryFile(  # noqa: SIM115 - ours until `close`
             dir=directory, prefix="protrain-spill-", buffering=0
         )
-        self._end = 0  # of what is reserved
+        self.num_bytes = 0  # reserved
         self.alignment = Alignment(1, 1)
         self.reason = "the plan counts it as memory" if cached else self._open_direct()
         self._requests = _Requests() if self.direct else None
@@ -99,27 +105,22 @@ class SpillFile:
         return ""
 
     def reserve(self, num_bytes: int) -> int:
-        """Room for `num_bytes` more; returns its offset.
-
-        A CPU's large tensors begin 64 bytes into a page (glibc's header, and what PyTorch aligns
-        to). What is reserved for such ones begins alike, so that whole blocks of the file have
-        addresses that direct I/O takes.
-        """
-        begin = self._end
-        if num_bytes >= REQUEST_BYTES and self.alignment.memory > HOST_ALIGNMENT_BYTES:
-            begin += (HOST_ALIGNMENT_BYTES - begin) % self.alignment.memory
-        if num_bytes:
-            end = in_blocks(begin + num_bytes, self.alignment.block)  # edges are whole blocks
-            try:
-                os.posix_fallocate(self.fileno(), begin, end - begin)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not self.direct:
-                    raise
-                # Where files cannot be allocated the C library writes single bytes, which direct
-                # I/O refuses: a disk that is full says so when it is written.
-                self._file.truncate(end)
-        self._end = begin + num_bytes
-        return begin
+        """Room for `num_bytes` more, in blocks of its own (`file_bytes`); returns its offset."""
+        start, block = self.num_bytes, self.alignment.block
+        if not num_bytes:
+            return start
+        end = start + file_bytes(num_bytes, block)
+        try:
+            os.posix_fallocate(self.fileno(), start, end - start)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self.direct:
+                raise
+            # Where files cannot be allocated the C library writes single bytes, which direct
+            # I/O refuses: a disk that is full says so when it is written.
+            self._file.truncate(end)
+        self.num_bytes = end
+        large = num_bytes >= REQUEST_BYTES and block > 1
+        return start + large * LARGE_BEGIN_BYTES
 
     def read(self, offset: int, target: memoryview) -> None:
         """Fill `target`.  # uint8"""

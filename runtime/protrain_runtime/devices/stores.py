@@ -115,7 +115,6 @@ class DiskStore:
     ) -> None:
         self._directory, self._backend = directory, backend
         self._own = threading.local()
-        self.num_bytes = 0
         self._passing_bytes = 0  # of all threads' passages
         try:
             self._file = SpillFile(directory, cached=cached)
@@ -125,6 +124,11 @@ class DiskStore:
                 source=str(directory),
                 fix="name a directory with spill_directory= (or --spill-directory)",
             ) from error
+
+    @property
+    def num_bytes(self) -> int:
+        """What the file takes of the disk."""
+        return self._file.num_bytes
 
     @property
     def buffered(self) -> str:
@@ -152,7 +156,6 @@ class DiskStore:
                 source=str(self._directory),
                 fix="free some space there, or name another spill directory",
             ) from error
-        self.num_bytes += num_bytes
         return offset
 
     def write(self, offset: int, source: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.decisions import activations_text
 from protrain_plan.records.folding import MAX_RUN, fold, runs
-from protrain_plan.records.forms import FORMS
+from protrain_plan.records.forms import FORMS, INSIDE_OF_COMPILED, PLAN_AGAIN
 from protrain_plan.records.hardware import is_accelerator
 from protrain_plan.records.plan import STEPPED, Keep, Persistent, Plan, UnitPlan
 from protrain_plan.records.profile import Workload
@@ -58,7 +58,13 @@ def _check_form(index: int, plan: Plan) -> None:
             f"{unit.name} cannot take {activations_text(unit.activations)!r}: that is for"
             f" {'the last part' if form.of == 'last part' else 'blocks'}",
             key=f"units[{index}].activations",
-            fix="let the planner decide it: protrain plan",
+            fix=PLAN_AGAIN,
+        )
+    if plan.workload.compile and form.looks_inside:
+        raise ProtrainError(
+            f"{unit.name}: {activations_text(unit.activations)!r} {INSIDE_OF_COMPILED}",
+            key=f"units[{index}].activations",
+            fix=PLAN_AGAIN,
         )
 
 

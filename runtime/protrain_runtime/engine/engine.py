@@ -1,14 +1,9 @@
 """The engine: walks the slots of a `Program` while the model computes.
 
 A step is one programme or several: micro-batches before the one that updates have their own. At
-every boundary that `Boundaries` reports it does what the programme says around a slot, in the
-programme's order: wait for what must have left, submit fetches, wait for what the slot reads, let
-it compute, release, submit what it produced.
-
-In a forward without a graph, what each unit reads is brought, and taken away after it. One may run
-between a training forward and that forward's backward, as losses do that compare a model with
-itself without its adapters. It finds some chunks on the device, and some on their way there: those
-it leaves as they were.
+every boundary that `Boundaries` reports it does what the programme says around a slot, in order:
+wait for what must have left, submit fetches, wait for what the slot reads, let it compute, release,
+submit what it produced. A forward without a graph has a pass of its own (`evaluation`).
 """
 
 import sys
@@ -29,71 +24,21 @@ from protrain_runtime.devices.memory_meter import addresses
 from protrain_runtime.devices.stores import DeviceStore
 from protrain_runtime.devices.turns import Turns
 from protrain_runtime.engine.boundaries import Boundaries, in_backward
+from protrain_runtime.engine.evaluation import EvaluationPass
 from protrain_runtime.engine.moves import Moves
-from protrain_runtime.engine.state import MemorySnapshot, Phase, StepState, all_bytes, held_bytes
+from protrain_runtime.engine.state import (
+    MemorySnapshot,
+    Phase,
+    StepState,
+    memory_snapshot,
+    speculation_holds,
+    unzeroed_gradient,
+)
 from protrain_runtime.engine.step_times import StepTimes
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.chunks import Chunk, Slice, refuse_reading
-from protrain_runtime.states.stand_ins import ConsumedGradient, UsedGradient
+from protrain_runtime.states.stand_ins import ConsumedGradient
 from protrain_runtime.states.unchanged_model import UnchangedModel
-
-
-class EvaluationPass:
-    """One forward without a graph over the offloaded `chunks`.
-
-    `arrived` waits for a chunk's groups that are on their way; `collect` runs a collective.
-    """
-
-    def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        moves: Moves,
-        arrived: Callable[[Chunk], None],
-        collect: Callable[[str, Callable[[], None]], None],
-    ) -> None:
-        self._chunks, self._moves = chunks, moves
-        self._arrived, self._collect = arrived, collect
-        # By unit, groups that the model has for this forward: brought for it, and found unbound.
-        self._lent: dict[int, tuple[list[int], list[int]]] = {}
-
-    def enter(self, unit: int) -> None:
-        """Bring what the unit reads, and take away what only the units before it read."""
-        for chunk in self._chunks:
-            if unit in chunk.used_by:
-                self.lend(chunk)
-            elif chunk.unit in self._lent:
-                chunk.refuse_written()
-                self._take_back(chunk)
-
-    def end(self, *, check: bool = True) -> None:
-        """Leave the chunks as they were. Without `check`, whatever was written to them."""
-        for chunk in self._chunks if check else ():
-            if chunk.unit in self._lent:
-                chunk.refuse_written()
-        for chunk in self._chunks:
-            self._take_back(chunk)
-
-    def lend(self, chunk: Chunk) -> None:
-        """Bring a chunk until a unit begins that does not read it."""
-        if chunk.unit in self._lent:
-            return
-        self._arrived(chunk)
-        brought = [group for group in chunk.every_group if group not in chunk.buffers]
-        found = [group for group in chunk.hollow if group in chunk.buffers]
-        self._lent[chunk.unit] = brought, found
-        if brought and not isinstance(chunk.store, DeviceStore):
-            self._moves.fetch(chunk, brought)()
-        unbound = sorted((*brought, *found))
-        if unbound and chunk.sharding is not None:
-            # What was found may be this rank's part alone, and all of it may be gathered twice.
-            self._collect(f"all-gather {chunk.unit}", self._moves.all_gather(chunk, unbound))
-        chunk.bind(unbound)
-
-    def _take_back(self, chunk: Chunk) -> None:
-        brought, found = self._lent.pop(chunk.unit, ((), ()))
-        chunk.release(brought)
-        chunk.unbind(found)
-
 
 Observer = Callable[[str], None]
 """Told of every boundary: "begin", "slot 3" when what must leave before slot 3 has left, and
@@ -414,20 +359,8 @@ class Engine:
         slot = len(self._program.slots) if stepping else self._state.slot
         if slot < 0:
             return self._given_up
-        device = self._backend.device
-        moving, staging = self._moves.in_transit()
-        parameters = [parameter for chunk in self._chunks for parameter in chunk.parameters]
-        taken = [gradient for chunk in self._chunks for gradient in chunk.gradients.values()]
-        buffers = [buffer for chunk in self._chunks for buffer in chunk.buffers.values()]
-        staying = [chunk for chunk in self._chunks if chunk.store is None]
-        kept = [p for chunk in staying for p in (*chunk.parameters, *chunk.aside.values())]
-        return MemorySnapshot(
-            slot=slot,
-            states=held_bytes(kept, device),
-            gradients=held_bytes((*(p.grad for p in parameters), *taken), device),
-            transfers=held_bytes((*buffers, *moving), device),
-            staging=held_bytes(staging, device),
-            in_all=all_bytes(device),
+        return memory_snapshot(
+            slot, self._chunks, *self._moves.in_transit(), device=self._backend.device
         )
 
     def _refuse_micro_batch(self) -> None:
@@ -498,7 +431,7 @@ class Engine:
         state = self._state
         if state.phase in (Phase.STEPPING, Phase.TORN):
             self.settle("optimizer.step() was called")
-        if not state.num_backwards and (name := self._used_gradient()):
+        if not state.num_backwards and (name := unzeroed_gradient(self.consuming)):
             raise RuntimeError(
                 f"optimizer.step() was called again after one backward(): the gradient of {name!r},"
                 " which is offloaded, is used up. Run a backward() before every step"
@@ -558,23 +491,12 @@ class Engine:
                     " devices each one has a part of it; clip it, unscale it, or set it to None"
                 )
         # What ran ahead is what the step makes, or is done again: where gradients are scaled.
-        holds = same_options and self._holds()
+        holds = same_options and speculation_holds(self._speculating)
         for number in self.program.last:
             if not (holds and number in self._again):
                 self._submit(number)
         for chunk in self._speculating:
             chunk.exchange()
-
-    def _holds(self) -> bool:
-        """Whether speculative updates used the gradients as they are now.
-
-        Their factors are read, for which the host waits: a factor is mostly one tensor for all.
-        """
-        if not all(chunk.holds for chunk in self._speculating):
-            return False
-        stored = (g for chunk in self._speculating for g in chunk.offloaded_gradients.values())
-        factors = {id(factor): factor for one in stored for factor in one.factors}
-        return all(factor.item() == 1 for factor in factors.values())
 
     def _let_run(self, moves: Collection[int]) -> None:
         """Do not wait for these, of those that run, until somebody needs what they do."""
@@ -680,7 +602,7 @@ class Engine:
     # ---- slots ------------------------------------------------------------------------------
 
     def _begin_slot(self, index: int, inputs: Sequence[torch.Tensor]) -> None:
-        if index == self._program.num_units and (name := self._used_gradient()):
+        if index == self._program.num_units and (name := unzeroed_gradient(self.consuming)):
             raise RuntimeError(
                 f"the gradient of {name!r} was not zeroed after optimizer.step(): plain PyTorch"
                 " would add the next one to it, and this plan has used it up. Call"
@@ -839,12 +761,6 @@ class Engine:
                 )
         if chunk.hollow:
             refuse_reading(name)
-
-    def _used_gradient(self) -> str | None:
-        """A parameter whose gradient the plan used in the last step, and nobody has zeroed."""
-        parts = (part for chunk in self.consuming for part in chunk.slices)
-        used = (part.name for part in parts if isinstance(part.parameter.grad, UsedGradient))
-        return next(used, None)
 
     def _collect(self, what: str, work: Callable[[], None]) -> None:
         """Run a collective on its lane, behind all before it, and wait for it."""

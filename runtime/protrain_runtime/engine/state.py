@@ -1,6 +1,6 @@
-"""Where a step is: one phase and all that changes it; and what the step holds at one moment."""
+"""Where a step is: one phase and all that changes it; and what its chunks hold at one moment."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -8,7 +8,8 @@ import torch
 
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import process_memory, storage_bytes
-from protrain_runtime.states.stand_ins import ConsumedGradient
+from protrain_runtime.states.chunks import Chunk
+from protrain_runtime.states.stand_ins import ConsumedGradient, UsedGradient
 
 
 class Phase(Enum):
@@ -134,6 +135,30 @@ class MemorySnapshot:
     in_all: int
 
 
+def memory_snapshot(
+    slot: int,
+    chunks: Sequence[Chunk],
+    moving: Sequence[torch.Tensor],
+    staging: Sequence[torch.Tensor],
+    *,
+    device: torch.device,
+) -> MemorySnapshot:
+    """What stands in a slot: of the chunks, `moving` to or from the device, and in `staging`."""
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters]
+    taken = [gradient for chunk in chunks for gradient in chunk.gradients.values()]
+    buffers = [buffer for chunk in chunks for buffer in chunk.buffers.values()]
+    staying = [chunk for chunk in chunks if chunk.store is None]
+    kept = [p for chunk in staying for p in (*chunk.parameters, *chunk.aside.values())]
+    return MemorySnapshot(
+        slot=slot,
+        states=held_bytes(kept, device),
+        gradients=held_bytes((*(p.grad for p in parameters), *taken), device),
+        transfers=held_bytes((*buffers, *moving), device),
+        staging=held_bytes(staging, device),
+        in_all=all_bytes(device),
+    )
+
+
 def held_bytes(tensors: Iterable[torch.Tensor | None], device: torch.device) -> int:
     """Of those tensors that are on `device`, each storage once; stand-ins hold nothing."""
     real = [t for t in tensors if t is not None and not isinstance(t, ConsumedGradient)]
@@ -148,3 +173,22 @@ def all_bytes(device: torch.device) -> int:
         return process_memory().data_bytes
     except OSError:
         return 0
+
+
+def unzeroed_gradient(chunks: Iterable[Chunk]) -> str | None:
+    """A parameter whose gradient the plan used in the last step, and nobody has zeroed."""
+    parts = (part for chunk in chunks for part in chunk.slices)
+    used = (part.name for part in parts if isinstance(part.parameter.grad, UsedGradient))
+    return next(used, None)
+
+
+def speculation_holds(chunks: Sequence[Chunk]) -> bool:
+    """Whether speculative updates of these chunks used the gradients as they are now.
+
+    Their factors are read, for which the host waits: a factor is mostly one tensor for all.
+    """
+    if not all(chunk.holds for chunk in chunks):
+        return False
+    stored = (g for chunk in chunks for g in chunk.offloaded_gradients.values())
+    factors = {id(factor): factor for one in stored for factor in one.factors}
+    return all(factor.item() == 1 for factor in factors.values())

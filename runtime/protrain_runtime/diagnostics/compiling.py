@@ -1,0 +1,60 @@
+"""What PyTorch's compiler did in this process: graphs, seconds, and whether its cache had them.
+
+PyTorch counts all three by itself (`torch._dynamo.utils`), whoever has called `torch.compile`.
+"""
+
+import sys
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+
+from protrain_plan.records.profile import Compilation
+from protrain_plan.units import four_digits
+
+
+class Compiled(NamedTuple):
+    """What was compiled since the process began."""
+
+    num_graphs: int = 0  # forwards; one that trains has a backward besides
+    seconds: float = 0.0
+    cached: int = 0  # programs of Inductor's, forward or backward, that its cache had
+    made: int = 0  # and those that it had not
+
+
+def compiled_so_far() -> Compiled:
+    """The totals of this process. Loads no compiler."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return Compiled()
+    inductor = utils.counters["inductor"]
+    return Compiled(
+        num_graphs=utils.counters["stats"]["unique_graphs"],
+        seconds=utils.calculate_time_spent()["total_wall_time"],
+        cached=inductor["fxgraph_cache_hit"],
+        made=inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"],
+    )
+
+
+def compilation_since(before: Compiled) -> Compilation | None:
+    """What was compiled since then; None where nothing was."""
+    now = compiled_so_far()
+    num_graphs, cached = now.num_graphs - before.num_graphs, now.cached - before.cached
+    made = now.made - before.made
+    if num_graphs <= 0:
+        return None
+    return Compilation(
+        num_graphs=num_graphs,
+        seconds=four_digits(max(0.0, now.seconds - before.seconds)),
+        cache="partly" if cached and made else "warm" if cached else "cold" if made else "none",
+    )
+
+
+def compiled_whole() -> AbstractContextManager[None]:
+    """Blocks inside DistributedDataParallel are compiled as a plan compiles them.
+
+    PyTorch would cut their graphs where its buckets of gradients end, for a model that is one
+    graph: a block is as small as a bucket, and graphs that are cut may have other bits.
+    """
+    whole: AbstractContextManager[None] = torch._dynamo.config.patch(optimize_ddp=False)
+    return whole

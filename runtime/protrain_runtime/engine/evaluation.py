@@ -1,0 +1,69 @@
+"""A forward without a graph: what each unit reads is brought, and taken away after it.
+
+One may run between a training forward and that forward's backward, as losses do that compare a
+model with itself without its adapters. It finds some chunks on the device, and some on their way
+there: those it leaves as they were.
+"""
+
+from collections.abc import Callable, Sequence
+
+from protrain_runtime.devices.stores import DeviceStore
+from protrain_runtime.engine.moves import Moves
+from protrain_runtime.states.chunks import Chunk
+
+
+class EvaluationPass:
+    """One forward without a graph over the offloaded `chunks`.
+
+    `arrived` waits for a chunk's groups that are on their way; `collect` runs a collective.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        moves: Moves,
+        arrived: Callable[[Chunk], None],
+        collect: Callable[[str, Callable[[], None]], None],
+    ) -> None:
+        self._chunks, self._moves = chunks, moves
+        self._arrived, self._collect = arrived, collect
+        # By unit, groups that the model has for this forward: brought for it, and found unbound.
+        self._lent: dict[int, tuple[list[int], list[int]]] = {}
+
+    def enter(self, unit: int) -> None:
+        """Bring what the unit reads, and take away what only the units before it read."""
+        for chunk in self._chunks:
+            if unit in chunk.used_by:
+                self.lend(chunk)
+            elif chunk.unit in self._lent:
+                chunk.refuse_written()
+                self._take_back(chunk)
+
+    def end(self, *, check: bool = True) -> None:
+        """Leave the chunks as they were. Without `check`, whatever was written to them."""
+        for chunk in self._chunks if check else ():
+            if chunk.unit in self._lent:
+                chunk.refuse_written()
+        for chunk in self._chunks:
+            self._take_back(chunk)
+
+    def lend(self, chunk: Chunk) -> None:
+        """Bring a chunk until a unit begins that does not read it."""
+        if chunk.unit in self._lent:
+            return
+        self._arrived(chunk)
+        brought = [group for group in chunk.every_group if group not in chunk.buffers]
+        found = [group for group in chunk.hollow if group in chunk.buffers]
+        self._lent[chunk.unit] = brought, found
+        if brought and not isinstance(chunk.store, DeviceStore):
+            self._moves.fetch(chunk, brought)()
+        unbound = sorted((*brought, *found))
+        if unbound and chunk.sharding is not None:
+            # What was found may be this rank's part alone, and all of it may be gathered twice.
+            self._collect(f"all-gather {chunk.unit}", self._moves.all_gather(chunk, unbound))
+        chunk.bind(unbound)
+
+    def _take_back(self, chunk: Chunk) -> None:
+        brought, found = self._lent.pop(chunk.unit, ((), ()))
+        chunk.release(brought)
+        chunk.unbind(found)
