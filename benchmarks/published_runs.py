@@ -6,7 +6,7 @@ follows. Nothing is searched for.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -22,6 +22,7 @@ from protrain_plan.planning.search.evaluation import step_seconds
 from protrain_plan.profiling.estimated import estimates
 from protrain_plan.program.group import group_on
 from protrain_plan.records.adapters import parse_lora
+from protrain_plan.records.hardware import Hardware
 from protrain_plan.records.plan import (
     Activations,
     Budgets,
@@ -101,6 +102,7 @@ class Run:
     float32_norms: bool = False
     logits_held: bool = False
     joint_adapters: bool = False
+    triton_attention: bool = False
     buckets: bool = False
     memory_bytes: int | None = None
     memory_is: MemoryKind = "not said"
@@ -126,7 +128,7 @@ class Run:
         shape = (self.model, self.seq, self.batch, self.dtype, self.precision)
         attention = (self.expanded_heads, self.one_product, self.joint_adapters)
         model = (self.logits, self.logits_held, *attention, self.inputs_kept, self.float32_norms)
-        return (*shape, self.optimizer, self.lora, self.quantize, *model)
+        return (*shape, self.optimizer, self.lora, self.quantize, *model, self.triton_attention)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +188,7 @@ _READERS: dict[str, Callable[[Node], object]] = {
     "float32_norms": Node.boolean,
     "logits_held": Node.boolean,
     "joint_adapters": Node.boolean,
+    "triton_attention": Node.boolean,
     "buckets": Node.boolean,
     "memory": lambda node: parse_bytes(node.text()),
     "memory_is": _word(get_args(MemoryKind)),
@@ -299,7 +302,7 @@ def predicted(names: Sequence[str]) -> Found:
     gpus = sorted({run.gpu for run in runs})
     profiles = estimates(
         source_of(first, published),
-        machines=[load_hardware(gpu) for gpu in gpus],
+        machines=[machine_of(first, gpu) for gpu in gpus],
         batch_size=first.batch,
         seq_len=first.seq,
         dtype=first.dtype,
@@ -310,6 +313,26 @@ def predicted(names: Sequence[str]) -> Found:
     )
     of_gpu = dict(zip(gpus, profiles, strict=True))
     return {run.name: _prediction(run, of_gpu[run.gpu]) for run in runs}
+
+
+_TRITON_FORWARD, _TRITON_BACKWARD = 1.4, 2.0
+"""How many times as long as FlashAttention-2 FlashAttention in Triton takes on an A100: 1.3 to 1.5
+forward, about 2 backward (Dao, FlashAttention-2, arXiv 2307.08691, section 4.1)."""
+
+
+def machine_of(run: Run, gpu: str) -> Hardware:
+    """The catalogue's, with the speed of the attention kernel that the run had."""
+    machine = load_hardware(gpu)
+    rates = machine.rates
+    if not run.triton_attention:
+        return machine
+    assert rates is not None, "machines of the catalogue have rates"
+    slower = replace(
+        rates,
+        attention_efficiency=rates.attention_efficiency / _TRITON_FORWARD,
+        attention_backward_efficiency=rates.attention_backward_efficiency / _TRITON_BACKWARD,
+    )
+    return replace(machine, rates=slower)
 
 
 def source_of(run: Run, published: Published) -> ModelSource:

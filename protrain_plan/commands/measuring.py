@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, get_args
 from protrain_plan.commands.options import choice
 from protrain_plan.commands.processes import workers
 from protrain_plan.errors import OutOfMemoryError, ProtrainError
+from protrain_plan.garbage import collected_seldom
 from protrain_plan.models.model_code import INTERRUPTED, culprit_in, end_with, explained
 from protrain_plan.models.presets import read_config
 from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest, processes_at_once
@@ -271,13 +272,14 @@ def _estimated(
 ) -> list[Profile]:
     if not machines:
         return []
-    from protrain_plan.models.sources import load_source
-    from protrain_plan.profiling.estimated import estimates
+    with collected_seldom():
+        from protrain_plan.models.sources import load_source
+        from protrain_plan.profiling.estimated import estimates
 
-    options = request.options(progress)
-    source = load_source(request.model)
-    with explained(lambda: ""):
-        return estimates(source, machines=machines, **options)
+        options = request.options(progress)
+        source = load_source(request.model)
+        with explained(lambda: ""):
+            return estimates(source, machines=machines, **options)
 
 
 def measured(request: ProfileRequest, progress: Progress) -> Profile:

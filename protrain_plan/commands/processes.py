@@ -11,10 +11,11 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import active_children, get_context
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from protrain_plan.commands.output import quiet_libraries
 from protrain_plan.errors import ProtrainError
+from protrain_plan.garbage import collected_seldom
 from protrain_plan.models.model_code import end_with
 
 Asked = TypeVar("Asked")
@@ -85,61 +86,95 @@ def pipelined(
     asked before more is learnt, so that the first ones come soon. `learn_here`: in this process
     alone, beside the others' answers. An error is raised in the order of what it is of.
     """
-    to_learn = deque(range(len(learns)))
-    to_ask: list[tuple[int, int]] = []  # a heap of places: what was learnt, and its question
-    asked: list[Sequence[Asked] | None] = [None] * len(learns)
-    found: dict[tuple[int, int], Future[Any]] = {}
-    running: dict[Future[Any], tuple[int, int] | int] = {}
-    failed: dict[int, BaseException] = {}
-
-    def ended(place: tuple[int, int] | int, future: "Future[Any]") -> None:
-        if isinstance(place, tuple):
-            found[place] = future
-            return
-        if (error := future.exception()) is not None:
-            failed[place] = error
-            to_learn.clear()  # none of those after it is told
-            return
-        asked[place] = list(questions(place, future.result()))
-        for number in range(len(asked[place] or ())):
-            heapq.heappush(to_ask, (place, number))
-
-    def start_more() -> None:
-        while len(running) < at_once and (to_ask or (to_learn and not learn_here)):
-            if to_ask:
-                place = heapq.heappop(to_ask)
-                of_place = asked[place[0]]
-                assert of_place is not None, "it was learnt"
-                running[start(partial(answer, of_place[place[1]]))] = place
-            else:
-                number = to_learn.popleft()
-                running[start(learns[number])] = number
-
+    line = _Pipeline(start, learns, questions, answer, at_once=at_once, learn_here=learn_here)
     for number in range(len(learns)):
-        place = 0
+        for place, question in enumerate(line.asked_of(number)):
+            yield question, line.answer_to((number, place))
+
+
+class _Pipeline(Generic[Learnt, Asked, Answer]):
+    """What runs of a pipeline, what is still to be begun, and what is known.
+
+    Questions go by the number of what was learnt and their own.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        learns: Sequence[Callable[[], Learnt]],
+        questions: Callable[[int, Learnt], Sequence[Asked]],
+        answer: Callable[[Asked], Answer],
+        *,
+        at_once: int,
+        learn_here: bool,
+    ) -> None:
+        self._start, self._learns, self._questions, self._answer = start, learns, questions, answer
+        self._at_once, self._learn_here = at_once, learn_here
+        self._to_learn = deque(range(len(learns)))
+        self._to_ask: list[tuple[int, int]] = []  # a heap
+        self._learning: dict[Future[Learnt], int] = {}
+        self._answering: dict[Future[Answer], tuple[int, int]] = {}
+        self._asked: dict[int, Sequence[Asked]] = {}
+        self._failed: dict[int, BaseException] = {}
+        self._answered: dict[tuple[int, int], Future[Answer]] = {}
+
+    def asked_of(self, number: int) -> Sequence[Asked]:
+        """The questions about what is learnt first, second, ...; or the error of learning it."""
+        self._work_until(lambda: number in self._asked or number in self._failed)
+        if number in self._failed:
+            raise self._failed[number]
+        return self._asked[number]
+
+    def answer_to(self, place: tuple[int, int]) -> Answer:
+        """The answer to a question, once; or its error."""
+        self._work_until(lambda: place in self._answered)
+        return self._answered.pop(place).result()
+
+    def _work_until(self, known: Callable[[], bool]) -> None:
         while True:
-            for future in [one for one in running if one.done()]:
-                ended(running.pop(future), future)
-            # Before it is waited, so that no process is idle; what is here to tell goes first where
-            # this process does all.
-            ready = (number, place) in found
-            if at_once > 1 or not ready:
-                start_more()
-            if not ready and any(one.done() for one in running):
+            self._collect()
+            found = known()
+            # No process is idle while something is told; where this one does all, that goes first.
+            if self._at_once > 1 or not found:
+                self._begin_more()
+            if found:
+                return
+            running: list[Future[Any]] = [*self._learning, *self._answering]
+            if any(one.done() for one in running):
                 continue
-            of_number = asked[number]
-            if number in failed:
-                raise failed[number]
-            if of_number is not None and place == len(of_number):
-                break
-            if of_number is not None and ready:
-                yield of_number[place], found.pop((number, place)).result()
-                place += 1
-            elif learn_here and to_learn:
-                learnt = to_learn.popleft()
-                ended(learnt, _here(learns[learnt]))
-            elif running:
+            if self._learn_here and self._to_learn:
+                number = self._to_learn.popleft()
+                self._learning[_here(self._learns[number])] = number
+            else:
                 wait(running, return_when=FIRST_COMPLETED)
+
+    def _begin_more(self) -> None:
+        """As much as may run at once, questions first."""
+        while len(self._learning) + len(self._answering) < self._at_once:
+            if self._to_ask:
+                number, place = heapq.heappop(self._to_ask)
+                work = partial(self._answer, self._asked[number][place])
+                self._answering[self._start(work)] = number, place
+            elif self._to_learn and not self._learn_here:
+                number = self._to_learn.popleft()
+                self._learning[self._start(self._learns[number])] = number
+            else:
+                return
+
+    def _collect(self) -> None:
+        """Note what has ended."""
+        for answered in [one for one in self._answering if one.done()]:
+            self._answered[self._answering.pop(answered)] = answered
+        for learnt in [one for one in self._learning if one.done()]:
+            number = self._learning.pop(learnt)
+            if (error := learnt.exception()) is not None:
+                self._failed[number] = error
+                self._to_learn.clear()  # none of those after it is told
+                continue
+            asked = self._questions(number, learnt.result())
+            self._asked[number] = asked
+            for place in range(len(asked)):
+                heapq.heappush(self._to_ask, (number, place))
 
 
 def _here(work: Callable[[], Answer]) -> "Future[Answer]":
@@ -158,5 +193,6 @@ def _begin(parent: int) -> None:
 
 
 def _import(names: Iterable[str]) -> None:
-    for name in names:
-        importlib.import_module(name)
+    with collected_seldom():
+        for name in names:
+            importlib.import_module(name)

@@ -22,7 +22,7 @@ from protrain_plan.presentation.spending import (
     spending_cells,
     spending_json,
 )
-from protrain_plan.presentation.terminal import Text, run_name, table_of, wrote
+from protrain_plan.presentation.terminal import FirstThatFits, Text, run_name, table_of, wrote
 from protrain_plan.program.group import DeviceGroup
 from protrain_plan.records import activations_text, states_text
 from protrain_plan.records.commands import profile_command
@@ -411,21 +411,50 @@ _VERDICTS = {
 }
 
 
+class CellTable:
+    """A row for each way to train in each cell. In a narrow terminal cells are lines of their own.
+
+    No number is ever cut: where there is no room for all of a line, words wrap.
+    """
+
+    def __init__(self, heads: Sequence[str], numbers: Sequence[str]) -> None:
+        self._wide = table_of(*heads, "", *numbers, words=(0, len(heads)))
+        self._narrow = table_of("", *numbers)
+        self._num_heads = len(heads)
+        for column in self._wide.columns:
+            column.no_wrap = True
+
+    @property
+    def fitting(self) -> RenderableType:
+        return FirstThatFits(self._wide, self._narrow)
+
+    def add_cell(
+        self, heads: Sequence[str], heading: str, way: Text, numbers: Sequence[str]
+    ) -> None:
+        """A cell by its heads, or by one heading, with the way that was asked for."""
+        self._wide.add_row(*heads, way, *numbers)
+        self._narrow.add_row(heading)
+        self._narrow.add_row(Text("  ").append_text(way), *numbers)
+
+    def add_way(self, name: str, numbers: Sequence[str]) -> None:
+        """Another way to train in the same cell."""
+        self._wide.add_row(*[""] * self._num_heads, name, *numbers)
+        self._narrow.add_row(f"  {name}", *numbers)
+
+
 def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) -> RenderableType:
     """What `protrain fit` prints; `paths` are what it wrote.
 
-    The `columns` of `--columns` are a table of their own, which leaves room for all digits. Below:
+    The `columns` of `--columns` are a table of their own. Below:
     what binds in each cell, what a plan saves, and how far to trust seconds.
     """
     several = any(fit.group.num_devices > 1 for fit in fits)
-    names = ("machine", *(["devices"] if several else []), "batch", "")
+    names = ("machine", *(["devices"] if several else []), "batch")
     peaks = [fit.solved.plan.prediction.peak_bytes for fit in fits if fit.solved]
     peaks += [other.peak_bytes for fit in fits for other in fit.alternatives]
     tiers = ("device", "host", *(["disk"] * any(peak.disk for peak in peaks)))
-    table = table_of(*names, "tokens/s", *tiers, words=(0, len(names) - 1))
-    bill = table_of(*names, *heads_of(columns), words=(0, len(names) - 1))
-    for column in (*table.columns, *bill.columns):
-        column.no_wrap = True
+    table = CellTable(names, ("tokens/s", *tiers))
+    bill = CellTable(names, heads_of(columns))
     binds = ["what makes up the step, or what is missing:"]
     faster = ["what a plan saves where plain PyTorch fits:"]
     differs: list[str] = []
@@ -454,9 +483,10 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
         devices = [f"{group.num_devices}{replicas}"] if several else []
         if fit.is_tight:
             words, style = f"{words}, tight", "yellow"
-        head: list[Text | str] = [machine, *devices, size, Text(words, style=style)]
-        table.add_row(*head, *cells)
-        bill.add_row(*head, *spending_cells(fit.spending(fit.step_seconds), columns))
+        head, way = (machine, *devices, size), Text(words, style=style)
+        heading = cell[2:] + replicas
+        table.add_cell(head, heading, way, cells)
+        bill.add_cell(head, heading, way, spending_cells(fit.spending(fit.step_seconds), columns))
         for other in fit.alternatives:
             name = "  checkpointed" if other.checkpointing else other.name
             name += ", tight" * other.is_tight
@@ -464,9 +494,8 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
             if other.step_seconds is not None:
                 tokens = f"{fit.tokens_per_step / other.step_seconds:,.0f}"
             held = _gibibytes(other.peak_bytes)[: len(tiers)]
-            head = ["", *([""] * several), "", name]
-            table.add_row(*head, tokens, *held)
-            bill.add_row(*head, *spending_cells(fit.spending(other.step_seconds), columns))
+            table.add_way(name, (tokens, *held))
+            bill.add_way(name, spending_cells(fit.spending(other.step_seconds), columns))
     faster, worn = (lines if len(lines) > 1 else [] for lines in (faster, worn))  # in some cell
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
     trusted = [f"{hardware.name}: {trust(hardware)}" for hardware in machines]
@@ -475,8 +504,8 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
     tight = [TIGHT] * is_tight
     told = (*binds, *faster, *worn, *differs, *tight)
     notes = map(Text, (*told, *in_words(columns), *trusted, *unknown))
-    bills = (bill, "") if columns else ()
-    return Group(table, "", *bills, *notes, *map(wrote, paths))
+    bills = (bill.fitting, "") if columns else ()
+    return Group(table.fitting, "", *bills, *notes, *map(wrote, paths))
 
 
 # A run

@@ -9,7 +9,8 @@ from typing import Any
 
 import rich.table
 import rich.text
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.style import Style
 
 from protrain_plan.escaping import one_line
@@ -49,6 +50,22 @@ def table_of(*columns: str, words: Sequence[int] = (0,)) -> Table:
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index in words else "right", overflow="fold")
     return table
+
+
+_AMPLE = 10_000
+"""Columns of a terminal in which every table has room."""
+
+
+class FirstThatFits:
+    """A wide table where the terminal has room for all of its text, or else a narrow one."""
+
+    def __init__(self, wide: Table, narrow: Table) -> None:
+        self._wide, self._narrow = wide, narrow
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        ample = options.update(max_width=_AMPLE)
+        needed = Measurement.get(console, ample, self._wide).maximum
+        yield self._wide if needed <= options.max_width else self._narrow
 
 
 def run_name(first: str, last: str) -> str:

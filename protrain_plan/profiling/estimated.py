@@ -67,7 +67,7 @@ from protrain_plan.records.profile import (
 )
 from protrain_plan.units import four_digits
 from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors, with_batch_sizes
-from protrain_runtime.states.update_rules import UpdateRules
+from protrain_runtime.states.update_rules import UpdateRule, UpdateRules
 
 _OTHER_PROCESSORS = ("aarch64", "arm64", "ppc64le", "s390x", "riscv64", "loongarch64")
 """Names that `processor_name` gives to those that are no x86 ones."""
@@ -123,10 +123,10 @@ def refuse_unknown(machine: Hardware) -> None:
         )
 
 
-def _refuse_compiled(optimizer: str, workload: Workload) -> None:
+def _refuse_compiled(rules: UpdateRules, optimizer: str, workload: Workload) -> None:
     """ProtrainError where the optimizer's kernels are made for the device that they run on."""
     stepped = TORCH_DTYPES[stepped_dtype(workload.dtype, workload.precision)]
-    if UpdateRules(optimizer_factory(optimizer)).compiled(stepped):
+    if rules.compiled(stepped):
         raise ProtrainError(
             f"the step of {optimizer} goes through torch.compile, and what it takes is known where"
             " it is compiled: on the device itself",
@@ -157,7 +157,8 @@ def _estimates(
     workload = workload_of(source, kind, options)
     optimizer = options.get("optimizer", DEFAULT_OPTIMIZER)
     progress: Progress = options.get("progress", lambda *_: None)
-    _refuse_compiled(optimizer, workload)
+    by_itself = UpdateRules(optimizer_factory(optimizer))
+    _refuse_compiled(by_itself, optimizer, workload)
     progress("reading a batch", 0.0)
     loaded = Loaded() if kind == "cpu" else None
     # Held while bytes are counted: what it keeps of a batch is memory in a run, too.
@@ -203,8 +204,10 @@ def _estimates(
     fingerprint, tensors = model_fingerprint(model), model_tensors(model)
     beside = other_dtypes(model, workload)
     refuse_sparse(sparse, optimizer, workload)
-    cuts = cuts_of(model, optimizer, workload)
-    seen = first_steps(optimizer, trained(model), precision=workload.precision)
+    rules = UpdateRules(optimizer_factory(optimizer, workload.precision))
+    cuts, seen = cuts_of(model, rules), first_steps(rules, trained(model))
+    stepped = TORCH_DTYPES[stepped_dtype(workload.dtype, workload.precision)]
+    rule = by_itself.of(stepped)
     # Those of a unit that ran count for all of its class.
     ran = sketch.block_classes.representatives
     model_flops = logs["keep"].model_flops()[-2 * len(units) - 1 :]
@@ -218,6 +221,7 @@ def _estimates(
         by_themselves = [(index,) for index in range(len(units))]
         cost = _optimizer(
             optimizer,
+            rule,
             workload,
             rates,
             beside=beside,
@@ -250,6 +254,7 @@ def _estimates(
 
 def _optimizer(
     name: str,
+    rule: UpdateRule,
     workload: Workload,
     rates: Rates,
     *,
@@ -265,7 +270,6 @@ def _optimizer(
     """
     stepped = stepped_dtype(workload.dtype, workload.precision)
     stored = parameter_dtype(workload.dtype, workload.precision)
-    rule = UpdateRules(optimizer_factory(name)).of(TORCH_DTYPES[stepped])
     in_place = workload.device == "cuda" and works_in_place(name)
     moved = 2.0 * TORCH_DTYPES[stepped].itemsize + stored.itemsize  # read, written; the gradient
     moved += 2 * rule.element_bytes

@@ -17,8 +17,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from protrain_plan.models.optimizers import optimizer_factory
-from protrain_plan.records.profile import Precision
 from protrain_runtime.devices.device import HOST, synchronize
 from protrain_runtime.devices.memory_meter import MemoryMeter, storage_bytes
 from protrain_runtime.states.update_rules import (
@@ -64,20 +62,18 @@ class FirstSteps:
 
 
 def first_steps(
-    optimizer: str, shapes: Shapes, *, precision: Precision, device: torch.device | None = None
+    rules: UpdateRules, shapes: Shapes, *, device: torch.device | None = None
 ) -> FirstSteps:
     """What an optimizer's first steps show that updates some parameters of a model whole.
 
     On `device`, of the model's own shapes where steps differ; otherwise, and without a device, of
     smaller ones, whose bytes are taken to grow with the matrix. Nothing of other optimizers.
     """
-    make = optimizer_factory(optimizer, precision)
-    rules = UpdateRules(make)
     whole = {kind for kind in shapes if rules.of(*kind).reason}
     if not whole:
         return FirstSteps()
     with _disable_current_modes(), torch.random.fork_rng(devices=[]):
-        return _seen(make, shapes, whole, device)
+        return _seen(rules.factory, shapes, whole, device)
 
 
 def _seen(make: OptimizerFactory, shapes: Shapes, whole: Set[Kind], device: Any) -> FirstSteps:

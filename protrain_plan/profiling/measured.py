@@ -315,7 +315,8 @@ def _optimizer(
         precision=workload.precision,
     )
     on_host = devices.on_host(where)
-    cuts = cuts_of(model, name, workload)
+    rules = UpdateRules(optimizer_factory(name, workload.precision))
+    cuts = cuts_of(model, rules)
     # What updates whole parameters alone does none of a piece.
     pieces = name if cuts["block"] else DEFAULT_OPTIMIZER
     piece_s = measure_overheads(spill_directory, optimizer=pieces).piece_s if on_host else 0.0
@@ -334,7 +335,7 @@ def _optimizer(
             sparse=sparse,
         ),
     )
-    seen = first_steps(name, trained(model), precision=workload.precision, device=where)
+    seen = first_steps(rules, trained(model), device=where)
     cost, count = with_workspace(cost, seen, workload), sum(shape.numel() for shape in shapes)
     usual_s = count / device
     if usual_s + seen.more_s < WELL_ABOVE * usual_s:
@@ -359,9 +360,8 @@ def with_workspace(cost: OptimizerCost, seen: FirstSteps, workload: Workload) ->
     return replace(cost, workspace_fraction=fraction, workspace_bytes=most)
 
 
-def cuts_of(model: nn.Module, optimizer: str, workload: Workload) -> dict[str, int]:
+def cuts_of(model: nn.Module, rules: UpdateRules) -> dict[str, int]:
     """`OptimizerCost.block` and `.cut_elements` for the model's trainable parameters."""
-    rules = UpdateRules(optimizer_factory(optimizer, workload.precision))
     found = [rules.of(p.dtype, p.shape) for p in model.parameters() if p.requires_grad]
     return {
         "block": 0 if any(rule.reason for rule in found) else max(rule.block for rule in found),

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.garbage import collected_as_usual
 from protrain_plan.hardware.operators import allocator_of
 from protrain_plan.hardware.probe import Progress, host_memory_bytes, processor_name
 from protrain_plan.models.batches import Batch
@@ -244,7 +245,8 @@ def _settled() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     try:
-        yield
+        with collected_as_usual():
+            yield
     finally:
         gc.unfreeze()
 

@@ -54,7 +54,7 @@ from benchmarks.peers.testing import reports
 from benchmarks.peers.timeline import compared
 from benchmarks.peers.work import Work, optimizer_of
 from benchmarks.published_models import AsRun, Logits
-from benchmarks.published_runs import ARCHITECTURES, PUBLISHED, read_published
+from benchmarks.published_runs import ARCHITECTURES, PUBLISHED, machine_of, read_published
 from benchmarks.rounds import read_rounds
 from benchmarks.runtime_runs import COMPARISONS
 from protrain_plan.errors import RecordError
@@ -812,6 +812,28 @@ def test_the_errors_of_published_runs_are_those_of_the_benchmark() -> None:
             if known := load_hardware(name).published_error:
                 found = [round(accuracy_page.quantile(ratios, share), 2) for share in (0.1, 0.9)]
                 assert [known.low, known.high, known.runs] == [*found, len(ratios)]
+
+
+def test_runs_with_attention_in_triton_are_predicted_with_its_speed() -> None:
+    runs = read_published().runs
+    older, newer = runs["mosaic-7b-64k-h100"], runs["fms-7b-h100"]
+    known = load_hardware("h100-sxm")
+    assert machine_of(newer, "h100-sxm") == known
+    slower = machine_of(older, "h100-sxm")
+    assert known.rates and slower.rates
+    forward = known.rates.attention_efficiency / slower.rates.attention_efficiency
+    backward = (
+        known.rates.attention_backward_efficiency / slower.rates.attention_backward_efficiency
+    )
+    assert 1.3 <= forward <= 1.5, "of arXiv 2307.08691"
+    assert backward == 2
+    with_its_own = replace(
+        slower.rates,
+        attention_efficiency=known.rates.attention_efficiency,
+        attention_backward_efficiency=known.rates.attention_backward_efficiency,
+    )
+    assert replace(slower, rates=with_its_own) == known
+    assert older.workload != replace(older, triton_attention=False).workload
 
 
 def test_the_hosts_shares_of_8_bits_are_the_measured_ones() -> None:

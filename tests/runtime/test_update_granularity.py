@@ -23,7 +23,7 @@ from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.measured import cuts_of
 from protrain_plan.profiling.structure.faking import faking
 from protrain_plan.records.plan import STEPPED, Keep, Offload, Persistent, Recompute, Swap
-from protrain_plan.records.profile import OptimizerCost, Workload
+from protrain_plan.records.profile import OptimizerCost
 from protrain_runtime import prepare, save
 from protrain_runtime.checkpoint.saving import load
 from protrain_runtime.states import update_rules
@@ -350,16 +350,8 @@ def test_bytes_of_states_made_of_tensors_stay_below_predicted(
     subject, cost = OfTorchao(), judging._cost
 
     def with_cuts(optimizer: str) -> OptimizerCost:
-        workload = Workload(
-            model="",
-            model_config="",
-            batch_size=1,
-            seq_len=1,
-            dtype="float32",
-            device="cpu",
-            seed=0,
-        )
-        cuts: dict[str, Any] = dict(cuts_of(subject.build(), optimizer, workload))
+        rules = UpdateRules(optimizer_factory(optimizer, "pure"))
+        cuts: dict[str, Any] = dict(cuts_of(subject.build(), rules))
         return replace(cost(optimizer), **cuts)
 
     monkeypatch.setattr(judging, "_cost", with_cuts)

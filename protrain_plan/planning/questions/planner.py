@@ -29,6 +29,7 @@ from math import inf, isfinite
 from typing import Literal
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.garbage import collected_seldom
 from protrain_plan.planning.explain.advice import infeasible
 from protrain_plan.planning.model.counting import Counting, Layout, Prices
 from protrain_plan.planning.model.decision_model import least_lane_seconds
@@ -155,7 +156,18 @@ def solve_problem(
     A plan that is not exact is faster than every exact one that was found, by more than tidying may
     cost.
     """
-    effort = effort or Effort()
+    with collected_seldom():
+        return _fastest(problem, budgets, effort or Effort(), solver, progress, hints)
+
+
+def _fastest(
+    problem: Problem,
+    budgets: Budgets,
+    effort: Effort,
+    solver: Solver,
+    progress: Progress | None,
+    hints: Sequence[Choice],
+) -> Solved | Infeasible:
     found = _solved(problem, budgets, effort, solver, progress, hints)
     if isinstance(found, Infeasible) or found.plan.exact or solver != "milp" or effort.spent():
         return found

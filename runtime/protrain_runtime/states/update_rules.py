@@ -109,9 +109,9 @@ class UpdateRules:
 
     Each is seen in steps that the optimizer does on a parameter of that shape, or of a smaller one
     with as many dimensions: what it keeps may depend on how many elements there are, and on how
-    many dimensions. `groups` are the options of the groups that a parameter may be in, and
-    `members` says in which one it is, where that is known. What may be cut has to have the same
-    states in all of them.
+    many dimensions. `factory` makes the optimizer. `groups` are the options of the groups that a
+    parameter may be in, and `members` says in which one it is, where that is known. What may be cut
+    has to have the same states in all of them.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class UpdateRules:
         groups: Sequence[Mapping[str, Any]] = ({},),
         members: Mapping[nn.Parameter, int] | None = None,
     ) -> None:
-        self._factory, self._groups, self._members = factory, groups, members or {}
+        self.factory, self._groups, self._members = factory, groups, members or {}
         self._known: dict[tuple[torch.dtype, torch.Size, bool, int | None], UpdateRule] = {}
         self._least: list[_Tried] = [{} for _ in groups]
         self._compiles: bool | None = None
@@ -164,7 +164,7 @@ class UpdateRules:
         """Whether a step goes through `torch.compile`."""
         if self._compiles is None:
             with _disable_current_modes(), torch.random.fork_rng(devices=[]):
-                trial = _Trial(self._factory, dtype, self._groups[0], {}, compiled=False)
+                trial = _Trial(self.factory, dtype, self._groups[0], {}, compiled=False)
                 self._compiles = trial.calls_compiler()
         return self._compiles
 
@@ -172,7 +172,7 @@ class UpdateRules:
         """The rules of the groups that a parameter may be in: its own one first, if it is known."""
         compiled = self.compiled(dtype)
         trials = [
-            _Trial(self._factory, dtype, one, tried, compiled=compiled)
+            _Trial(self.factory, dtype, one, tried, compiled=compiled)
             for one, tried in zip(self._groups, self._least, strict=True)
         ]
         if own is None:

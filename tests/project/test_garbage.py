@@ -1,0 +1,53 @@
+"""How often garbage is looked for: seldom in planning, as usual where bytes are counted."""
+
+import gc
+
+import pytest
+
+from protrain_plan.garbage import collected_as_usual, collected_seldom
+from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.models.sources import load_source
+from protrain_plan.planning.questions.planner import plan
+from protrain_plan.profiling.estimated import estimates
+from protrain_plan.records.plan import Budgets
+
+USUAL = gc.get_threshold()
+
+
+def interrupted() -> None:
+    with collected_seldom():
+        assert gc.get_threshold() > USUAL
+        with collected_as_usual():
+            assert gc.get_threshold() == USUAL
+        assert gc.get_threshold() > USUAL
+        raise KeyboardInterrupt
+
+
+def test_thresholds_are_put_back_whatever_happens() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert gc.get_threshold() == USUAL
+
+
+def test_bytes_are_counted_as_usual_and_plans_are_made_seldom() -> None:
+    seen: dict[str, tuple[int, ...]] = {}
+
+    def progress(what: str, *_: float | None) -> None:
+        seen[what] = gc.get_threshold()
+
+    machine = load_hardware("rtx-4090")
+    with collected_seldom():
+        (profile,) = estimates(
+            load_source("tiny-llama"),
+            machines=[machine],
+            batch_size=1,
+            seq_len=64,
+            dtype="float32",
+            progress=progress,
+        )
+    assert seen["finding units"] == seen["counting bytes and operations"] == USUAL
+    seen.clear()
+    plan(profile, Budgets(device=2**31, host=2**31, disk=0), progress=progress)
+    assert seen
+    assert all(thresholds > USUAL for thresholds in seen.values())
+    assert gc.get_threshold() == USUAL
