@@ -137,10 +137,18 @@ FORMS: dict[str, ActivationForm] = {form.name: form for form in _BUILT_IN}
 """All forms by name: those that keep first, then those that recompute, `full` as the last one."""
 
 
-INSIDE_OF_COMPILED = "goes by the operators inside a block, and compiled blocks show none"
-"""Why one of the forms that look inside is refused, after its name."""
 PLAN_AGAIN = "let the planner decide it: protrain plan"
 """What to do where a plan was edited to something that cannot be."""
+
+
+def misfit(name: str, *, compiled: bool) -> str:
+    """Why blocks cannot take a form, in words that follow its name; empty where they can."""
+    form = FORMS[name]
+    if compiled and form.looks_inside:
+        return "goes by the operators inside a block, and compiled blocks show none"
+    if form.in_graph and not compiled:
+        return "is a part of a block's compiled code, and these blocks are not compiled"
+    return ""
 
 
 def leaves_of(names: Collection[str]) -> tuple[str, ...]:
@@ -158,8 +166,7 @@ def allowed_forms(allow: Collection[str], *, compiled: bool = False) -> tuple[st
     return tuple(
         name
         for name, form in FORMS.items()
-        if (not form.leave or form.leave in allow)
-        and not (form.looks_inside if compiled else form.in_graph)
+        if (not form.leave or form.leave in allow) and not misfit(name, compiled=compiled)
     )
 
 

@@ -14,10 +14,10 @@ from protrain_plan.records.decisions import ACTIVATIONS, OLD_PHRASES, PLAIN, STA
 from protrain_plan.records.folding import MAX_RUN, run_length, unfold
 from protrain_plan.records.forms import (
     FORMS,
-    INSIDE_OF_COMPILED,
     PLAN_AGAIN,
     exactness_of,
     leaves_of,
+    misfit,
 )
 from protrain_plan.records.hardware import Hardware, Tier
 from protrain_plan.records.plan import Activations, Placement, Plan, Schedule, UnitPlan
@@ -359,23 +359,20 @@ def _check_plan(plan: Plan, value: Node) -> None:
             shown = listed(found, "and") if isinstance(found, tuple) else str(found).lower()
             why = f"its activations take {listed(sorted(plan.forms), 'and')}"
             raise keys.get(key, value).error(f"expected {shown or 'no leave'}: {why}")
-    if plan.workload.compile:
-        read = _readers(UnitPlan)["activations"]
-        for entry in value.any_mapping()["units"].sequence():
-            node = entry.any_mapping()["activations"]
-            if FORMS[read(node).form].looks_inside:
-                raise node.error(f"{node.text()!r} {INSIDE_OF_COMPILED}", PLAN_AGAIN)
+    read = _readers(UnitPlan)["activations"]
+    for entry in value.any_mapping()["units"].sequence():
+        node = entry.any_mapping()["activations"]
+        if why := misfit(read(node).form, compiled=bool(plan.workload.compile)):
+            raise node.error(f"{node.text()!r} {why}", PLAN_AGAIN)
 
 
 def _check_profile(profile: Profile, value: Node) -> None:
-    """Compiled blocks have no form that goes by what is inside."""
-    if not profile.workload.compile:
-        return
+    """Compiled blocks have no form that goes by what is inside, and others none of a graph."""
     for entry in value.any_mapping()["units"].sequence():
         for cost in entry.any_mapping()["forms"].sequence():
             node = cost.any_mapping()["form"]
-            if FORMS[node.text()].looks_inside:
-                raise node.error(f"{node.text()!r} {INSIDE_OF_COMPILED}", "profile again")
+            if why := misfit(node.text(), compiled=bool(profile.workload.compile)):
+                raise node.error(f"{node.text()!r} {why}", "profile again")
 
 
 _OWN_RULES: dict[tuple[type, str], Reader] = {

@@ -338,6 +338,19 @@ def test_a_plan_edited_to_a_form_that_looks_inside_compiled_blocks_is_refused(fo
     assert loads_plan(dumps_plan(plain)) == plain
 
 
+def test_a_plan_for_plain_blocks_edited_to_a_form_of_a_graph_is_refused() -> None:
+    model = build("llama")
+    units = decided(described("llama"), Recompute(form="fused"), Offload(tier="disk"))
+    plan = plan_for(model, units)
+    plan = replace(plan, exact=False, exactness="rounding", allowed=("rounding",))
+    with pytest.raises(ProtrainError, match="these blocks are not compiled"):
+        prepare(model, plan, optimizer=ADAMW)
+    with pytest.raises(ProtrainError, match="these blocks are not compiled"):
+        loads_plan(dumps_plan(plan))
+    compiling = replace(plan, workload=replace(plan.workload, compile="blocks"))
+    assert loads_plan(dumps_plan(compiling)) == compiling
+
+
 def test_a_profile_of_compiled_blocks_with_a_form_that_looks_inside_is_refused(
     assert_says: Speaker,
 ) -> None:

@@ -25,7 +25,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.decisions import activations_text
 from protrain_plan.records.folding import MAX_RUN, fold, runs
-from protrain_plan.records.forms import FORMS, INSIDE_OF_COMPILED, PLAN_AGAIN
+from protrain_plan.records.forms import FORMS, PLAN_AGAIN, misfit
 from protrain_plan.records.hardware import is_accelerator
 from protrain_plan.records.plan import STEPPED, Keep, Persistent, Plan, UnitPlan
 from protrain_plan.records.profile import Workload
@@ -60,9 +60,9 @@ def _check_form(index: int, plan: Plan) -> None:
             key=f"units[{index}].activations",
             fix=PLAN_AGAIN,
         )
-    if plan.workload.compile and form.looks_inside:
+    if why := misfit(form.name, compiled=bool(plan.workload.compile)):
         raise ProtrainError(
-            f"{unit.name}: {activations_text(unit.activations)!r} {INSIDE_OF_COMPILED}",
+            f"{unit.name}: {activations_text(unit.activations)!r} {why}",
             key=f"units[{index}].activations",
             fix=PLAN_AGAIN,
         )
