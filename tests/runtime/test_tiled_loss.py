@@ -13,7 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from protrain_plan.commands.training import train
 from protrain_plan.models.sources import load_source
@@ -94,7 +101,45 @@ class WithBias(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-MODELS: dict[str, Callable[[], Any]] = {"llama": llama, "tied": tied, "bias": WithBias}
+class Capped(nn.Module):
+    """Logits that are scaled and capped before a mean, in all ways of writing it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, 64)
+        self.head = nn.Linear(64, CLASSES, bias=False)
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
+        logits = 3 * self.head(self.embedding(input_ids)) / 2.5
+        logits = torch.tanh(logits).mul(4.0).float().div(2).tanh() * 6
+        return {"loss": cross_entropy(logits.view(-1, CLASSES), labels.view(-1)), "logits": logits}
+
+
+def softcapped() -> Any:
+    return Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=CLASSES,
+            hidden_size=96,
+            intermediate_size=192,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=24,
+            final_logit_softcapping=5.0,
+        )
+    )
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": llama,
+    "tied": tied,
+    "bias": WithBias,
+    "capped": Capped,
+    "softcapped": softcapped,
+}
 
 
 def batch() -> dict[str, Tensor]:
@@ -127,7 +172,7 @@ def test_gradients_are_as_near_to_those_of_float64_as_plain_pytorchs(
     model = MODELS[name]().to(dtype)
     for frozen in (False, True):
         head = model.get_output_embeddings() if name != "bias" else model.head
-        if frozen and name != "tied":
+        if frozen and name not in ("tied", "softcapped"):
             head.requires_grad_(False)
         true_loss, true = gradients(copy.deepcopy(model).double(), nullcontext())
         plain_loss, plain_found = gradients(model, nullcontext(), autocast=autocast)
@@ -138,10 +183,11 @@ def test_gradients_are_as_near_to_those_of_float64_as_plain_pytorchs(
             torch.testing.assert_close(loss.double(), true_loss.double(), rtol=2e-2, atol=0.0)
 
 
-def test_nothing_is_as_large_as_the_logits() -> None:
+@pytest.mark.parametrize("name", ["llama", "capped", "softcapped"])
+def test_nothing_is_as_large_as_the_logits(name: str) -> None:
     """Of what autograd keeps; the bytes of all slots are compared below."""
     torch.manual_seed(0)
-    model = llama()
+    model = MODELS[name]()
     sizes: list[int] = []
 
     def noted(tensor: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ such tensors (`loss_in_place` holds one). Here nothing has more than n v / N ele
 - backward, where the head is frozen: in tiles of tokens, none of which needs another.
 
 Logits are computed once more in backward: 2 n h v operations on top of 6 n h v. Results are equal
-to plain PyTorch's up to the order and rounding of sums. What is told to `cross_entropy` is what
+to plain PyTorch's up to the order and rounding of sums. Logits may be scaled and capped before the
+loss (`logit_maps`). What is told to `cross_entropy` is what
 `loss_in_place` takes, and everything else gets the logits themselves. They are computed within the
 forward alone: afterwards the head's weights may have left, or have been updated.
 """
@@ -38,6 +39,13 @@ from protrain_runtime.activations.late_values import (
     is_told,
     is_view,
     itself,
+)
+from protrain_runtime.activations.logit_maps import (
+    WIDEN,
+    Map,
+    map_back_in_place,
+    map_in_place,
+    map_of,
 )
 from protrain_runtime.activations.loss_calls import LossCall, computed_in, without_autocast
 from protrain_runtime.activations.trees import PLAIN
@@ -83,7 +91,7 @@ class _Watching(TorchFunctionMode):
         if func is linear and (product := _Product.of(*args, **kwargs)) is not None:
             self._products.append(product)
             shape = (*product.hidden.shape[:-1], len(product.weight))
-            return Logits(product, product.hidden, shape, product.dtype, itself)
+            return Logits(product, product.hidden, shape, product.dtype, itself, ())
         if func is cross_entropy:
             return _cross_entropy(self._num_tiles, LossCall(*args, **kwargs))
         return func(*args, **kwargs)
@@ -172,38 +180,51 @@ class _Product:
 
 
 class Logits(LateValues):
-    """Outputs of a head, or a view or a cast of them, that are computed if they are asked for.
+    """Outputs of a head, or what is viewed or mapped of them, computed if they are asked for.
 
-    `near` are the inputs [..., h] of the same rows.
+    `near` are the inputs [..., h] of the same rows; `maps` is what was done to the outputs.
     """
 
     WHAT = "logits that the plan computes in tiles"
     source: _Product
+    maps: tuple[Map, ...]
 
     @staticmethod
     def __new__(
-        cls, product: _Product, rows: Tensor, shape: Sequence[int], dtype: torch.dtype, place: Place
+        cls,
+        product: _Product,
+        rows: Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        place: Place,
+        maps: tuple[Map, ...],
     ) -> Self:
         made: Self = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=dtype, device=rows.device
         )
-        made.source, made.near, made.place = product, rows, place
+        made.source, made.near, made.place, made.maps = product, rows, place, maps
         return made
 
     def late(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Logits | None":
-        """Casts to float32 and views of whole rows, as long as the values wait."""
+        """Views of whole rows, casts to float32 and maps, as long as the values wait."""
         if not self.source.waits:
             return None
         if goes_nowhere(func, args, kwargs):
             return self
         if is_cast(func, args, kwargs):
-            return self if self.dtype == torch.float32 else self._widened()
+            return self if self.dtype == torch.float32 else self._mapped(func, args, kwargs, WIDEN)
+        if (own := map_of(func, args, kwargs)) is not None:
+            return self._mapped(func, args, kwargs, own)
         return self._viewed(func, args[1:], kwargs) if is_view(func, args, kwargs) else None
 
-    def _widened(self) -> "Logits":
-        before = self.place
+    def _mapped(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], own: Map
+    ) -> "Logits":
+        before, change = self.place, partial(_applied, func, args[1:], kwargs)
+        dtype = torch.float32 if own == WIDEN else self.dtype
+        maps = (*self.maps, own)
         return Logits(
-            self.source, self.near, self.shape, torch.float32, lambda whole: before(whole).float()
+            self.source, self.near, self.shape, dtype, lambda whole: change(before(whole)), maps
         )
 
     def _viewed(
@@ -223,7 +244,9 @@ class Logits(LateValues):
         picked = rows.reshape(wanted) if func in VIEWS else change(rows)
         if picked.shape != wanted:
             return None
-        return Logits(self.source, picked, shape, self.dtype, lambda whole: change(before(whole)))
+        return Logits(
+            self.source, picked, shape, self.dtype, lambda whole: change(before(whole)), self.maps
+        )
 
 
 def _applied(
@@ -246,7 +269,14 @@ def _cross_entropy(num_tiles: int, call: LossCall) -> Tensor:
     ):
         product = logits.source
         product.check()
-        rule = _Rule(product.dtype, dtype, call.reduction == "mean", call.ignore_index, num_tiles)
+        rule = _Rule(
+            product.dtype,
+            dtype,
+            logits.maps,
+            mean=call.reduction == "mean",
+            ignored=call.ignore_index,
+            num_tiles=num_tiles,
+        )
         found = _TiledLoss.apply(  # type: ignore[no-untyped-call]
             logits.near, product.weight, product.bias, call.target, rule
         )
@@ -256,12 +286,19 @@ def _cross_entropy(num_tiles: int, call: LossCall) -> Tensor:
 
 
 class _Rule:
-    """How a loss is computed: logits in `dtype`, the loss given in `wide`."""
+    """How a loss is computed: logits in `dtype`, then mapped, the loss given in `wide`."""
 
     def __init__(
-        self, dtype: torch.dtype, wide: torch.dtype, mean: bool, ignored: int, num_tiles: int
+        self,
+        dtype: torch.dtype,
+        wide: torch.dtype,
+        maps: tuple[Map, ...],
+        *,
+        mean: bool,
+        ignored: int,
+        num_tiles: int,
     ) -> None:
-        self.dtype, self.wide, self.mean = dtype, wide, mean
+        self.dtype, self.wide, self.maps, self.mean = dtype, wide, maps, mean
         self.ignored, self.num_tiles = ignored, num_tiles
 
     def tiles(self, count: int) -> Iterator[slice]:
@@ -288,7 +325,9 @@ class _TiledLoss(torch.autograd.Function):
         with without_autocast(hidden):
             head = weight.to(rule.dtype), None if bias is None else bias.to(rule.dtype)
             for rows in rule.tiles(num_rows):
-                logits = linear(hidden[rows].to(rule.dtype), *head).float()
+                product = linear(hidden[rows].to(rule.dtype), *head)
+                logits = map_in_place(product, rule.maps)[0].float()
+                del product
                 most = logits.amax(1, keepdim=True)
                 picked = logits.gather(1, place[rows])
                 # In place, so that one tile stands at a time.
@@ -314,13 +353,15 @@ class _TiledLoss(torch.autograd.Function):
 
         def gradient(inputs: Tensor, classes: slice, rows: slice, head: Any) -> Tensor:
             """Of the logits of some rows and classes; in `rule.dtype`."""
-            part = linear(inputs, *head).float()
+            part, capped = map_in_place(linear(inputs, *head), rule.maps)
+            part = part.float()
             part.sub_(sums[rows]).exp_()
             start, end = classes.start, classes.stop
             own = (place[rows] - start).clamp_(0, end - start - 1)
             inside = (place[rows] >= start) & (place[rows] < end)
             part.scatter_(1, own, part.gather(1, own) - inside.float())
-            return part.mul_(scales[rows]).to(rule.dtype)
+            map_back_in_place(part.mul_(scales[rows]), rule.maps, capped)
+            return part.to(rule.dtype)
 
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         everything = slice(0, len(hidden)), slice(0, len(weight))
