@@ -17,7 +17,7 @@ from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.estimated import estimate
-from protrain_plan.profiling.measured import measure
+from protrain_plan.profiling.measured import compiler_bytes, measure
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_plan.records import (
@@ -39,7 +39,7 @@ from protrain_plan.records.plan import (
     UnitPlan,
     activations_in,
 )
-from protrain_plan.records.profile import Compile, Profile, Unit
+from protrain_plan.records.profile import Compilation, Compile, Profile, Unit
 from protrain_runtime.activations.compiled import compile_each
 from protrain_runtime.activations.forms import wrap_forward
 from protrain_runtime.devices.memory_meter import MemoryMeter
@@ -358,6 +358,30 @@ def test_a_run_says_whether_pytorchs_cache_had_its_graphs(tmp_path: Path) -> Non
     assert warm["compilation"]["num_graphs"] > 0
     assert (warm["verified"], warm["compile"]) == (True, "blocks")
     assert warm["compilation"]["seconds"] < profiled["compilation"]["seconds"]
+    # A profile that finds graphs in the cache promises what a run without them holds, too.
+    again = printed(
+        protrain("profile", "tiny-llama", *size, "--compile", "--json", folder=tmp_path, **cache)
+    )
+    assert again["compilation"]["cache"] == "warm"
+    printed(protrain("plan", "profile.yaml", "--json", folder=tmp_path))
+    cold = printed(
+        protrain(
+            *("run", "plan.yaml", "--json"),
+            folder=tmp_path,
+            TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "other"),
+        )
+    )
+    assert cold["compilation"]["cache"] == "cold"
+    assert cold["measured_peak_bytes"]["context"] <= cold["predicted_peak_bytes"]["context"]
+
+
+def test_a_profile_that_found_graphs_in_a_cache_counts_the_compiler_that_makes_them() -> None:
+    cold = Compilation(num_graphs=1, seconds=1.0, cache="cold")
+    none = replace(cold, cache="none")
+    assert [compiler_bytes(found) for found in (None, none, cold)] == [0, 0, 0]
+    warm, partly = (replace(cold, cache=found) for found in ("warm", "partly"))
+    assert 0 < compiler_bytes(warm) == compiler_bytes(partly)
+    assert compiler_bytes(replace(warm, num_graphs=2)) > compiler_bytes(warm)
 
 
 class Breaking(nn.Module):
