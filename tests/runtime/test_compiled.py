@@ -17,7 +17,7 @@ from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.estimated import estimate
-from protrain_plan.profiling.measured import measure
+from protrain_plan.profiling.measured import compiler_bytes, measure
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_plan.records import (
@@ -39,7 +39,7 @@ from protrain_plan.records.plan import (
     UnitPlan,
     activations_in,
 )
-from protrain_plan.records.profile import Compile, Profile, Unit
+from protrain_plan.records.profile import Compilation, Compile, Profile, Unit
 from protrain_runtime.activations.compiled import compile_each
 from protrain_runtime.activations.forms import wrap_forward
 from protrain_runtime.devices.memory_meter import MemoryMeter
@@ -377,22 +377,62 @@ def test_a_run_asked_to_compile_under_a_plan_for_plain_blocks_is_refused(
     assert_says(done.stderr)
 
 
-@pytest.mark.slow  # a compiler, twice
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_a_run_says_whether_pytorchs_cache_had_its_graphs(tmp_path: Path) -> None:
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    size = ("--batch-size", 2, "--seq-len", 64, "--steps", 1)
-    profiled = printed(
-        protrain("profile", "tiny-llama", *size, "--compile", "--json", folder=tmp_path, **cache)
+PROFILE = ("profile", "tiny-llama", "--batch-size", 2, "--seq-len", 64, "--steps", 1, "--compile")
+
+
+def cache_in(folder: Path) -> dict[str, str]:
+    """PyTorch's cache of compiled graphs, for a process."""
+    return {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder with a profile and the cache that it has filled; and what was printed."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
+    folder = tmp_path_factory.mktemp("cold")
+    return folder, printed(
+        protrain(*PROFILE, "--json", folder=folder, **cache_in(folder / "cache"))
     )
+
+
+@pytest.mark.slow  # a compiler, twice
+def test_a_run_says_whether_pytorchs_cache_had_its_graphs(
+    cold: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, profiled = cold
     assert profiled["compilation"]["cache"] == "cold"
-    printed(protrain("plan", "profile.yaml", "--json", folder=tmp_path))
-    words = ("run", "plan.yaml", "--compile", "--verify")
-    warm = printed(protrain(*words, "--json", folder=tmp_path, **cache))
+    planned = ("plan", folder / "profile.yaml", "--json")
+    printed(forked.protrain(*planned, folder=tmp_path))
+    words = ("run", "plan.yaml", "--compile", "--verify", "--json")
+    warm = printed(protrain(*words, folder=tmp_path, **cache_in(folder / "cache")))
     assert warm["compilation"]["cache"] == "warm"
     assert warm["compilation"]["num_graphs"] > 0
     assert (warm["verified"], warm["compile"]) == (True, "blocks")
     assert warm["compilation"]["seconds"] < profiled["compilation"]["seconds"]
+
+
+@pytest.mark.slow  # a compiler, twice
+def test_a_profile_that_found_graphs_in_a_cache_promises_what_a_run_without_them_holds(
+    cold: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    profiled = printed(protrain(*PROFILE, "--json", folder=tmp_path, **cache_in(cold[0] / "cache")))
+    assert profiled["compilation"]["cache"] == "warm"
+    printed(forked.protrain("plan", "profile.yaml", "--json", folder=tmp_path))
+    ran = printed(
+        protrain("run", "plan.yaml", "--json", folder=tmp_path, **cache_in(tmp_path / "other"))
+    )
+    assert ran["compilation"]["cache"] == "cold"
+    assert ran["measured_peak_bytes"]["context"] <= ran["predicted_peak_bytes"]["context"]
+
+
+def test_a_profile_that_found_graphs_in_a_cache_counts_the_compiler_that_makes_them() -> None:
+    cold = Compilation(num_graphs=1, seconds=1.0, cache="cold")
+    none = replace(cold, cache="none")
+    assert [compiler_bytes(found) for found in (None, none, cold)] == [0, 0, 0]
+    warm, partly = (replace(cold, cache=found) for found in ("warm", "partly"))
+    assert 0 < compiler_bytes(warm) == compiler_bytes(partly)
+    assert compiler_bytes(replace(warm, num_graphs=2)) > compiler_bytes(warm)
 
 
 class Breaking(nn.Module):
