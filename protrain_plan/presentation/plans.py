@@ -22,7 +22,14 @@ from protrain_plan.presentation.spending import (
     spending_cells,
     spending_json,
 )
-from protrain_plan.presentation.terminal import FirstThatFits, Text, run_name, table_of, wrote
+from protrain_plan.presentation.terminal import (
+    FirstThatFits,
+    Text,
+    closer,
+    run_name,
+    table_of,
+    wrote,
+)
 from protrain_plan.program.group import DeviceGroup
 from protrain_plan.records import activations_text, states_text
 from protrain_plan.records.commands import profile_command
@@ -426,7 +433,7 @@ class CellTable:
 
     @property
     def fitting(self) -> RenderableType:
-        return FirstThatFits(self._wide, self._narrow)
+        return FirstThatFits(self._wide, closer(self._wide), self._narrow)
 
     def add_cell(
         self, heads: Sequence[str], heading: str, way: Text, numbers: Sequence[str]

@@ -31,7 +31,7 @@ class Wear:
 
 
 def wear(plan: Plan, profile: Profile) -> Wear | None:
-    """What the plan writes; None where it has nothing on a disk.
+    """What the plan writes; None where it writes nothing, such as frozen weights that are read.
 
     Of steps of which a part is clipped, the mean.
     """
@@ -48,6 +48,8 @@ def wear(plan: Plan, profile: Profile) -> Wear | None:
         before = _to_disk(bind(plan.units, implied, updating=False))
         written += (plan.micro_batches - 1) * before
     step_bytes = round(written) * (plan.num_devices // plan.num_nodes)
+    if not step_bytes:
+        return None
     seconds = plan.prediction.step_seconds
     return Wear(step_bytes=step_bytes, day_bytes=round(step_bytes * DAY_S / seconds))
 

@@ -10,7 +10,7 @@ import torch
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.sources import load_source
 from protrain_plan.records import read_profile
-from protrain_plan.records.plan import Keep, Offload, Plan, Swap, Updates
+from protrain_plan.records.plan import Keep, Offload, Persistent, Plan, Swap, Updates
 from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.wear import wear
 from protrain_runtime import prepare
@@ -93,3 +93,9 @@ def test_what_stays_in_memory_wears_nothing(profile: Profile) -> None:
     assert (
         wear(replace(plan, prediction=replace(plan.prediction, peak_bytes=none)), profile) is None
     )
+
+
+def test_what_is_on_a_disk_and_not_written_wears_nothing(profile: Profile) -> None:
+    units = decided(described_by(profile), Keep(), Persistent())
+    plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
+    assert wear(with_a_disk(plan), profile) is None

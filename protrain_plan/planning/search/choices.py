@@ -126,7 +126,23 @@ def min_memory(
         found = _leanest(problem, of, 1.0 - slack, counted=False, stopped=stopped)
         if found:
             return found
-    return None
+    return None if stopped and stopped() else leanest_plain(problem, of)
+
+
+def leanest_plain(problem: Problem, of: StateTier) -> Leanest | None:
+    """The same among plain policies, where the solver's nodes end before it has found any.
+
+    That may be where the other tiers are all but full, so that whole chunks hardly fit.
+    """
+    others = {tier: limit for tier, limit in problem.tiers.items() if tier != of}
+    found: list[Leanest] = []
+    for choice in plain_choices(problem):
+        static = max(problem.static_bytes(choice))
+        within = all(problem.tier_use(tier, choice) <= limit for tier, limit in others.items())
+        if within and (of == "device" or static <= problem.device):
+            needed = static if of == "device" else problem.tier_use(of, choice)
+            found.append(Leanest(choice=choice, bytes=needed, proven_bytes=0))
+    return min(found, key=lambda lean: lean.bytes, default=None)
 
 
 def _leanest(
