@@ -301,7 +301,9 @@ def dequantized(packed: Tensor, dtype: torch.dtype) -> Tensor:
     elements = torch.empty(count, dtype=dtype, device=packed.device)
     for rows, scales, integers in _tiles(packed, count):
         found = elements[rows].view(integers.shape)
-        wide = found if dtype == torch.float32 else found.new_empty(found.shape, dtype=torch.float32)
+        wide = (
+            found if dtype == torch.float32 else found.new_empty(found.shape, dtype=torch.float32)
+        )
         wide.copy_(integers).mul_(scales)  # a product of both kinds is slower than the two
         if wide is not found:
             found.copy_(wide)
