@@ -506,7 +506,10 @@ def _cuda_attention(*args: Any, **kwargs: Any) -> Tensor:
     In float32 none of them shares keys and values among heads (ATen/native/transformers/cuda/
     sdp_utils.cpp), so that grouped heads mean it there.
     """
-    if kwargs.get("enable_gqa") and args[0].dtype == torch.float32:
+    kind = args[0].device.type
+    cast = torch.is_autocast_enabled(kind)  # which casts inside of the attention
+    dtype = torch.get_autocast_dtype(kind) if cast else args[0].dtype
+    if kwargs.get("enable_gqa") and dtype == torch.float32:
         with sdpa_kernel(SDPBackend.MATH):
             return scaled_dot_product_attention(*args, **kwargs)
     return scaled_dot_product_attention(*args, **{**kwargs, "dropout_p": 0.0})

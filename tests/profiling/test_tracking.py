@@ -284,19 +284,24 @@ def test_code_that_looks_at_values_is_refused(assert_says: Speaker) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "grouped", "keeps_scores"),
+    ("kind", "dtype", "grouped", "cast", "keeps_scores"),
     [
-        ("cpu", torch.bfloat16, False, True),
-        ("cuda", torch.bfloat16, False, False),
-        ("cuda", torch.bfloat16, True, False),
-        ("cuda", torch.float32, False, False),
-        ("cuda", torch.float32, True, True),
+        ("cpu", torch.bfloat16, False, False, True),
+        ("cuda", torch.bfloat16, False, False, False),
+        ("cuda", torch.bfloat16, True, False, False),
+        ("cuda", torch.float32, False, False, False),
+        ("cuda", torch.float32, True, False, True),
+        ("cuda", torch.float32, True, True, False),  # autocast casts inside of the attention
     ],
 )
 def test_attention_with_dropout_takes_the_devices_kernel(
-    kind: DeviceKind, dtype: torch.dtype, grouped: bool, keeps_scores: bool
+    kind: DeviceKind, dtype: torch.dtype, grouped: bool, cast: bool, keeps_scores: bool
 ) -> None:
-    with faking(kind), FakeMeter(allocator_of(device(kind))) as meter:
+    with (
+        faking(kind),
+        FakeMeter(allocator_of(device(kind))) as meter,
+        torch.autocast("cpu", torch.bfloat16, enabled=cast),  # fake tensors are there
+    ):
         query = torch.ones(1, 4, 512, 16, dtype=dtype, requires_grad=True)
         key = torch.ones(1, 2 if grouped else 4, 512, 16, dtype=dtype, requires_grad=True)
         meter.mark("attention")

@@ -5,8 +5,6 @@ PyTorch that packs alike: without transfers, recomputation of others, and places
 """
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +40,7 @@ from protrain_runtime.activations import compressed
 from protrain_runtime.activations.compressed import GROUP, MIN_ELEMENTS, dequantized, quantized
 from protrain_runtime.activations.forms import in_form, wrap_forward
 from protrain_runtime.diagnostics.matching import model_fingerprint
+from tests.support.compressing import scales_of, seeded
 from tests.support.peaks import (
     SLACK_BYTES,
     assert_within_the_promise,
@@ -80,24 +79,7 @@ FORM = pytest.mark.parametrize("form", FORMS)
 NUM_SEEDS = 400
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """The packing's own seed."""
-    compressed.SEED = seed
-    try:
-        yield
-    finally:
-        compressed.SEED = 0
-
-
 # --- what comes back ------------------------------------------------------------------------------
-
-
-def scales_of(packed: Tensor, count: int) -> Tensor:
-    """Of every element: float64 [elements]."""
-    groups = -(-count // GROUP)
-    scales = packed[: 4 * groups].view(torch.float32).double()
-    return scales.repeat_interleave(GROUP)[:count]
 
 
 def elements(count: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -52,7 +52,7 @@ from protrain_plan.records.plan import (
     TierBytes,
     UnitPlan,
 )
-from protrain_plan.records.profile import DType, Form, Profile, Quantize, Workload
+from protrain_plan.records.profile import DType, Form, Precision, Profile, Quantize, Workload
 from protrain_runtime.devices import device as devices
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.compositions import Composition, is_composed
@@ -81,6 +81,9 @@ def profiled_here(
     spill: Path,
     *,
     dtype: DType = "float32",
+    precision: Precision = "pure",
+    batch_size: int = BATCH,
+    seq_len: int = SEQUENCE,
     num_steps: int = 1,
     adapter: str = "",
     quantize: Quantize = "",
@@ -90,9 +93,10 @@ def profiled_here(
     """A measured profile of a small model, whose seconds do not matter."""
     return measure(
         load_source(source),
-        batch_size=BATCH,
-        seq_len=SEQUENCE,
+        batch_size=batch_size,
+        seq_len=seq_len,
         dtype=dtype,
+        precision=precision,
         device="cpu",
         seed=0,
         adapter=adapter,

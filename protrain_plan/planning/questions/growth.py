@@ -10,11 +10,14 @@ sequence comes at the slot's beginning, before there are gradients; that of a sh
 when activations are gone (SmolLM2-135M, float32, 64, 128 and 256 tokens: 12.2, 10.2 and 7.1 MB).
 For r < 1
 
-    r a + g = r (a + g) + (1 - r) g <= r peak + (1 - r) G.
+    r a + g = r (a + g) + (1 - r) g <= r peak + (1 - r) G,
+
+where G has what else does not shrink.
 
 For r > 1 it is r peak at most, where all of the peak is activations. They hardly exceed A, what the
 unit's forward had at once (each tensor of it has a gradient of its size, and is gone soon after),
-with what a recomputation brings back. With a as large as that allows,
+with what a recomputation brings back, and the gradients of its output and of its input; to be on
+the safe side, A is taken a sixteenth larger. With a as large as that allows,
 
     r a + g <= r a' + (peak - a'),    a' = min(peak, max(A, peak - G)).
 
@@ -23,6 +26,20 @@ gradients, float32 sums of them and those of one tile, and casts of its weights 
 most 10 bytes for 4 of float32, and 6 for 2 of 16 bits, so that c = 3. A head in tiles holds its
 gradient and, of one tile, a cast of its weights and a product: c = 2. For r > 1 a larger G would
 only let less grow, so that c = 1 is on the safe side.
+
+[Note: what does not shrink] A profile says how many bytes there are, and not which of them follow
+the batch. Of a smaller batch a quantity is r times as large and (1 - r) C more, where C bounds what
+stays, and no more than it was:
+
+- partial results of kernels: 1 MiB on an accelerator; on a CPU, packed blocks for every thread;
+- weights that autocast casts, or that were packed, as numbers;
+- a recomputed unit's random state;
+- in a part before the last one, all but the hidden states that it hands on: tables of positions
+  follow the length, and not the batch; in its backward, sums of an embedding's rows in float32;
+- tensors that are now too small to be swapped, at most 256 KiB of a block.
+
+What follows the square of the length (scores that are kept, masks) grows more than r, which one
+profile cannot show: a length that was found so is to be profiled.
 
 The largest that fits is that for which the leanest decisions do. The least peak is a mixed-integer
 programme, a given choice's peak a sum; so that few sizes need the programme, a choice once found is
@@ -33,14 +50,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.search.choices import min_memory, plain_choices
 from protrain_plan.program.program import BLOCK_BYTES
 from protrain_plan.records.forms import FORMS
+from protrain_plan.records.hardware import is_accelerator
 from protrain_plan.records.plan import Activations, Placement
-from protrain_plan.records.profile import FormCost, Profile
+from protrain_plan.records.profile import Form, FormCost, Profile, Unit
 from protrain_plan.simulation.memory import base_bytes
 from protrain_plan.units import four_digits
 
@@ -60,12 +78,13 @@ def grown(
     base                            r times, and never less: the model's buffers do not shrink
     seconds, FLOPs                  r times
 
-    Sizes are rounded up to whole `BLOCK_BYTES`, so that a promise errs on the safe side. It is
-    an assumption that seconds are proportional: the work of attention has a part that grows with
-    the square of the sequence, which one profile cannot show, and so have the bytes of an attention
-    that stores its scores. Small batches fill a device less than large ones. Tables of positions
-    depend on the sequence alone: for a smaller batch the unit that makes them comes out too small
-    by some hundred bytes per token.
+    Of a smaller batch, what does not shrink is more: see [Note: what does not shrink]. Sizes are
+    rounded up to whole `BLOCK_BYTES`, so that a promise errs on the safe side. It is an assumption
+    that seconds are proportional: the work of attention has a part that grows with the square of
+    the sequence, which one profile cannot show, and so have the bytes of an attention that stores
+    its scores. Small batches fill a device less than large ones. Between two factors, of the batch
+    and of the length, it is the product that counts: a shorter batch of more tokens comes out too
+    small by its tables of positions.
     """
     workload = profile.workload
     target = replace(
@@ -159,27 +178,40 @@ def between(low: Profile, high: Profile, batch_size: int) -> Profile:
 
 def _form_grown(profile: Profile, index: int, form: FormCost, ratio: Fraction) -> FormCost:
     """The costs in whole blocks."""
+    stay = _constants(profile, index, form)
+
+    def scaled(size: int, constant: int) -> Fraction:
+        if ratio < 1:
+            return ratio * size + (1 - ratio) * min(max(size, 0), constant)
+        # What is below the level after the slot may be constant: it has gone.
+        return ratio * size if size >= 0 else Fraction(size)
+
+    loose, more = 0, Fraction(_KERNEL_BYTES * profile.hardware.device.num_threads)
+    if is_accelerator(profile.workload.device):
+        loose = LOOSE_BYTES * math.ceil(max(ratio, Fraction(1)))
+        more = Fraction(loose)
     staying = form.kept_bytes - form.swappable_bytes  # what a swap leaves on the device
-    constant = Fraction(0)  # what a smaller batch has more than its proportion
-    if form.form != "keep" and ratio < 1:
-        constant = (1 - ratio) * min(max(0, staying), RANDOM_STATE_BYTES)
     pieces = tuple(_aligned(ratio * piece) for piece in form.swap_pieces)
     moved = sum(pieces) if pieces else _aligned(ratio * form.swappable_bytes)
+    # A tensor that has become small stays where it is.
+    small = min(moved, _SMALL_TENSORS * _SMALLEST_SWAP_BYTES) if ratio < 1 else 0
     # Rounded apart, so that neither what a swap leaves on the device nor what it takes of a tier
     # comes out too small.
-    kept = _aligned(ratio * staying + constant) + moved
-    backward = _backward_peak(profile, index, form, ratio)
-    more = Fraction(0)  # in forward
+    left = _aligned(scaled(staying, stay.kept) + loose) + small
+    kept = max(left + moved, _aligned(scaled(form.kept_bytes, stay.kept) + loose))
+    backward = _backward_peak(profile, index, form, ratio, stay.backward) + more
     if FORMS[form.form].of == "last part":
         # A tile of rows need not shrink with the batch, and may grow by a group of rows more than
         # the batch does, which is a tile at most. Forward has one or two of a tile's size, and
         # backward three (`loss_in_place.tile_rows`).
-        tile = max(0, form.forward_peak_bytes - form.kept_bytes)
-        more = tile * (Fraction(1) if ratio > 1 else 1 - ratio)
-        backward += 3 * more
+        tile = Fraction(max(0, form.forward_peak_bytes - form.kept_bytes))
+        tile *= Fraction(1) if ratio > 1 else 1 - ratio
+        more += tile
+        backward += 3 * tile
+    forward = scaled(form.forward_peak_bytes, stay.forward) + more
     return replace(
         form,
-        forward_peak_bytes=max(_aligned(ratio * form.forward_peak_bytes + constant + more), kept),
+        forward_peak_bytes=max(_aligned(forward), kept),
         kept_bytes=kept,
         backward_peak_bytes=_aligned(backward),
         swappable_bytes=moved,
@@ -189,27 +221,98 @@ def _form_grown(profile: Profile, index: int, form: FormCost, ratio: Fraction) -
     )
 
 
+LOOSE_BYTES = 8 * BLOCK_BYTES
+"""An accelerator's allocator rounds tensors up. In proportion, that of one that is gone at a peak
+counts r times against it."""
+
+_KERNEL_BYTES = 2**15
+"""What kernels of a CPU take per thread once they have more rows, as in `hardware.operators`."""
+
+_SMALLEST_SWAP_BYTES, _SMALL_TENSORS = 2**14, 16
+"""`MIN_SWAP_BYTES` of `protrain_runtime`, which imports torch, and tensors of a block that may get
+below it."""
+
+_SCRATCH_BYTES = 2**20
+"""What kernels of an accelerator take for partial results, whatever the batch: the bound of
+`hardware.operators`, which imports torch. On a CPU every thread packs blocks of as many at most."""
+
+
+class _Constants(NamedTuple):
+    """At most so many bytes do not shrink with the batch; see [Note: what does not shrink]."""
+
+    kept: int
+    forward: int
+    backward: int
+
+
+def _constants(profile: Profile, index: int, form: FormCost) -> _Constants:
+    """Those of a form of a unit."""
+    workload, unit = profile.workload, profile.units[index]
+    used = [one for one in profile.units if index in one.used_by]
+    parameters = sum(one.parameter_bytes for one in used)
+    casts = 0  # of weights
+    if workload.precision == "autocast":
+        casts = parameters // 2
+    elif workload.quantize:
+        casts = 4 * parameters
+    kept = casts + RANDOM_STATE_BYTES * (form.form != "keep")
+    threads = 1 if is_accelerator(workload.device) else 2 * profile.hardware.device.num_threads
+    scratch = threads * _SCRATCH_BYTES
+    # Of a later unit that has made a tied parameter's gradient already, this one makes another and
+    # the sum of both.
+    gradients = sum(
+        one.gradient_bytes * (1 if index == max(one.used_by) else 2) for one in used
+    ) * _STAYING.get(form.form, 1)
+    forward, backward = kept + scratch, gradients + casts + scratch
+    if unit.kind == "part" and index < len(profile.units) - 1:
+        # Tables of positions, and what makes them: all but the hidden states that it hands on.
+        handed = [one.cost("full").kept_bytes for one in profile.units if _has(one, "full")]
+        hidden = max(0, min(handed, default=0) - RANDOM_STATE_BYTES)
+        backward += 2 * parameters  # sums of rows of an embedding in float32
+        kept, forward, backward = (
+            max(one, size - hidden)
+            for one, size in (
+                (kept, form.kept_bytes),
+                (forward, form.forward_peak_bytes),
+                (backward, form.backward_peak_bytes),
+            )
+        )
+    return _Constants(kept, forward, backward)
+
+
+def _has(unit: Unit, form: Form) -> bool:
+    return any(cost.form == form for cost in unit.forms)
+
+
 _STAYING = {"tiled": 3, "8 tiles": 2, "64 tiles": 2}
 """c of [Note: what grows of a backward peak]; 1 for all that is not in tiles."""
 
 
-def _backward_peak(profile: Profile, index: int, form: FormCost, ratio: Fraction) -> Fraction:
+def _backward_peak(
+    profile: Profile, index: int, form: FormCost, ratio: Fraction, constant: int
+) -> Fraction:
     """The most that the peak can be. See [Note: what grows of a backward peak]."""
-    # Where a later unit has made a tied parameter's gradient already, this one makes another and
-    # the sum of both.
     peak = form.backward_peak_bytes
-    gradients = sum(
-        unit.gradient_bytes * (1 if index == max(unit.used_by) else 2)
-        for unit in profile.units
-        if index in unit.used_by
-    )
     if ratio <= 1:
-        return ratio * peak + (1 - ratio) * gradients * _STAYING.get(form.form, 1)
-    keep = profile.units[index].cost("keep")
+        return ratio * peak + (1 - ratio) * constant
+    gradients = sum(
+        one.gradient_bytes * (1 if index == max(one.used_by) else 2)
+        for one in profile.units
+        if index in one.used_by
+    )
+    unit = profile.units[index]
+    keep = unit.cost("keep")
     recomputed = keep.kept_bytes - form.kept_bytes
-    activations = keep.forward_peak_bytes + recomputed
-    growing = min(peak, max(activations, peak - gradients))
-    return ratio * growing + (peak - growing)
+    handed = next((cost.kept_bytes for cost in unit.forms if cost.form == "full"), 0)
+    activations = keep.forward_peak_bytes + recomputed + 2 * handed
+    most = max(_MORE_THAN_FORWARD * activations, Fraction(peak - gradients))
+    growing = min(Fraction(peak), most)
+    return (ratio * growing if growing >= 0 else growing) + (peak - growing)
+
+
+_MORE_THAN_FORWARD = Fraction(17, 16)
+"""By how much activations of a backward may exceed the forward's, A of [Note: what grows of a
+backward peak]."""
 
 
 def _aligned(size: Fraction) -> int:

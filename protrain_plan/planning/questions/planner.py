@@ -154,7 +154,10 @@ def solve_problem(
     `solver` is `milp` for all the planner has, or a baseline to compare with. `progress` is told a
     stage, the best step so far and the bound, in seconds. `hints` are choices to begin with.
     A plan that is not exact is faster than every exact one that was found, by more than tidying may
-    cost.
+    cost. To know that, the problem without leave is solved, too. It is another question: the search
+    with leave goes from option to option, and misses exact plans as fast that differ in several.
+    The second search has one thing to find, a plan within the tolerance, and ends when its bound
+    says that there is none.
     """
     with collected_seldom():
         return _fastest(problem, budgets, effort or Effort(), solver, progress, hints)
