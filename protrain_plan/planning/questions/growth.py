@@ -234,7 +234,7 @@ below it."""
 
 _SCRATCH_BYTES = 2**20
 """What kernels of an accelerator take for partial results, whatever the batch: the bound of
-`hardware.operators`, which imports torch. On a CPU every thread packs blocks of as many at most."""
+`hardware.operators`, which imports torch. On a CPU every thread packs blocks of 2.7 MiB at most."""
 
 
 class _Constants(NamedTuple):
@@ -256,7 +256,7 @@ def _constants(profile: Profile, index: int, form: FormCost) -> _Constants:
     elif workload.quantize:
         casts = 4 * parameters
     kept = casts + RANDOM_STATE_BYTES * (form.form != "keep")
-    threads = 1 if is_accelerator(workload.device) else 2 * profile.hardware.device.num_threads
+    threads = 1 if is_accelerator(workload.device) else 3 * profile.hardware.device.num_threads
     scratch = threads * _SCRATCH_BYTES
     # Of a later unit that has made a tied parameter's gradient already, this one makes another and
     # the sum of both.
