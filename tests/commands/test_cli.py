@@ -119,7 +119,8 @@ def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
     measured = ran["measured_peak_bytes"]
     assert measured.keys() == TIERS
     assert measured["device"] <= ran["predicted_peak_bytes"]["device"]
-    assert 0 < measured["disk"] <= ran["predicted_peak_bytes"]["disk"]
+    assert measured["disk"] <= ran["predicted_peak_bytes"]["disk"]
+    assert bool(measured["disk"]) == bool(ran["predicted_peak_bytes"]["disk"])
     # What a process holds besides tensors is the C library's business too: 0.1 % more was seen.
     assert measured["context"] <= 1.005 * ran["predicted_peak_bytes"]["context"]
 

@@ -150,7 +150,7 @@ def _cases() -> Iterator[object]:
             yield pytest.param(trained, forms, step, states, id=name, marks=marks)
 
 
-@pytest.mark.parametrize(("trained", "forms", "step", "states"), _cases())
+@pytest.mark.parametrize(("trained", "forms", "step", "states"), [*_cases()])
 def test_measured_bytes_of_forms_by_leave_never_exceed_predicted_and_are_near(
     trained: Trained,
     forms: tuple[Activations, Keep],
