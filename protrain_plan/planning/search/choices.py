@@ -5,15 +5,16 @@ of any plan is that of the decisions alone: minimise z with m_t + what the last 
 every slot.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from protrain_plan.planning.model.decision_model import COUNTED, LE, DecisionModel, Terms
 from protrain_plan.planning.model.options import Decision
 from protrain_plan.planning.model.problem import AMPLE, Choice, Problem
 from protrain_plan.planning.model.solver import Stopped, solve
+from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     Activations,
     Placement,
@@ -39,6 +40,9 @@ CERTAIN = 1e-4
 
 MANY, NEARLY = 60, 1e-2
 """... and the same for so many units, where the search for more takes a minute."""
+
+HOPELESS = 2
+"""Where no decisions need less than so many times the device, a few per cent are no matter."""
 
 TIE_BREAK = 1e-9
 """What a plain decision is worth, in fractions of about the peak: less than it can matter."""
@@ -117,16 +121,43 @@ def min_memory(
     """
     # Whole numbers of units decide, unless their orders matter.
     if any(len(units) >= COUNTED for units in problem.classes):
-        found = _leanest(problem, of, 1.0, counted=True, stopped=stopped)
+        found = _tries(problem, of, (1.0, 1.0, 1.0), counted=True, stopped=stopped)
         certain = CERTAIN if problem.count < MANY else NEARLY
         if found and found.bytes <= found.proven_bytes * (1 + certain):
             return found
-    # The solver may overstep a limit by its tolerance: then a little less is asked for.
-    for slack in (0.0, 3e-7, 3e-6):
-        found = _leanest(problem, of, 1.0 - slack, counted=False, stopped=stopped)
-        if found:
+        if found and of == "device" and found.proven_bytes > HOPELESS * problem.device:
             return found
-    return None if stopped and stopped() else leanest_plain(problem, of)
+    # The solver may overstep a limit by its tolerance: then a little less is asked for.
+    found = _tries(problem, of, (1.0, 1.0 - 3e-7, 1.0 - 3e-6), counted=False, stopped=stopped)
+    if found or (stopped and stopped()):
+        return found
+    return leanest_plain(problem, of)
+
+
+def _tries(
+    problem: Problem,
+    of: StateTier,
+    parts: Sequence[float],
+    *,
+    counted: bool,
+    stopped: Stopped | None,
+) -> Leanest | None:
+    """The first decisions that meet the other budgets, within ever smaller `parts` of limits.
+
+    A tier's row has no staging, so that where the tier is full, decisions may take more of it than
+    there is. Then so much less is asked for; what was proven stays what the first programme proves.
+    """
+    spare: dict[TierName, int] = {}
+    proven: int | None = None
+    for part in parts:
+        tried = _try(problem, of, part, spare, counted=counted, stopped=stopped)
+        proven = tried.proven if proven is None else proven
+        if tried.lean:
+            return replace(tried.lean, proven_bytes=min(tried.lean.proven_bytes, proven))
+        if (counted and not tried.over) or tried.proves_none:
+            break
+        spare = {tier: spare.get(tier, 0) + tried.over.get(tier, 0) for tier in problem.tiers}
+    return None
 
 
 def leanest_plain(problem: Problem, of: StateTier) -> Leanest | None:
@@ -145,16 +176,33 @@ def leanest_plain(problem: Problem, of: StateTier) -> Leanest | None:
     return min(found, key=lambda lean: lean.bytes, default=None)
 
 
-def _leanest(
-    problem: Problem, of: StateTier, part: float, *, counted: bool, stopped: Stopped | None
-) -> Leanest | None:
-    """The same, within `part` of every limit.
+class _Try(NamedTuple):
+    """What one programme says: the leanest decisions, a bound, and what tiers lacked of all."""
+
+    lean: Leanest | None = None
+    proven: int = 0
+    over: Mapping[TierName, int] = {}
+    proves_none: bool = False
+
+
+def _try(
+    problem: Problem,
+    of: StateTier,
+    part: float,
+    spare: Mapping[TierName, int],
+    *,
+    counted: bool,
+    stopped: Stopped | None,
+) -> _Try:
+    """The same, within `part` of every limit, and of a tier with so much to `spare`.
 
     With whole decisions, or (`counted`) with whole numbers of units per option.
     """
     # The answer does not depend on the budget of the tier asked for: neither may the model's scale.
     scale = min(max(problem.static_bytes(choice)) for choice in plain_choices(problem))
-    tiers = {tier: int(size * part) for tier, size in problem.tiers.items()}
+    tiers = {tier: int(size * part) - spare.get(tier, 0) for tier, size in problem.tiers.items()}
+    if any(size < 0 for size in tiers.values()):
+        return _Try()
     if of != "device":
         tiers[of] = AMPLE
     model = DecisionModel(replace(problem, device=max(1, scale), tiers=tiers))
@@ -175,20 +223,28 @@ def _leanest(
         model.count_units()
     answer = solve(model.pulp, integer=True, max_nodes=MAX_NODES, gap=1e-9, stopped=stopped)
     if not answer.values:
-        return None
+        return _Try(proves_none=answer.status == "infeasible")
     # What the solver proved, less its tolerance and what the tie-break may have taken off.
     proven = 0.0
     if answer.bound > 0:
         proven = (answer.bound - 1e-8 * problem.count) * model.byte_unit * (1 - 1e-6)
     found: list[Leanest] = []
+    lacking: list[Mapping[TierName, int]] = []
     for choice in roundings(problem, model.choice_values(answer.values)):
         static = max(problem.static_bytes(choice))
-        others = (tier for tier in problem.tiers if tier != of)
-        if any(problem.tier_use(tier, choice) > problem.tiers[tier] for tier in others):
+        over = {
+            tier: problem.tier_use(tier, choice) - limit
+            for tier, limit in problem.tiers.items()
+            if tier != of and problem.tier_use(tier, choice) > limit
+        }
+        if over:
+            lacking.append(over)
             continue
         if of != "device" and static > problem.device:
             continue
         needed = static if of == "device" else problem.tier_use(of, choice)
         bound = max(0, min(int(proven), needed))
         found.append(Leanest(choice=choice, bytes=needed, proven_bytes=bound))
-    return min(found, key=lambda lean: lean.bytes, default=None)
+    lean = min(found, key=lambda lean: lean.bytes, default=None)
+    least = min(lacking, key=lambda over: sum(over.values()), default={})
+    return _Try(lean, max(0, int(proven)), {} if lean else least)
