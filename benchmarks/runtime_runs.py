@@ -196,7 +196,6 @@ def plan_of(
         for index, unit in enumerate(profile.units)
     )
     on_host = isinstance(activations, Swap) and activations.tier == "host"  # no tier of a CPU's
-    on_host = isinstance(activations, Swap) and activations.tier == "host"  # no tier of a CPU's
     return plan_of_units(problem, units, timed=not on_host)
 
 

@@ -466,8 +466,12 @@ of the file have addresses that direct I/O takes."""
 
 def file_bytes(num_bytes: int, block: int = PAGE_BYTES) -> int:
     """What a region of a spill file takes: blocks of its own, where its file has blocks."""
-    large = num_bytes >= REQUEST_BYTES and block > 1
-    return in_blocks(num_bytes + large * LARGE_BEGIN_BYTES, block)
+    return in_blocks(region_begin(num_bytes, block) + num_bytes, block)
+
+
+def region_begin(num_bytes: int, block: int) -> int:
+    """How far into its first block a region of a spill file begins."""
+    return LARGE_BEGIN_BYTES if num_bytes >= REQUEST_BYTES and block > 1 else 0
 
 
 def pinned_bytes(num_bytes: int) -> int:

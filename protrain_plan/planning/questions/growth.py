@@ -258,11 +258,7 @@ def _constants(profile: Profile, index: int, form: FormCost) -> _Constants:
     kept = casts + RANDOM_STATE_BYTES * (form.form != "keep")
     threads = 1 if is_accelerator(workload.device) else 3 * profile.hardware.device.num_threads
     scratch = threads * _SCRATCH_BYTES
-    # Of a later unit that has made a tied parameter's gradient already, this one makes another and
-    # the sum of both.
-    gradients = sum(
-        one.gradient_bytes * (1 if index == max(one.used_by) else 2) for one in used
-    ) * _STAYING.get(form.form, 1)
+    gradients = _gradients(profile, index) * _STAYING.get(form.form, 1)
     forward, backward = kept + scratch, gradients + casts + scratch
     if unit.kind == "part" and index < len(profile.units) - 1:
         # Tables of positions, and what makes them: all but the hidden states that it hands on.
@@ -280,6 +276,18 @@ def _constants(profile: Profile, index: int, form: FormCost) -> _Constants:
     return _Constants(kept, forward, backward)
 
 
+def _gradients(profile: Profile, index: int) -> int:
+    """Bytes of the gradients that a unit's backward makes.
+
+    Where a later unit has made a tied parameter's already, it makes another, and the sum of both.
+    """
+    return sum(
+        one.gradient_bytes * (1 if index == max(one.used_by) else 2)
+        for one in profile.units
+        if index in one.used_by
+    )
+
+
 def _has(unit: Unit, form: Form) -> bool:
     return any(cost.form == form for cost in unit.forms)
 
@@ -295,11 +303,7 @@ def _backward_peak(
     peak = form.backward_peak_bytes
     if ratio <= 1:
         return ratio * peak + (1 - ratio) * constant
-    gradients = sum(
-        one.gradient_bytes * (1 if index == max(one.used_by) else 2)
-        for one in profile.units
-        if index in one.used_by
-    )
+    gradients = _gradients(profile, index)
     unit = profile.units[index]
     keep = unit.cost("keep")
     recomputed = keep.kept_bytes - form.kept_bytes

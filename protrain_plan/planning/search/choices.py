@@ -5,7 +5,7 @@ of any plan is that of the decisions alone: minimise z with m_t + what the last 
 every slot.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, NamedTuple, get_args
@@ -165,14 +165,31 @@ def leanest_plain(problem: Problem, of: StateTier) -> Leanest | None:
 
     That may be where the other tiers are all but full, so that whole chunks hardly fit.
     """
-    others = {tier: limit for tier, limit in problem.tiers.items() if tier != of}
+    choices = (one for one in plain_choices(problem) if not _lacking(problem, of, one))
+    return _leanest(problem, of, choices, proven=0)
+
+
+def _lacking(problem: Problem, of: StateTier, choice: Choice) -> dict[TierName, int]:
+    """What a choice takes of the tiers below the device, but for `of`, beyond what there is."""
+    over = {
+        tier: problem.tier_use(tier, choice) - limit
+        for tier, limit in problem.tiers.items()
+        if tier != of
+    }
+    return {tier: size for tier, size in over.items() if size > 0}
+
+
+def _leanest(
+    problem: Problem, of: StateTier, choices: Iterable[Choice], *, proven: int
+) -> Leanest | None:
+    """That of the choices which needs least of a tier; none, where no one meets the device."""
     found: list[Leanest] = []
-    for choice in plain_choices(problem):
+    for choice in choices:
         static = max(problem.static_bytes(choice))
-        within = all(problem.tier_use(tier, choice) <= limit for tier, limit in others.items())
-        if within and (of == "device" or static <= problem.device):
-            needed = static if of == "device" else problem.tier_use(of, choice)
-            found.append(Leanest(choice=choice, bytes=needed, proven_bytes=0))
+        if of != "device" and static > problem.device:
+            continue
+        needed = static if of == "device" else problem.tier_use(of, choice)
+        found.append(Leanest(choice=choice, bytes=needed, proven_bytes=min(proven, needed)))
     return min(found, key=lambda lean: lean.bytes, default=None)
 
 
@@ -225,26 +242,14 @@ def _try(
     if not answer.values:
         return _Try(proves_none=answer.status == "infeasible")
     # What the solver proved, less its tolerance and what the tie-break may have taken off.
-    proven = 0.0
+    proven = 0
     if answer.bound > 0:
-        proven = (answer.bound - 1e-8 * problem.count) * model.byte_unit * (1 - 1e-6)
-    found: list[Leanest] = []
-    lacking: list[Mapping[TierName, int]] = []
-    for choice in roundings(problem, model.choice_values(answer.values)):
-        static = max(problem.static_bytes(choice))
-        over = {
-            tier: problem.tier_use(tier, choice) - limit
-            for tier, limit in problem.tiers.items()
-            if tier != of and problem.tier_use(tier, choice) > limit
-        }
-        if over:
-            lacking.append(over)
-            continue
-        if of != "device" and static > problem.device:
-            continue
-        needed = static if of == "device" else problem.tier_use(of, choice)
-        bound = max(0, min(int(proven), needed))
-        found.append(Leanest(choice=choice, bytes=needed, proven_bytes=bound))
-    lean = min(found, key=lambda lean: lean.bytes, default=None)
-    least = min(lacking, key=lambda over: sum(over.values()), default={})
-    return _Try(lean, max(0, int(proven)), {} if lean else least)
+        bound = (answer.bound - 1e-8 * problem.count) * model.byte_unit * (1 - 1e-6)
+        proven = max(0, int(bound))
+    found = roundings(problem, model.choice_values(answer.values))
+    lacking = {choice: _lacking(problem, of, choice) for choice in found}
+    within = (choice for choice, over in lacking.items() if not over)
+    lean = _leanest(problem, of, within, proven=proven)
+    overs = (over for over in lacking.values() if over)
+    least = min(overs, key=lambda over: sum(over.values()), default={})
+    return _Try(lean, proven, {} if lean else least)

@@ -30,11 +30,11 @@ from typing import NamedTuple
 
 from protrain_plan.program.program import (
     EDGE_BYTES,
-    LARGE_BEGIN_BYTES,
     NUM_REQUESTS,
     REQUEST_BYTES,
     file_bytes,
     in_blocks,
+    region_begin,
 )
 from protrain_runtime.devices.lanes import started
 
@@ -119,8 +119,7 @@ class SpillFile:
             # I/O refuses: a disk that is full says so when it is written.
             self._file.truncate(end)
         self.num_bytes = end
-        large = num_bytes >= REQUEST_BYTES and block > 1
-        return start + large * LARGE_BEGIN_BYTES
+        return start + region_begin(num_bytes, block)
 
     def read(self, offset: int, target: memoryview) -> None:
         """Fill `target`.  # uint8"""
