@@ -15,6 +15,7 @@ from protrain_plan.presentation.profiles import (
     error_band,
     own_update,
     trust,
+    varying,
 )
 from protrain_plan.presentation.spending import (
     heads_of,
@@ -163,7 +164,7 @@ def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableT
     ]
     notes += other_results(plan)
     notes += other_steps(plan)
-    notes += [unknown] if (unknown := own_update(profile)) else []
+    notes += filter(None, (own_update(profile), varying(profile)))
     if several:
         notes.insert(0, f"on {several}, each with batches of its own")
     if len(solved.replicas) > 1:

@@ -38,6 +38,7 @@ def profile_json(profile: Profile) -> dict[str, Any]:
         **({"allocator_bytes": held_back} if held_back else {}),
         "repetitions": asdict(profile.repetitions) if profile.repetitions else None,
         "unsteady": unsteady(profile),
+        **({"varies": profile.varies} if profile.varies else {}),
         "measured_over_estimated": error_band(profile.hardware) if estimated else None,
     }
 
@@ -49,6 +50,13 @@ def own_update(profile: Profile) -> str | None:
     return (
         f"seconds of {profile.optimizer.name} are not known: an update is taken to move its bytes"
         " and to compute nothing; measure on the device to know them, and those of a slow step"
+    )
+
+
+def varying(profile: Profile) -> str | None:
+    """Remark on a model whose steps differ."""
+    return (
+        f"the model does other work from step to step: {profile.varies}" if profile.varies else None
     )
 
 
@@ -147,6 +155,7 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
         compiled_text(profile.compilation),
         slow_update(profile),
         own_update(profile),
+        varying(profile),
         no_fusion(profile),
     )
     how += [Text(said) for said in told if said]

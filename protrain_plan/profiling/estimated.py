@@ -50,7 +50,7 @@ from protrain_plan.profiling.measured import (
 )
 from protrain_plan.profiling.memory.block_classes import filled
 from protrain_plan.profiling.memory.fake_meter import NUMBER_BYTES, FakeMeter
-from protrain_plan.profiling.memory.unit_bytes import Loaded
+from protrain_plan.profiling.memory.unit_bytes import Loaded, without_falls
 from protrain_plan.profiling.unit_by_unit import (
     Options,
     batches_of,
@@ -229,7 +229,9 @@ def _estimates(
             cuts=cuts,
             seen=seen,
         )
-        filled_units = filled(timed(units, seconds, by_themselves), sketch.block_classes)
+        filled_units = without_falls(
+            filled(timed(units, seconds, by_themselves), sketch.block_classes)
+        )
         profiles.append(
             Profile(
                 workload=workload,
@@ -245,6 +247,7 @@ def _estimates(
                 model_flops=sum(
                     model_flops[slot] for unit in ran for slot in (unit, 2 * len(units) - 1 - unit)
                 ),
+                varies=sketch.varies,
                 allowed=options.get("allow", ()),
             )
         )

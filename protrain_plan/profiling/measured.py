@@ -31,6 +31,7 @@ from protrain_plan.profiling.memory.unit_bytes import (
     analyze_units,
     measure_bytes,
     other_bytes,
+    without_falls,
 )
 from protrain_plan.profiling.rehearsal import Rehearsal, Reserve, rehearse
 from protrain_plan.profiling.structure import whereabouts
@@ -39,8 +40,10 @@ from protrain_plan.profiling.structure.discovery import (
     discover,
     fullest,
     plain_attributes,
+    record_execution,
     starting_from,
     undisturbed,
+    variation,
 )
 from protrain_plan.profiling.structure.rerun import run_once
 from protrain_plan.profiling.unit_by_unit import (
@@ -77,6 +80,7 @@ from protrain_runtime.activations.compiled import (
     refuse_compiled_around,
 )
 from protrain_runtime.activations.recompute import switch_off_checkpointing
+from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import MemoryMeter, device_of, storage_bytes
 from protrain_runtime.diagnostics.compiling import compilation_since, compiled_so_far
@@ -192,9 +196,13 @@ def measure_model(
             start, execution = fullest(model, batch)
             found = discover(model, batch, execution)
             block_classes = BlockClasses(tuple(range(len(found))), {})  # all of them run
+            varies = variation(model, execution, _of_one_shape(batch, batches))
         else:
             start = Start(running.seed, plain_attributes(model))
-            found, block_classes = running.found, running.block_classes
+            found, block_classes, varies = running.found, running.block_classes, None
+            if running.varies:  # all units run
+                execution = record_execution(model, batch, start)
+                varies = variation(model, execution, _of_one_shape(batch, batches))
         stack.enter_context(starting_from(model, start))
         refuse_compiled_around(model, (unit.module for unit in found))
         blocks = {unit.name: unit.module for unit in found if unit.module is not None}
@@ -220,7 +228,7 @@ def measure_model(
         once = run_once(model, modules, batch)
         # Bytes of equal blocks are counted once; seconds are those of the whole model. What blocks
         # save is seen below the compiler alone, so that all compiled ones run.
-        alike = whole and not compiled
+        alike = whole and not compiled and varies is None
         counted = equal_blocks(model, found, batch, alone=once) if alike else block_classes
         with stubs_in_place(found, counted) if whole else nullcontext():
             structure = analyze_units(
@@ -232,6 +240,7 @@ def measure_model(
                 optimizer=optimizer,
                 precision=workload.precision,
                 once=once,
+                variation=varies,
             )
         progress("rehearsing a planned step", 0.15)
         rehearsal = rehearse(
@@ -255,7 +264,7 @@ def measure_model(
         progress("counting bytes", 0.2)
         with stubs_in_place(found, counted) if whole else nullcontext():
             counting = measure_bytes(model, batch, structure, reserve.meter)
-        units = filled(counting.units, counted)
+        units = without_falls(filled(counting.units, counted))
         measured = {cost.form for unit in units for cost in unit.forms}
         forms = [form for form in FORMS if form in measured]
         seconds = passes.slot_seconds(
@@ -294,6 +303,7 @@ def measure_model(
         units=told_of_steps(timed(units, seconds, _alike(units, block_classes)), workload, cost),
         tensors=model_tensors(model),
         fixed_bytes=fixed_bytes,
+        varies=str(varies or ""),
         allowed=allow,
     )
     progress("done", 1.0)
@@ -302,6 +312,16 @@ def measure_model(
         repetitions=_repetitions(seconds, rehearsal, profile),
         compilation=compilation,
     )
+
+
+def _of_one_shape(first: Batch, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Further batches, where they have the first one's shapes; else that one again."""
+
+    def shapes(batch: Batch) -> list[torch.Size]:
+        return [tensor.shape for tensor in tensors_in(batch)]
+
+    for batch in batches:
+        yield batch if shapes(batch) == shapes(first) else first
 
 
 _COMPILER_BYTES = 64 * 2**20

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Required, TypedDict
 
@@ -44,6 +45,7 @@ from protrain_plan.profiling.structure.discovery import (
     fullest,
     starting_from,
     undisturbed,
+    variation,
 )
 from protrain_plan.profiling.structure.faking import fake_batch, fake_model, faking, without_values
 from protrain_plan.profiling.structure.rerun import run_once
@@ -145,6 +147,7 @@ class Sketch:
     base_bytes: int
     fixed_bytes: int
     seed: int  # with which a forward runs all blocks
+    varies: str = ""  # as in the profile
 
     @property
     def whole_bytes(self) -> int:
@@ -210,7 +213,9 @@ def sketch_and_model(
             stack.enter_context(starting_from(model, start))
             found = discover(model, batch, execution)
             once = run_once(model, [unit.module for unit in found], batch)
-            block_classes = equal_blocks(model, found, batch, alone=once)
+            varies = variation(model, execution, repeat(batch)) if execution.steers else None
+            alone = once if varies is None else range(len(found))
+            block_classes = equal_blocks(model, found, batch, alone=alone)
             stack.enter_context(stubs_in_place(found, block_classes))
             stack.enter_context(whereabouts.naming([unit.name for unit in found]))
             progress("finding what is saved", 0.4)
@@ -223,6 +228,7 @@ def sketch_and_model(
                 optimizer=optimizer,
                 precision=workload.precision,
                 once=once,
+                variation=varies,
             )
             progress("counting bytes and operations", 0.6)
             sketch = Sketch(
@@ -232,6 +238,7 @@ def sketch_and_model(
                 base_bytes=structure.base_bytes,
                 fixed_bytes=structure.fixed_bytes,
                 seed=start.seed,
+                varies=str(varies or ""),
             )
     return sketch, model
 

@@ -189,6 +189,8 @@ class Profile:
     block each there, and what rounds states up to blocks. `repetitions` say how sure measured
     seconds are. `model_flops` are what the model computes for one batch on one device, as model
     FLOPs utilisation counts it (`planning/questions/spending.py`); 0: nothing was counted.
+    `varies` says how steps differ, where the model does other work from step to step; empty: all
+    steps are alike.
     `allowed` is what it was recorded with leave for, as `--allow` says it: as far as that goes,
     its units have forms that are not exact. `compilation` is what the compiler did while it was
     measured, of which nothing is in the seconds of units; absent where nothing was compiled.
@@ -205,6 +207,7 @@ class Profile:
     fixed_bytes: int = 0
     repetitions: Repetitions | None = None
     model_flops: float = 0.0
+    varies: str = ""
     allowed: tuple[str, ...] = ()
     compilation: Compilation | None = None
 

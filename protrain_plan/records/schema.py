@@ -143,7 +143,6 @@ LIMITS: dict[tuple[type, str], Limits] = {
     (OptimizerCost, "node_parameters_per_s"): _SPEEDS_OR_NONE,
     (Interconnect, "devices_per_node"): _COUNTS,
     (Interconnect, "link_share"): _HALVES,
-    (FormCost, "kept_bytes"): _SIGNED_SIZES,
     (FormCost, "backward_peak_bytes"): _SIGNED_SIZES,
     (Workload, "batch_size"): _MANY,
     (Workload, "seq_len"): _MANY,

@@ -202,6 +202,18 @@ _AROUND = (
 )
 """What a call of a block stands in."""
 
+_OUTSIDE = (
+    (12, ""),
+    (3, "x = y + x"),
+    (1, "x = y + self.scale * x"),
+    (1, "x = y * torch.sigmoid(x)"),
+    (1, "x = y + F.dropout(x, 0.1, self.training)"),
+    (1, "x = y.lerp(x, 0.5) + first"),
+    (1, "x = x.scatter_add(1, order.expand_as(x), y)"),
+)
+"""Residuals, gates and skips that the loop over the blocks has, of all of a model; y is a block's
+input."""
+
 _STYLES: dict[str, tuple[str, str, str, str]] = {
     # signature of the block, what it unpacks, what it returns, how it is called
     "tensors": ("x, more", "", "x, more", "x, more = {block}(x, more)"),
@@ -272,7 +284,8 @@ def _block(rng: random.Random, name: str, style: str) -> str:
 
 def _model(rng: random.Random, kinds: int, style: str) -> str:
     call = _STYLES[style][3]
-    count = rng.randint(2, 5)
+    outside = _chosen(rng, _OUTSIDE)
+    count = rng.randint(5, 9) if outside else rng.randint(2, 5)
     blocks = ", ".join(f"Block{rng.randrange(kinds)}(shared)" for _ in range(count))
     init = [
         "self.embedding = nn.Embedding(VOCABULARY, WIDTH)",
@@ -294,9 +307,11 @@ def _model(rng: random.Random, kinds: int, style: str) -> str:
     forward = [
         "x = self.embedding(tokens)",
         "more, penalty, first = x.mean(dim=1, keepdim=True), 0.0, x",
+        "order = torch.arange(x.shape[1]).flip(0)[None, :, None]" if outside else "",
     ]
     for place, number in enumerate(order):
         run = call.replace("{block}", f"self.blocks[{number}]")
+        run = f"y = x\n{run}\n{outside}" if outside else run
         around, _, rest = _chosen(rng, _AROUND).partition("{call}")
         depth = 1 if around.strip() else 0
         forward.append(around.rstrip() + ("\n" if depth else "") + _indented(run, depth) + rest)

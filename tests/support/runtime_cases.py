@@ -289,18 +289,23 @@ def described_by(profile: Profile) -> tuple[UnitPlan, ...]:
 
 
 def open_to(profile: Profile, units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
-    """The decisions in forms that the profile's units have: the full one else, or all kept."""
+    """The decisions in forms that the profile's units have: the full one else, or all kept.
 
-    def opened(plan: UnitPlan, forms: set[Form]) -> UnitPlan:
+    Blocks whose bytes vary from step to step have none to swap.
+    """
+
+    def opened(plan: UnitPlan, forms: dict[Form, int]) -> UnitPlan:
         decision = plan.activations
-        if len(forms) == 1:
-            return replace(plan, activations=Keep())
         if isinstance(decision, Recompute | SwapInput) and decision.form not in forms:
-            return replace(plan, activations=replace(decision, form="full"))
-        return plan
+            decision = replace(decision, form="full")
+        if isinstance(decision, Swap | SwapInput) and not forms.get(decision.form):
+            decision = Recompute() if isinstance(decision, SwapInput) else Keep()
+        if len(forms) == 1:
+            decision = Keep()
+        return replace(plan, activations=decision)
 
     return tuple(
-        opened(plan, {cost.form for cost in unit.forms})
+        opened(plan, {cost.form: cost.swappable_bytes for cost in unit.forms})
         for plan, unit in zip(units, profile.units, strict=True)
     )
 

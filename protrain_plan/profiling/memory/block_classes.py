@@ -1,10 +1,11 @@
 """Equal blocks need to run once: of a class a few run, and stubs take the others' places.
 
 A class is of blocks with the same structure, the same operators on tensors of the same shapes, the
-same inputs shared with other blocks, and outputs of the same kind, saved by who runs next or not.
-Its first two members and its last one run. What a stub hands on has the right shapes and nothing
-else: it keeps nothing for backward, and its parameters get no gradients. It never touches them, so
-they may be on `meta`.
+same inputs shared with other blocks or saved for backward, and outputs of the same kind, saved by
+who runs next or not. Its first two members and its last one run. A stub hands on outputs of the
+right shapes, and saves the inputs that its block saves: how long they live is counted for who made
+them, such as the part that adds a residual outside the blocks. It keeps nothing else for backward,
+and its parameters get no gradients. It never touches them, so they may be on `meta`.
 """
 
 from collections import defaultdict
@@ -54,6 +55,7 @@ class _Outputs:
 
     tree: TreeSpec
     leaves: tuple[object, ...]
+    saves: tuple[int, ...]  # positions of the inputs that the block saves for its backward
 
     @property
     def made(self) -> tuple[_Made, ...]:
@@ -104,7 +106,7 @@ def equal_blocks(
         foreign = tuple(s if len(readers[s]) > 1 else None for s in block.inputs)
         returned = tuple((type(leaf), leaf) for leaf in leaves)
         kind = str(block.outputs.tree), returned, block.output_is_saved
-        classes[unit.signature, block.geometry, foreign, kind].append(index)
+        classes[unit.signature, block.geometry, foreign, kind, block.outputs.saves].append(index)
     representatives = list(range(len(found)))
     for members in classes.values():
         for index in members[2:-1]:
@@ -174,12 +176,15 @@ class _Making(NothingCompiled, TorchDispatchMode):
         self._known = TrackedStorages()
         self._block = -1  # that runs
         self._made: dict[int, set[int]] = {}
+        self._saved_here: set[int] = set()  # by the block that runs
         self.outputs: dict[int, set[int]] = {}  # of blocks, that they made
         self.saved: set[int] = set()
         self.staying: set[int] = set()  # blocks
 
     def pack(self, tensor: Tensor) -> Packed:
-        self.saved.update(identities([tensor]))
+        keys = identities([tensor])
+        self.saved |= keys
+        self._saved_here |= keys
         return self._known.of(tensor).pack(tensor)
 
     def keys(self, tensors: Iterable[Tensor]) -> set[int]:
@@ -191,13 +196,14 @@ class _Making(NothingCompiled, TorchDispatchMode):
         for other, outputs in self.outputs.items():
             if other != self._block and self._held(outputs):
                 self.staying.add(other)
-        self._block, self._made[block] = block, set()
+        self._block, self._made[block], self._saved_here = block, set(), set()
 
-    def end(self, block: int, outputs: set[int]) -> None:
-        """A block has ended: nothing should be left but its outputs."""
+    def end(self, block: int, outputs: set[int]) -> set[int]:
+        """A block has ended: nothing should be left but its outputs. Returns what it saved."""
         self.outputs[block] = outputs
         if self._held(self._made.pop(block) - outputs):
             self.staying.add(block)
+        return self._saved_here
 
     def _held(self, keys: Iterable[int]) -> bool:
         return any(self._known[key].held_elsewhere() for key in keys)
@@ -227,13 +233,17 @@ def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dic
     def after(index: int, _: nn.Module, args: object, kwargs: object, output: object) -> None:
         inputs = tensors_in((args, kwargs))
         made = making.keys(tensors_in(output)) - making.keys(inputs) - identities(inputs)
-        making.end(index, made)
+        own = making.end(index, made)
         leaves, tree = tree_flatten(output)
         seen[index] = _Block(
             inputs=tuple(tuple(identities([tensor])) for tensor in inputs),
             geometry=tuple((t.shape, t.dtype, t.layout, t.requires_grad) for t in inputs),
             gradients=any(tensor.requires_grad for tensor in inputs),
-            outputs=_Outputs(tree, tuple(_leaf(leaf, inputs) for leaf in leaves)),
+            outputs=_Outputs(
+                tree,
+                tuple(_leaf(leaf, inputs) for leaf in leaves),
+                tuple(place for place, given in enumerate(inputs) if own & identities([given])),
+            ),
             saves_output=not making.saved.isdisjoint(made),
         )
 
@@ -269,7 +279,7 @@ def _stub(outputs: _Outputs) -> Callable[..., object]:
         inputs = tensors_in((args, kwargs))
         made: Iterator[Tensor] = iter(())
         if outputs.made:
-            made = iter(_Stub.apply(outputs.made, *inputs))  # type: ignore[no-untyped-call]
+            made = iter(_Stub.apply(outputs, *inputs))  # type: ignore[no-untyped-call]
         leaves: list[object] = []
         for leaf in outputs.leaves:
             if isinstance(leaf, _Handed):
@@ -283,10 +293,13 @@ def _stub(outputs: _Outputs) -> Callable[..., object]:
 
 
 class _Stub(torch.autograd.Function):
-    """Outputs from nowhere, and gradients that are zero; nothing is kept in between."""
+    """Outputs from nowhere, and gradients that are zero; in between it keeps inputs alone."""
 
     @staticmethod
-    def forward(ctx: Any, made: tuple[_Made, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, like: _Outputs, *inputs: Tensor) -> tuple[Tensor, ...]:
+        made = like.made
+        # Something is saved always: a form that recomputes holds inputs for what it drops.
+        ctx.save_for_backward(inputs[0].new_empty(0), *(inputs[place] for place in like.saves))
         ctx.wanted = [(t.shape, t.dtype, t.device) if t.requires_grad else None for t in inputs]
         outputs = tuple(_like(output, inputs) for output in made)
         ctx.mark_non_differentiable(

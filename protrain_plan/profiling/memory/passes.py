@@ -114,11 +114,13 @@ def watched(
     watch: SlotWatch,
     *,
     kept: Set[int] = frozenset(),
+    may_skip: bool = False,
 ) -> Iterator[None]:
     """The model with boundaries reported to `watch`, and every block's activations in `form`.
 
     A form of the last part is that part's alone. Of several forms each unit has its own. `kept`
-    blocks keep theirs: see `ModelStructure.kept`.
+    blocks keep theirs: see `ModelStructure.kept`. ProtrainError where a block is skipped, unless it
+    `may_skip`.
     """
     whereabouts.in_form(form if isinstance(form, str) else "mixed")
     watch.num_slots = 2 * len(modules)
@@ -138,7 +140,7 @@ def watched(
     boundaries = Boundaries(model, modules, watch)
     try:
         yield
-        if boundaries.skipped:
+        if boundaries.skipped and not may_skip:
             raise ProtrainError(
                 f"block {boundaries.skipped[0] + 1} of the model's {len(modules)} units ran when"
                 " they were found, and not in a later forward of the same batch: what steers that"
@@ -266,6 +268,7 @@ def saved_bytes(
     *,
     own_inputs: Sequence[tuple[int, ...]] | None = None,
     kept: Set[int] = frozenset(),
+    may_skip: bool = False,
 ) -> list[SavedBytes]:
     """For each unit, what a swap could take away when activations have `form`.
 
@@ -326,7 +329,7 @@ def saved_bytes(
 
     loss_seen = _LossSeen()
     watch = SlotWatch(on_slot, on_leave, last=lambda: loss_seen)
-    with watched(model, modules, form, watch, kept=kept):
+    with watched(model, modules, form, watch, kept=kept, may_skip=may_skip):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             loss = loss_of(call_model(model, batch))
         awaited = [{key for key, one in unit.items() if one.awaited} for unit in saved]
@@ -433,6 +436,7 @@ def memory_segments(
     meter: MeterFactory,
     kept: Set[int] = frozenset(),
     num_warm: int = 0,
+    may_skip: bool = False,
 ) -> tuple[Segment, ...]:
     """Live bytes of one step, one segment per slot and one after the last, states excluded.
 
@@ -442,7 +446,7 @@ def memory_segments(
     gc.collect()
     counting = meter()
     watch = SlotWatch(lambda slot, _: counting.mark(str(slot)))
-    with watched(model, modules, form, watch, kept=kept), counting:
+    with watched(model, modules, form, watch, kept=kept, may_skip=may_skip), counting:
         for _ in range(num_warm):
             training_step(model, batch)
             drop_gradients(model)

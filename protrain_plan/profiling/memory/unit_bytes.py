@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -22,7 +23,12 @@ from protrain_plan.models.optimizers import (
     optimizer_factory,
 )
 from protrain_plan.profiling.memory import passes
-from protrain_plan.profiling.structure.discovery import FoundUnit
+from protrain_plan.profiling.structure.discovery import (
+    FURTHER_STEPS,
+    FoundUnit,
+    Variation,
+    starting_from,
+)
 from protrain_plan.profiling.structure.rerun import held_tensors, run_once, writing_arguments
 from protrain_plan.program.program import BLOCK_BYTES, block_bytes, in_blocks
 from protrain_plan.records.forms import FORMS, allowed_forms, names_of
@@ -44,6 +50,7 @@ from protrain_runtime.states.chunks import ALIGNMENT, Chunk, Slice, of_one_stora
 from protrain_runtime.states.quantized import absent_scale_bytes
 from protrain_runtime.states.update_rules import UpdateRule, UpdateRules
 
+_ELSEWHERE = "what its code holds besides its attributes"
 _MOST_STEPS = 16
 """After which what still grows is taken to grow on: a memory of more steps is refused."""
 
@@ -54,7 +61,7 @@ class Lasting:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._before = self._tensors()  # held, so that no other takes an identity
-        self._bytes = {path: storage_bytes(held) for path, held in self._before.items()}
+        self._bytes = self._sizes()
 
     def num_bytes(self, *, block: int = 1) -> int:
         """Bytes of all that attributes hold now; each storage in whole blocks of `block`."""
@@ -78,10 +85,14 @@ class Lasting:
         return _MOST_STEPS
 
     def refuse_growth(self, step: Callable[[], object]) -> None:
-        """ProtrainError, naming the attribute, where `step` after step leaves more of them."""
+        """ProtrainError, naming the attribute, where `step` after step leaves more tensors.
+
+        Those that the model's code holds elsewhere (in a global, a closure) count, too; fake ones
+        are seen in attributes alone.
+        """
         before = self._bytes
         for _ in range(_MOST_STEPS):
-            present = {path: storage_bytes(held) for path, held in self._tensors().items()}
+            present = self._sizes()
             grown = {path: size - before.get(path, 0) for path, size in present.items()}
             if max(grown.values(), default=0) <= 0:
                 return
@@ -92,6 +103,10 @@ class Lasting:
             f"{path} holds {format_bytes(size)} more after every step: no plan has room for that",
             fix="keep numbers in place of tensors (tensor.item()), or a fixed number of steps",
         )
+
+    def _sizes(self) -> dict[str, int]:
+        sizes = {path: storage_bytes(held) for path, held in self._tensors().items()}
+        return sizes | {_ELSEWHERE: _bytes_besides_model(self._model)}
 
     def _tensors(self) -> dict[str, list[torch.Tensor]]:
         buffers = {path: [buffer] for path, buffer in self._model.named_buffers()}
@@ -111,15 +126,16 @@ def other_bytes(model: nn.Module) -> int:
     All that Python can reach in this process, as a measured step counts them. What a script has on
     an accelerator is no longer free there when a plan is compared with the room that it has.
     """
-    device = device_of(model)
-    if not devices.on_host(device):
-        return 0
+    return _bytes_besides_model(model) if devices.on_host(device_of(model)) else 0
+
+
+def _bytes_besides_model(model: nn.Module) -> int:
     gc.collect()
     own = [*model.parameters(), *model.buffers()]
     own += [p.grad for p in model.parameters() if p.grad is not None]
     own += [tensor for held in held_tensors(model).values() for tensor in held]
     known = storages_of(own).keys()
-    return _bytes_besides(reachable(device), known)
+    return _bytes_besides(reachable(device_of(model)), known)
 
 
 class Loaded:
@@ -159,7 +175,8 @@ class ModelStructure:
     optimizer's. `unused` are the blocks that the loss does not
     depend on: nothing that they saved outlives the forward. `kept` ones have one form: they keep
     what they save, whatever the others do. `last_forms` are forms to try of the last part. Storages
-    take whole blocks of `block` bytes.
+    take whole blocks of `block` bytes. `variation` are further steps of a model that does other
+    work from step to step.
     """
 
     found: tuple[FoundUnit, ...]
@@ -177,6 +194,7 @@ class ModelStructure:
     kept: Set[int]
     last_forms: Sequence[Form] = ()
     block: int = 1
+    variation: Variation | None = None
 
     @property
     def modules(self) -> list[nn.Module | None]:
@@ -193,6 +211,7 @@ def analyze_units(
     optimizer: str = DEFAULT_OPTIMIZER,
     precision: Precision = "pure",
     once: Mapping[int, str] | None = None,
+    variation: Variation | None = None,
 ) -> ModelStructure:
     """Run forwards of the model, and look at what its units save in each of the forms.
 
@@ -235,6 +254,25 @@ def analyze_units(
             saved[form] = passes.saved_bytes(
                 model, modules, batch, form, own_inputs=own_inputs, kept=kept
             )
+    for start, other in variation.steps if variation else ():
+        with starting_from(model, start):
+            for form, units in saved.items():
+                again = passes.saved_bytes(
+                    model,
+                    modules,
+                    other,
+                    form,
+                    own_inputs=own_inputs if form != "keep" else None,
+                    kept=kept if form != "keep" else frozenset(),
+                    may_skip=True,
+                )
+                # Tiers have places for the bytes that were seen: other ones stay on the device.
+                saved[form] = [
+                    unit
+                    if not now.pieces or now.pieces == unit.pieces
+                    else replace(unit, pieces=())
+                    for unit, now in zip(units, again, strict=True)
+                ]
 
     def step() -> None:
         passes.saved_bytes(model, modules, batch, "keep")
@@ -268,6 +306,7 @@ def analyze_units(
         if keep[-1].ends_in_cross_entropy and not differentiated
         else (),
         block=block,
+        variation=variation,
     )
 
 
@@ -363,7 +402,9 @@ def measure_bytes(
     where the model is more than a chain.
     """
 
-    def segments(form: Form | Sequence[Form]) -> tuple[Segment, ...]:
+    def segments(
+        form: Form | Sequence[Form], batch: Batch = batch, *, may_skip: bool = False
+    ) -> tuple[Segment, ...]:
         return passes.memory_segments(
             model,
             structure.modules,
@@ -372,6 +413,7 @@ def measure_bytes(
             meter=meter,
             kept=structure.kept,
             num_warm=structure.num_warm,
+            may_skip=may_skip,
         )
 
     # Of parameters that get a gradient, its bytes. A sparse one may have more than the parameter: a
@@ -399,6 +441,15 @@ def measure_bytes(
     if len(memory) > 1 and any(saved.linked for saved in structure.saved["keep"]):
         for forms in _mixtures(units):
             units = _raised(units, forms, segments(forms), structure, arrived)
+    if structure.variation is not None:
+
+        def further(forms: Sequence[Form]) -> Iterator[tuple[Segment, ...]]:
+            yield segments(forms)
+            for start, other in structure.variation.steps if structure.variation else ():
+                with starting_from(model, start):
+                    yield segments(forms, other, may_skip=True)
+
+        units = _held_in(units, further, structure, arrived)
     gradients = _live_gradients(structure, arrived, after=-1)
     left = max(cuts[-1].start_bytes - cuts[0].start_bytes for cuts in memory.values())
     loss = in_blocks(_LOSS_BYTES, structure.block)
@@ -466,6 +517,91 @@ def _raised(
         )
         raised.append(replace(unit, forms=tuple(higher)))
     return raised
+
+
+def _held_in(
+    units: list[Unit],
+    further: Callable[[Sequence[Form]], Iterable[tuple[Segment, ...]]],
+    structure: ModelStructure,
+    arrived: Mapping[str, int],
+) -> list[Unit]:
+    """The units with peaks that are not below those of `further` steps, in several mixtures.
+
+    Where bytes go by values, no number of steps shows the most, and the range of every slot's peaks
+    is to spare: of nine steps more than four standard deviations above the mean. ProtrainError
+    where every step takes more than the one before.
+    """
+    spare = [0] * (2 * len(units))
+    for forms in (["keep"] * len(units), *_mixtures(units)):
+        steps = list(further(forms))
+        peaks = [[cut.peak_bytes - cuts[0].start_bytes for cut in cuts] for cuts in steps]
+        most = [max(of_step) for of_step in peaks]
+        rising = all(later > earlier for earlier, later in pairwise(most[1:]))
+        if rising and len(most) > FURTHER_STEPS:
+            raise ProtrainError(
+                f"every step takes more than the one before: {format_bytes(most[0])} of activations"
+                f" in the first, {format_bytes(most[-1])} {len(most) - 1} steps later",
+                fix="let steps do equal work, such as by a fixed number of rounds",
+            )
+        for cuts in steps:
+            units = _raised(units, forms, cuts, structure, arrived)
+        ranges = [max(of_slot) - min(of_slot) for of_slot in zip(*peaks, strict=True)]
+        spare = list(map(max, spare, ranges))
+    assert structure.variation is not None
+    return [
+        replace(
+            unit,
+            forms=tuple(
+                replace(
+                    form,
+                    forward_peak_bytes=form.forward_peak_bytes + spare[index],
+                    backward_peak_bytes=form.backward_peak_bytes + spare[~index],
+                )
+                for form in unit.forms
+            ),
+        )
+        if structure.variation.by_values
+        else unit
+        for index, unit in enumerate(units)
+    ]
+
+
+def without_falls(units: Sequence[Unit]) -> list[Unit]:
+    """The units with levels that never fall: no `kept_bytes` is negative.
+
+    A unit that ends with less than it began with lets go of what units before it hand on: so many
+    bytes are its peak's, and theirs, and stand in no level between. The sums of all slots are as
+    before, but where the first unit frees what the last step has left.
+    """
+    settled = list(units)
+    for index in reversed(range(len(settled))):
+        fall = -min(0, *(form.kept_bytes for form in settled[index].forms))
+        if not fall:
+            continue
+        settled[index] = replace(
+            settled[index],
+            forms=tuple(
+                replace(
+                    form,
+                    forward_peak_bytes=form.forward_peak_bytes + (fall if index else 0),
+                    kept_bytes=form.kept_bytes + fall,
+                )
+                for form in settled[index].forms
+            ),
+        )
+        if index:
+            settled[index - 1] = replace(
+                settled[index - 1],
+                forms=tuple(
+                    replace(
+                        form,
+                        kept_bytes=form.kept_bytes - fall,
+                        backward_peak_bytes=form.backward_peak_bytes + fall,
+                    )
+                    for form in settled[index - 1].forms
+                ),
+            )
+    return settled
 
 
 def _live_gradients(structure: ModelStructure, arrived: Mapping[str, int], *, after: int) -> int:
