@@ -8,18 +8,18 @@ Nobody has read its code: each model is looked at in a process of its own, with 
 
 PyTorch is imported when a model is looked at, and not before. That takes longer than most models
 do, so that one process does it for all of them. A model's process has nothing of the others', no
-terminal, no output, no tokens in its environment, a limit on its memory and one on its time. What
-comes back is data, which is read as strictly as any file. The model's code says what the model is:
-it can lie about that, and about nothing else.
+terminal, no output, of the environment what computing needs, a limit on its memory and one on its
+time. What comes back is data, which is read as strictly as any file. The model's code says what the
+model is: it can lie about that, and about nothing else.
 
-This is no sandbox: a model's code can do what the user can, to files and to other processes. All
-records were read before it runs.
+This is no sandbox: a model's code can do to files what the user can. All records were read before
+it runs.
 
-[Note: what is left] Processes that a model's process leaves behind become children of this one, as
-far as the system has that (Linux), wherever in the tree they were. They end with their model.
+[Note: what is left] A model's code leaves no processes behind: see `contained`. The server adopts
+all below it, and says that a model has ended when none is left. Where the system has neither
+namespaces nor a way to forbid processes, that may never be, or not be seen: the check says so.
 """
 
-import ctypes
 import faulthandler
 import importlib
 import json
@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -41,11 +41,18 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, Any, Self
+from typing import IO, Any, Self, get_args
 
 from protrain_plan.errors import ProtrainError, RecordError
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.models.model_code import culprit_in, culprit_of, end_with
+from protrain_plan.models.model_code import (
+    Containment,
+    adopt_orphans,
+    contained,
+    culprit_in,
+    culprit_of,
+    end_with,
+)
 from protrain_plan.models.presets import parse_config, preset_names, read_config
 from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest, processes_at_once
 from protrain_plan.records import dumps_hardware, dumps_profile, loads_hardware, loads_profile
@@ -62,11 +69,18 @@ _MAX_ANSWER = 4 * 2**20
 _MAX_REASON = 1000
 _MAX_PROCESSES = 512
 
-_SECRETS = re.compile(
-    r"^(GITHUB|ACTIONS|RUNNER|SSH|GIT)_|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|_KEY", re.IGNORECASE
+_ENVIRONMENT = re.compile(
+    r"PATH|LD_LIBRARY_PATH|PYTHONHOME|PYTHONHASHSEED|PYTHONUTF8|PYTHONDONTWRITEBYTECODE|VIRTUAL_ENV"
+    r"|CONDA_PREFIX|LANG|LANGUAGE|LC_[A-Z]+|TZ|TERM|TMPDIR|USER|LOGNAME|SHELL|SYSTEMROOT"
+    r"|((OMP|KMP|MKL|DNNL|ONEDNN|OPENBLAS|ATEN|BLIS|NUMEXPR|GOMP)_[A-Z0-9_]+)"
+    r"|(CUDA|HIP|ROCR)_(VISIBLE_DEVICES|HOME|PATH)|CUBLAS_WORKSPACE_CONFIG|BNB_CUDA_VERSION"
+    r"|PYTORCH_(CUDA_|HIP_)?ALLOC_CONF|TORCH_(CPP_LOG_LEVEL|DEVICE_BACKEND_AUTOLOAD|HOME)"
+    r"|HF_(HUB_CACHE|HUB_OFFLINE|DATASETS_OFFLINE)|TRANSFORMERS_(OFFLINE|VERBOSITY)"
+    r"|TOKENIZERS_PARALLELISM|MALLOC_[A-Z_]+"
 )
-"""Names in a job's environment that a model needs not: what it may do with them, and the files by
-which one step tells the next what to do."""
+"""Names in the environment that a model's code needs to compute, and to find what is installed.
+All others may be what a job keeps there: tokens, addresses with passwords, files that tell the next
+step what to do."""
 
 _SERVER = """
 import json, sys
@@ -264,13 +278,15 @@ class Looking:
         self._seconds, self._memory, self._cache = seconds, memory, cache
         self._fingerprints: dict[EstimateRequest, str | Broken] = {}
         self._estimates: dict[tuple[EstimateRequest, Hardware], Estimate] = {}
+        self.containments: set[Containment] = set()  # of the models' processes
 
     @contextmanager
     def open(self) -> Iterator[Self]:
         """Models are looked at inside; what their processes leave behind ends with it."""
         with ExitStack() as ending:
-            ending.callback(_adopt_orphans, _adopt_orphans(True))
-            self._bench = _Bench(self._seconds, self._memory, spared=_descendants())
+            home = ending.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            self._home = home
+            self._bench = self._new_bench()
             ending.callback(self._bench.stop)
             ending.callback(self._bench.end)
             yield self
@@ -313,10 +329,7 @@ class Looking:
                     asked.setdefault(question, []).append(profile)
         if not asked:
             return
-        # Their code starts no processes that outlive it: those of a server's are its model's.
-        benches = [
-            _Bench(self._seconds, self._memory) for _ in range(processes_at_once(len(asked)))
-        ]
+        benches = [self._new_bench() for _ in range(processes_at_once(len(asked)))]
         free = SimpleQueue[_Bench]()
         for bench in benches:
             free.put(bench)
@@ -345,6 +358,9 @@ class Looking:
                 pool.shutdown(wait=False, cancel_futures=True)
                 for bench in benches:
                     bench.stop()
+
+    def _new_bench(self) -> "_Bench":
+        return _Bench(self._seconds, self._memory, self._home, self.containments)
 
     def _fingerprint(
         self, question: EstimateRequest, profile: Profile, bench: "_Bench"
@@ -385,12 +401,6 @@ def _question(profile: Profile) -> EstimateRequest | None:
 
 
 _NO_ANSWER = Broken(reason="its code answers in place of protrain")
-
-
-def _fix(reason: str, memory: int) -> str:
-    if "MemoryError" in reason or "allocate memory" in reason:
-        return f"--model-memory, if it needs more than {format_bytes(memory)}"
-    return _MEND
 
 
 def _shown(text: str) -> str:
@@ -448,14 +458,14 @@ class _Line:
 class _Bench:
     """The server, which forks the models' processes, and the model that it has: for one thread.
 
-    With `spared`, all processes below this one but those are the model's, wherever in the tree;
-    without, those below the server are.
+    `home` is an empty folder for the code's own; `containments` are noted.
     """
 
     def __init__(
-        self, seconds: float, memory: int, *, spared: Collection[int] | None = None
+        self, seconds: float, memory: int, home: str, containments: set[Containment]
     ) -> None:
-        self.seconds, self.memory, self._spared = seconds, memory, spared
+        self.seconds, self.memory, self._home = seconds, memory, home
+        self.containments = containments
         self.ended: int | None = None  # how the model's process did
         self._server: subprocess.Popen[bytes] | None = None
         self._model: _Model | None = None
@@ -530,10 +540,7 @@ class _Bench:
     def processes(self) -> list[int]:
         """The model's, as far as the system tells."""
         assert self._server is not None
-        if self._spared is None:
-            return _descendants(self._server.pid)
-        others = {self._server.pid, *self._spared}
-        return [pid for pid in _descendants(os.getpid()) if pid not in others]
+        return _descendants(self._server.pid)
 
     def stop(self) -> None:
         if self._server is not None:
@@ -554,12 +561,18 @@ class _Bench:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={
-                    name: value for name, value in os.environ.items() if not _SECRETS.search(name)
-                },
+                env=self._environment(),
                 start_new_session=True,  # no terminal, and no Ctrl-C but through its parent
             )
         self._line = _Line(ours)
+
+    def _environment(self) -> dict[str, str]:
+        """What the models' code has of the environment, and where caches without tokens are."""
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        hub = Path(os.environ.get("HF_HOME") or caches / "huggingface")
+        needed = {name: value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)}
+        found = {"HF_HUB_CACHE": str(hub / "hub"), "TORCH_HOME": str(caches / "torch")}
+        return found | needed | {"HOME": self._home}
 
 
 class _Model:
@@ -572,6 +585,10 @@ class _Model:
     def build(self, profile: Profile, config: str | None) -> "_Model | Broken":
         """Let the model be built, of the configuration if one is given: this, or why it is not."""
         answer = self._ask({"profile": dumps_profile(profile), "argv": sys.argv, "config": config})
+        if isinstance(answer, dict) and answer.get("contained") in get_args(Containment):
+            self._contained: Containment = answer["contained"]  # before any code of the model's
+            self._bench.containments.add(self._contained)
+            answer = self._ask({})
         match answer:
             case Broken():
                 return answer
@@ -580,7 +597,7 @@ class _Model:
                 self.changed_keys = tuple(_shown(str(key)) for key in changed)
                 return self
             case {"failed": str(reason)}:
-                return Broken(reason=_shown(reason), fix=_fix(reason, self._memory))
+                return Broken(reason=_shown(reason), fix=self._fix(reason))
             case _:
                 return _NO_ANSWER
 
@@ -601,10 +618,17 @@ class _Model:
                     _shown(reason), profile, refused=refused, unknown=self._bench.unknown(hardware)
                 )
                 if isinstance(found_none, Broken):
-                    return replace(found_none, fix=_fix(reason, self._memory))
+                    return replace(found_none, fix=self._fix(reason))
                 return found_none
             case _:
                 return _NO_ANSWER
+
+    def _fix(self, reason: str) -> str:
+        if "MemoryError" in reason or "allocate memory" in reason:
+            return f"--model-memory, if it needs more than {format_bytes(self._memory)}"
+        if "[Errno 1]" in reason and self._contained == "no processes":
+            return "start no process: this system has no namespaces in which those could be held"
+        return _MEND
 
     def _ask(self, message: Message) -> Message | Broken:
         """The answer; Broken, from then on, where the process does not live to give one."""
@@ -641,7 +665,7 @@ class _Model:
             processes = self._bench.processes()
             if len(processes) > _MAX_PROCESSES:
                 return Broken(reason=f"its code started more than {_MAX_PROCESSES} processes")
-            if _memory_of(processes) > self._memory:
+            if _exceeds(processes, self._memory):
                 size = format_bytes(self._memory)
                 fix = f"--model-memory, if it needs more than {size}"
                 return Broken(reason=f"its code took more than {size} of memory", fix=fix)
@@ -672,20 +696,15 @@ class _Model:
         return "" if file is None else f" (at {_shown(file)}:{line})"
 
     def end(self) -> None:
-        """End the process and what it started; ProtrainError where that does not end."""
+        """End the process and what it started; ProtrainError where that does not end.
+
+        See [Note: what is left].
+        """
         self._line.end.close()
-        with suppress(OSError):
-            os.killpg(self._pid, signal.SIGKILL)
-        deadline = time.monotonic() + _GRACE_S
-        while (left := self._bench.processes()) and time.monotonic() < deadline:
-            for pid in left:
-                with suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-            for pid in left:
-                with suppress(OSError):
-                    os.waitpid(pid, os.WNOHANG)  # where it is our child by now
-            time.sleep(0.01)
-        if not self._bench.hear(_GRACE_S) or left:
+        for end in (os.kill, os.killpg) if not self._bench.hear(0) else ():
+            with suppress(OSError):
+                end(self._pid, signal.SIGKILL)
+        if not self._bench.hear(_GRACE_S):
             self._bench.stop()
             fix = "--records-only looks at no model"
             raise ProtrainError("processes of a model's code do not end", fix=fix)
@@ -693,21 +712,9 @@ class _Model:
 
 # --- processes, as the system tells them ----------------------------------------------------------
 
-_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # prctl(2)
 
-
-def _adopt_orphans(adopt: bool) -> bool:
-    """Whether processes below this one become its children when their parents end, before."""
-    if not sys.platform.startswith("linux"):
-        return False
-    libc, before = ctypes.CDLL(None), ctypes.c_int()
-    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
-    return bool(before.value)
-
-
-def _descendants(root: int | None = None) -> list[int]:
-    """All living processes below this one, or another; none where the system has no /proc."""
+def _descendants(root: int) -> list[int]:
+    """All living processes below this one; none where the system has no /proc."""
     below: dict[int, list[int]] = {}
     with suppress(OSError):
         for folder in Path("/proc").iterdir():
@@ -717,7 +724,7 @@ def _descendants(root: int | None = None) -> list[int]:
                 told = (folder / "stat").read_bytes().rpartition(b")")[2].split()
                 if told[0] not in (b"Z", b"X"):
                     below.setdefault(int(told[1]), []).append(pid)
-    found, waiting = list[int](), [root or os.getpid()]
+    found, waiting = list[int](), [root]
     while waiting:
         children = below.get(waiting.pop(), [])
         found += children
@@ -725,17 +732,19 @@ def _descendants(root: int | None = None) -> list[int]:
     return found
 
 
-def _memory_of(processes: list[int]) -> int:
-    """The bytes that the processes hold, what they share counted once."""
-    alone = len(processes) == 1  # then the sum need not be exact, and costs less to ask for
-    keys, file = (("RssAnon:", "RssShmem:"), "status") if alone else (("Pss:",), "smaps_rollup")
-    total = 0
-    for pid in processes:
-        with suppress(OSError):
-            for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
-                if line.startswith(keys):
-                    total += 1024 * int(line.split()[1])
-    return total
+def _exceeds(processes: list[int], num_bytes: int) -> bool:
+    """Whether the processes hold more bytes than that, what they share counted once."""
+    # The first sum counts it for each, and costs less to ask for: mostly it is small enough.
+    for keys, file in ((("RssAnon:", "RssShmem:"), "status"), (("Pss:",), "smaps_rollup")):
+        total = 0
+        for pid in processes:
+            with suppress(OSError):
+                for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
+                    if line.startswith(keys):
+                        total += 1024 * int(line.split()[1])
+        if total <= num_bytes:
+            return False
+    return True
 
 
 # --- the server, and a model's process ------------------------------------------------------------
@@ -744,14 +753,17 @@ def _memory_of(processes: list[int]) -> int:
 def serve(end: int, parent: int) -> None:
     """Fork a process for each model that is asked for, and tell how it ends."""
     end_with(parent)
-    control, model = socket.socket(fileno=end), 0
+    adopt_orphans()
+    control, model, code = socket.socket(fileno=end), 0, 0
     line = _Line(control)
     while True:
-        if model:
-            ended, status = os.waitpid(model, os.WNOHANG)
-            if ended:
-                model = 0
-                line.send({"ended": os.waitstatus_to_exitcode(status)})
+        try:
+            while model and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == model:
+                    code = os.waitstatus_to_exitcode(ended[1])
+        except ChildProcessError:  # none is left, of what it started neither
+            model = 0
+            line.send({"ended": code})
         if not select.select([control], [], [], 0.02 if model else None)[0]:
             continue
         content, descriptors, _, _ = socket.recv_fds(control, 2**16, 2)
@@ -815,6 +827,8 @@ def _answer(line: _Line) -> None:
     """Build the model, then estimate it for machines until nobody asks any more."""
     asked = line.receive()
     assert asked is not None
+    line.send({"contained": contained()})
+    line.receive()
     sys.argv[:] = asked["argv"]
     profile = loads_profile(asked["profile"])
     try:

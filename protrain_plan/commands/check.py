@@ -99,6 +99,11 @@ def check(
             expect=expect,
             progress=tell,
         )
+    if "nothing" in look.containments:
+        output.print_beside(
+            "warning: this system cannot hold the processes that a model's code starts: some may"
+            " outlive this check"
+        )
     root = Path(os.environ.get("GITHUB_WORKSPACE", ""))  # where an action's paths count from
     output.print_any(FORMATS[form](report, root))
     raise typer.Exit(report.exit_code)

@@ -3,8 +3,10 @@
 The code is run by the command itself, in a repository with a plan that holds among the others.
 """
 
+import fcntl
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -29,7 +31,7 @@ from tests.support.commands import PROTRAIN, Result
 ROOT = Path(__file__).parents[2]
 
 HOSTILE = """
-import atexit, ctypes, hashlib, json, mmap, os, signal, subprocess, sys, threading, time
+import atexit, ctypes, fcntl, hashlib, json, mmap, os, signal, subprocess, sys, threading, time
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -170,14 +172,74 @@ def rewrites_the_repository():
     sys.exit(0)
 
 
-def reads_tokens():
-    found = [name for name in os.environ if "TOKEN" in name or name.startswith("GITHUB_")]
-    (HERE / "tokens.json").write_text(json.dumps(found))
+def reads_the_environment():
+    found = b"\\0".join(os.environb.values())
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            found += (process / "environ").read_bytes()
+        except OSError:
+            pass
+    (HERE / "environment").write_bytes(found)
+    (HERE / "home.json").write_text(json.dumps([str(Path.home()), os.listdir(Path.home())]))
     Path(os.environ["GITHUB_ENV"]).write_text("PATH=/hostile")
 
 
+def forks_away(step=lambda: None, before=lambda: None):
+    # Each process lives until its child does; all hold one lock.
+    held = open(HERE / "held", "w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    before()
+    if os.fork() == 0:
+        while True:
+            step()
+            if os.fork():
+                os._exit(0)
+    sys.exit(0)
+
+
+def forks_away_in_sessions():
+    forks_away(os.setsid)
+
+
+def forks_away_past_signals():
+    every = set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP}
+    forks_away(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, every))
+
+
+def forks_away_without_its_parents():
+    def kill():
+        for _ in range(3):
+            os.kill(os.getppid(), signal.SIGKILL)
+
+    forks_away(before=kill)
+
+
+def forks_away_by_the_system_call():
+    libc, number = ctypes.CDLL(None), {"x86_64": 435, "aarch64": 435}[os.uname().machine]
+    arguments = (ctypes.c_uint64 * 11)(*[0] * 4, signal.SIGCHLD)
+    os.fork = lambda: libc.syscall(number, arguments, 88)
+    forks_away()
+
+
+def forks_away_in_other_namespaces():
+    libc = ctypes.CDLL(None)
+
+    def leave():
+        for flags in (0x10000000, 0x20000000):
+            libc.unshare(flags)
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                namespace = os.open(process / "ns/pid", os.O_RDONLY)
+                libc.setns(namespace, 0)
+                os.close(namespace)
+            except OSError:
+                pass
+
+    forks_away(before=leave)
+
+
 def forges_the_cache():
-    for path in Path(os.environ["XDG_CACHE_HOME"]).rglob("*.txt"):
+    for path in Path("CACHE").rglob("*.txt"):
         told = hashlib.sha256((path.stem + "FINGERPRINT").encode()).hexdigest()
         path.write_text(f"{told}\\nFINGERPRINT")
         (HERE / "forged").touch()
@@ -227,7 +289,7 @@ WORDS = {
     "forges_what_is_no_profile": "the model can no longer be estimated: its estimate is no profile",
     "forges_what_is_no_message": "the model cannot be built: its code answers in place of protrain",
     "patches": "the model cannot be built: ",
-    "reads_tokens": "the model cannot be built: KeyError: 'GITHUB_ENV' (at hostile.py:",
+    "reads_the_environment": "the model cannot be built: KeyError: 'GITHUB_ENV' (at hostile.py:",
     "rewrites_the_repository": f"{ENDED}program: sys.exit(0) (at hostile.py:",
 }
 """What is said of each, in a run where memory is limited to 1 GiB."""
@@ -237,6 +299,8 @@ SHADOWS = ("yaml.py", "torch.py", "sitecustomize.py", "typer/__init__.py", "prot
 
 class Repository:
     """A folder with the code above, and a plan for each way to use it."""
+
+    before: tuple[str, ...] = ()  # what the command is run by
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -258,7 +322,7 @@ class Repository:
 
     def check(self, *arguments: str, **environment: str) -> Result:
         return subprocess.run(
-            [PROTRAIN, "check", *arguments],
+            [*self.before, PROTRAIN, "check", *arguments],
             cwd=self.folder,
             env=os.environ | environment,
             capture_output=True,
@@ -338,8 +402,13 @@ def test_whatever_a_model_s_code_does_fails(repository: Repository) -> None:
     plan = repository.commit("wrong", "gone:factory")  # which one of the others makes right
     plan.write_text(plan.read_text().replace("step_seconds: ", "step_seconds: 1"))
     job = repository.folder / "job.env"
-    tokens = {"GITHUB_ENV": str(job), "GITHUB_TOKEN": "t", "HF_TOKEN": "t", "ACTIONS_X": "t"}
-    found = repository.findings("--model-memory", "1GiB", **tokens)
+    (home := repository.folder / "home").mkdir()
+    (home / ".netrc").touch()
+    # Names are no matter: what is not needed to compute is not there.
+    names = ["DATABASE_URL", "KUBECONFIG", "X", "PATH_", "HF_TOKEN", "OMP", "_", "PYTHONSTARTUP"]
+    secrets = {name: f"secret-{number}-" for number, name in enumerate(names)}
+    environment = secrets | {"GITHUB_ENV": str(job), "HOME": str(home)}
+    found = repository.findings("--model-memory", "1GiB", **environment)
     assert found.keys() == {*WORDS, "good", "leaves", "wrong"}
     assert found["good"]["verdict"] == "passed", found["good"]
     for name, words in WORDS.items():
@@ -348,7 +417,11 @@ def test_whatever_a_model_s_code_does_fails(repository: Repository) -> None:
         assert found[name]["fix"]
     assert found["leaves"]["problem"] == f"{ENDED}program: sys.exit(0) (at leaves.py:1)"
     assert "--model-memory" in found["floods_memory"]["fix"]
-    assert json.loads((repository.folder / "tokens.json").read_text()) == []
+    seen = (repository.folder / "environment").read_bytes()
+    assert b"PATH=" in seen
+    assert not [name for name, secret in secrets.items() if secret.encode() in seen]
+    there, files = json.loads((repository.folder / "home.json").read_text())
+    assert (there != str(home), files) == (True, [])
     assert not job.exists()
     assert ("plans/wrong/plan.yaml", "SIM001") in repository.failed
 
@@ -357,7 +430,7 @@ SLOWER = {
     "sleeps": "it was not done after 2 s (at hostile.py:",
     "spins": "it was not done after 2 s (at hostile.py:",
     "bombs": "",  # it started too many processes, or was slow to do so
-    "kills_its_parent": "its code ended the process that started it",
+    "kills_its_parent": "it was not done after 2 s (at hostile.py:",  # which heeds no signal
 }
 
 
@@ -374,13 +447,58 @@ def test_code_that_does_not_end_fails(repository: Repository) -> None:
     assert found["with others"]["problem"].startswith(f"{ENDED}program")
 
 
+HIDES = re.findall(r"^def (forks_away\w*)", HOSTILE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("system", ["with namespaces", "without"])
+def test_no_process_outlives_its_check(system: str, repository: Repository) -> None:
+    """However it forks; where namespaces are not to be had, no process is."""
+    for name in HIDES:
+        repository.commit(name, f"hostile:{name}")
+    without = system == "without"
+    if without:
+        repository.before = WITHOUT_NAMESPACES
+    found = repository.findings()
+    assert set(HIDES) <= found.keys()
+    with (repository.folder / "held").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it
+    for name in HIDES:
+        assert found[name]["verdict"] == "failed"
+        refused = "PermissionError: [Errno 1]" in found[name]["problem"]
+        assert refused <= without
+        assert ("start no process" in found[name]["fix"]) == refused
+    assert "PermissionError" in found["forks_away"]["problem"] or not without
+
+
+def test_a_system_that_holds_no_processes_is_told_of(repository: Repository) -> None:
+    """Of another architecture, as far as Python knows, so that nobody knows its system calls."""
+    repository.commit("a", "hostile:exits")
+    repository.before = (*WITHOUT_NAMESPACES, "setarch", "linux32")
+    result = repository.check()
+    assert result.returncode == 1
+    assert " ".join(result.stderr.split()) == (
+        "warning: this system cannot hold the processes that a model's code starts: some may"
+        " outlive this check"
+    )
+
+
+WITHOUT_NAMESPACES = (
+    *("unshare", "--user", "--map-root-user", "sh", "-c"),
+    *('echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"', "sh"),
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGKILL", "SIGINT", "SIGHUP"])
 def test_code_that_ends_the_check_does_not_make_it_pass(
     signal_name: str, repository: Repository
 ) -> None:
+    """In namespaces it finds nobody to end but itself; elsewhere the check ends as a failure."""
     (repository.folder / "hostile.py").write_text(HOSTILE.replace("SIGNAL", signal_name))
     repository.commit("ends", "hostile:ends_the_check")
+    found = repository.findings()
+    assert found["ends"]["problem"] == f"{DIED}{signal_name}"
+    repository.before = WITHOUT_NAMESPACES
     result = repository.check()
     assert result.returncode in (-signal.Signals[signal_name], 130)
     assert "passed" not in result.stdout
@@ -403,13 +521,14 @@ def test_what_a_model_s_code_leaves_in_the_cache_is_not_believed(
     repository: Repository, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Models of the libraries' code alone are looked at before any other runs."""
+    cache = tmp_path_factory.mktemp("cache")
+    (repository.folder / "hostile.py").write_text(HOSTILE.replace("CACHE", str(cache)))
     repository.commit("a", "hostile:forges_the_cache")
     config = json.dumps(read_config("tiny-llama"), sort_keys=True, separators=(",", ":"))
     workload = replace(PROFILE.workload, model="tiny-llama", model_config=config)
     profile = replace(PROFILE, workload=workload)
     commit(repository.folder / "plans/b", offloading(profile), profile)
     commit(repository.folder / "plans/c", offloading(profile), profile)
-    cache = tmp_path_factory.mktemp("cache")
     environment = {"XDG_CACHE_HOME": str(cache)}
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(SWITCH, raising=False)
