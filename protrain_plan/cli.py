@@ -6,6 +6,46 @@ Exit codes: 0 done, 1 a verification or a rule failed, 2 a mistake in the input,
 
 import os
 import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    # `python -m` puts the working directory first. What lies there is data, whatever its name.
+    del sys.path[0]
+
+
+def _leave_repository_out() -> None:
+    """Import nothing from the repository that the command is run in, before anything is imported.
+
+    Entries of PYTHONPATH lead there, an empty one too, and those of packages that are installed in
+    development mode: they are for models' code alone, in `PROTRAIN_MODEL_PATH`. What runs this
+    program stays: its Python's folders, and those of this package where it is the repository's.
+    """
+    here = repository = os.path.realpath(os.getcwd())
+    while not os.path.exists(f"{repository}/.git"):
+        above = os.path.dirname(repository)
+        if above == repository:
+            repository = here
+            break
+        repository = above
+    own = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    stay = {own, f"{own}/runtime"}
+    if "site" in sys.modules:  # imported already, as os is
+        site = sys.modules["site"]
+        stay.update(map(os.path.realpath, [*site.getsitepackages(), site.getusersitepackages()]))
+    python, inside = os.path.dirname(os.path.realpath(os.__file__)), f"{repository}/"
+    kept, models = [], os.environ.get("PROTRAIN_MODEL_PATH", "").split(os.pathsep)
+    for entry in sys.path:
+        real = os.path.realpath(entry)
+        if real in stay or not f"{real}/".startswith(inside) or f"{real}/".startswith(python):
+            kept.append(entry)
+        elif real not in models:
+            models.append(real)
+    sys.path[:] = kept
+    if any(models):
+        os.environ["PROTRAIN_MODEL_PATH"] = os.pathsep.join(filter(None, models))
+
+
+_leave_repository_out()
+
 from collections.abc import Callable
 from traceback import walk_tb
 from typing import Annotated, NoReturn
@@ -21,10 +61,6 @@ if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF
     os.environ
 ):
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-
-if __name__ == "__main__" and not sys.flags.safe_path:
-    # `python -m` puts the working directory first. What lies there is data, whatever its name.
-    del sys.path[0]
 
 import typer
 

@@ -45,6 +45,7 @@ from typing import IO, Any, Self, get_args
 
 from protrain_plan.errors import ProtrainError, RecordError
 from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.models.importing import models_path
 from protrain_plan.models.model_code import (
     Containment,
     adopt_orphans,
@@ -76,7 +77,7 @@ _ENVIRONMENT = re.compile(
     r"|(CUDA|HIP|ROCR)_(VISIBLE_DEVICES|HOME|PATH)|CUBLAS_WORKSPACE_CONFIG|BNB_CUDA_VERSION"
     r"|PYTORCH_(CUDA_|HIP_)?ALLOC_CONF|TORCH_(CPP_LOG_LEVEL|DEVICE_BACKEND_AUTOLOAD|HOME)"
     r"|HF_(HUB_CACHE|HUB_OFFLINE|DATASETS_OFFLINE)|TRANSFORMERS_(OFFLINE|VERBOSITY)"
-    r"|TOKENIZERS_PARALLELISM|MALLOC_[A-Z_]+"
+    r"|TOKENIZERS_PARALLELISM|MALLOC_[A-Z_]+|PROTRAIN_MODEL_PATH"
 )
 """Names in the environment that a model's code needs to compute, and to find what is installed.
 All others may be what a job keeps there: tokens, addresses with passwords, files that tell the next
@@ -245,7 +246,7 @@ def missing(workload: Workload) -> str | None:
         if module.endswith(".py"):
             return None if Path(module).is_file() else f"{name}: there is no such file here"
         package = module.partition(".")[0]
-        if PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is None:
+        if PathFinder.find_spec(package, [str(Path.cwd()), *models_path(), *sys.path]) is None:
             return f"{name}: there is no module {package!r} here"
     elif find_spec("transformers") is None:
         return "transformers is not installed"

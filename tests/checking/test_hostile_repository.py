@@ -26,7 +26,7 @@ from protrain_plan.models.presets import read_config
 from protrain_plan.profiling.estimate_cache import SWITCH
 from tests.support import forked
 from tests.support.checking_cases import PROFILE, commit, offloading
-from tests.support.commands import PROTRAIN, Result
+from tests.support.commands import PROTRAIN, Result, bash, version
 
 ROOT = Path(__file__).parents[2]
 
@@ -497,7 +497,8 @@ def test_code_that_ends_the_check_does_not_make_it_pass(
     (repository.folder / "hostile.py").write_text(HOSTILE.replace("SIGNAL", signal_name))
     repository.commit("ends", "hostile:ends_the_check")
     found = repository.findings()
-    assert found["ends"]["problem"] == f"{DIED}{signal_name}"
+    died = {"SIGINT": "the model cannot be built: KeyboardInterrupt: (at hostile.py:"}
+    assert found["ends"]["problem"].startswith(died.get(signal_name, f"{DIED}{signal_name}"))
     repository.before = WITHOUT_NAMESPACES
     result = repository.check()
     assert result.returncode in (-signal.Signals[signal_name], 130)
@@ -787,18 +788,81 @@ def test_a_verdict_that_cannot_be_printed_is_none(redirection: str, tmp_path: Pa
     assert result.returncode
 
 
-def test_modules_in_the_working_directory_are_not_ours(repository: Repository) -> None:
-    """Neither by the command nor by `python -m`, where the package is installed."""
+SEARCHED = ("", ":", ":src", "src::lib", "src", ".", "lib/../src/.:", "FOLDER", "FOLDER/link:/")
+
+
+@pytest.mark.parametrize("searched", SEARCHED)
+def test_modules_in_the_working_directory_are_not_ours(
+    searched: str, repository: Repository
+) -> None:
+    """Neither by the command nor by `python -m`, where the package is installed.
+
+    But what Python itself imports at its start is Python's matter, and what of us it finds.
+    """
     repository.commit("a", "gone:factory")
-    (repository.folder / "protrain_plan/__init__.py").unlink()
-    (repository.folder / "protrain_plan/cli.py").unlink()
+    shadow = (repository.folder / "yaml.py").read_text()
+    for name in ("sitecustomize.py", "protrain_plan/__init__.py", "protrain_plan/cli.py"):
+        (repository.folder / name).unlink()
     (repository.folder / "protrain_plan").rmdir()
-    for command in ([PROTRAIN], [sys.executable, "-m", "protrain_plan.cli"]):
-        result = subprocess.run(
-            [*command, "check", "--records-only"],
-            cwd=repository.folder,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert (result.returncode, result.stderr) == (0, ""), result
+    for folder in (".", "src", "lib"):
+        (repository.folder / folder).mkdir(exist_ok=True)
+        for name in ("yaml", "torch", "traceback", "difflib", "json", "attr", "shellingham"):
+            (repository.folder / folder / f"{name}.py").write_text(shadow)
+    (repository.folder / "link").symlink_to("src")
+    (repository.folder / "src/below").mkdir()
+    (repository.folder / ".git").mkdir()
+    by_module = [sys.executable, "-m", "protrain_plan.cli"]
+    result = subprocess.run(
+        [
+            *(by_module if searched in ("", ":src", ".") else [PROTRAIN]),
+            *("check", "--records-only", str(repository.folder / "plans")),
+        ],
+        cwd=repository.folder / ("src/below" if "FOLDER" in searched else "."),
+        env=os.environ | {"PYTHONPATH": searched.replace("FOLDER", str(repository.folder))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, ""), result
+
+
+@pytest.mark.parametrize("step", ["Check", "Compare"])
+def test_the_action_s_python_imports_nothing_of_the_working_directory(
+    step: str, repository: Repository
+) -> None:
+    """At its own start neither, and of ours neither."""
+    repository.commit("a", "gone:factory")
+    for name in ("re", "usercustomize"):
+        (repository.folder / f"{name}.py").write_text((repository.folder / "yaml.py").read_text())
+    version(repository.folder)
+    plan = repository.folder / "plans/a/plan.yaml"
+    plan.write_text(wrong(plan.read_text()))
+    action = yaml.safe_load((ROOT / "action.yml").read_text())
+    [run] = [one for one in action["runs"]["steps"] if one.get("name") == step]
+    result = bash(
+        run["run"],
+        folder=repository.folder,
+        **dict.fromkeys(run["env"], "")
+        | {"BASE": "main", "PLANS": "plans", "RECORDS_ONLY": "true", "PYTHONPATH": ":src"}
+        | {"RUNNER_TEMP": str(repository.folder), "GITHUB_STEP_SUMMARY": "/dev/null"},
+    )
+    assert (result.returncode, result.stderr) == (int(step == "Check"), ""), result
+
+
+@pytest.mark.parametrize("searched", ["src", ":src", "FOLDER/src"])
+def test_models_are_found_where_modules_are_not_ours(searched: str, tmp_path: Path) -> None:
+    commit_good(tmp_path)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "good.py").rename(tmp_path / "src/good.py")
+    for name in ("yaml", "torch"):  # which are imported before any model's code
+        (tmp_path / f"src/{name}.py").write_text(f"open({str(tmp_path / 'shadowed')!r}, 'w')")
+    result = subprocess.run(
+        [PROTRAIN, "check", "--strict"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": searched.replace("FOLDER", str(tmp_path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, ""), result
+    assert not (tmp_path / "shadowed").exists()
