@@ -17,7 +17,6 @@ Beside the machines stands what plans may have leave for: `allow: [rounding]`, a
 
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path, PurePath
@@ -26,13 +25,13 @@ from typing import Any
 import yaml
 
 from protrain_plan.errors import ProtrainError, RecordError, cut
-from protrain_plan.records.files import read_text
+from protrain_plan.records.files import read_text, refuse_outside
 from protrain_plan.records.forms import FORMS, leaves_of
 from protrain_plan.records.schema import MAX_LIST, STEPS
-from protrain_plan.records.tree import Node, did_you_mean, listed, root
+from protrain_plan.records.tree import Node, did_you_mean, listed, looks_like, parsed_toml, root
 from protrain_plan.units import parse_bytes
 
-KIND, VERSION = "budgets", 1
+KIND_KEY, KIND, VERSION = "protrain", "budgets", 1
 YAML_NAME, TOML_NAME = "budgets.yaml", "pyproject.toml"
 
 PERCENTAGE = r"[0-9]{1,6}(\.[0-9]{1,9})? ?%"
@@ -79,6 +78,8 @@ def find_limits(named: Path | None, *, folder: Path = Path()) -> Limits:
     as_yaml, as_toml = folder / YAML_NAME, folder / TOML_NAME
     for path in sorted(folder.iterdir()):
         alike = path.name.lower() in (YAML_NAME, "budgets.yml") and path.name != YAML_NAME
+        if alike or path in (as_yaml, as_toml):
+            refuse_outside(path, folder)
         if alike and f"protrain: {KIND}" in read_text(path):
             problem, fix = f"budgets are read from {YAML_NAME} alone", f"call it {YAML_NAME}"
             raise ProtrainError(problem, source=str(path), fix=fix)
@@ -98,9 +99,11 @@ def find_limits(named: Path | None, *, folder: Path = Path()) -> Limits:
 def read_limits(path: Path) -> Limits:
     """The limits in a YAML file; RecordError where it has something else."""
     top = root(read_text(path), str(path))
-    values = top.mapping(("protrain", "version", "budgets", "allow"), optional=("allow",))
-    if (kind := values["protrain"].text()) != KIND:
-        raise values["protrain"].error(f"expected {KIND}, got {kind!r}", did_you_mean(kind, [KIND]))
+    if KIND_KEY not in top.any_mapping():  # then its keys are not for us to show
+        raise top.error(f"missing key {KIND_KEY!r}", f"start the file with {KIND_KEY}: {KIND}")
+    values = top.mapping((KIND_KEY, "version", "budgets", "allow"), optional=("allow",))
+    if (kind := values[KIND_KEY].text()) != KIND:
+        raise values[KIND_KEY].error(f"expected {KIND}, got {kind!r}", did_you_mean(kind, [KIND]))
     if (version := values["version"].integer()) != VERSION:
         raise values["version"].error(f"expected version {VERSION}, got {version}")
     return Limits(
@@ -110,13 +113,7 @@ def read_limits(path: Path) -> Limits:
 
 def _read_toml(path: Path) -> Limits:
     source, where = str(path), "tool.protrain.budgets"
-    try:
-        document = tomllib.loads(read_text(path))
-    except tomllib.TOMLDecodeError as error:
-        raise RecordError(f"not readable as TOML: {error}", source=source) from None
-    except (RecursionError, ValueError):  # an integer of thousands of digits
-        problem = "not readable as TOML: nested too deeply, or a number is too long"
-        raise RecordError(problem, source=source) from None
+    document = parsed_toml(read_text(path), source)
     ours = _table(_table(document, "tool", source), "tool.protrain", source)
     for key in ours:
         if key not in ("budgets", "allow"):
@@ -143,7 +140,12 @@ def _read_toml(path: Path) -> Limits:
 
 def _table(above: Mapping[str, Any], where: str, source: str) -> dict[str, Any]:
     """The table called so, empty where there is none."""
-    table = above.get(where.rpartition(".")[2], {})
+    name = where.rpartition(".")[2]
+    for key in above:
+        if key != name and looks_like(key, name, whole=True):
+            problem = f"the key {key!a} is not {name}, and looks like it"
+            raise RecordError(problem, source=source, key=where, fix="write it as it looks")
+    table = above.get(name, {})
     if not isinstance(table, dict):
         raise RecordError(f"expected a table, got {cut(repr(table))}", source=source, key=where)
     return table
@@ -230,4 +232,11 @@ def _patterns(value: Node | None) -> tuple[str, ...]:
         return ()
     if not isinstance(value.node, yaml.SequenceNode):
         raise value.error("expected a list of patterns such as ['plans/*']")
-    return tuple(item.text() for item in value.sequence(MAX_LIST))
+    found = {item.text(): item for item in value.sequence(MAX_LIST)}
+    for pattern, item in found.items():
+        try:
+            PurePath().match(pattern)
+        except ValueError:  # of no parts, such as '' and '.'
+            problem = f"expected a pattern such as plans/*, got {cut(pattern)!r}"
+            raise item.error(problem) from None
+    return tuple(found)

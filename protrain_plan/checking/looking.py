@@ -57,6 +57,7 @@ from protrain_plan.models.model_code import (
 from protrain_plan.models.presets import parse_config, preset_names, read_config
 from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest, processes_at_once
 from protrain_plan.records import dumps_hardware, dumps_profile, loads_hardware, loads_profile
+from protrain_plan.records.files import leads_out, refuse_outside
 from protrain_plan.records.hardware import Hardware, is_accelerator
 from protrain_plan.records.profile import Profile, Workload
 from protrain_plan.units import format_bytes
@@ -254,8 +255,11 @@ def missing(workload: Workload) -> str | None:
 
 
 def _is_here(name: str) -> bool:
-    """Whether the configuration called so can be read anew; factories have none."""
-    return name in preset_names() or Path(name).exists()
+    """Whether the configuration called so can be read anew; factories have none.
+
+    A file that is not the repository's is nobody's to change: what was recorded counts.
+    """
+    return name in preset_names() or (os.path.exists(name) and leads_out(name) is None)  # noqa: PTH110
 
 
 def said(error: BaseException) -> str:
@@ -395,6 +399,8 @@ def _question(profile: Profile) -> EstimateRequest | None:
     """
     workload = profile.workload
     if _is_here(workload.model) or not workload.model_config:
+        if workload.model not in preset_names():
+            refuse_outside(workload.model.partition(":")[0])
         config = read_config(workload.model)
     else:
         config = parse_config(workload.model_config, where=workload.model)

@@ -7,14 +7,14 @@ top, as the one reader of records sees it. A file that has this key for a more l
 another encoding, with a tag or an alias, in a second document, in capitals), or that speaks of
 protrain and is no YAML at all, was meant as one: it fails. Every other file is somebody else's.
 
-[Note: links] A folder's files are those that lie in it, and those in the working directory that it
-links to. What a link leads to elsewhere is not what is reviewed with the folder: it fails.
+[Note: links] A folder's files are those that lie in it, and those in the repository that it links
+to. What a link leads to elsewhere is not what is reviewed with the folder: it fails. So does a plan
+that was named, or a profile beside it.
 """
 
 import os
 import re
 import stat
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +25,11 @@ from protrain_plan.checking.budgets import read_limits
 from protrain_plan.errors import ProtrainError, RecordError
 from protrain_plan.planning.model.options import read_pins
 from protrain_plan.records import fingerprint, loads_hardware, loads_plan, loads_profile
-from protrain_plan.records.files import read_text
+from protrain_plan.records.files import leads_out, read_text, repository
 from protrain_plan.records.plan import Plan
 from protrain_plan.records.profile import Profile
 from protrain_plan.records.reader import kind_of
-from protrain_plan.records.tree import Node, did_you_mean, listed, root
+from protrain_plan.records.tree import Node, did_you_mean, documents, listed, looks_like, root
 from protrain_plan.units import format_bytes
 
 _SUFFIXES = (".yaml", ".yml")
@@ -41,7 +41,7 @@ _READERS: dict[str, Callable[[str, str], object]] = {
     "pins": lambda _, path: read_pins(path),
 }
 _KEY = "protrain"
-_MAX_BYTES = 64 * 2**20
+_MAX_BYTES = 16 * 2**20
 """Of a file in which that word is looked for."""
 
 
@@ -97,19 +97,28 @@ def search(paths: Sequence[Path]) -> Search:
         if not os.path.lexists(path):
             raise ProtrainError("there is no such file or folder", source=str(path))
     folders = {path for path in paths if os.path.isdir(path)}  # noqa: PTH112  (it never raises)
-    within = tuple(Path(os.path.realpath(folder)) for folder in (*folders, Path()))
+    within = tuple(folders)
     seen: dict[Path, _Seen] = {}
     found: dict[Path, Files] = {}
     for path in paths:
         if path not in folders:  # a plan, because it was named
+            # The folder of one that lies elsewhere was named, too.
+            is_here = Path(os.path.abspath(path)).is_relative_to(repository())  # noqa: PTH100
+            beside = () if is_here else (path.parent,)
             try:
-                found[path] = read_files(path, seen)
+                if (problem := leads_out(path, *beside)) is not None:
+                    raise _failure(problem, path)
+                found[path] = read_files(path, seen, (path.parent,))
             except RecordError as error:
                 found[path] = Files(path=path, text="", plan=error, profiles=())
             continue
         entries = sorted(_entries(path, within), key=lambda entry: entry[0])
         for file, problem in entries:
-            seen[file] = _look_at(file, within) if problem is None else _failed(problem, file)
+            seen[file] = (
+                _look_at(file, within)
+                if problem is None
+                else _Seen(kind=None, record=_failure(problem, file))
+            )
         plans = [file for file, _ in entries if isinstance(seen[file].record, Plan | RecordError)]
         if not plans:
             fix = "write one with protrain plan -o, or name another folder"
@@ -118,9 +127,9 @@ def search(paths: Sequence[Path]) -> Search:
             one, is_plan = seen[file], seen[file].kind == "plan"
             assert isinstance(one.record, Plan | RecordError)
             if file not in found:
-                beside = _profiles_beside(file, seen) if is_plan else ()
+                profiles = _profiles_beside(file, seen, within) if is_plan else ()
                 found[file] = Files(
-                    path=file, text=one.text, plan=one.record, profiles=beside, is_plan=is_plan
+                    path=file, text=one.text, plan=one.record, profiles=profiles, is_plan=is_plan
                 )
     records = [path for path, one in seen.items() if one.kind or one.record]
     return Search(
@@ -130,10 +139,12 @@ def search(paths: Sequence[Path]) -> Search:
     )
 
 
-def read_files(path: Path, seen: dict[Path, _Seen] | None = None) -> Files:
+def read_files(
+    path: Path, seen: dict[Path, _Seen] | None = None, within: Sequence[Path] = ()
+) -> Files:
     """The plan and what lies beside it; RecordError where the plan's file is no text.
 
-    What was `seen` already is not read again.
+    What was `seen` already is not read again. For `within` see `_look_at`.
     """
     text = read_text(path)
     plan: Plan | RecordError
@@ -141,7 +152,7 @@ def read_files(path: Path, seen: dict[Path, _Seen] | None = None) -> Files:
         plan = loads_plan(text, str(path))
     except RecordError as error:
         plan = error
-    profiles = _profiles_beside(path, {} if seen is None else seen)
+    profiles = _profiles_beside(path, {} if seen is None else seen, within)
     return Files(path=path, text=text, plan=plan, profiles=profiles)
 
 
@@ -169,7 +180,7 @@ def line_of(text: str, key: str | None) -> int:
 
 
 def _profiles_beside(
-    path: Path, seen: dict[Path, _Seen]
+    path: Path, seen: dict[Path, _Seen], within: Sequence[Path]
 ) -> tuple[tuple[Path, Profile | RecordError], ...]:
     """The profiles in a plan's folder, and the records there that may have been one."""
     try:
@@ -181,7 +192,7 @@ def _profiles_beside(
         if file == path or not file.name.lower().endswith(_SUFFIXES) or os.path.isdir(file):  # noqa: PTH112
             continue
         if file not in seen:
-            seen[file] = _look_at(file, ())
+            seen[file] = _look_at(file, within)
         record = seen[file].record
         if isinstance(record, Profile | RecordError) and seen[file].kind in ("profile", None):
             found.append((file, record))
@@ -203,8 +214,8 @@ def _entries(folder: Path, within: Sequence[Path]) -> Iterator[tuple[Path, str |
         if real in entered:
             continue
         entered.add(real)
-        if not any(map(Path(real).is_relative_to, within)):
-            yield above, f"this link leads out of the folder, to {real}"
+        if (problem := leads_out(real, *within)) is not None:
+            yield above, problem.replace("this leads", "this link leads")
             continue
         try:
             with os.scandir(above) as listing:
@@ -224,22 +235,19 @@ def _entries(folder: Path, within: Sequence[Path]) -> Iterator[tuple[Path, str |
 
 
 def _look_at(path: Path, within: Sequence[Path]) -> _Seen:
-    """What the file is; what it links to lies in one of the folders, if any are given."""
+    """What the file is; with folders, what it links to lies in one of them or the repository."""
     try:
         if not _speaks_of_us(path):
             return _Seen(kind=None)
         text = read_text(path)
     except RecordError as error:
         return _Seen(kind=None, record=error)
-    try:
-        is_ours = any(_is_ours(node) for node in yaml.compose_all(text, Loader=yaml.SafeLoader))
-    except (yaml.YAMLError, RecursionError, ValueError):
-        is_ours = True  # it was meant as one, see [Note: what is a record]
-    if not is_ours:
+    found = documents(text)
+    # What cannot be read was meant as one, see [Note: what is a record].
+    if found is not None and not any(map(_is_ours, found)):
         return _Seen(kind=None)
-    real = os.path.realpath(path)
-    if within and not any(map(Path(real).is_relative_to, within)):
-        return _failed(f"this link leads out of the folder, to {real}", path)
+    if within and (problem := leads_out(path, *within)) is not None:
+        return _Seen(kind=None, record=_failure(problem, path))
     kind, record, source = None, None, str(path)
     try:
         told = kind_of(text, source)
@@ -262,9 +270,9 @@ def _look_at(path: Path, within: Sequence[Path]) -> _Seen:
     return _Seen(kind=kind, text=text, record=ours)
 
 
-def _failed(problem: str, path: Path) -> _Seen:
+def _failure(problem: str, path: Path) -> RecordError:
     fix = "put the file itself there, or take this away"
-    return _Seen(kind=None, record=RecordError(problem, source=str(path), fix=fix))
+    return RecordError(problem, source=str(path), fix=fix)
 
 
 # --- what looks like a record ---------------------------------------------------------------------
@@ -298,7 +306,9 @@ def _speaks_of_us(path: Path) -> bool:
         text = content.decode()
     except UnicodeDecodeError:
         text = content.decode("latin-1")
-    return _KEY in _plain(text) or ("\\" in text and _KEY in _plain(_ESCAPE.sub(_unescaped, text)))
+    return looks_like(text, _KEY) or (
+        "\\" in text and looks_like(_ESCAPE.sub(_unescaped, text), _KEY)
+    )
 
 
 def _unescaped(escape: re.Match[str]) -> str:
@@ -307,26 +317,19 @@ def _unescaped(escape: re.Match[str]) -> str:
     return chr(number) if number < 0x110000 else ""
 
 
-def _plain(text: str) -> str:
-    """The text as it looks: without capitals, letters' variants and what is not seen."""
-    if text.isascii():
-        return text.lower()
-    folded = unicodedata.normalize("NFKC", text).casefold()
-    return "".join(c for c in folded if unicodedata.category(c) != "Cf")
-
-
-def _is_ours(node: yaml.Node | None, *, above: frozenset[int] = frozenset()) -> bool:
+def _is_ours(document: yaml.Node) -> bool:
     """Whether a mapping, or one in a list, has the key, by itself or by a merge (`<<`)."""
-    if node is None or id(node) in above:
-        return False
-    above |= {id(node)}
-    if isinstance(node, yaml.SequenceNode):
-        return any(_is_ours(item, above=above) for item in node.value)
-    if not isinstance(node, yaml.MappingNode):
-        return False
-    return any(
-        _plain(key.value).strip() == _KEY
-        or (key.tag == "tag:yaml.org,2002:merge" and _is_ours(value, above=above))
-        for key, value in node.value
-        if isinstance(key, yaml.ScalarNode)
-    )
+    waiting, met = [document], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in met:  # by aliases, as often as somebody likes
+            continue
+        met.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode) and looks_like(key.value, _KEY, whole=True):
+                return True
+            if key.value == "<<":
+                waiting.append(value)
+    return False

@@ -14,11 +14,12 @@ from protrain_plan.checking.diffing import UnitGrowth, growth
 from protrain_plan.checking.looking import Broken, Today, Unavailable
 from protrain_plan.checking.plan_files import Case
 from protrain_plan.errors import ProtrainError
-from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.model.problem import misfit as problem_misfit
 from protrain_plan.planning.search.evaluation import step_seconds
 from protrain_plan.program.group import DeviceGroup, not_joined, profile_of_rank
+from protrain_plan.records.files import refuse_outside
 from protrain_plan.records.hardware import Hardware, TierName
 from protrain_plan.records.plan import Budgets, Plan, TierBytes
 from protrain_plan.records.profile import Profile
@@ -176,14 +177,14 @@ class Machines:
 
     def __init__(self, budgets: Mapping[str, MachineBudget], plans: Sequence[Path]) -> None:
         self.budgets = {
-            load_hardware(name).name if Path(name).suffix in (".yaml", ".yml") else name: budget
+            _machine(budget).name if Path(name).suffix in (".yaml", ".yml") else name: budget
             for name, budget in budgets.items()
         }
         self._read: dict[str, Hardware | ProtrainError] = {}
         for budget in self.budgets.values():
             if any(budget.names(plan) for plan in plans):
                 try:
-                    self._read[budget.machine] = load_hardware(budget.machine)
+                    self._read[budget.machine] = _machine(budget)
                 except ProtrainError as error:
                     self._read[budget.machine] = error
 
@@ -202,6 +203,13 @@ class Machines:
                     raise found
                 there.append(found)
         return [_on_machine(model, machine, self.budgets.get(machine.name)) for machine in there]
+
+
+def _machine(budget: MachineBudget) -> Hardware:
+    """That of the catalogue, or of a file of the repository or beside the budgets, and no other."""
+    if budget.machine not in hardware_names():
+        refuse_outside(budget.machine, Path(budget.source).parent)
+    return load_hardware(budget.machine)
 
 
 def _on_machine(model: Model, machine: Hardware, budget: MachineBudget | None) -> PlanOnMachine:

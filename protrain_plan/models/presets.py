@@ -9,6 +9,7 @@ from pathlib import Path
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.files import read_text
+from protrain_plan.records.tree import parsed_json
 
 JsonObject = dict[str, object]
 
@@ -89,15 +90,7 @@ def read_config(model: str) -> JsonObject | None:
 
 def parse_config(text: str, *, where: str) -> JsonObject:
     """The configuration that a text holds, without notes; ProtrainError where it holds none."""
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ProtrainError(
-            f"not JSON: {error.msg} at line {error.lineno}", source=where
-        ) from error
-    except (RecursionError, ValueError):  # an integer of thousands of digits
-        problem = "not JSON that can be read: nested too deeply, or a number is too long"
-        raise ProtrainError(problem, source=where) from None
+    config = parsed_json(text, where)
     if not isinstance(config, dict):
         raise ProtrainError(f"expected a JSON object, got {type(config).__name__}", source=where)
     return _without_notes(config)

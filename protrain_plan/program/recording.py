@@ -24,11 +24,13 @@ from protrain_plan.program.program import Program
 from protrain_plan.records import fingerprint
 from protrain_plan.records.files import read_text, replace_text
 from protrain_plan.records.plan import Plan
+from protrain_plan.records.tree import parsed_json
 
 KIND, VERSION = "recording", 1
 _OLD_NAME = re.compile(r"^gather (?=\d)")
 MAX_FILE_BYTES = 64 * 2**20
 """Of a recording: half a million moves."""
+_MAX_NODES = 5_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,18 +148,8 @@ class _Reader:
         raise RecordError(problem, source=self._source, key=key, fix=fix)
 
     def parsed(self, text: str) -> object:
-        try:
-            parsed: object = json.loads(
-                text, object_pairs_hook=self._once, parse_constant=self._no_number
-            )
-        except json.JSONDecodeError as error:
-            raise RecordError(
-                f"not readable as JSON: {error.msg}", source=self._source, line=error.lineno
-            ) from None
-        except RecursionError:
-            self.fail("not readable as JSON: nested too deeply")
-        except ValueError:  # an integer of thousands of digits
-            self.fail("not readable as JSON: a number is too long")
+        hooks = {"object_pairs_hook": self._once, "parse_constant": self._no_number}
+        parsed: object = parsed_json(text, self._source, most=_MAX_NODES, **hooks)
         return parsed
 
     def of(self, kind: Any, value: Any, expected: str, key: str | None, below: float = 0) -> Any:

@@ -18,8 +18,8 @@ from pathlib import Path
 from protrain_plan.errors import RecordError
 from protrain_plan.units import format_bytes
 
-MAX_FILE_BYTES = 4 * 2**20
-"""Of a file with a record: a hundred times the largest that is known, and seconds to read."""
+MAX_FILE_BYTES = 2 * 2**20
+"""Of a file with a record: a hundred times the largest that is known, and a second to read."""
 
 _lock = threading.Lock()  # threads of one process would share a temporary name
 
@@ -70,6 +70,32 @@ def read_bytes(path: str | Path, *, most_bytes: int) -> bytes:
         raise RecordError("this is a directory, not a file", source=str(path)) from None
     except (OSError, ValueError) as error:
         raise RecordError(f"cannot be read: {_reason(error)}", source=str(path)) from None
+
+
+def repository() -> Path:
+    """The folder of the repository around the working directory; that one where there is none."""
+    here = Path(os.path.realpath("."))
+    return next((above for above in (here, *here.parents) if (above / ".git").exists()), here)
+
+
+def leads_out(path: str | Path, *folders: str | Path) -> str | None:
+    """Why a file is not what is reviewed with the repository or the folders; None where it is."""
+    try:
+        real = Path(os.path.realpath(path))
+        within = [repository(), *(Path(os.path.realpath(folder)) for folder in folders)]
+        if any(map(real.is_relative_to, within)):
+            return None
+        is_link = os.path.abspath(path) != str(real)  # noqa: PTH100  (as it is called)
+        return f"this {'link ' * is_link}leads out of the folder, to {real}"
+    except ValueError:  # a name that no file can have
+        return None
+
+
+def refuse_outside(path: str | Path, *folders: str | Path) -> None:
+    """RecordError where `leads_out` says why, whatever is there."""
+    if (problem := leads_out(path, *folders)) is not None:
+        fix = "put the file itself into the repository"
+        raise RecordError(problem, source=str(path), fix=fix)
 
 
 def replace_text(path: str | Path, text: str) -> None:

@@ -1,6 +1,5 @@
 """YAML text -> record, by the dataclasses' own annotations. The first error ends the reading."""
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -9,7 +8,7 @@ from functools import cache, partial
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from protrain_plan.errors import ProtrainError, cut
+from protrain_plan.errors import ProtrainError, RecordError, cut
 from protrain_plan.records.decisions import ACTIVATIONS, OLD_PHRASES, PLAIN, STATES
 from protrain_plan.records.folding import MAX_RUN, run_length, unfold
 from protrain_plan.records.forms import (
@@ -39,7 +38,7 @@ from protrain_plan.records.schema import (
     is_size,
     limits_of,
 )
-from protrain_plan.records.tree import MAX_TEXT, Node, did_you_mean, listed, root
+from protrain_plan.records.tree import MAX_TEXT, Node, did_you_mean, listed, parsed_json, root
 from protrain_plan.units import parse_bytes
 
 R = TypeVar("R", bound=Record)
@@ -178,8 +177,8 @@ def _formed(pattern: str, expected: str, value: Node) -> str:
 def _configuration(value: Node) -> str:
     """A JSON object as text, or nothing."""
     text = value.text(MAX_CHARACTERS[Workload, "model_config"])
-    with suppress(ValueError, RecursionError):  # also an integer of thousands of digits
-        if not text or isinstance(json.loads(text), dict):
+    with suppress(RecordError):
+        if not text or isinstance(parsed_json(text, None), dict):
             return text
     raise value.error(f"expected a JSON object, or nothing, got {cut(text)!r}")
 

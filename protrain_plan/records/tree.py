@@ -1,40 +1,48 @@
 """Text -> YAML nodes, read strictly: nothing is guessed, and each value knows its line and key.
 
+And JSON and TOML, within the same limits: nothing that somebody wrote takes long to read.
+
 PyYAML follows YAML 1.1, where `12:30` is an integer, `no` is false, `1e9` is a text and the second
 of two equal keys wins. Here nodes are never turned into Python objects by what they look like:
 the reader asks each one for what the record needs, and what it finds instead is an error.
 """
 
 import difflib
+import json
 import math
 import re
+import tomllib
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Any
 
 import yaml
 from yaml.composer import ComposerError
 
 from protrain_plan.errors import MAX_SHOWN, RecordError, cut
+from protrain_plan.records.files import MAX_FILE_BYTES
 
 _MAP, _SEQ, _STR, _INT, _FLOAT, _BOOL, _NULL = (
     f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null")
 )
 
 
-MAX_NODES = 100_000
-"""Keys, values, lists and mappings in a file: what seconds are enough to read."""
+MAX_NODES, _MAX_JSON, _MAX_TOML = 50_000, 1_000_000, 20_000
+"""Keys, values, lists and mappings in a file: what a second is enough to read."""
 MAX_DEPTH = 20
 """Lists and mappings in one another; those of a record are seven at most."""
+_MOST_DEPTH, _MAX_DIRECTIVES, _OF_A_DOCUMENT = 100, 10, 10
+"""Of anybody's file; a document counts as so many nodes."""
 MAX_TEXT = 1_000
 """Characters of a text, of which nothing else is said, and of a key."""
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader up to nodes, without aliases and tags, which no record needs.
+    """SafeLoader up to nodes, within limits; `strays` are what others may have, and no record.
 
     Plain scalars are resolved as in YAML 1.1, so that what other programs would read as something
     else is not taken for a text, with two exceptions: there are no dates and no base 60.
@@ -44,20 +52,36 @@ class _StrictLoader(yaml.SafeLoader):
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self.num_nodes = self.depth = 0
+        self.num_nodes = self.depth = self.num_directives = 0
+        self.strays: list[ComposerError] = []
+
+    def scan_directive(self) -> yaml.DirectiveToken:
+        self.num_directives += 1
+        if self.num_directives > _MAX_DIRECTIVES:
+            problem = f"more than {_MAX_DIRECTIVES} directives"
+            raise ComposerError(problem=problem, problem_mark=self.get_mark())
+        return super().scan_directive()
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
         assert isinstance(event.start_mark, yaml.Mark)
         self.num_nodes += 1
-        for problem, is_so in (
-            (f"nested more than {MAX_DEPTH} deep", self.depth > MAX_DEPTH),
-            (f"more than {MAX_NODES} keys and values", self.num_nodes > MAX_NODES),
-            ("aliases are not allowed", isinstance(event, yaml.AliasEvent)),
-            ("tags are not allowed", getattr(event, "tag", None) is not None),
+        too_many = f"more than {MAX_NODES} keys and values"
+        for problem, is_so, is_so_for_all in (
+            (
+                f"nested more than {MAX_DEPTH} deep",
+                self.depth > MAX_DEPTH,
+                self.depth > _MOST_DEPTH,
+            ),
+            (too_many, self.num_nodes > MAX_NODES, True),
+            ("aliases are not allowed", isinstance(event, yaml.AliasEvent), False),
+            ("tags are not allowed", getattr(event, "tag", None) is not None, False),
         ):
+            error = ComposerError(problem=problem, problem_mark=event.start_mark)
+            if is_so and is_so_for_all:
+                raise error
             if is_so:
-                raise ComposerError(problem=problem, problem_mark=event.start_mark)
+                self.strays.append(error)
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -115,6 +139,8 @@ class Node:
         value = self.node.value
         found = _DESCRIPTIONS.get(self.node.tag, "{}")
         found = found.format(cut(value) if isinstance(value, str) else value)
+        if self.key is None and isinstance(value, str):
+            found = "a single value"  # a whole file that is no record is not quoted
         return self.error(f"expected {what}, got {found}", fix)
 
     def mapping(
@@ -242,8 +268,10 @@ def root(text: str, source: str | None) -> Node:
 
     No text in it, keys included, has a character that would not be seen (see `unseen`).
     """
+    nodes, failure = _composed(text)
     try:
-        node = _composed(text)
+        if failure is not None:
+            raise failure
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = None if mark is None else mark.line + 1
@@ -256,8 +284,9 @@ def root(text: str, source: str | None) -> Node:
     except (ValueError, OverflowError):  # PyYAML's own: "\UFFFFFFFF", a version of 5,000 digits
         problem = "not readable as YAML: a number in it is too large"
         raise RecordError(problem, source=source) from None
-    if node is None:
+    if not nodes:
         raise RecordError("the file is empty", source=source)
+    node = nodes[0]
     value = Node(node=node, source=source, key=None)
     scalars = (inner for inner in _nodes(node) if isinstance(inner, yaml.ScalarNode))
     if any(unseen(scalar.value, but=_BREAKS) for scalar in scalars):
@@ -267,8 +296,87 @@ def root(text: str, source: str | None) -> Node:
 
 
 @lru_cache(maxsize=2)  # a plan and its profile are asked for lines again and again
-def _composed(text: str) -> yaml.Node | None:
-    return yaml.compose(text, Loader=_StrictLoader)
+def _composed(text: str) -> tuple[tuple[yaml.Node, ...] | None, Exception | None]:
+    """The documents, None where they cannot be read; and why they are no record, if so."""
+    found, strays = list[yaml.Node](), list[ComposerError]()
+    try:
+        loader = _StrictLoader(text)
+        strays = loader.strays
+        while loader.check_node():
+            loader.num_nodes += _OF_A_DOCUMENT
+            if found:
+                problem = "but found another document"
+                strays.append(ComposerError(problem=problem, problem_mark=loader.get_mark()))
+            node = loader.get_node()
+            assert node is not None
+            found.append(node)
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        return None, strays[0] if strays else error
+    return tuple(found), strays[0] if strays else None
+
+
+def documents(text: str) -> tuple[yaml.Node, ...] | None:
+    """The documents of whosever YAML it is, with aliases and tags; None where it cannot be read."""
+    return _composed(text)[0]
+
+
+def parsed_json(
+    text: str | bytes, source: str | None, *, most: int = _MAX_JSON, **hooks: Any
+) -> Any:
+    """What a JSON text says, of at most so many keys and values; RecordError where it is none.
+
+    `hooks` are those of `json.loads`; a ValueError of theirs is told.
+    """
+    try:
+        if isinstance(text, bytes):
+            text = text.decode()
+        if sum(map(text.count, ",[{:")) > most:
+            raise ValueError(f"more than {most} keys and values")
+        return json.loads(text, **hooks)
+    except UnicodeDecodeError:
+        problem, line = "not UTF-8 text", None
+    except json.JSONDecodeError as error:
+        problem, line = error.msg, error.lineno
+    except RecursionError:
+        problem, line = "nested too deeply", None
+    except ValueError as error:
+        is_long = "integer string conversion" in str(error)
+        problem, line = "a number is too long" if is_long else str(error), None
+    raise RecordError(f"not readable as JSON: {problem}", source=source, line=line) from None
+
+
+def parsed_toml(text: str, source: str) -> dict[str, Any]:
+    """What a TOML text says, of keys of few parts; RecordError where it is none."""
+    problem, depth, parts, num_nodes = "", 0, 0, 0
+    for token in _TOML.finditer(text):
+        kind, found = token.lastgroup, token[0]
+        depth += (found in ("[", "{")) - (found in ("]", "}"))
+        parts = parts + (kind == "part") if kind in ("part", "dot", "space") else 0
+        num_nodes += kind == "part" or found in ("[", "{")
+        if max(depth, parts) > MAX_DEPTH:
+            problem = f"nested more than {MAX_DEPTH} deep"
+        elif num_nodes > _MAX_TOML:
+            problem = f"more than {_MAX_TOML} keys and values"
+        if problem:
+            break
+    try:
+        if not problem:
+            return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        problem = str(error)
+    except RecursionError:
+        problem = "nested too deeply"
+    except ValueError:  # an integer of thousands of digits
+        problem = "a number is too long"
+    raise RecordError(f"not readable as TOML: {problem}", source=source)
+
+
+_TOML = re.compile(
+    r'''(?P<long>"""(?:[^"\\]|\\.|"(?!""))*+(?:""")?|\'{3}(?:[^']|'(?!\'\'))*+(?:\'{3})?)'''
+    r"""|(?P<part>"(?:[^"\\\n]|\\.)*+"?|'[^'\n]*+'?|[A-Za-z0-9_-]++)|(?P<dot>\.)"""
+    r"""|(?P<space>[ \t]++)|(?P<note>\#[^\n]*+)|(?P<other>.)""",
+    re.DOTALL,
+)
 
 
 def _nodes(node: yaml.Node) -> Iterator[yaml.Node]:
@@ -305,12 +413,13 @@ def unseen(text: str, *, but: str = "") -> str | None:
     Control characters, surrogates, marks of direction, joiners and others of no width, separators
     of lines and paragraphs, and what Unicode says is no character. `but` are exceptions.
     """
-    if text.isprintable():  # nearly always, and quick
+    if text.isascii() and text.isprintable():  # nearly always, and quick
         return None
     for character in text:
         number = ord(character)
         if character not in but and (
             unicodedata.category(character) in _UNSEEN
+            or _IGNORABLE.fullmatch(character)
             or number & 0xFFFE == 0xFFFE
             or 0xFDD0 <= number <= 0xFDEF
         ):
@@ -321,6 +430,44 @@ def unseen(text: str, *, but: str = "") -> str | None:
 _BREAKS = "\t\n"
 """Characters that a text of several lines may have."""
 _UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
+_IGNORABLE = re.compile(
+    "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f"
+    "\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
+    "\U000e0000-\U000e0fff]"
+)
+"""What Unicode lets programs show as nothing (Default_Ignorable_Code_Point), some of it letters;
+and the Braille pattern without dots."""
+_ALIKE = str.maketrans(
+    "\u0440\u03c1\u0433\u043e\u03bf\u0442\u03c4\u0430\u03b1\u0456\u03b9\u0131\u043f\u03b7\u0578\u057c01l|",
+    "pproottaaiiinnnnoiii",
+)
+"""Letters that look like others of `protrain`: Cyrillic, Greek, Armenian ones; digits."""
+
+
+def looks_like(text: str, word: str, *, whole: bool = False) -> bool:
+    """Whether a word of ASCII letters stands in a text as people see it, or is the `whole` of it.
+
+    Without capitals, letters' variants, marks on letters and what is not seen. A letter of another
+    script may look like any, as long as half of the word's own are there.
+    """
+    plain, word = text.lower(), word.translate(_ALIKE)
+    if not text.isascii():
+        plain = unicodedata.normalize("NFKD", _IGNORABLE.sub("", text)).casefold()
+        plain = _MARKS.sub("", plain)
+    plain = plain.translate(_ALIKE)
+    if plain.isascii() or len(plain) > MAX_FILE_BYTES:  # no record is as large
+        return plain.strip() == word if whole else word in plain
+    alike = "".join(f"[{letter}\x80-\U0010ffff]" for letter in word)
+    places = re.finditer(f"(?=.{{0,{len(word) // 2}}}[{word}])(?=({alike}))", plain)
+    return any(
+        2 * sum(map(str.__eq__, found[1], word)) >= len(word)
+        for found in places
+        if not whole or plain.strip() == found[1]
+    )
+
+
+_MARKS = re.compile("[\u0300-\u036f\u1ab0-\u1aff\u1dc0-\u1dff\u20d0-\u20ff\ufe20-\ufe2f]")
+"""Marks on letters, which stand for themselves in the form NFKD."""
 
 
 def refused_character(text: str, *, but: str = "") -> str:

@@ -272,7 +272,7 @@ def test_a_wrong_model_argument_is_one_clear_error(model: str, message: str) -> 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "{path}: not JSON: Expecting property name enclosed in double quotes at line 1"),
+        ("{", "{path}:1: not readable as JSON: Expecting property name enclosed in double quotes"),
         ("[]", "{path}: expected a JSON object, got list"),
         ("{}", "{path}: model_type: the configuration does not say which architecture it is of\n"
          '  fix: a config.json as published with a model, such as {{"model_type": "llama", ...}}'),

@@ -34,6 +34,7 @@ from protrain_runtime.states.values import Value, num_bytes
 
 SUMS = "checksums.json"
 MAX_JSON_BYTES = 100_000_000  # what the format of safetensors allows a header
+_MAX_JSON_NODES = 20_000_000  # of two million tensors, and of the sums of a terabyte
 _KEY = "protrain_checksum"
 _SEAL = re.compile(rb'"protrain_checksum": "([0-9a-f]{8})"')
 _UNSEALED = b'"protrain_checksum": "00000000"'
@@ -131,6 +132,8 @@ def read_regular(path: Path, *, max_bytes: int = sys.maxsize) -> bytes:
 
 def parse_json(text: bytes) -> Any:
     """What a JSON text says, whose keys are unique and text. ValueError where it is none."""
+    if sum(map(text.count, (b",", b"[", b"{", b":"))) > _MAX_JSON_NODES:
+        raise ValueError(f"it has more than {_MAX_JSON_NODES} keys and values")
     try:
         return json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_number)
     except RecursionError:
