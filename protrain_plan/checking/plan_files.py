@@ -278,8 +278,8 @@ def _failure(problem: str, path: Path) -> RecordError:
 # --- what looks like a record ---------------------------------------------------------------------
 
 _ESCAPE = re.compile(
-    r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|(?:\r\n|[\r\n\x85\u2028\u2029])[ \t]*)",
-    re.IGNORECASE,
+    r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})"
+    r"|(?:\r\n|[\r\n\x85\u2028\u2029])[ \t]*)"
 )
 
 

@@ -7,11 +7,13 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,17 @@ from typing import Any
 import pytest
 import yaml
 
+from protrain_plan.checking.budgets import find_limits
 from protrain_plan.checking.looking import Broken, Today, look_away
 from protrain_plan.checking.plan_files import search
 from protrain_plan.checking.rules import Failed, check
+from protrain_plan.errors import RecordError
 from protrain_plan.models.presets import read_config
 from protrain_plan.profiling.estimate_cache import SWITCH
 from tests.support import forked
 from tests.support.checking_cases import PROFILE, commit, offloading
 from tests.support.commands import PROTRAIN, Result, bash, version
+from tests.support.record_fuzz import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -611,6 +616,128 @@ def failed(*folders: Path, expect: int | None = None) -> dict[str, str]:
     assert report.exit_code == (1 if found else 0)
     assert report.num_failed == len(found)
     return found
+
+
+UNSEEN = "\u00ad\u034f\u115f\u1160\u17b4\u180b\u200b\u200d\u2060\u2065\u2800\u3164\ufe0f\uffa0"
+ALIKE = {
+    "p": "\u0440\u03c1\uff50\U0001d429\u1d56",
+    "r": "\u0433\u1d63\uff52\u0280",
+    "o": "0\u043e\u03bf\u0585\u00f6\u00ba",
+    "t": "\u0442\u03c4\u1d57",
+    "a": "\u0430\u03b1\u00e1\u00e4\u0251",
+    "i": "1l|\u0456\u03b9\u0131\u00ef\u2170",
+    "n": "\u0578\u207f\u0274",
+}
+
+
+def look_alikes() -> Iterator[str]:
+    """Spellings of `protrain` that people may take for it: unseen characters, other letters."""
+    for number, character in enumerate((*UNSEEN, "\U000e0061", "\U000e0100", "\u0301")):
+        yield "protrain"[: number % 8] + character + "protrain"[number % 8 :]
+    for place, letter in enumerate("protrain"):
+        for other in ALIKE[letter]:
+            yield "protrain"[:place] + other + "protrain"[place + 1 :]
+    yield "".join(ALIKE[letter][1] if letter in "oai" else letter for letter in "protrain")
+
+
+@pytest.mark.parametrize("spelling", look_alikes(), ids=ascii)
+def test_no_look_alike_of_the_key_hides_a_plan_or_a_budget(spelling: str, tmp_path: Path) -> None:
+    commit(tmp_path / "plans/good")
+    plan = commit(tmp_path / "plans/hidden")
+    text = wrong(plan.read_text())
+    escaped = "".join(f"\\U{ord(c):08x}" for c in spelling)
+    for key in (spelling, f'"{spelling}"', f"'{spelling}'", f'"{escaped}"'):
+        plan.write_text(text.replace("protrain:", f"{key}:"))
+        assert str(plan) in failed(tmp_path / "plans"), key
+    toml = f'[tool."{spelling}".budgets.box]\ndevice = "1B"\n'
+    (tmp_path / "pyproject.toml").write_text(toml)
+    with pytest.raises(RecordError, match="looks like it"):
+        find_limits(None, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "\u043e\u043f\u0438\u0441\u0430\u043d\u0438\u0435",
+        "\u8a08\u753b\u6a5f\u68b0\u5b66\u7fd2\u8a08\u753b",
+        "protecting",
+        "pr\u00e9tention",
+    ],
+)
+def test_words_of_other_languages_are_no_look_alikes(words: str, tmp_path: Path) -> None:
+    commit(tmp_path / "plans/good")
+    (tmp_path / "plans/notes.yaml").write_text(f"{words}: [1]\nother: protrain\n")
+    (tmp_path / "plans/broken.yaml").write_text(f"{words}: {{{{ no yaml\n")
+    assert failed(tmp_path / "plans", expect=1) == {}
+
+
+SECRET = "ghp-0123456789"
+SECRETS = {
+    "a text": SECRET,
+    "a pair": f"token: {SECRET}",
+    "keys": f"{SECRET}: 1",
+    "a list": f"- {SECRET}",
+    "JSON": json.dumps({SECRET: SECRET}),
+    "no YAML": f"{SECRET}: [\n'{SECRET}",
+    "no text": f"\udc80 {SECRET}",
+    "TOML": f'[tool.protrain.budgets.{SECRET}]\nx = "{SECRET}"',
+}
+OF_A_BUDGET = "protrain: budgets\nversion: 1\nbudgets:\n  '%s': {device: 1GiB, plans: ['*']}\n"
+OF_A_TABLE = "[tool.protrain.budgets.'%s']\ndevice = '1GiB'\nplans = ['*']\n"
+NAMED: tuple[str, ...] = (
+    "budgets.yaml names",
+    "pyproject.toml names",
+    "budgets.yaml",
+    "pyproject.toml",
+    "Budgets.yml",
+)
+NAMED += (
+    "plans/a/plan.yaml",
+    "plans/a/profile.yaml",
+    "plans/a/other.yaml",
+    "plans/a",
+    "limits.yaml names",
+)
+
+
+@pytest.mark.parametrize("named", NAMED)
+def test_nothing_outside_of_the_repository_is_opened_or_shown(named: str, tmp_path: Path) -> None:
+    """Whatever names it, by its path or by a link, and whatever it holds."""
+    work, outside = tmp_path / "work", tmp_path / "outside"
+    outside.mkdir()
+    reaches = (
+        ("token.yaml", str(outside / "token.yaml")),
+        ("token", "../outside/token"),
+        ("token.yaml", "link/token.yaml"),
+        ("token", "token"),
+    )
+    first = NAMED.index(named)
+    for number, (form, secret) in enumerate(SECRETS.items(), start=first):
+        name, reach = reaches[number % len(reaches)]
+        if work.exists():
+            shutil.rmtree(work)
+        commit(work / "plans/a")
+        target = outside / name
+        target.write_text(secret, errors="surrogateescape")
+        (work / "link").symlink_to(outside)
+        (work / "token").symlink_to(target)
+        file, _, names = named.partition(" ")
+        path = work / file
+        if names:
+            text = OF_A_TABLE if file.endswith("toml") else OF_A_BUDGET
+            path.write_text(text % reach)
+        else:
+            if path.is_dir():
+                shutil.rmtree(path)
+            path.unlink(missing_ok=True)
+            path.symlink_to(Path(target).parent if file == "plans/a" else target)
+        options = ["--budgets", file] if file == "limits.yaml" else []
+        plans = [f"{file}/{name}"] if file == "plans/a" else ["plans/a/plan.yaml"]
+        with chdir(work):
+            code, told = run(["check", *plans, "--records-only", *options])
+        # A file that is no record, and that nothing names, is somebody else's.
+        assert code in ((0, 1) if file.endswith("other.yaml") else (1, 2)), (form, reach, told)
+        assert SECRET not in told
 
 
 @pytest.mark.parametrize("form", ["double quotes", "CRLF", "CR", "BOM", "flow style"])

@@ -76,6 +76,8 @@ NUMBERS: tuple[Json, ...] = (
     *(float("inf"), float("-inf"), float("nan"), 10**5000),
 )
 TEXTS: tuple[Json, ...] = (
+    *("*", "**", ".", "/", "//", "..", "[", "[!", "[]-a]", "?", "\\", "*a" * 400, "a/" * 400),
+    *("p\u3164q", "\u2800", "a\ufe0f", "\u0440rotrain", "~/x", "./x", "x.toml"),
     *(
         "",
         " ",
@@ -182,6 +184,8 @@ def changed(rng: random.Random) -> Files:
     if rng.random() < 0.05:
         other = rng.choice(originals())
         files[name] = other[name]
+    elif rng.random() < 0.1:
+        files[name] = _flooded(files[name], rng)
     elif rng.random() < 0.15 or not name.endswith(".yaml"):
         files[name] = _bytes_changed(files[name], rng)
     else:
@@ -206,6 +210,29 @@ def _dumped(document: Json) -> str:
         return yaml.safe_dump(document, sort_keys=False, width=10**6)
     finally:
         sys.set_int_max_str_digits(before)
+
+
+FLOODS: tuple[Callable[[int], str], ...] = (
+    *(lambda n, piece=piece: piece * n for piece in ("[],", "a.", '"a".', "%a\n", "---\n", "\n")),
+    *(lambda n, piece=piece: piece * n for piece in ("#\n", "'", '"""', "{a: ", "- ", "? ", ": ")),
+    *(
+        lambda n, piece=piece: piece * n
+        for piece in ("\u3164", "p\u0440", "\\x70", "&a ", "*a,", "!b ")
+    ),
+    lambda n: "\n" + "".join(f"a{k}: &a{k} [{f'*a{k - 1}, ' * 9}]\n" for k in range(min(n, 9999))),
+    lambda n: "\n" + "".join(f"[{'a.' * 15}a{k}]\nb = 1\n" for k in range(n // 100)),
+    lambda n: "\n" + "".join(f"{' ' * k}a:\n" for k in range(min(n, 1500))),
+    lambda n: "x" * n + ": 1\n",
+)
+"""Texts of any length that somebody has to read before they can be refused."""
+
+
+def _flooded(text: str, rng: random.Random) -> str:
+    """The text with one of these in it: at its start, its end or the end of a line."""
+    flood = rng.choice(FLOODS)(rng.choice((3, 40, 3000, 200_000)))
+    ends = [0, len(text), *(place.end() for place in re.finditer("\n", text))]
+    at = rng.choice((0, len(text), rng.choice(ends)))
+    return text[:at] + flood + text[at:]
 
 
 def _reunited(files: Files) -> Files:
@@ -451,7 +478,10 @@ class Wrong:
 
 
 def run(arguments: Sequence[str]) -> tuple[int | None, str]:
-    """A command in this process, within its limits: its exit code, or None with what it raised."""
+    """A command in this process, within its limits: its exit code and what it says.
+
+    None with what it raised, and what it says of an error alone, where there is one.
+    """
     before = sys.argv
     sys.argv = ["protrain", *arguments]
     said, told = io.StringIO(), io.StringIO()
@@ -461,7 +491,7 @@ def run(arguments: Sequence[str]) -> tuple[int | None, str]:
     except SystemExit as end:
         if end.code not in CODES and end.code is not None:
             return None, f"exit code {end.code!r}: {told.getvalue()[-2000:]}"
-        return end.code or 0, told.getvalue()
+        return end.code or 0, told.getvalue() or said.getvalue()
     except BaseException:  # noqa: BLE001 (whatever it is, it is what is looked for)
         return None, traceback.format_exc()[-4000:]
     finally:
