@@ -150,7 +150,8 @@ def fit(
     from protrain_plan.program.group import group_on
     from protrain_plan.records.files import replace_text
 
-    page = None if report is None else destination(report, option="--report")
+    read = (model, *on.split(","))
+    page = None if report is None else destination(report, option="--report", inputs=read)
     when = updates_of(updates, clip=clip)
     machines = [machine_with(name.strip(), host_memory, disk) for name in on.split(",")]
     refuse_host_memory(host_memory, machines)

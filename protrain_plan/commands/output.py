@@ -14,7 +14,7 @@ import sys
 import textwrap
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,13 @@ def _warning(
     return lines(f"{one_line(filename)}:{lineno}: {category.__name__}: {message}") + "\n"
 
 
-def destination(path: Path, *, option: str = "-o") -> Path:
+def destination(
+    path: Path, *, option: str = "-o", inputs: Iterable[str | Path | None] = ()
+) -> Path:
     """Where to write what an option names; what could not be written after minutes is refused now.
+
+    So is one of the `inputs` from which it is made (files, models as they are named), or what else
+    is written, by whatever name or link it is called.
 
     `-` is standard output, which then holds the file alone: everything else that is printed, by us
     or by the model's code, goes to standard error.
@@ -82,6 +87,8 @@ def destination(path: Path, *, option: str = "-o") -> Path:
     path = Path("/dev/stdout") if str(path) == "-" else path
     fix = f"name a file with {option}"
     directory, descriptor = path.parent, files.descriptor_of(path)
+    if any(_is_same(path, source) for source in inputs if source is not None):
+        raise ProtrainError("this file is read, and would be lost", source=str(path), fix=fix)
     if descriptor is not None or files.is_special(path):
         if not (os.access(path, os.W_OK) if descriptor is None else _is_open(descriptor)):
             raise ProtrainError("cannot be written", source=str(path), fix=fix)
@@ -108,6 +115,16 @@ def destination(path: Path, *, option: str = "-o") -> Path:
     flush()
     files.keep_standard_output()
     return path
+
+
+def _is_same(path: Path, source: str | Path) -> bool:
+    """Whether a file is one that is read or written, or that of a model's configuration or code."""
+    named = [str(source), os.path.join(source, "config.json"), str(source).rpartition(":")[0]]  # noqa: PTH118
+    for name in named:
+        with suppress(OSError, ValueError):  # one of them is not there: no model's name is a file
+            if os.path.isfile(name) and os.path.samefile(path, name):  # noqa: PTH113, PTH121
+                return True
+    return isinstance(source, Path) and os.path.realpath(path) == os.path.realpath(source)
 
 
 _given_away: list[str] = []  # the option that standard output is for

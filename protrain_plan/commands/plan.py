@@ -209,8 +209,11 @@ def plan(
     beside = None
     if on is not None:
         output, beside = _places(output)
-    target = output if pareto else destination(output)  # a front is printed
-    lp_target = None if lp is None else destination(lp, option="--lp")
+    given = (profile, on, pins, beside)
+    target = output if pareto else destination(output, inputs=given)  # a front is printed
+    lp_target = None if lp is None else destination(lp, option="--lp", inputs=(*given, output))
+    if beside is not None:
+        destination(beside, inputs=given[:-1])
     from protrain_plan.planning.model.fluid import Fluid
     from protrain_plan.planning.model.options import parse_pin, read_pins
     from protrain_plan.planning.questions.objectives import Objective, Question, ask

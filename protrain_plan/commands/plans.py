@@ -56,7 +56,11 @@ def simulate(
     from protrain_plan.presentation.terminal import wrote
     from protrain_plan.records.files import replace_text
 
-    target = None if trace is None else output.destination(trace, option="--trace")
+    target = (
+        None
+        if trace is None
+        else output.destination(trace, option="--trace", inputs=_read_for(plan, profile))
+    )
     step = read_step(plan, profile)
     if target is not None:
         replace_text(target, trace_text(step))
@@ -93,7 +97,7 @@ def report(
     from protrain_plan.program.recording import check_recording, read_recording
     from protrain_plan.records.files import replace_text
 
-    target = destination(output)
+    target = destination(output, inputs=(*_read_for(plan, profile), recording))
     step = read_step(plan, profile)
     recorded = None
     if recording is not None:
@@ -103,6 +107,11 @@ def report(
     front = _front(step, points) if pareto else ()
     replace_text(target, page_text(step, recording=recorded, front=front))
     print_rendered(wrote(output), wrap=False)
+
+
+def _read_for(plan: Path, profile: Path | None = None) -> tuple[Path, ...]:
+    """The files of a plan, which no command writes."""
+    return plan, profile or plan.parent / "profile.yaml"
 
 
 def _front(step: "Step", points: int) -> "tuple[FrontPoint, ...]":
@@ -235,7 +244,7 @@ def export(
 
     found = exported(read_plan(plan), choice("--to", to, tuple(EXPORTERS)))
     path = output or Path(found.file_name)
-    replace_text(destination(path), found.text)
+    replace_text(destination(path, inputs=_read_for(plan)), found.text)
     if as_json:
         print_json({"file": str(path), "cannot_express": list(found.losses)})
         return

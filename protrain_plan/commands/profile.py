@@ -177,7 +177,7 @@ def profile(
         ):
             if value is not None:
                 raise ProtrainError("is for measuring; --on estimates", key=option)
-    target = destination(output)
+    target = destination(output, inputs=(model, on, interconnect, text))
     written = size("--disk-bytes", disk_bytes, 0)
     request = ProfileRequest(
         model=model,

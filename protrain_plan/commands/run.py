@@ -122,7 +122,10 @@ def run(
             raise ProtrainError(problem, key="--save-every", fix="--save DIR")
         if recording is not None and plain:
             raise ProtrainError("--record is of a planned step", fix="leave --plain out")
-        target = None if recording is None else destination(recording, option="--record")
+        target = None
+        if recording is not None:
+            given = (plan, plan.parent / "profile.yaml", record.workload.model, text)
+            target = destination(recording, option="--record", inputs=given)
         if plain and (check or check_spills):
             option = "--check" if check else "--check-spills"
             raise ProtrainError(f"{option} is of planned steps", fix="leave --plain out")

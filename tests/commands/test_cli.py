@@ -7,16 +7,20 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import chdir
 from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
-from protrain_plan.records import read_plan, read_profile, write_profile
+from protrain_plan.records import read_plan, read_profile, write_hardware, write_profile
 from tests.support import forked
+from tests.support.checking_cases import commit
 from tests.support.commands import ROOT, printed, protrain
 from tests.support.planning_cases import cpu, decoder
+from tests.support.record_fuzz import run
 
 
 @pytest.fixture
@@ -350,3 +354,60 @@ def test_other_families_take_the_same_path(
     assert run["verified"] is True
     for tier in ("device", "host", "disk"):
         assert run["measured_peak_bytes"][tier] <= run["predicted_peak_bytes"][tier]
+
+
+WAYS: dict[str, Callable[[Path], str]] = {
+    "by its name": lambda file: file.name,
+    "by another path": lambda file: f"../{file.parent.name}/./{file.name}",
+    "by a link": lambda file: made(file, "link.yaml", Path.symlink_to),
+    "by a second name": lambda file: made(file, "second.yaml", Path.hardlink_to),
+    "by a folder's link": lambda file: (
+        f"{made(file.parent, 'folder', Path.symlink_to)}/{file.name}"
+    ),
+}
+WRITING = {
+    "plan": ("plan", "profile.yaml", "--pins", "pins.yaml", "-o"),
+    "plan --lp": ("plan", "profile.yaml", "-o", "new.yaml", "--lp"),
+    "plan --on": ("plan", "config.json", "--on", "machine.yaml", "-o"),
+    "simulate": ("simulate", "plan.yaml", "--trace"),
+    "report": ("report", "plan.yaml", "-o"),
+    "export": ("export", "plan.yaml", "--to", "deepspeed", "-o"),
+    "profile": ("profile", "model.py:factory", "--on", "machine.yaml", "-o"),
+    "profile of a folder": ("profile", ".", "--on", "machine.yaml", "-o"),
+    "fit": ("fit", "config.json", "--on", "machine.yaml", "--report"),
+    "run": ("run", "plan.yaml", "--record"),
+}
+READ = {
+    "plan": ("profile.yaml", "pins.yaml"),
+    "plan --lp": ("profile.yaml",),
+    "plan --on": ("machine.yaml",),
+    "profile": ("model.py", "machine.yaml"),
+    "profile of a folder": ("config.json",),
+    "fit": ("config.json", "machine.yaml"),
+}
+
+
+def made(file: Path, name: str, link: Callable[[Path, Path], None]) -> str:
+    link(Path(name), file)
+    return name
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("command", WRITING)
+def test_no_command_writes_over_what_it_reads(command: str, way: str, tmp_path: Path) -> None:
+    plan = commit(tmp_path)
+    loaded = read_profile(tmp_path / "profile.yaml")
+    write_hardware(loaded.hardware, tmp_path / "machine.yaml")
+    (tmp_path / "pins.yaml").write_text("protrain: pins\nversion: 1\npins: {'*': keep}\n")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model.py").write_text("def factory(): raise SystemExit\n")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for name in READ.get(command, ("plan.yaml", "profile.yaml")):
+        for made_before in ("link.yaml", "second.yaml", "folder"):
+            (tmp_path / made_before).unlink(missing_ok=True)
+        with chdir(tmp_path):
+            code, told = run([*WRITING[command], WAYS[way](tmp_path / name)])
+        assert (code, told.startswith("error: ")) == (2, True), told
+        assert "this file is read, and would be lost" in told
+        assert {at: (tmp_path / at).read_bytes() for at in before} == before
+    assert plan.is_file()
