@@ -3,7 +3,9 @@
 Faults and signals are real. Where they come is told by the engine's observer, never by a clock.
 """
 
+import errno
 import gc
+import mmap
 import os
 import signal
 import subprocess
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,6 +163,63 @@ def test_a_lane_that_fails_says_which_move(page_cache_bytes: int, tmp_path: Path
     )
     lane = f"{tmp_path}: fetch 0 @0 failed on lane 'fetch disk': {problem}"
     assert errors == [lane, lane, f"{tmp_path}: {problem}"]
+
+
+SYSTEM = {
+    "posix_fallocate": os,
+    "pwrite": os,
+    "preadv": os,
+    "open": os,
+    "fstat": os,
+    "statvfs": os,
+    "mmap": mmap,
+}
+"""What stores and files ask of the system, and where."""
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EINVAL, errno.ENOMEM])
+@pytest.mark.parametrize("name", SYSTEM)
+def test_whatever_the_system_refuses_is_one_error(
+    name: str, code: int, page_cache_bytes: int, tmp_path: Path
+) -> None:
+    """From any of its calls on, before a step: the model is as it was, and nothing is left.
+
+    But where what was written cannot be read back, which the error says.
+    """
+    usual = getattr(SYSTEM[name], name)
+
+    def refused(*args: Any, **options: Any) -> Any:
+        about = str(args[0]) if args else ""
+        if name == "open" and not about.startswith((str(tmp_path), "/proc/self/fd")):
+            return usual(*args, **options)
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(code, os.strerror(code))
+        return usual(*args, **options)
+
+    for first in range(3):
+        left = [first]
+        model = build(NAME)
+        plan = spilling(model, page_cache_bytes=page_cache_bytes)
+        said = ""
+        with nothing_left(tmp_path), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SYSTEM[name], name, refused)
+            try:
+                model, _ = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+            except ProtrainError as error:
+                said = str(error)
+            else:
+                patch.undo()
+                restore_as_is(model)
+        if said:
+            assert said.startswith(f"{tmp_path}: ")
+            assert f"{os.strerror(code)}\n  fix: " in said
+        if "cannot be read back" in said:
+            assert name == "preadv"
+            continue
+        optimizer = ADAMW(model.parameters())
+        found = outcome(model, optimizer, [step(NAME, model, optimizer, 0)])
+        assert_bitwise(found, trained_plainly([0]))
 
 
 FAULTS = [

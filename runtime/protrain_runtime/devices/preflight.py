@@ -148,7 +148,10 @@ def room_here(device: torch.device, directory: Path) -> Room:
     limits = (resource.getrlimit(each)[0] for each in (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE))
     data_limit, file_limit = (None if most < 0 else most for most in limits)  # RLIM_INFINITY is -1
     memory, swap = _memory_and_swap()
-    disk = os.statvfs(directory) if directory.is_dir() else None
+    try:
+        disk = os.statvfs(directory) if directory.is_dir() else None
+    except OSError:  # the store says what is wrong there
+        disk = None
     return Room(
         memory_bytes=memory,
         swap_bytes=swap,

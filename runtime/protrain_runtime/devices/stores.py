@@ -11,7 +11,7 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from threading import RLock
@@ -120,7 +120,7 @@ class DiskStore:
             self._file = SpillFile(directory, cached=cached)
         except OSError as error:
             raise ProtrainError(
-                f"cannot write spill files: {error.strerror}",
+                f"cannot write spill files: {error.strerror or error}",
                 source=str(directory),
                 fix="name a directory with spill_directory= (or --spill-directory)",
             ) from error
@@ -147,16 +147,15 @@ class DiskStore:
 
     def reserve(self, num_bytes: int) -> int:
         try:
-            offset = self._file.reserve(num_bytes)
+            return self._file.reserve(num_bytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise
+                raise self._failed("given room", error) from error
             raise ProtrainError(
                 f"no room for {format_bytes(num_bytes)} of spilled bytes: {error.strerror}",
                 source=str(self._directory),
                 fix="free some space there, or name another spill directory",
             ) from error
-        return offset
 
     def write(self, offset: int, source: torch.Tensor) -> None:
         if source.device.type == "cpu":
@@ -185,20 +184,21 @@ class DiskStore:
         try:
             self._file.write(offset, memory_of(source))
         except OSError as error:
-            raise self._failed("written", error.strerror) from error
+            raise self._failed("written", error) from error
 
     def _read(self, offset: int, target: torch.Tensor) -> None:
         try:
             self._file.read(offset, memory_of(target))
         except OSError as error:
-            raise self._failed("read back", error.strerror) from error
+            raise self._failed("read back", error) from error
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # of bytes that nobody reads any more
+            self._file.close()
 
-    def _failed(self, what: str, reason: str | None) -> ProtrainError:
+    def _failed(self, what: str, error: OSError) -> ProtrainError:
         return ProtrainError(
-            f"spilled bytes cannot be {what}: {reason}",
+            f"spilled bytes cannot be {what}: {error.strerror or error}",
             source=str(self._directory),
             fix="see whether its disk is full or faulty; train on from a checkpoint",
         )
