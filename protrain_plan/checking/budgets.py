@@ -34,6 +34,8 @@ from protrain_plan.units import parse_bytes
 KIND_KEY, KIND, VERSION = "protrain", "budgets", 1
 YAML_NAME, TOML_NAME = "budgets.yaml", "pyproject.toml"
 
+_MAX_MACHINES, _MAX_PATTERN = 200, 200  # characters of a pattern, whose wildcards take time
+
 PERCENTAGE = r"[0-9]{1,6}(\.[0-9]{1,9})? ?%"
 
 
@@ -152,10 +154,20 @@ def _table(above: Mapping[str, Any], where: str, source: str) -> dict[str, Any]:
 
 
 def _budgets(machines: Node, source: str) -> dict[str, MachineBudget]:
-    return {
+    entries = machines.any_mapping()
+    found = {
         machine: _budget(machine, source, entry.mapping(KEYS, optional=KEYS))
-        for machine, entry in machines.any_mapping().items()
+        for machine, entry in entries.items()
     }
+    # A plan is held against all of them.
+    num_patterns = sum(len(budget.plans) for budget in found.values())
+    for what, count, most in (
+        ("machines", len(found), _MAX_MACHINES),
+        ("patterns of plans", num_patterns, MAX_LIST),
+    ):
+        if count > most:
+            raise machines.error(f"expected at most {most} {what}, got {count}")
+    return found
 
 
 def _budget(machine: str, source: str, values: Mapping[str, Node]) -> MachineBudget:
@@ -232,7 +244,7 @@ def _patterns(value: Node | None) -> tuple[str, ...]:
         return ()
     if not isinstance(value.node, yaml.SequenceNode):
         raise value.error("expected a list of patterns such as ['plans/*']")
-    found = {item.text(): item for item in value.sequence(MAX_LIST)}
+    found = {item.text(_MAX_PATTERN): item for item in value.sequence(MAX_LIST)}
     for pattern, item in found.items():
         try:
             PurePath().match(pattern)

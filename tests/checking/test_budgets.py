@@ -1,14 +1,17 @@
 """Budgets per machine, in pyproject.toml and in budgets.yaml."""
 
+import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from protrain_plan.checking.budgets import Limits, MachineBudget, find_limits
-from protrain_plan.errors import ProtrainError
+from protrain_plan.errors import ProtrainError, RecordError
 from protrain_plan.records.forms import FORMS, leaves_of
 from protrain_plan.records.tree import listed
 from tests.support.messages import Speaker
+from tests.support.record_fuzz import FLOODS, TEXTS
 
 YAML = """\
 protrain: budgets
@@ -169,3 +172,62 @@ def test_mistakes_in_toml_name_the_key(text: str, message: str, tmp_path: Path) 
     with pytest.raises(ProtrainError) as caught:
         find_limits(path)
     assert str(caught.value) == f"{path}: {message}"
+
+
+PLAN = Path("plans/a/plan.yaml")
+PATTERNS = [text for text in (*TEXTS, "./", "a//b", "*/" * 90) if isinstance(text, str)]
+
+
+@pytest.mark.parametrize("written", ["YAML", "TOML"])
+def test_every_pattern_is_one_or_is_refused(written: str, tmp_path: Path) -> None:
+    refused = set()
+    for pattern in PATTERNS:
+        try:
+            text = json.dumps({"m": {"plans": [pattern]}})
+            if written == "YAML":
+                path = tmp_path / "budgets.yaml"
+                path.write_text(f"protrain: budgets\nversion: 1\nbudgets: {text}\n")
+            else:
+                path = tmp_path / "pyproject.toml"
+                path.write_text(f"[tool.protrain.budgets.m]\nplans = {json.dumps([pattern])}\n")
+            assert find_limits(path).budgets["m"].names(PLAN) in (True, False)
+        except RecordError:
+            refused.add(pattern)
+    assert {"", ".", "./"} < refused < set(PATTERNS)
+    assert not {"*", "**", "/", "[", "?", "a//b"} & refused
+
+
+@pytest.mark.parametrize(
+    ("entries", "problem"),
+    [
+        ({f"m{n}": {} for n in range(201)}, "expected at most 200 machines, got 201"),
+        (
+            {f"m{n}": {"plans": [f"a{k}" for k in range(11)]} for n in range(100)},
+            "expected at most 1000 patterns of plans, got 1100",
+        ),
+    ],
+)
+def test_budgets_are_as_many_as_one_can_hold_plans_against(
+    entries: object, problem: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "budgets.yaml"
+    path.write_text(f"protrain: budgets\nversion: 1\nbudgets: {json.dumps(entries)}\n")
+    with pytest.raises(RecordError) as caught:
+        find_limits(path)
+    assert caught.value.message == problem
+
+
+@pytest.mark.parametrize("flood", range(len(FLOODS)))
+def test_what_takes_long_to_read_is_no_budget(flood: int, tmp_path: Path) -> None:
+    """As a whole file, as a part of ours and as a key's; pytest's own time limit ends all else."""
+    for count in (30, 3000, 100_000):
+        text = FLOODS[flood](count)
+        for before, after in (("", ""), (TOML, ""), (f"{TOML}\n[a]\nb = ", ""), ("a.", "b = 1\n")):
+            path = tmp_path / "pyproject.toml"
+            path.write_text(before + text + after)
+            with suppress(RecordError):
+                find_limits(path)
+            path = tmp_path / "limits.yaml"
+            path.write_text(YAML + text)
+            with suppress(RecordError):
+                find_limits(path)
