@@ -366,6 +366,9 @@ def processes() -> set[str]:
 
 
 GOOD = """
+import subprocess
+from multiprocessing import get_context
+
 import torch
 from torch import nn
 
@@ -382,12 +385,15 @@ class Model(nn.Module):
 
 
 def factory():
-    return Model(), [torch.ones(2, 8)]
+    with get_context("fork").Pool(1) as workers:
+        [size] = workers.map(int, ["8"])
+    subprocess.run(["true"], check=True)
+    return Model(), [torch.ones(2, size)]
 """
 
 
 def commit_good(folder: Path) -> None:
-    """A model that is as it was profiled, with a plan that holds."""
+    """A model that is as it was profiled, with a plan that holds; its code starts processes."""
     (folder / "good.py").write_text(GOOD)
     (folder / "plans/good").mkdir(parents=True)
     made, options = "plans/good/profile.yaml", ("--device-memory", "1GiB")
