@@ -209,6 +209,7 @@ def _map_users(pid: int) -> None:
 def _wait(child: int) -> int:
     """The status with which a child ends; others that end are forgotten."""
     signal.signal(signal.SIGABRT, lambda *_: os.kill(child, signal.SIGABRT))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python's handler would let the child end this
     while True:
         pid, status = os.wait()
         if pid == child:
