@@ -445,7 +445,14 @@ SLOWER = {
 }
 
 
+needs_namespaces = pytest.mark.skipif(
+    subprocess.run(["unshare", "--user", "--pid", "--fork", "true"], check=False).returncode != 0,
+    reason="this system allows no namespaces: what is said of some code is otherwise",
+)
+
+
 @pytest.mark.slow
+@needs_namespaces
 def test_code_that_does_not_end_fails(repository: Repository) -> None:
     """And what comes after it is looked at."""
     for name in SLOWER:
@@ -462,6 +469,7 @@ HIDES = re.findall(r"^def (forks_away\w*)", HOSTILE, re.MULTILINE)
 
 
 @pytest.mark.parametrize("system", ["with namespaces", "without"])
+@needs_namespaces
 def test_no_process_outlives_its_check(system: str, repository: Repository) -> None:
     """However it forks; where namespaces are not to be had, no process is."""
     for name in HIDES:
@@ -481,6 +489,7 @@ def test_no_process_outlives_its_check(system: str, repository: Repository) -> N
     assert "PermissionError" in found["forks_away"]["problem"] or not without
 
 
+@needs_namespaces
 def test_a_system_that_holds_no_processes_is_told_of(repository: Repository) -> None:
     """Of another architecture, as far as Python knows, so that nobody knows its system calls."""
     repository.commit("a", "hostile:exits")
@@ -501,6 +510,7 @@ WITHOUT_NAMESPACES = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGKILL", "SIGINT", "SIGHUP"])
+@needs_namespaces
 def test_code_that_ends_the_check_does_not_make_it_pass(
     signal_name: str, repository: Repository
 ) -> None:
