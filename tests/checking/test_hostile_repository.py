@@ -35,6 +35,8 @@ from tests.support.record_fuzz import run
 
 ROOT = Path(__file__).parents[2]
 
+SECONDS = f"1000.{os.getpid()}"  # other workers run such code, too
+
 HOSTILE = """
 import atexit, ctypes, fcntl, hashlib, json, mmap, os, signal, subprocess, sys, threading, time
 from pathlib import Path
@@ -113,7 +115,7 @@ def floods_shared_memory():
 
 
 def leaves_a_process():
-    script = "echo $$ > left.pid; exec sleep 1000"
+    script = "echo $$ > left.pid; exec sleep SECONDS"
     subprocess.Popen(["setsid", "sh", "-c", script], cwd=HERE)
     while not (HERE / "left.pid").exists() or not (HERE / "left.pid").read_text():
         time.sleep(0.01)
@@ -121,7 +123,7 @@ def leaves_a_process():
         os.setsid()
         if os.fork() == 0:
             (HERE / "left again.pid").write_text(str(os.getpid()))
-            time.sleep(1000)
+            time.sleep(10**6)
         os._exit(0)
     while not (HERE / "left again.pid").exists():
         time.sleep(0.01)
@@ -262,7 +264,7 @@ def spins():
 
 def bombs():
     while True:
-        subprocess.Popen(["sleep", "1000"])
+        subprocess.Popen(["sleep", "SECONDS"])
 
 
 def ends_the_check():
@@ -271,7 +273,7 @@ def ends_the_check():
 
     os.kill(parent(os.getppid()), signal.SIGNAL)
     time.sleep(10**6)
-""".replace("FINGERPRINT", PROFILE.model_fingerprint)
+""".replace("FINGERPRINT", PROFILE.model_fingerprint).replace("SECONDS", SECONDS)
 
 DIED = "the model cannot be built: its process died: "
 ENDED = "the model cannot be built: its code ended the "
@@ -362,7 +364,7 @@ def repository(tmp_path: Path) -> Iterator[Repository]:
 def processes() -> set[str]:
     """The processes that sleep for as long as those above do."""
     found = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True)
-    return {line for line in found.stdout.splitlines() if line.endswith("sleep 1000")}
+    return {line for line in found.stdout.splitlines() if line.endswith(f"sleep {SECONDS}")}
 
 
 GOOD = """
