@@ -341,7 +341,7 @@ def _attach(
     chunks = make_chunks(model, plan.units, ranks, alignment=alignment)
     rules = rules_of(factory, prepared.optimizer)
     check_offloaded(plan, chunks, rules, prepared.optimizer)
-    check_stepped(plan, chunks, factory, prepared.optimizer)
+    check_stepped(plan, chunks, rules, prepared.optimizer)
     swap_stores: dict[TierName, Store] = {}
     for unit in plan.units:  # what cannot be opened is told before anything changes
         if not isinstance(unit.states, Persistent):
@@ -433,7 +433,7 @@ def _attach(
     add_state_dict_hooks(model, chunks, engine, undo)
     prepared.engine, prepared.chunks = engine, chunks
     prepared.below = lambda: (stores.host_bytes + moves.host_bytes, stores.disk_bytes)
-    prepared.optimizer.attach(chunks, engine)
+    prepared.optimizer.attach(chunks, engine, factory)
 
 
 def _bring_back_together(ranks: Ranks, chunks: Sequence[Chunk]) -> None:

@@ -37,7 +37,7 @@ from protrain_runtime.states.quantized import named_scales
 from protrain_runtime.states.update_rules import (
     OptimizerFactory,
     UpdateRules,
-    check_separable,
+    options_of,
 )
 
 
@@ -231,11 +231,10 @@ def _refuse_ungrouped(chunk: Chunk, grouped: set[nn.Parameter], does: str) -> No
 
 
 def check_stepped(
-    plan: Plan, chunks: Sequence[Chunk], factory: OptimizerFactory, optimizer: PlannedOptimizer
+    plan: Plan, chunks: Sequence[Chunk], rules: UpdateRules, optimizer: PlannedOptimizer
 ) -> None:
     """ProtrainError where a persistent chunk cannot be updated by itself, in backward."""
     shared, grouped = overlapping(chunks) | of_one_storage(chunks), _grouped(optimizer)
-    updated: set[torch.dtype] = set()
     for index, (chunk, unit) in enumerate(zip(chunks, plan.units, strict=True)):
         if unit.states != STEPPED:
             continue
@@ -247,14 +246,21 @@ def check_stepped(
                 key=f"units[{index}].states",
                 fix="let it be persistent",
             )
-        updated |= {part.dtype for part in chunk.slices if part.trainable}
-    for dtype in updated:
-        check_separable(factory, dtype)
+        for rule in (part.rule(rules) for part in chunk.slices if part.trainable):
+            if rule.together:
+                raise ProtrainError(
+                    f"{optimizer.kind.__name__} cannot update parameters in backward, chunk by"
+                    f" chunk: {rule.reason}",
+                    key=f"units[{index}].states",
+                    fix="profile the model with this optimizer, and plan: states then stay on the"
+                    " device, and a step is on all of them; or take one that looks at one parameter"
+                    " at a time, such as AdamW or SGD",
+                )
 
 
 def rules_of(factory: OptimizerFactory, optimizer: PlannedOptimizer) -> UpdateRules:
     """The rules of the optimizer with the options of its groups."""
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    groups = options_of(optimizer)
     members = {p: place for place, g in enumerate(optimizer.param_groups) for p in g["params"]}
     return UpdateRules(factory, groups, members)
 
