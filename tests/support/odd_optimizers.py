@@ -20,6 +20,8 @@ APART = (
     "adamw",
     "counts in its groups",
     "counts in its states",
+    "counts in its groups in place",
+    "keeps a list in its groups",
     "switches modes",
     "looks at groups without gradients",
 )
@@ -37,7 +39,6 @@ TOGETHER = (
     "looks ahead in some steps",
     "stacks gradients",
     "stacks gradients to look at them",
-    "keeps a list in its groups",
     "goes by position",
     "goes by number",
     "goes by name",
@@ -74,6 +75,8 @@ class Odd(torch.optim.AdamW):
         for group in self.param_groups:
             if "counts in its groups" in features:
                 group["lr"] /= group["calls"]
+            if "counts in its groups in place" in features:
+                group["lr"] /= float(group["counted"])
             if "scales by all" in features:
                 group["lr"] *= group["scale"]
             if "counts in itself" in features:
@@ -152,6 +155,11 @@ def _scale(optimizer: Odd, every: list[nn.Parameter]) -> None:
 def _count_in_groups(optimizer: Odd, every: list[nn.Parameter]) -> None:
     for group in optimizer.param_groups:
         group["calls"] = group.get("calls", 0) + 1
+
+
+def _count_in_place(optimizer: Odd, every: list[nn.Parameter]) -> None:
+    for group in optimizer.param_groups:
+        group.setdefault("counted", torch.zeros(())).add_(1)
 
 
 def _list_in_groups(optimizer: Odd, every: list[nn.Parameter]) -> None:
@@ -268,6 +276,7 @@ _BEFORE: dict[str, Callable[[Odd, list[nn.Parameter]], None]] = {
     "scales by all": _scale,
     "counts in its groups": _count_in_groups,
     "counts in its states": _count_in_states,
+    "counts in its groups in place": _count_in_place,
     "keeps a list in its groups": _list_in_groups,
     "looks at groups without gradients": _look_at_all,
     "counts in itself": _count,

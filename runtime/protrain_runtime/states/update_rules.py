@@ -161,6 +161,8 @@ class UpdateRules:
                 fix="give all groups the same options of this kind, such as amsgrad",
             )
         rule = max(found, key=lambda one: (bool(one.reason), one.block, one.least))
+        if rule.reason == DRAWS:
+            reason = DRAWS  # in another order it would draw others
         with self._trying():
             reason = reason or self._why_together(dtype, shape, own, cut=not rule.reason)
         if reason:
@@ -689,7 +691,7 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def _by_value(option: Any) -> Any:
     if isinstance(option, tuple | list):  # of betas that are tensors, say
         return type(option)(map(_by_value, option)) if type(option) in (tuple, list) else option
-    if type(option) is dict:
+    if isinstance(option, Mapping):
         return {key: _by_value(value) for key, value in option.items()}
     return option.clone() if isinstance(option, torch.Tensor) else option
 
@@ -706,7 +708,8 @@ def worker_on(
     for shadow, name, chosen in shadows:
         if id(chosen) not in groups:
             named = {_NAMES: []} if _NAMES in chosen else {}
-            groups[id(chosen)] = {**chosen, **named, "params": []}
+            # By value: a step that writes them, as a counter in place, is to begin where others do.
+            groups[id(chosen)] = {**_by_value(chosen), **named, "params": []}
         group = groups[id(chosen)]
         group["params"].append(shadow)
         if _NAMES in group:
@@ -728,7 +731,7 @@ def step_alone(
         named = {_NAMES: [chosen[_NAMES][n] for n in held]} if _NAMES in chosen else {}
         if held:
             params = [group["params"][number] for number in held]
-            alone.append({**chosen, **named, "params": params})
+            alone.append({**_by_value(chosen), **named, "params": params})
     if not any(one.grad is not None for group in alone for one in group["params"]):
         return
     try:
