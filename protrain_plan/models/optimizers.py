@@ -139,10 +139,17 @@ def optimizer_factory(name: str, precision: Precision = "pure") -> OptimizerFact
 
 
 def _in_train_mode(factory: OptimizerFactory) -> OptimizerFactory:
-    """What makes the same optimizers, in their training mode where they have modes."""
+    """What makes the same optimizers, in their training mode where they have modes.
+
+    One that gets groups with all options, as pieces of a chunk do, is in the mode that these say.
+    """
 
     def make(parameters: ParamsT, **options: Any) -> Optimizer:
-        return in_train_mode(factory(parameters, **options))
+        entries: list[Any] = list(parameters)
+        said = [set(one) if isinstance(one, dict) else set() for one in entries]
+        made = factory(entries, **options)
+        anew = any(made.defaults.keys() - own for own in said)
+        return in_train_mode(made) if anew else made
 
     return make
 

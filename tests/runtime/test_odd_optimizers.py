@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.planning.model.problem import Problem
 from protrain_plan.records.plan import (
     STEPPED,
-    Keep,
+    Budgets,
     Offload,
     Persistent,
     Placement,
@@ -25,9 +26,10 @@ from protrain_plan.records.plan import (
     Recompute,
     UnitPlan,
 )
+from protrain_plan.records.profile import Profile
 from protrain_runtime import prepare
 from protrain_runtime.states.update_rules import UpdateRules
-from tests.support import odd_optimizers
+from tests.support import judging, odd_optimizers
 from tests.support.messages import Speaker
 from tests.support.odd_optimizers import APART, TOGETHER, UNCOUNTED, WHOLE, Factory, odd
 from tests.support.runtime_cases import (
@@ -166,6 +168,70 @@ def test_what_looks_at_whole_parameters_trains_or_is_refused(way: str, tmp_path:
         assert WAYS[way].states != (STEPPED,), error
         return
     assert_bitwise(found, expected)
+
+
+@dataclass(frozen=True)
+class OfFeature:
+    """A small model that an odd optimizer trains, for the profile's open decisions."""
+
+    feature: str
+    factory = None
+    gives_up = None
+
+    @property
+    def optimizer(self) -> str:
+        return f"tests.support.odd_optimizers:made(features={self.feature!r})"
+
+    def build(self) -> nn.Module:
+        odd_optimizers.COUNTS["calls"] = 0
+        odd_optimizers.forget()
+        return build("gpt2")
+
+    def batch(self, step: int) -> Batch:
+        return batch("gpt2", step)
+
+
+class JudgeOfOpen(judging.Judge):
+    """Of plans' decisions, those that the profile leaves open."""
+
+    def _profile(self) -> Profile:
+        self.profile = super()._profile()
+        return self.profile
+
+    def _decided(self, name: judging.PlanName, units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
+        problem = Problem.of(self.profile, Budgets(device=2**40, host=2**40, disk=2**40))
+        kinds = [
+            {(type(one.decision), one.decision == STEPPED) for one in options.states}
+            for options in problem.options
+        ]
+        return tuple(
+            unit
+            if (type(unit.states), unit.states == STEPPED) in kind
+            else replace(unit, states=Persistent())
+            for unit, kind in zip(super()._decided(name, units), kinds, strict=True)
+        )
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        pytest.param(feature, marks=() if number % 12 == 0 else pytest.mark.slow)
+        for number, feature in enumerate([*APART, *WHOLE, *TOGETHER])
+    ],
+)
+def test_what_a_profile_leaves_open_is_not_refused_and_trains_bitwise(
+    feature: str, tmp_path: Path
+) -> None:
+    for verdict in JudgeOfOpen(OfFeature(feature), 0, tmp_path).verdicts(judging.PLANS):
+        assert (verdict.kind, verdict.text) == ("like plain", "")
+
+
+@pytest.mark.parametrize("feature", UNCOUNTED)
+def test_a_profile_refuses_what_keeps_more_than_its_first_step_shows(
+    feature: str, tmp_path: Path
+) -> None:
+    (verdict,) = JudgeOfOpen(OfFeature(feature), 0, tmp_path).verdicts(judging.PLANS)
+    assert (verdict.under, verdict.kind) == ("profile", "refused")
 
 
 RULES = [

@@ -300,3 +300,19 @@ def odd(*features: str) -> type[torch.optim.Optimizer]:
     """A class of its own with these features: what counts in a class begins anew."""
     base = OddWithModes if "switches modes" in features else Odd
     return type("Odd", (base,), {"features": frozenset(features), "calls_of_class": 0})
+
+
+def made(params: Any, features: str = "", **options: Any) -> torch.optim.Optimizer:
+    """One with these features, with commas between them, of one class."""
+    if features not in _CLASSES:
+        _CLASSES[features] = odd(*features.split(","))
+    return _CLASSES[features](params, **options)
+
+
+def forget() -> None:
+    """Let classes that `made` makes count from the beginning."""
+    for one in _CLASSES.values():
+        one.calls_of_class = 0  # type: ignore[attr-defined]
+
+
+_CLASSES: dict[str, type[torch.optim.Optimizer]] = {}
