@@ -29,7 +29,7 @@ from protrain_plan.errors import ProtrainError, cut
 from protrain_plan.models.importing import imported
 from protrain_plan.records.profile import Precision
 from protrain_runtime.states.master_weights import with_master_weights
-from protrain_runtime.states.update_rules import in_train_mode
+from protrain_runtime.states.stepping import in_train_mode
 
 OptimizerFactory = Callable[..., Optimizer]
 """Makes an optimizer of parameters or groups of them, with options by keyword."""

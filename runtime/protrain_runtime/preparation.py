@@ -73,8 +73,9 @@ from protrain_runtime.states.chunk_layouts import make_chunks
 from protrain_runtime.states.chunks import Chunk, offload, read_values
 from protrain_runtime.states.master_weights import with_master_weights
 from protrain_runtime.states.quantized import refuse_quantized, scales, settle_quantized
+from protrain_runtime.states.stepping import OptimizerFactory
 from protrain_runtime.states.unchanged_model import UnchangedModel, refuse_conversions
-from protrain_runtime.states.update_rules import OptimizerFactory, in_turn
+from protrain_runtime.states.update_rules import in_turn
 from protrain_runtime.states.updates import UpdateTeam, spare_threads
 
 Check = Literal["bitwise", "spills"]

@@ -60,7 +60,7 @@ class Odd(torch.optim.AdamW):
         self.copies: list[Tensor] = []
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         every = [p for group in self.param_groups for p in group["params"]]
         for feature in sorted(self.features - {"adamw"}):
             _BEFORE[feature](self, every)

@@ -22,7 +22,7 @@ from protrain_runtime.devices import device as devices
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.model.prepared import parameter_values
 from protrain_runtime.states.stand_ins import ConsumedGradient, OffloadedGradient
-from protrain_runtime.states.update_rules import OptimizerFactory
+from protrain_runtime.states.stepping import OptimizerFactory
 
 CHECKED_STEPS = 3
 """The second step is the first that reads optimizer states, the third that reads what it wrote."""

@@ -34,11 +34,8 @@ from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.ranks.group import check_ranks
 from protrain_runtime.states.chunks import Chunk, of_one_storage, overlapping
 from protrain_runtime.states.quantized import named_scales
-from protrain_runtime.states.update_rules import (
-    OptimizerFactory,
-    UpdateRules,
-    options_of,
-)
+from protrain_runtime.states.stepping import NAMES, OptimizerFactory, options_of
+from protrain_runtime.states.update_rules import UpdateRules
 
 
 def keeps_everything(plan: Plan) -> bool:
@@ -194,7 +191,7 @@ def check_offloaded(
                 " that leave the device are of one",
                 fix="convert them to one dtype, or freeze those of the others",
             )
-    grouped = _grouped(optimizer)
+    grouped, called = _grouped(optimizer), _names(optimizer)
     for chunk, unit in offloaded:
         for part in (part for part in chunk.slices if part.trainable):
             rule = part.rule(rules)
@@ -206,7 +203,23 @@ def check_offloaded(
                     key="optimizer",
                     fix="an elementwise optimizer, such as AdamW; or a plan whose states stay",
                 )
+            if called.get(part.parameter, part.name) != part.name:
+                raise ProtrainError(
+                    f"{part.name!r} is called {called[part.parameter]!r} in its parameter group,"
+                    " and pieces of it would have the model's name",
+                    key="param_groups",
+                    fix="name parameters as model.named_parameters() does, or not at all",
+                )
         _refuse_ungrouped(chunk, grouped, f"offloads the states of {unit.name!r}")
+
+
+def _names(optimizer: PlannedOptimizer) -> dict[nn.Parameter, str]:
+    """The names that groups have for parameters, where they have some."""
+    return {
+        parameter: name
+        for group in optimizer.param_groups
+        for parameter, name in zip(group["params"], group.get(NAMES, ()), strict=False)
+    }
 
 
 def _grouped(optimizer: PlannedOptimizer) -> set[nn.Parameter]:

@@ -22,12 +22,7 @@ from protrain_runtime.states.chunks import Chunk, Slice, read_values, write_valu
 from protrain_runtime.states.compositions import put_together, taken_apart
 from protrain_runtime.states.master_weights import MasterOptimizer
 from protrain_runtime.states.stand_ins import UsedGradient
-from protrain_runtime.states.update_rules import (
-    OptimizerFactory,
-    options_of,
-    step_alone,
-    worker_on,
-)
+from protrain_runtime.states.stepping import OptimizerFactory, options_of, step_alone, worker_on
 
 ParameterGroups = Sequence[Mapping[str, Any]]
 

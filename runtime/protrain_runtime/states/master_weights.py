@@ -18,7 +18,7 @@ from torch import nn
 
 from protrain_plan.program.program import PIECE_ALIGNMENT
 from protrain_runtime.states.compositions import is_composed
-from protrain_runtime.states.update_rules import MASTERS_OF, OptimizerFactory
+from protrain_runtime.states.stepping import MASTERS_OF, OptimizerFactory
 
 MASTER = "master"
 

@@ -25,7 +25,7 @@ from protrain_runtime.states.chunks import Chunk, Copy, Cut, Slice, StateKind, S
 from protrain_runtime.states.compositions import put_together, taken_apart
 from protrain_runtime.states.master_weights import MasterOptimizer
 from protrain_runtime.states.stand_ins import GradientInStore, scaled
-from protrain_runtime.states.update_rules import OptimizerFactory, worker_on
+from protrain_runtime.states.stepping import OptimizerFactory, worker_on
 
 SMALLEST_RANGE = 2**17
 """Elements that are worth a thread: about 150 us of AdamW's step, several times what handing a
