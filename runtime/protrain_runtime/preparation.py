@@ -51,6 +51,7 @@ from protrain_runtime.diagnostics.matching import (
     keeps_everything,
     model_fingerprint,
     refuse_larger_batches,
+    refuse_masters,
     rules_of,
 )
 from protrain_runtime.diagnostics.recording import Watch
@@ -155,6 +156,8 @@ def prepare(
         inner = make_inner(optimizer, model, param_groups)
         names = {parameter: name for name, parameter in model.named_parameters()}
         facade = PlannedOptimizer(inner, names)
+        if plan.workload.precision == "master":
+            refuse_masters(optimizer, facade)
         before = look_at(model)
         undo.append(switch_off_checkpointing(model, stacklevel=3))
         prepared = Prepared(None, (), facade, undo, plan, ranks=ranks)

@@ -28,7 +28,7 @@ from protrain_plan.records.plan import (
     UnitPlan,
 )
 from protrain_plan.records.profile import Profile
-from protrain_runtime import prepare
+from protrain_runtime import prepare, with_master_weights
 from protrain_runtime.states.update_rules import UpdateRules
 from tests.support import judging, odd_optimizers
 from tests.support.messages import Speaker
@@ -256,6 +256,67 @@ def test_features_are_found_whatever_comes_with_them(
         if UpdateRules(odd(one, other), groups).of(dtype, torch.Size(shape)).together != together
     ]
     assert wrong == []
+
+
+IN_STATES = ("adamw", "counts in its states")
+"""What a feature keeps is in the states of parameters alone."""
+
+
+@pytest.mark.parametrize("feature", [*APART, *WHOLE, *TOGETHER])
+def test_master_weights_are_for_what_keeps_all_in_states(feature: str) -> None:
+    """They are stepped on in batches, each by an optimizer that is made for it."""
+    rules = UpdateRules(with_master_weights(odd(feature)))
+    if feature in IN_STATES + WHOLE:
+        assert not rules.of(torch.bfloat16, torch.Size([300])).together
+        return
+    with pytest.raises(ProtrainError, match="cannot step on master weights"):
+        rules.of(torch.bfloat16, torch.Size([300]))
+
+
+@pytest.mark.parametrize("feature", APART)
+def test_a_plain_copy_is_stepped_as_the_plan_is(feature: str, tmp_path: Path) -> None:
+    """With what a step writes into groups, and in the modes that the loop chooses."""
+    model = build(NAME)
+    way = WAYS["everywhere"]
+    model, optimizer = prepare(
+        model,
+        way.plan(model),
+        optimizer=odd(feature),
+        param_groups=weight_decay_groups(model),
+        spill_directory=tmp_path,
+        check="bitwise",
+    )
+    train(model, optimizer, way)
+
+
+def test_master_weights_are_refused_where_all_states_stay() -> None:
+    model = build(NAME)
+    plan = STAYING.plan(model)
+    plan = replace(plan, workload=replace(plan.workload, precision="master"))
+    with pytest.raises(ProtrainError, match="master weights"):
+        prepare(model, plan, optimizer=odd("clips"))
+
+
+def test_groups_may_name_parameters_as_the_model_does(tmp_path: Path) -> None:
+    """An optimizer that goes by name has a name for each piece."""
+
+    def trained(prefix: str, *, plainly: bool) -> Outcome:
+        model = build(NAME)
+        groups = [{"params": [(prefix + name, p) for name, p in model.named_parameters()]}]
+        if plainly:
+            return train(model, odd("goes by name")(iter(groups)), WAYS["host"])
+        planned, optimizer = prepare(
+            model,
+            WAYS["host"].plan(model),
+            optimizer=odd("goes by name"),
+            param_groups=groups,
+            spill_directory=tmp_path,
+        )
+        return train(planned, optimizer, WAYS["host"])
+
+    assert_bitwise(trained("", plainly=False), trained("", plainly=True))
+    with pytest.raises(ProtrainError, match="is called 'my"):
+        trained("my.", plainly=False)
 
 
 @pytest.mark.parametrize("feature", UNCOUNTED)

@@ -296,7 +296,7 @@ _BEFORE: dict[str, Callable[[Odd, list[nn.Parameter]], None]] = {
 }
 
 
-def odd(*features: str) -> type[torch.optim.Optimizer]:
+def odd(*features: str) -> type[Odd]:
     """A class of its own with these features: what counts in a class begins anew."""
     base = OddWithModes if "switches modes" in features else Odd
     return type("Odd", (base,), {"features": frozenset(features), "calls_of_class": 0})
@@ -312,7 +312,7 @@ def made(params: Any, features: str = "", **options: Any) -> torch.optim.Optimiz
 def forget() -> None:
     """Let classes that `made` makes count from the beginning."""
     for one in _CLASSES.values():
-        one.calls_of_class = 0  # type: ignore[attr-defined]
+        one.calls_of_class = 0
 
 
-_CLASSES: dict[str, type[torch.optim.Optimizer]] = {}
+_CLASSES: dict[str, type[Odd]] = {}

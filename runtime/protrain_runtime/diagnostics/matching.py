@@ -271,6 +271,13 @@ def check_stepped(
                 )
 
 
+def refuse_masters(factory: OptimizerFactory, optimizer: PlannedOptimizer) -> None:
+    """ProtrainError where an optimizer cannot step on masters batch by batch, as all plans do."""
+    trained = (p for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
+    if (first := next(trained, None)) is not None:
+        rules_of(factory, optimizer).of(first.dtype, first.shape, parameter=first)
+
+
 def rules_of(factory: OptimizerFactory, optimizer: PlannedOptimizer) -> UpdateRules:
     """The rules of the optimizer with the options of its groups."""
     groups = options_of(optimizer)

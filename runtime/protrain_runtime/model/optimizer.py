@@ -38,6 +38,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._consumed: Sequence[Chunk] = ()  # whose gradients the plan uses up
         self._engine: Engine | None = None
         self._used: list[dict[str, Any]] = []  # the groups' options when backward updated with them
+        self._told: list[Callable[[str], object]] = []  # of modes
         # The groups are shared with the inner optimizer, not copied: one set of options.
         super().__init__(inner.param_groups, inner.defaults)
         self.state = inner.state
@@ -63,6 +64,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
             return partial(self._switch, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    def tell_modes(self, tell: Callable[[str], object]) -> Callable[[], None]:
+        """Let `tell` be called with "train" and "eval" when these are; returns the undo."""
+        self._told.append(tell)
+        return lambda: self._told.remove(tell)
+
     def _switch(self, mode: str) -> None:
         """Into a mode, in which parameters may have other values: what is offloaded, too."""
         what = f"optimizer.{mode}()"
@@ -77,6 +83,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 write_values(chunk, part, shadow)
                 self._load(chunk, part, worker.state[shadow])
             getattr(self._inner, mode)()
+            for tell in self._told:
+                tell(mode)
             for part in (part for chunk in self._chunks for part in chunk.slices):
                 if not self._inner.state.get(part.parameter, True):  # it was looked for there
                     del self._inner.state[part.parameter]

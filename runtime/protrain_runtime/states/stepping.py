@@ -110,10 +110,11 @@ _SCALES = (1.0, 1e-4, 1e4, 1e-2, 1e2, 1e-3, 1e4, 1.0)
 
 FEW_STEPS = 4  # steps of a trial that only looks at ranges of a parameter
 
-_LARGE_STATE = 2048
-"""Elements of what an optimizer may keep besides states: scalars and tables."""
+_LARGE_STATE, _SCALARS = 2048, 64
+"""Elements of what an optimizer may keep besides states: of tables, and for more parameters."""
 
 TOGETHER = "a step on all parameters is another than steps on each of them"
+CHANGES = "the same steps give other bits when they are repeated"
 
 
 class Range(NamedTuple):
@@ -423,7 +424,7 @@ def why_together(
             whole, draws, counts = _steps(factory, groups, values, steps, Calls(), outside)
         except Exception as error:
             if first:
-                raise NoStepError from error
+                raise NoStepError(f"{kind_of(error)}: {cut(str(error))}") from error
             continue  # such steps are not for this optimizer
         if draws:
             return _Found(DRAWS)
@@ -431,7 +432,7 @@ def why_together(
             return _Found(f"its step changes {counts!r} of its class or its module")
         if steps is usual:  # more parameters later: what is kept for them is more
             whole.refuse_more(most_beside)
-            most_beside, writes = min(most_beside, whole.beside), whole.wrote
+            most_beside, writes = min(most_beside, whole.beside + _SCALARS), whole.wrote
         for calls in plans:
             try:
                 parts, *_ = _steps(factory, groups, values, steps, calls, outside)
@@ -439,7 +440,8 @@ def why_together(
                 raised = f"{kind_of(error)}: {cut(str(error))}"
                 return _Found(f"a step on some parameters alone is refused: {raised}", writes)
             if not parts.same_as(whole):
-                return _Found(TOGETHER, writes)
+                again, *_ = _steps(factory, groups, values, steps, Calls(), outside)
+                return _Found(TOGETHER if again.same_as(whole) else CHANGES, writes)
     return _Found(writes=writes)
 
 

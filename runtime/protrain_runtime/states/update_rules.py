@@ -217,18 +217,21 @@ class UpdateRules:
         cut: bool,
     ) -> str:
         """Why steps of a plan are others than plain PyTorch's, on parameters of several shapes."""
-        factory, masters = self.factory, self._masters_of is not None
-        if self._masters_of is not None:
-            factory = self._masters_of
+        masters = self._masters_of
+        factory = masters or self.factory
+        if masters:
             dtype = torch.promote_types(dtype, torch.float32)
         try:
-            found = why_together(
-                factory, groups, dtype, shape, self._outside, pieces=cut and not masters
-            )
-        except NoStepError:
-            found = why_together(
-                factory, groups[:1], dtype, shape, self._outside, pieces=cut and not masters
-            )
+            try:
+                found = why_together(
+                    factory, groups, dtype, shape, self._outside, pieces=cut and not masters
+                )
+            except NoStepError:  # other groups' options may be for other shapes alone
+                found = why_together(
+                    factory, groups[:1], dtype, shape, self._outside, pieces=cut and not masters
+                )
+        except NoStepError as error:
+            return f"it takes no step on several parameters: {error}"
         if masters and (found.reason or found.writes):
             kept = "its step keeps values in its groups"
             raise ProtrainError(
