@@ -44,6 +44,7 @@ from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.chunk_layouts import make_chunk
 from protrain_runtime.states.chunks import offload
 from protrain_runtime.states.master_weights import with_master_weights
+from protrain_runtime.states.stepping import options_of
 from protrain_runtime.states.update_rules import UpdateRules, in_turn, smaller
 from protrain_runtime.states.updates import Piece, UpdateTeam, spare_threads
 
@@ -137,9 +138,8 @@ def lane_update(
     offload(chunk, store, UpdateRules(factory))
     chunk.unbind(chunk.every_group)
     gradients = {part.name: torch.full((size,), 1e-3, dtype=stored) for part in chunk.slices}
-    options = dict.fromkeys(
-        gradients, factory([{"params": [nn.Parameter(torch.zeros(1))]}]).defaults
-    )
+    (chosen,) = options_of(factory([{"params": [nn.Parameter(torch.zeros(1))]}]))
+    options = dict.fromkeys(gradients, chosen)
 
     def update() -> None:
         piece = Piece(chunk, 0, chunk.num_trainable)

@@ -29,7 +29,8 @@ Line = tuple[str, int]
 def explained(place: Callable[[], object]) -> Iterator[None]:
     """ProtrainError for what the model's code raises inside, with its line and the place then.
 
-    What our own code raises is our mistake, and stays what it is.
+    Of our own code a RuntimeError is a refusal, which says what to do; all else is our mistake, and
+    stays what it is.
     """
     try:
         yield
@@ -45,12 +46,13 @@ def explained(place: Callable[[], object]) -> Iterator[None]:
         what = f"raised {type(error).__name__}" + (f": {said}" if said else "")
         if isinstance(error, SystemExit):
             what = f"ended the program: sys.exit({said})"
-        message = f"the model's code {what},{place()}".rstrip(",")
+        message = f"the model cannot be measured: {said}" if ours else f"the model's code {what}"
         raise ProtrainError(
-            indent(message, "    ").strip(),
+            indent(f"{message},{place()}".rstrip(","), "    ").strip(),
             source=source,
             line=number,
-            fix="mend what raised it; --in-process measures where a debugger can stop",
+            fix=f"{'' if ours else 'mend what raised it; '}--in-process measures where a debugger"
+            " can stop",
         ) from error
 
 

@@ -29,6 +29,7 @@ from protrain_plan.errors import ProtrainError, cut
 from protrain_plan.models.importing import imported
 from protrain_plan.records.profile import Precision
 from protrain_runtime.states.master_weights import with_master_weights
+from protrain_runtime.states.stepping import in_train_mode
 
 OptimizerFactory = Callable[..., Optimizer]
 """Makes an optimizer of parameters or groups of them, with options by keyword."""
@@ -132,7 +133,25 @@ def optimizer_factory(name: str, precision: Precision = "pure") -> OptimizerFact
     kind, options = _read(name)
     factory = imported(kind) if ":" in kind else _known(kind)
     plain = partial(factory, **options) if options else factory
+    if ":" in kind:
+        plain = _in_train_mode(plain)
     return with_master_weights(plain) if precision == "master" else plain
+
+
+def _in_train_mode(factory: OptimizerFactory) -> OptimizerFactory:
+    """What makes the same optimizers, in their training mode where they have modes.
+
+    One that gets groups with all options, as pieces of a chunk do, is in the mode that these say.
+    """
+
+    def make(parameters: ParamsT, **options: Any) -> Optimizer:
+        entries: list[Any] = list(parameters)
+        said = [set(one) if isinstance(one, dict) else set() for one in entries]
+        made = factory(entries, **options)
+        anew = any(made.defaults.keys() - own for own in said)
+        return in_train_mode(made) if anew else made
+
+    return make
 
 
 def works_in_place(name: str) -> bool:

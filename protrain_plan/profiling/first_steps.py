@@ -19,12 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from protrain_runtime.devices.device import HOST, synchronize
 from protrain_runtime.devices.memory_meter import MemoryMeter, storage_bytes
-from protrain_runtime.states.update_rules import (
-    OptimizerFactory,
-    UpdateRules,
-    smaller,
-    tensors_in,
-)
+from protrain_runtime.states.stepping import OptimizerFactory
+from protrain_runtime.states.update_rules import UpdateRules, smaller, tensors_in
 
 Kind = tuple[torch.dtype, torch.Size]
 Shapes = Counter[Kind]

@@ -19,6 +19,9 @@ SPARSE = "sparse gradients"
 WHOLE = "the optimizer updates whole parameters alone"
 """Why a unit's states stay whose optimizer cannot update a parameter in pieces."""
 
+TOGETHER = "the optimizer steps on all parameters at once"
+"""Why a unit's states stay whose parameters cannot be updated apart from all others."""
+
 UnitKind = Literal["block", "part"]
 Precision = Literal["pure", "master", "autocast"]
 """pure: parameters, gradients and states of one dtype; master: states hold float32 parameters too;

@@ -51,6 +51,7 @@ from protrain_runtime.diagnostics.matching import (
     keeps_everything,
     model_fingerprint,
     refuse_larger_batches,
+    refuse_masters,
     rules_of,
 )
 from protrain_runtime.diagnostics.recording import Watch
@@ -73,8 +74,9 @@ from protrain_runtime.states.chunk_layouts import make_chunks
 from protrain_runtime.states.chunks import Chunk, offload, read_values
 from protrain_runtime.states.master_weights import with_master_weights
 from protrain_runtime.states.quantized import refuse_quantized, scales, settle_quantized
+from protrain_runtime.states.stepping import OptimizerFactory
 from protrain_runtime.states.unchanged_model import UnchangedModel, refuse_conversions
-from protrain_runtime.states.update_rules import OptimizerFactory, in_turn
+from protrain_runtime.states.update_rules import in_turn
 from protrain_runtime.states.updates import UpdateTeam, spare_threads
 
 Check = Literal["bitwise", "spills"]
@@ -154,6 +156,8 @@ def prepare(
         inner = make_inner(optimizer, model, param_groups)
         names = {parameter: name for name, parameter in model.named_parameters()}
         facade = PlannedOptimizer(inner, names)
+        if plan.workload.precision == "master":
+            refuse_masters(optimizer, facade)
         before = look_at(model)
         undo.append(switch_off_checkpointing(model, stacklevel=3))
         prepared = Prepared(None, (), facade, undo, plan, ranks=ranks)
@@ -341,7 +345,7 @@ def _attach(
     chunks = make_chunks(model, plan.units, ranks, alignment=alignment)
     rules = rules_of(factory, prepared.optimizer)
     check_offloaded(plan, chunks, rules, prepared.optimizer)
-    check_stepped(plan, chunks, factory, prepared.optimizer)
+    check_stepped(plan, chunks, rules, prepared.optimizer)
     swap_stores: dict[TierName, Store] = {}
     for unit in plan.units:  # what cannot be opened is told before anything changes
         if not isinstance(unit.states, Persistent):
@@ -433,7 +437,7 @@ def _attach(
     add_state_dict_hooks(model, chunks, engine, undo)
     prepared.engine, prepared.chunks = engine, chunks
     prepared.below = lambda: (stores.host_bytes + moves.host_bytes, stores.disk_bytes)
-    prepared.optimizer.attach(chunks, engine)
+    prepared.optimizer.attach(chunks, engine, factory)
 
 
 def _bring_back_together(ranks: Ranks, chunks: Sequence[Chunk]) -> None:

@@ -16,6 +16,7 @@ from protrain_plan.records.plan import (
     Swap,
     UnitPlan,
 )
+from tests.support import odd_optimizers
 from tests.support.ranks_cases import ranks_on_every_device_at_night
 from tests.support.ranks_loops import PLACES, ROUNDING, TIERS, Loop, assert_as_ddp, in_turn, several
 from tests.support.runtime_cases import (
@@ -89,6 +90,16 @@ def test_two_ranks_add_micro_batches_up_as_ddp_does_bitwise(tmp_path: Path) -> N
     plans = [several(loop, in_turn(loop.name, *PLACES), 2), several(loop, mixed("gpt2", 7), 2)]
     plans.append(replace(plans[0], updates="after backward"))
     assert_as_ddp(2, loop, plans, tmp_path)
+
+
+@ranks_on_every_device_at_night
+@pytest.mark.parametrize("feature", ["switches modes", slow("counts in its groups in place")])
+def test_two_ranks_match_ddp_bitwise_with_what_an_optimizer_writes(
+    feature: str, tmp_path: Path
+) -> None:
+    """Into its groups, and into parameters when its mode changes."""
+    loop = Loop("gpt2", factory=partial(odd_optimizers.made, features=feature))
+    assert_as_ddp(2, loop, [several(loop, in_turn(loop.name, *PLACES), 2)], tmp_path)
 
 
 SGD: Factory = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)

@@ -24,7 +24,8 @@ from protrain_runtime.states.chunk_layouts import make_chunk
 from protrain_runtime.states.chunks import offload
 from protrain_runtime.states.master_weights import MasterOptimizer, with_master_weights
 from protrain_runtime.states.stand_ins import GradientInStore
-from protrain_runtime.states.update_rules import OptimizerFactory, UpdateRules
+from protrain_runtime.states.stepping import OptimizerFactory
+from protrain_runtime.states.update_rules import UpdateRules
 from protrain_runtime.states.updates import (
     ElementRange,
     Piece,

@@ -71,11 +71,14 @@ def built(loop: Loop, seed: int = 0) -> nn.Module:
 def train(
     loop: Loop, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, count: int
 ) -> list[Tensor]:
-    """Losses and norms of a plain loop on this rank's batches."""
+    """Losses and norms of a plain loop on this rank's batches; in modes, where there are some."""
+    modes: Any = optimizer if hasattr(optimizer, "eval") else None
     torch.manual_seed(1 + rank)
     seen: list[Tensor] = []
     numbers = itertools.count(rank, count)
     for _ in range(STEPS):
+        if modes is not None:
+            modes.train()
         for number in range(loop.micro_batches):
             ddp = model if isinstance(model, DistributedDataParallel) else None
             waits = number + 1 < loop.micro_batches
@@ -87,6 +90,8 @@ def train(
             seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).detach())
         optimizer.step()
         optimizer.zero_grad()
+        if modes is not None:
+            modes.eval()
     return seen
 
 

@@ -34,7 +34,7 @@ from protrain_plan.program.program import BLOCK_BYTES, block_bytes, in_blocks
 from protrain_plan.records.forms import FORMS, allowed_forms, names_of
 from protrain_plan.records.hardware import DeviceKind, is_accelerator
 from protrain_plan.records.plan import Keep, Persistent, UnitPlan
-from protrain_plan.records.profile import SPARSE, WHOLE, Form, FormCost, Precision, Unit
+from protrain_plan.records.profile import SPARSE, TOGETHER, WHOLE, Form, FormCost, Precision, Unit
 from protrain_plan.units import format_bytes
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.devices import device as devices
@@ -335,7 +335,8 @@ def _staying(
             if part.name in written:
                 stays[chunk.unit] = f"the forward writes to {part.name!r}"
             elif part.trainable and stepped[part.name].reason:
-                stays.setdefault(chunk.unit, WHOLE)
+                together = stepped[part.name].together
+                stays.setdefault(chunk.unit, TOGETHER if together else WHOLE)
     return stays
 
 

@@ -22,7 +22,7 @@ from protrain_runtime.devices import device as devices
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.model.prepared import parameter_values
 from protrain_runtime.states.stand_ins import ConsumedGradient, OffloadedGradient
-from protrain_runtime.states.update_rules import OptimizerFactory
+from protrain_runtime.states.stepping import OptimizerFactory, options_of
 
 CHECKED_STEPS = 3
 """The second step is the first that reads optimizer states, the third that reads what it wrote."""
@@ -107,6 +107,7 @@ class Check:
             self._planned.register_step_pre_hook(lambda *_: self._before_step()).remove,
             self._planned.register_step_post_hook(lambda *_: self._after_step()).remove,
             replace_code(self._model, self._run),
+            self._planned.tell_modes(lambda mode: getattr(self._optimizer, mode)()),
         ]
 
     def stop(self) -> None:
@@ -145,6 +146,10 @@ class Check:
         }
 
     def _before_step(self) -> None:
+        # A scheduler may have changed the groups' options, and the step that comes may write them.
+        planned = options_of(self._planned)
+        for mine, theirs in zip(self._optimizer.param_groups, planned, strict=True):
+            mine.update(theirs)
         set_present_states = _random_states(self._device)
         try:
             for called in self._micro_batches:
@@ -169,9 +174,6 @@ class Check:
             own[name].grad = gradient.clone()  # clipped or unscaled meanwhile
 
     def _after_step(self) -> None:
-        planned = self._planned.param_groups  # a scheduler may have changed their options
-        for mine, theirs in zip(self._optimizer.param_groups, planned, strict=True):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
         self._optimizer.step()
         self._optimizer.zero_grad()
         plain = dict(self._plain.named_parameters())

@@ -34,11 +34,8 @@ from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.ranks.group import check_ranks
 from protrain_runtime.states.chunks import Chunk, of_one_storage, overlapping
 from protrain_runtime.states.quantized import named_scales
-from protrain_runtime.states.update_rules import (
-    OptimizerFactory,
-    UpdateRules,
-    check_separable,
-)
+from protrain_runtime.states.stepping import NAMES, OptimizerFactory, options_of
+from protrain_runtime.states.update_rules import UpdateRules
 
 
 def keeps_everything(plan: Plan) -> bool:
@@ -194,7 +191,7 @@ def check_offloaded(
                 " that leave the device are of one",
                 fix="convert them to one dtype, or freeze those of the others",
             )
-    grouped = _grouped(optimizer)
+    grouped, called = _grouped(optimizer), _names(optimizer)
     for chunk, unit in offloaded:
         for part in (part for part in chunk.slices if part.trainable):
             rule = part.rule(rules)
@@ -206,7 +203,23 @@ def check_offloaded(
                     key="optimizer",
                     fix="an elementwise optimizer, such as AdamW; or a plan whose states stay",
                 )
+            if called.get(part.parameter, part.name) != part.name:
+                raise ProtrainError(
+                    f"{part.name!r} is called {called[part.parameter]!r} in its parameter group,"
+                    " and pieces of it would have the model's name",
+                    key="param_groups",
+                    fix="name parameters as model.named_parameters() does, or not at all",
+                )
         _refuse_ungrouped(chunk, grouped, f"offloads the states of {unit.name!r}")
+
+
+def _names(optimizer: PlannedOptimizer) -> dict[nn.Parameter, str]:
+    """The names that groups have for parameters, where they have some."""
+    return {
+        parameter: name
+        for group in optimizer.param_groups
+        for parameter, name in zip(group["params"], group.get(NAMES, ()), strict=False)
+    }
 
 
 def _grouped(optimizer: PlannedOptimizer) -> set[nn.Parameter]:
@@ -231,11 +244,10 @@ def _refuse_ungrouped(chunk: Chunk, grouped: set[nn.Parameter], does: str) -> No
 
 
 def check_stepped(
-    plan: Plan, chunks: Sequence[Chunk], factory: OptimizerFactory, optimizer: PlannedOptimizer
+    plan: Plan, chunks: Sequence[Chunk], rules: UpdateRules, optimizer: PlannedOptimizer
 ) -> None:
     """ProtrainError where a persistent chunk cannot be updated by itself, in backward."""
     shared, grouped = overlapping(chunks) | of_one_storage(chunks), _grouped(optimizer)
-    updated: set[torch.dtype] = set()
     for index, (chunk, unit) in enumerate(zip(chunks, plan.units, strict=True)):
         if unit.states != STEPPED:
             continue
@@ -247,14 +259,28 @@ def check_stepped(
                 key=f"units[{index}].states",
                 fix="let it be persistent",
             )
-        updated |= {part.dtype for part in chunk.slices if part.trainable}
-    for dtype in updated:
-        check_separable(factory, dtype)
+        for rule in (part.rule(rules) for part in chunk.slices if part.trainable):
+            if rule.together:
+                raise ProtrainError(
+                    f"{optimizer.kind.__name__} cannot update parameters in backward, chunk by"
+                    f" chunk: {rule.reason}",
+                    key=f"units[{index}].states",
+                    fix="profile the model with this optimizer, and plan: states then stay on the"
+                    " device, and a step is on all of them; or take one that looks at one parameter"
+                    " at a time, such as AdamW or SGD",
+                )
+
+
+def refuse_masters(factory: OptimizerFactory, optimizer: PlannedOptimizer) -> None:
+    """ProtrainError where an optimizer cannot step on masters batch by batch, as all plans do."""
+    trained = (p for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
+    if (first := next(trained, None)) is not None:
+        rules_of(factory, optimizer).of(first.dtype, first.shape, parameter=first)
 
 
 def rules_of(factory: OptimizerFactory, optimizer: PlannedOptimizer) -> UpdateRules:
     """The rules of the optimizer with the options of its groups."""
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    groups = options_of(optimizer)
     members = {p: place for place, g in enumerate(optimizer.param_groups) for p in g["params"]}
     return UpdateRules(factory, groups, members)
 

@@ -42,7 +42,7 @@ from protrain_runtime.devices.stores import DeviceStore, HostStore, Store
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.chunks import Chunk, Slice, dense, flat_storage_order
 from protrain_runtime.states.stand_ins import GradientInStore, OffloadedGradient, scaled
-from protrain_runtime.states.update_rules import OptimizerFactory
+from protrain_runtime.states.stepping import OptimizerFactory
 from protrain_runtime.states.updates import Piece, UpdateTeam
 
 Work = Callable[[], None]

@@ -15,6 +15,7 @@ from protrain_plan.records.plan import Persistent, Plan
 from protrain_plan.records.profile import DType
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.preparation import Check, prepare
+from protrain_runtime.states.stepping import is_plain
 
 
 def loaded(plan: Plan | Path | str) -> tuple[Plan, str | None]:
@@ -92,16 +93,8 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(optimizer).items()
-        if name not in usual and (_is_plain(value) or _is_plain(getattr(value, "__dict__", ...)))
+        if name not in usual and (is_plain(value) or is_plain(getattr(value, "__dict__", ...)))
     }
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(_is_plain(one) for one in (*value, *value.values()))
-    if isinstance(value, list | tuple):
-        return all(_is_plain(one) for one in value)
-    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

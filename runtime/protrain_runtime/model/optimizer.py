@@ -8,6 +8,8 @@ holds.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any, overload
 
@@ -16,11 +18,11 @@ from torch import nn
 
 from protrain_runtime.devices.turns import Turns, in_turn
 from protrain_runtime.engine.engine import Engine
-from protrain_runtime.states.chunks import Chunk, read_values, write_values
+from protrain_runtime.states.chunks import Chunk, Slice, read_values, write_values
 from protrain_runtime.states.compositions import put_together, taken_apart
 from protrain_runtime.states.master_weights import MasterOptimizer
 from protrain_runtime.states.stand_ins import UsedGradient
-from protrain_runtime.states.update_rules import OptimizerFactory
+from protrain_runtime.states.stepping import OptimizerFactory, options_of, step_alone, worker_on
 
 ParameterGroups = Sequence[Mapping[str, Any]]
 
@@ -36,6 +38,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._consumed: Sequence[Chunk] = ()  # whose gradients the plan uses up
         self._engine: Engine | None = None
         self._used: list[dict[str, Any]] = []  # the groups' options when backward updated with them
+        self._told: list[Callable[[str], object]] = []  # of modes
         # The groups are shared with the inner optimizer, not copied: one set of options.
         super().__init__(inner.param_groups, inner.defaults)
         self.state = inner.state
@@ -45,12 +48,46 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """The user's class, which does the updates."""
         return type(self._inner)
 
-    def attach(self, chunks: Sequence[Chunk], engine: Engine) -> None:
-        """Take charge of `chunks`, of which `engine` updates what is offloaded."""
+    def attach(self, chunks: Sequence[Chunk], engine: Engine, factory: OptimizerFactory) -> None:
+        """Take charge of `chunks`, of which `engine` updates what is offloaded.
+
+        `factory` makes optimizers of the user's class for that.
+        """
         self._chunks = [chunk for chunk in chunks if chunk.store is not None]
         self._persistent = [chunk for chunk in chunks if chunk.store is None]
         self._consumed = engine.consuming
-        self._engine = engine
+        self._engine, self._factory = engine, factory
+
+    def __getattr__(self, name: str) -> Any:
+        """`train` and `eval` of a user's class that has them: the modes of schedule-free ones."""
+        if name in ("train", "eval") and hasattr(self.__dict__.get("_inner"), name):
+            return partial(self._switch, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def tell_modes(self, tell: Callable[[str], object]) -> Callable[[], None]:
+        """Let `tell` be called with "train" and "eval" when these are; returns the undo."""
+        self._told.append(tell)
+        return lambda: self._told.remove(tell)
+
+    def _switch(self, mode: str) -> None:
+        """Into a mode, in which parameters may have other values: what is offloaded, too."""
+        what = f"optimizer.{mode}()"
+        with self._turns.taken(f"{what} was called", what) if self._turns else nullcontext():
+            self._settle(f"{what} was called")
+            options = self._by_name(options_of(self))
+            for chunk, part, scalars, states in self._offloaded_states():
+                shadow = nn.Parameter(read_values(chunk, part))
+                worker: Any = worker_on(self._factory, [(shadow, part.name, options[part.name])])
+                worker.state[shadow] = put_together(scalars | states, shadow.shape)
+                getattr(worker, mode)()
+                write_values(chunk, part, shadow)
+                self._load(chunk, part, worker.state[shadow])
+            getattr(self._inner, mode)()
+            for tell in self._told:
+                tell(mode)
+            for part in (part for chunk in self._chunks for part in chunk.slices):
+                if not self._inner.state.get(part.parameter, True):  # it was looked for there
+                    del self._inner.state[part.parameter]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """RuntimeError once prepared: a plan is made for the parameters that there were."""
@@ -60,9 +97,12 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def options(self) -> dict[str, dict[str, Any]]:
         """The options that hold now, by parameter name; called when backward updates a chunk."""
-        self._used = self._group_options()
+        self._used = options_of(self)
+        return self._by_name(self._used)
+
+    def _by_name(self, used: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         options: dict[str, dict[str, Any]] = {}
-        for group, chosen in zip(self.param_groups, self._used, strict=True):
+        for group, chosen in zip(self.param_groups, used, strict=True):
             for parameter in group["params"]:
                 if parameter in self._names:  # others are the inner optimizer's own affair
                     options[self._names[parameter]] = chosen
@@ -70,19 +110,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def step_on(self, chunk: Chunk) -> None:
         """Step on the parameters of one persistent chunk; called when backward updates it."""
-        self._used = self._group_options()
+        self._used = options_of(self)
         self._make_room([chunk])
-        own, groups = set(chunk.parameters), self.param_groups
-        whole = [group["params"] for group in groups]
-        try:
-            for group in groups:
-                group["params"] = [parameter for parameter in group["params"] if parameter in own]
-            self._inner.param_groups = [group for group in groups if group["params"]]
-            self._inner.step()
-        finally:
-            self._inner.param_groups = groups
-            for group, parameters in zip(groups, whole, strict=True):
-                group["params"] = parameters
+        step_alone(self._inner, set(chunk.parameters), self._used)
 
     def _make_room(self, chunks: Sequence[Chunk]) -> None:
         """Let masters be stepped on in what the plan counts: the workspace of the largest chunk.
@@ -95,13 +125,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 for chunk in chunks
             )
             self._inner.room_elements = max(due, default=0)
-
-    def _group_options(self) -> list[dict[str, Any]]:
-        """By value: updates may run when the next step has other ones."""
-        return [
-            {key: _by_value(option) for key, option in group.items() if key != "params"}
-            for group in self.param_groups
-        ]
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -124,7 +147,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         what, engine = "optimizer.step()", self._engine
         with engine.turns.taken(f"{what} was called", what):
             engine.check_step()
-            changed = bool(self._used) and self._used != self._group_options()
+            changed = bool(self._used) and self._used != options_of(self)
             if changed and engine.updates_in_backward:
                 raise RuntimeError(
                     "a parameter group's options changed between backward() and step(): this plan"
@@ -159,9 +182,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """
         self._settle("optimizer.state_dict() was called")
         added: list[nn.Parameter] = []
-        for parameter, scalars, states in self._offloaded_states():
-            self._inner.state[parameter] = put_together(scalars | states, parameter.shape)
-            added.append(parameter)
+        for _, part, scalars, states in self._offloaded_states():
+            self._inner.state[part.parameter] = put_together(scalars | states, part.shape)
+            added.append(part.parameter)
         try:
             return self._inner.state_dict()
         finally:
@@ -203,14 +226,18 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 if part.name not in states:
                     chunk.updated.discard(part.name)
                     continue
-                layouts = chunk.own.current.of(part)
-                keys = {layout.key for layout in layouts}
-                state = taken_apart(_unwrapped(states[part.name], keys))
-                for layout in layouts:
-                    write_values(chunk, part, state.pop(layout.key), layout)
-                # A fused optimizer has its counters on the device, that of a chunk steps here.
-                chunk.scalars[part.name] = _moved(state, torch.device("cpu"))
-                chunk.updated.add(part.name)
+                keys = {layout.key for layout in chunk.own.current.of(part)}
+                self._load(chunk, part, _unwrapped(states[part.name], keys))
+
+    @staticmethod
+    def _load(chunk: Chunk, part: Slice, loaded: Mapping[str, Any]) -> None:
+        """Let an offloaded parameter have these states."""
+        state = taken_apart(loaded)
+        for layout in chunk.own.current.of(part):
+            write_values(chunk, part, state.pop(layout.key), layout)
+        # A fused optimizer has its counters on the device, that of a chunk steps here.
+        chunk.scalars[part.name] = _moved(state, torch.device("cpu"))
+        chunk.updated.add(part.name)
 
     def give_back(self) -> None:
         """Bring every state home to the inner optimizer, and act as it from now on."""
@@ -220,7 +247,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
             if group.get("fused") or group.get("capturable")
             for parameter in group["params"]
         }
-        for parameter, scalars, states in self._offloaded_states():
+        for _, part, scalars, states in self._offloaded_states():
+            parameter = part.parameter
             if parameter in counts_on_device:
                 scalars = _moved(scalars, parameter.device)
             tables = {k: v for k, v in scalars.items() if torch.is_tensor(v) and v.numel() > 1}
@@ -228,7 +256,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self._inner.state[parameter] = put_together(whole, parameter.shape)
         self._chunks, self._persistent, self._consumed, self._engine = (), (), (), None
 
-    def _offloaded_states(self) -> Iterator[tuple[nn.Parameter, dict[str, Any], dict[str, Any]]]:
+    def _offloaded_states(
+        self,
+    ) -> Iterator[tuple[Chunk, Slice, dict[str, Any], dict[str, Any]]]:
         """Of each offloaded parameter that has states: what is not elementwise, and what is."""
         for chunk in self._chunks:
             scalars = _scalars(chunk)
@@ -239,7 +269,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
                         for layout in chunk.own.current.of(part)
                     }
                     if scalars[part.name] or states:  # plain SGD has none
-                        yield part.parameter, dict(scalars[part.name]), states
+                        yield chunk, part, dict(scalars[part.name]), states
 
     @property
     def _turns(self) -> Turns | None:
@@ -248,13 +278,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def _settle(self, what: str) -> None:
         if self._engine is not None:
             self._engine.settle(what)
-
-
-def _by_value(option: Any) -> Any:
-    """An option that later changes in place do not change."""
-    if isinstance(option, tuple):  # of betas that are tensors
-        return tuple(map(_by_value, option))
-    return option.clone() if isinstance(option, torch.Tensor) else option
 
 
 def _unwrapped(state: Mapping[str, Any], keys: Set[str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from protrain_plan.program.program import PIECE_ALIGNMENT
 from protrain_runtime.states.compositions import is_composed
-from protrain_runtime.states.update_rules import OptimizerFactory
+from protrain_runtime.states.stepping import MASTERS_OF, OptimizerFactory
 
 MASTER = "master"
 
@@ -32,7 +32,9 @@ def with_master_weights(
 
         optimizer = with_master_weights(partial(torch.optim.AdamW, lr=3e-4))(model.parameters())
     """
-    return partial(MasterOptimizer, factory=factory)
+    make = partial(MasterOptimizer, factory=factory)
+    setattr(make, MASTERS_OF, factory)
+    return make
 
 
 class MasterOptimizer(torch.optim.Optimizer):

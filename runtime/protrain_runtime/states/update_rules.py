@@ -6,8 +6,8 @@ is not written down, but seen in a step on a small parameter, which tells it of 
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import lcm, prod
@@ -17,13 +17,27 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from protrain_plan.errors import ProtrainError, cut
 from protrain_plan.program.program import PIECE_ALIGNMENT, in_blocks
 from protrain_runtime.states.compositions import Composition, is_composed, taken_apart
-
-OptimizerFactory = Callable[[Iterable[dict[str, Any]]], torch.optim.Optimizer]
+from protrain_runtime.states.stepping import (
+    DRAWS,
+    FEW_STEPS,
+    MASTERS_OF,
+    Calls,
+    NoStepError,
+    OptimizerFactory,
+    Outside,
+    Range,
+    Training,
+    gradients_of,
+    group_of,
+    in_train_mode,
+    kind_of,
+    values_of,
+    why_together,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +70,7 @@ class UpdateRule:
              otherwise than within the whole, so that the parameter and its states stay together
     least    elements that a range has at least: the optimizer keeps other states of less
     reason   why it cannot be cut; empty: it can
+    together a step has all parameters at once: none may be updated apart from the others
     whole    bytes of each state but scalars, where it cannot be cut
     compiled its step is compiled for each length: ranges are of COMPILED_SPAN elements
     """
@@ -65,6 +80,7 @@ class UpdateRule:
     block: int = 1
     least: int = 1
     reason: str = ""
+    together: bool = False
     whole: tuple[int, ...] = ()
     compiled: bool = False
 
@@ -123,6 +139,9 @@ class UpdateRules:
         self.factory, self._groups, self._members = factory, groups, members or {}
         self._known: dict[tuple[torch.dtype, torch.Size, bool, int | None], UpdateRule] = {}
         self._least: list[_Tried] = [{} for _ in groups]
+        self._apart: dict[tuple[torch.dtype, int, bool], str] = {}
+        self._outside = Outside(factory)
+        self._masters_of: OptimizerFactory | None = getattr(factory, MASTERS_OF, None)
         self._compiles: bool | None = None
 
     def of(
@@ -141,8 +160,8 @@ class UpdateRules:
         place = (dtype, shape, in_order, own)
         if place in self._known:
             return self._known[place]
-        # On tensors of their own, whatever is around; random numbers are drawn again.
-        with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+        with self._trying():
+            reason = self._reason(dtype, shape, own, cut=False) if self._masters_of else ""
             found = self._found(dtype, shape, own)
         if any(rule.states != found[0].states for rule in found):
             raise ProtrainError(
@@ -150,7 +169,16 @@ class UpdateRules:
                 fix="give all groups the same options of this kind, such as amsgrad",
             )
         rule = max(found, key=lambda one: (bool(one.reason), one.block, one.least))
-        if not in_order and any(state.per > 1 for state in rule.states.values()):
+        if rule.reason == DRAWS:
+            reason = DRAWS  # in another order it would draw others
+        with self._trying():
+            reason = reason or self._reason(dtype, shape, own, cut=not rule.reason)
+        if reason:
+            whole = rule.whole or rule.state_sizes(shape.numel())
+            rule = UpdateRule(
+                scalars=rule.scalars, block=0, reason=reason, together=True, whole=whole
+            )
+        elif not in_order and any(state.per > 1 for state in rule.states.values()):
             rule = UpdateRule(
                 scalars=rule.scalars,
                 block=0,
@@ -160,10 +188,65 @@ class UpdateRules:
         self._known[place] = rule
         return rule
 
+    @contextmanager
+    def _trying(self) -> Iterator[None]:
+        """Trials are on tensors of their own, whatever is around, and leave nothing behind."""
+        # Random numbers are drawn again, and what a step counts outside of its optimizer (in its
+        # class, in its module) begins where it was.
+        with _disable_current_modes(), torch.random.fork_rng(devices=[]), self._outside:
+            yield
+
+    def _reason(self, dtype: torch.dtype, shape: torch.Size, own: int | None, *, cut: bool) -> str:
+        """Why parameters of a kind cannot be updated apart from others; empty: they can.
+
+        Asked once for all with as many dimensions. `cut`: in pieces, too.
+        """
+        place = (dtype, len(shape), cut)
+        if place not in self._apart:
+            first = self._groups[own or 0]
+            groups = [first, *(one for one in self._groups if one is not first)][:_MOST_GROUPS]
+            self._apart[place] = self._tried(dtype, smaller(shape, _SMALL), groups, cut=cut)
+        return self._apart[place]
+
+    def _tried(
+        self,
+        dtype: torch.dtype,
+        shape: torch.Size,
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        cut: bool,
+    ) -> str:
+        """Why steps of a plan are others than plain PyTorch's, on parameters of several shapes."""
+        masters = self._masters_of
+        factory = masters or self.factory
+        if masters:
+            dtype = torch.promote_types(dtype, torch.float32)
+        try:
+            try:
+                found = why_together(
+                    factory, groups, dtype, shape, self._outside, pieces=cut and not masters
+                )
+            except NoStepError:  # other groups' options may be for other shapes alone
+                found = why_together(
+                    factory, groups[:1], dtype, shape, self._outside, pieces=cut and not masters
+                )
+        except NoStepError as error:
+            return f"it takes no step on several parameters: {error}"
+        if masters and (found.reason or found.writes):
+            kept = "its step keeps values in its groups"
+            raise ProtrainError(
+                "the optimizer cannot step on master weights, some parameters at a time:"
+                f" {found.reason or kept}",
+                key="optimizer",
+                fix="--precision pure or autocast; or an optimizer that looks at one parameter at a"
+                " time, such as AdamW or SGD",
+            )
+        return found.reason
+
     def compiled(self, dtype: torch.dtype) -> bool:
         """Whether a step goes through `torch.compile`."""
         if self._compiles is None:
-            with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+            with self._trying():
                 trial = _Trial(self.factory, dtype, self._groups[0], {}, compiled=False)
                 self._compiles = trial.calls_compiler()
         return self._compiles
@@ -195,13 +278,15 @@ class UpdateRules:
             )
 
 
+_MOST_GROUPS = 3
+"""Groups of options in one trial of several parameters."""
+
 _SMALL, _LARGE = 2**14, 2**16
 """Elements of a parameter that is cut for a trial, and of one whose states are looked at, about: a
 larger one is tried in a smaller shape. Of so few that are cut, operators compute all in one thread,
 whose vectors a cut at a multiple of PIECE_ALIGNMENT leaves as they are."""
 
 DEPENDS = "one element's update depends on others"
-DRAWS = "its step draws random numbers"
 
 _Tried = dict[tuple[torch.dtype, torch.Size, bool], tuple[int, str]]
 """By dtype, shape, and whether there are cuts: the least elements of a range, or why none are."""
@@ -239,8 +324,8 @@ class _Trial:
 
         try:
             with torch.compiler.set_stance("default", force_backend=backend):
-                stepped = self._optimizer([_values(torch.Size([2, 2]), self._dtype)])
-                self._step(stepped, [_values(torch.Size([2, 2]), self._dtype).flip(-1)])
+                stepped = self._optimizer([values_of(torch.Size([2, 2]), self._dtype)])
+                self._step(stepped, [values_of(torch.Size([2, 2]), self._dtype).flip(-1)])
         except Exception:  # noqa: BLE001 (the user's class; `_state` says what it does not take)
             return bool(calls)
         return bool(calls)
@@ -292,9 +377,9 @@ class _Trial:
                 continue
             if not isinstance(value, torch.Tensor):
                 if tensors_in(value):
-                    return UpdateRule(reason=f"it keeps tensors in {key!r}, a {_kind(value)}")
+                    return UpdateRule(reason=f"it keeps tensors in {key!r}, a {kind_of(value)}")
             elif is_composed(value):
-                return UpdateRule(reason=f"its {key!r} is a {_kind(value)}")
+                return UpdateRule(reason=f"its {key!r} is a {kind_of(value)}")
             elif value.shape == shape:
                 states[key] = StateRule(value.dtype)
             elif value.numel() <= 1:
@@ -337,7 +422,7 @@ class _Trial:
         """
         count = shape.numel()
         try:
-            whole = self._stepped(shape, [(0, count)], flat=False)
+            whole = self._trained(shape)
             flat = torch.Size([count])
             kept = self._kept(flat).states
             least = 1
@@ -353,7 +438,7 @@ class _Trial:
                     not (len(ends) == 2 and to_scale and least > 1 and cuts)
                     and all(self._kept(torch.Size([one])).states == kept for one in lengths)
                     and all(self._remade(shape, torch.Size([one])) for one in lengths)
-                    and _alike(whole, self._stepped(shape, spans, flat=True))
+                    and self._trained(shape, spans).same_as(whole)
                 ):
                     return least, ""
                 if len(ends) == 2:
@@ -361,7 +446,7 @@ class _Trial:
                 least = 2 * first if least > 1 else first
         except Exception as error:  # noqa: BLE001 (the user's class meets a flat parameter)
             of_step = error.__cause__ or error
-            return 0, f"of a range of it, {_kind(of_step)}: {cut(str(of_step))}"
+            return 0, f"of a range of it, {kind_of(of_step)}: {cut(str(of_step))}"
 
     def _remade(self, shape: torch.Size, other: torch.Size) -> bool:
         """Whether states made of others are of one shape as they are of another."""
@@ -434,44 +519,33 @@ class _Trial:
             return self._states[shape]
         try:
             with torch.compiler.set_stance("force_eager"):
-                stepped = self._optimizer([_values(shape, self._dtype)])
+                stepped = self._optimizer([values_of(shape, self._dtype)])
                 (parameter,) = stepped.param_groups[0]["params"]
                 # Itself: where tensors are fake, the functions that ask it say nothing.
                 generator = torch.default_generator
                 before = generator.get_state()
-                self._step(stepped, [_values(shape, self._dtype).flip(-1)])
+                self._step(stepped, [values_of(shape, self._dtype).flip(-1)])
             self._draws = self._draws or not torch.equal(before, generator.get_state())
         except Exception as error:
             raise ProtrainError(
                 f"the optimizer takes no step on a parameter of shape {list(shape)}:"
-                f" {_kind(error)}: {cut(str(error))}",
+                f" {kind_of(error)}: {cut(str(error))}",
                 key="optimizer",
             ) from error
         self._states[shape] = taken_apart(stepped.state[parameter])
         return self._states[shape]
 
-    def _stepped(
-        self, shape: torch.Size, ranges: Sequence[tuple[int, int]], *, flat: bool
-    ) -> list[list[torch.Tensor]]:
-        """The parameter and each state after two steps: as one tensor for each range."""
-        values = _values(shape, self._dtype)
-        found: dict[str, list[torch.Tensor]] = {"": []}
-        for first, past in ranges:
-            own = values.flatten()[first:past].clone() if flat else values.clone()
-            stepped = self._optimizer([own])
-            (parameter,) = stepped.param_groups[0]["params"]
-            for step in range(2):
-                gradient = (values + step / 4).flatten().flip(0)
-                self._step(stepped, [gradient[first:past].reshape(own.shape).clone()])
-            found[""].append(parameter.detach().flatten())
-            for key, value in taken_apart(stepped.state[parameter]).items():
-                if isinstance(value, torch.Tensor):
-                    found.setdefault(key, []).append(value.flatten())
-        return list(found.values())
+    def _trained(self, shape: torch.Size, spans: Sequence[tuple[int, int]] = ()) -> "Training":
+        """A parameter after a few steps on all of it, or on each of its ranges."""
+        calls = Calls(pieces=[[Range(0, *span)] for span in spans])
+        training = Training(self._factory, [self._options], [values_of(shape, self._dtype)], calls)
+        for step in range(FEW_STEPS):
+            training.step(gradients_of(training.parameters, step))
+        return training
 
     def _optimizer(self, values: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
         parameters = [nn.Parameter(one) for one in values]
-        return self._factory([{**self._options, "params": parameters}])
+        return in_train_mode(self._factory([group_of(self._options, parameters)]))
 
     @staticmethod
     def _step(optimizer: torch.optim.Optimizer, gradients: Sequence[torch.Tensor]) -> None:
@@ -504,26 +578,6 @@ def _unit(block: int, least: int) -> int:
     """The least multiple of a block, and of PIECE_ALIGNMENT, that is `least` or more."""
     unit = lcm(block, PIECE_ALIGNMENT)
     return -(-least // unit) * unit
-
-
-def _values(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Different numbers on both sides of zero."""
-    return torch.linspace(-1, 1, shape.numel()).reshape(shape).to(dtype)
-
-
-def _alike(
-    whole: Sequence[Sequence[torch.Tensor]], ranges: Sequence[Sequence[torch.Tensor]]
-) -> bool:
-    """Whether ranges side by side are the whole, to the bit; what is no range of it is in all."""
-    if len(whole) != len(ranges):
-        return False
-    for (one,), several in zip(whole, ranges, strict=True):
-        if any(each.dtype != one.dtype for each in several):
-            return False
-        same = all(torch.equal(one, each) for each in several)
-        if not same and not torch.equal(one, torch.cat(list(several))):
-            return False
-    return True
 
 
 def smaller(shape: torch.Size, most: int) -> torch.Size:
@@ -563,10 +617,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     else:
         inside = getattr(value, "__dict__", {}).values()
     return [one for each in inside for one in tensors_in(each)]
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
 
 
 _TURN = threading.RLock()
@@ -611,7 +661,7 @@ def _refuse_overrides(optimizer: Any) -> None:
     ):
         return
     named = {
-        f"{_kind(module)}.{name}: {', '.join(f'{k}={v}' for k, v in options.items())}"
+        f"{kind_of(module)}.{name}: {', '.join(f'{k}={v}' for k, v in options.items())}"
         for module, name, options in manager.module_weight_config_triple
     }
     raise ProtrainError(
@@ -623,68 +673,3 @@ def _refuse_overrides(optimizer: Any) -> None:
         " optim='adamw_bnb_8bit'; bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()"
         " drops those that an earlier training has left",
     )
-
-
-def check_separable(factory: OptimizerFactory, dtype: torch.dtype) -> None:
-    """ProtrainError where a step on two parameters is another than a step on each."""
-    with torch.random.fork_rng(devices=[]):
-        before = torch.get_rng_state()
-        together = _stepped_twice(factory, dtype, separately=False)
-        draws = not torch.equal(before, torch.get_rng_state())
-        apart = _stepped_twice(factory, dtype, separately=True)
-    if draws or not _same(together, apart):
-        another = "a step on all of them is another than a step on each"
-        raise ProtrainError(
-            f"{type(together).__name__} cannot update parameters in backward, chunk by chunk:"
-            f" {DRAWS if draws else another}",
-            fix="an optimizer that looks at one parameter at a time, such as AdamW or SGD; or plan"
-            " with --clip: updates then come after backward",
-        )
-
-
-def _stepped_twice(
-    factory: OptimizerFactory, dtype: torch.dtype, *, separately: bool
-) -> torch.optim.Optimizer:
-    """The optimizer of two matrices after two steps on both of them."""
-    values = torch.linspace(-1, 1, 4 * PIECE_ALIGNMENT).reshape(4, PIECE_ALIGNMENT).to(dtype)
-    both = [nn.Parameter(values.clone()), nn.Parameter(2 * values.flip(0))]
-    optimizer = factory([{"params": both}])
-    (group,) = optimizer.param_groups
-    for step in range(2):
-        for parameter in both:
-            parameter.grad = (parameter.detach() + step).flip(-1)
-        for parameters in [[one] for one in both] if separately else [both]:
-            group["params"] = parameters
-            optimizer.step()
-        group["params"] = both
-    return optimizer
-
-
-def _same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
-    """Whether two optimizers have the same parameters, states and options, to the bit."""
-    kept, others = (
-        {**each.state_dict(), "state": [taken_apart(own) for own in each.state.values()]}
-        for each in (one, other)
-    )
-    pairs = [
-        pair
-        for groups in zip(one.param_groups, other.param_groups, strict=True)
-        for pair in zip(*(group["params"] for group in groups), strict=True)
-    ]
-    leaves, more = tree_leaves(kept), tree_leaves(others)
-    return (
-        all(torch.equal(*pair) for pair in pairs)
-        and len(leaves) == len(more)
-        and all(_equal(a, b) for a, b in zip(leaves, more, strict=True))
-    )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two leaves of states are the same: tensors to the bit, objects in what they hold."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    held = getattr(one, "__dict__", None)
-    if held is None or type(one) is not type(other):
-        return bool(one == other)
-    leaves, more = tree_leaves(held), tree_leaves(vars(other))
-    return len(leaves) == len(more) and all(map(_equal, leaves, more))

@@ -25,7 +25,7 @@ from protrain_runtime.states.chunks import Chunk, Copy, Cut, Slice, StateKind, S
 from protrain_runtime.states.compositions import put_together, taken_apart
 from protrain_runtime.states.master_weights import MasterOptimizer
 from protrain_runtime.states.stand_ins import GradientInStore, scaled
-from protrain_runtime.states.update_rules import OptimizerFactory
+from protrain_runtime.states.stepping import OptimizerFactory, worker_on
 
 SMALLEST_RANGE = 2**17
 """Elements that are worth a thread: about 150 us of AdamW's step, several times what handing a
@@ -381,18 +381,14 @@ class Piece:
         """An optimizer over these elements of gradients and of the parameters that have them."""
         shadows: list[tuple[nn.Parameter, Slice, int, int]] = []
         scales: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
-        groups: dict[int, dict[str, Any]] = {}  # by the options that parameters share
         for due, start, stop in spans:
             part = due.part
             shadow = nn.Parameter(self.parameters[part.name][start:stop])
             shadow.grad = due.elements[start:stop]
             if due.factors:
                 scales.append((shadow.grad, due.factors))
-            chosen = options[part.name]
-            group = groups.setdefault(id(chosen), {**chosen, "params": []})
-            group["params"].append(shadow)
             shadows.append((shadow, part, due.low + start, due.low + stop))
-        worker = factory(groups.values())
+        worker = worker_on(factory, ((s, part.name, options[part.name]) for s, part, *_ in shadows))
         for shadow, part, low, high in shadows:
             if part.name in self.source.updated:
                 chosen = options[part.name]
