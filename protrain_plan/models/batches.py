@@ -8,7 +8,7 @@ import random
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, repeat
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from protrain_plan.errors import ProtrainError, RecordError
 from protrain_plan.records.files import read_bytes
-from protrain_runtime.activations.trees import taken_apart
+from protrain_runtime.activations.trees import taken_apart, tensors_in
 
 Batch = Mapping[str, Any] | tuple[Any, ...] | Tensor
 """What one call of a model takes: keyword arguments, positional arguments, or one tensor.
@@ -88,6 +88,28 @@ def text_windows(tokens: bytes, *, batch_size: int, seq_len: int, seed: int) -> 
         chosen = bytearray(tokens[at * window : (at + 1) * window])
         yield torch.frombuffer(chosen, dtype=torch.uint8).long().view(batch_size, seq_len)
         at = (at + 1) % num_windows
+
+
+def first_of(batches: Iterator[Batch], *, source: str) -> Batch:
+    """The first batch; ProtrainError, naming the source, where there is none."""
+    for batch in batches:
+        return batch
+    raise ProtrainError(
+        "there are no batches",
+        source=source,
+        fix="let the factory return an iterable of at least one batch",
+    )
+
+
+def of_one_size(batches: Iterator[Batch], first: Batch) -> Iterator[Batch]:
+    """Batches without end, of the shapes of `first`, which stands for others and after the last.
+
+    A data set's last batch may be smaller.
+    """
+    shapes = [tensor.shape for tensor in tensors_in(first)]
+    for batch in batches:
+        yield batch if [tensor.shape for tensor in tensors_in(batch)] == shapes else first
+    yield from repeat(first)
 
 
 def call_model(model: nn.Module, batch: Batch) -> object:

@@ -327,7 +327,7 @@ class FactorySource:
         text: Path | None = None,  # noqa: ARG002
         seed: int = 0,
     ) -> Iterator[Batch]:
-        """The factory's batches on `device`; again from the start where they can be.
+        """The factory's batches on `device`; again from the start, unless they are an iterator.
 
         Floating-point tensors are in the dtype of the parameters. Before `build`, the factory is
         run without memory for its model's parameters, if it can be. ProtrainError where it cannot
@@ -366,12 +366,13 @@ class FactorySource:
 
 
 def _again_and_again(data: Iterable[object]) -> Iterator[object]:
-    empty = True
-    for batch in data:
-        empty = False
-        yield batch
-    while not empty and iter(data) is not data:  # a list or a loader, not a used-up iterator
-        yield from data
+    """The batches, from the start again after the last one; once where `data` is an iterator."""
+    ends = False
+    while not ends:
+        batches, ends = iter(data), True
+        for batch in batches:
+            ends = batches is data
+            yield batch
 
 
 ModelSource = ConfigSource | FactorySource
