@@ -204,8 +204,9 @@ def train(
 def _enough(batches: Iterator[Batch], needed: int, *, source: str) -> Iterator[Batch]:
     """So many batches; ProtrainError behind the last one where there are fewer."""
     number = 0
-    for number, batch in enumerate(islice(batches, needed), 1):
+    for batch in islice(batches, needed):
         yield batch
+        number += 1
     if number < needed:
         raise ProtrainError(
             f"{number} batches were there, and training needs {needed}",

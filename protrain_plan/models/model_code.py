@@ -18,6 +18,9 @@ from traceback import walk_tb
 
 from protrain_plan.errors import ProtrainError
 
+_MOST_CALLS = 12
+"""Calls that a report of our own mistake names."""
+
 Line = tuple[str, int]
 """A file, as Python names it, and a line of it."""
 
@@ -26,7 +29,7 @@ Line = tuple[str, int]
 def explained(place: Callable[[], object]) -> Iterator[None]:
     """ProtrainError for what the model's code raises inside, with its line and the place then.
 
-    What our own code raises is our mistake, and stays what it is.
+    What our own code raises is our mistake, and is told as that.
     """
     try:
         yield
@@ -35,11 +38,18 @@ def explained(place: Callable[[], object]) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         lines = _lines_of(error)
         ours = os.path.realpath(lines[0][0]).startswith(_OURS)
-        if ours and not isinstance(error, RuntimeError):
-            raise
-        source, number = culprit(lines)
         said = str(error).strip()
         what = f"raised {type(error).__name__}" + (f": {said}" if said else "")
+        if ours and not isinstance(error, RuntimeError):
+            calls = [f"{Path(file).name}:{line}" for file, line in lines[:_MOST_CALLS]]
+            raise ProtrainError(
+                indent(f"protrain itself {what},{place()}".rstrip(","), "    ").strip(),
+                source=lines[0][0],
+                line=lines[0][1],
+                fix="the model is not at fault: please report it, with the model and these calls: "
+                + " < ".join(calls),
+            ) from error
+        source, number = culprit(lines)
         if isinstance(error, SystemExit):
             what = f"ended the program: sys.exit({said})"
         message = f"the model's code {what},{place()}".rstrip(",")

@@ -30,7 +30,13 @@ from protrain_runtime.activations.compiled import (
 from protrain_runtime.activations.forms import wrap_forward
 from protrain_runtime.activations.recompute import switch_off_checkpointing
 from protrain_runtime.devices import device as devices
-from protrain_runtime.devices.lanes import WAIT_LIMIT_S, Backend, off_workers, only_here, quick_turns
+from protrain_runtime.devices.lanes import (
+    WAIT_LIMIT_S,
+    Backend,
+    off_workers,
+    only_here,
+    quick_turns,
+)
 from protrain_runtime.devices.memory_meter import addresses, device_of
 from protrain_runtime.devices.preflight import (
     check_room,

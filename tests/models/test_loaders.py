@@ -31,7 +31,8 @@ class Net(nn.Module):
         self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).square().mean()
+        loss: Tensor = self.layers(x).square().mean()
+        return loss
 
 
 def batches(count: int) -> list[tuple[Tensor]]:
@@ -153,9 +154,7 @@ def test_training_begins_a_loader_again_and_says_what_an_iterator_lacks(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "incomplete" not in kind])
-def test_no_batches_are_an_error(
-    kind: str, solved: tuple[Profile, Plan], tmp_path: Path
-) -> None:
+def test_no_batches_are_an_error(kind: str, solved: tuple[Profile, Plan], tmp_path: Path) -> None:
     source = source_of(kind, 0)
     with pytest.raises(ProtrainError, match="there are no batches"):
         profiled_here(source, tmp_path)

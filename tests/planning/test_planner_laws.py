@@ -1,6 +1,7 @@
 """Laws that every plan keeps, on random models and machines; other questions than the fastest."""
 
 import random
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -341,12 +342,14 @@ def test_any_pins_give_a_plan_that_keeps_them_or_one_answer(seed: int) -> None:
         micro_batches=micro_batches,
         pins=random_pins(free, rng),
     )
+    refused, pinned = "", free.options
     try:
         pinned = pinned_options(free.options, question.pins)
-    except ProtrainError as refused:
-        with pytest.raises(ProtrainError, match="cannot take|no unit") as caught:
+    except ProtrainError as error:
+        refused = error.message
+    if refused:
+        with pytest.raises(ProtrainError, match=re.escape(refused)):
             ask(question, Objective(), effort=Effort())
-        assert caught.value.message == refused.message
         return
     answer = ask(question, Objective(), effort=Effort())
     if answer.solved is None:

@@ -480,7 +480,7 @@ def collected_on(place: int, folder: Path) -> None:
     assert engine is not None
     lanes = list(engine.lanes.values())
     freed = weakref.ref(model)
-    model.cycle = [model]
+    model.__dict__["cycle"] = model
     del model, optimizer, engine
     own = lanes[place % len(lanes)]
     queued = threading.Event()

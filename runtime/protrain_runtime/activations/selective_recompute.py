@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from protrain_runtime.activations.forms import Code, outer_hooks
 from protrain_runtime.activations.recompute import recomputed
-from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.activations.trees import named, tensors_in, written_arguments
 from protrain_runtime.devices import device as devices
 
 

@@ -60,7 +60,7 @@ def named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str
 
     Names are those of an operator's schema, or of a function's signature. A function that PyTorch
     has in C++ has those of its ATen operator; what Python calls `input` may be `self` there.
-    TypeError where the call does not fit, KeyError for a function that has neither.
+    TypeError where the call has more arguments than there are names.
     """
     names, defaults = _parameters(func)
     if len(args) > len(names):
