@@ -27,7 +27,14 @@ from torch._subclasses.fake_tensor import (
 
 from protrain_plan.errors import ProtrainError, cut
 from protrain_plan.models.adapters import adapted
-from protrain_plan.models.batches import Batch, BatchRequest, batch_to, byte_tokens, inputs_of
+from protrain_plan.models.batches import (
+    Batch,
+    BatchRequest,
+    batch_to,
+    byte_tokens,
+    inputs_of,
+    of_text_alone,
+)
 from protrain_plan.models.building import (
     computing_in,
     moved,
@@ -119,7 +126,7 @@ class ConfigSource:
             made: nn.Module = model_class._from_config(
                 copy.deepcopy(config), attn_implementation=attention, dtype=stored
             )
-            return made
+            return of_text_alone(made, model_class.__name__)
 
         with seeded(seed), torch.device("meta" if on_meta else "cpu"):
             try:
@@ -246,6 +253,7 @@ class ConfigSource:
                 known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
                 known.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
                 known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+                known.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
                 known.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
                 known.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
             )

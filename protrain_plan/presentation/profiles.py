@@ -1,6 +1,9 @@
 """What `protrain profile`, `protrain hardware` and `protrain models` print."""
 
 import itertools
+import json
+import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 
 from protrain_plan.presentation.terminal import Table, Text, run_name, table_of, wrote
+from protrain_plan.records.adapters import ALL_LINEAR, read_adapter
+from protrain_plan.records.folding import unfold
 from protrain_plan.records.hardware import Collectives, Hardware, Rates, Tier
 from protrain_plan.records.profile import Compilation, Profile, Unit
 from protrain_plan.units import format_bytes, format_seconds
@@ -38,6 +43,7 @@ def profile_json(profile: Profile) -> dict[str, Any]:
         **({"allocator_bytes": held_back} if held_back else {}),
         "repetitions": asdict(profile.repetitions) if profile.repetitions else None,
         "unsteady": unsteady(profile),
+        **({"caveats": found} if (found := [*caveats(profile)]) else {}),
         "measured_over_estimated": error_band(profile.hardware) if estimated else None,
     }
 
@@ -50,6 +56,51 @@ def own_update(profile: Profile) -> str | None:
         f"seconds of {profile.optimizer.name} are not known: an update is taken to move its bytes"
         " and to compute nothing; measure on the device to know them, and those of a slow step"
     )
+
+
+def caveats(profile: Profile) -> Iterator[str]:
+    """What is trained otherwise than one may think: without images, unpacked, without adapters."""
+    workload = profile.workload
+    config = json.loads(workload.model_config or "{}")
+    towers = [words for key, words in _TOWERS.items() if key in config]
+    if towers and config.get("model_type") not in _FED:
+        yield (
+            f"batches are text alone: what the model has for {' and '.join(towers)} is loaded and"
+            " frozen; a factory brings other batches"
+        )
+    found = [_FROZEN.fullmatch(line) for line in profile.tensors]
+    frozen = [
+        (match[1], match[2].split("x"), int(match[3]) // 8 * len(unfold(match[1]) or [match[1]]))
+        for match in found
+        if match is not None
+    ]
+    experts = [
+        (name, math.prod(map(int, sizes)) * width)
+        for name, sizes, width in frozen
+        if len(sizes) == 3
+    ]
+    if workload.quantize and experts:
+        names = dict.fromkeys(name.rpartition(".")[2] for name, _ in experts)
+        yield (
+            f"{format_bytes(sum(size for _, size in experts))} of weights stay unpacked:"
+            " bitsandbytes packs linear layers, and these are parameters of several experts each"
+            f" ({', '.join(names)})"
+        )
+    lora = read_adapter(workload.adapter)
+    beside = dict.fromkeys(
+        name.removesuffix(".weight").rpartition(".")[2]
+        for name, sizes, _ in frozen
+        if len(sizes) < 4 and _IN_BLOCKS.search(name) and ".base_layer." not in name
+    )
+    if lora is not None and lora.targets == (ALL_LINEAR,) and beside:
+        yield f"PEFT's all-linear adds no adapters to {', '.join(beside)}"
+
+
+_TOWERS = {"vision_config": "images", "audio_config": "sound"}
+_FED = ("llava", "vipllava", "clip")
+"""Architectures whose batches have images."""
+_FROZEN = re.compile(r"(\S+) ([0-9]+(?:x[0-9]+)+) [a-z]*float([0-9]+) frozen.*")
+_IN_BLOCKS = re.compile(r"\.[0-9]+(-[0-9]+)?\.")
 
 
 def no_fusion(profile: Profile) -> str | None:
@@ -149,7 +200,7 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
         own_update(profile),
         no_fusion(profile),
     )
-    how += [Text(said) for said in told if said]
+    how += [Text(said) for said in (*told, *caveats(profile)) if said]
     if data["unsteady"]:
         how.append(Text(data["unsteady"], style="yellow"))
     return Group(table, "", note, total, *how, wrote(path))
