@@ -249,7 +249,7 @@ def inputs_of(model_class: str, request: BatchRequest) -> Iterator[Inputs]:
     if model_type == "whisper":
         return _sound_and_text(request)
     if _is_multimodal(model_class):
-        return _text_alone(request)
+        return _text(request)
     by_task: tuple[tuple[dict[str, Any], Callable[[BatchRequest], Iterator[Inputs]]], ...] = (
         (known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, _text),
         (known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, _text),
@@ -276,8 +276,7 @@ def _is_multimodal(model_class: str) -> bool:
     """Whether a model class writes text of images or sound, each with rules of its own."""
     from transformers.models.auto import modeling_auto as known
 
-    texts = known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    return model_class not in texts and any(
+    return any(
         model_class in names.values()
         for names in (
             known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -298,22 +297,6 @@ def of_text_alone(model: nn.Module, model_class: str) -> nn.Module:
         for parameter in model.parameters():
             parameter.requires_grad_(parameter in of_text)
     return model
-
-
-def _text_alone(request: BatchRequest) -> Iterator[Inputs]:
-    """Text for a model that takes images or sound besides; some want to be told that it is text."""
-    kinds = dict.fromkeys(_KINDS_OF_TOKENS.get(request.config.model_type, ()))
-    return (
-        {**inputs, **{name: torch.zeros_like(inputs["input_ids"]) for name in kinds}}
-        for inputs in _text(request)
-    )
-
-
-_KINDS_OF_TOKENS = {
-    "gemma3": ("token_type_ids",),
-    "paligemma": ("token_type_ids",),
-}
-"""Arguments that say which tokens stand for an image, where training asks for them: 0 is text."""
 
 
 def _masked_text(request: BatchRequest) -> Iterator[Inputs]:
