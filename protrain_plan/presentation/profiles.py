@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 
 from protrain_plan.presentation.terminal import Table, Text, run_name, table_of, wrote
-from protrain_plan.records.adapters import ALL_LINEAR, read_adapter
 from protrain_plan.records.folding import unfold
 from protrain_plan.records.hardware import Collectives, Hardware, Rates, Tier
 from protrain_plan.records.profile import Compilation, Profile, Unit
@@ -61,12 +61,15 @@ def own_update(profile: Profile) -> str | None:
 def caveats(profile: Profile) -> Iterator[str]:
     """What is trained otherwise than one may think: without images, unpacked, without adapters."""
     workload = profile.workload
-    config = json.loads(workload.model_config or "{}")
+    config: Any = None
+    with suppress(ValueError, RecursionError):  # a record may hold any text
+        config = json.loads(workload.model_config)
+    config = config if isinstance(config, dict) else {}
     towers = [words for key, words in _TOWERS.items() if key in config]
     if towers and config.get("model_type") not in _FED:
         yield (
             f"batches are text alone: what the model has for {' and '.join(towers)} is loaded and"
-            " frozen; a factory brings other batches"
+            " gets no gradients; a factory brings other batches"
         )
     found = [_FROZEN.fullmatch(line) for line in profile.tensors]
     frozen = [
@@ -86,20 +89,19 @@ def caveats(profile: Profile) -> Iterator[str]:
             " bitsandbytes packs linear layers, and these are parameters of several experts each"
             f" ({', '.join(names)})"
         )
-    lora = read_adapter(workload.adapter)
     beside = dict.fromkeys(
         name.removesuffix(".weight").rpartition(".")[2]
         for name, sizes, _ in frozen
         if len(sizes) < 4 and _IN_BLOCKS.search(name) and ".base_layer." not in name
     )
-    if lora is not None and lora.targets == (ALL_LINEAR,) and beside:
+    if workload.adapter and " targets=" not in workload.adapter and beside:
         yield f"PEFT's all-linear adds no adapters to {', '.join(beside)}"
 
 
 _TOWERS = {"vision_config": "images", "audio_config": "sound"}
 _FED = ("llava", "vipllava", "clip")
 """Architectures whose batches have images."""
-_FROZEN = re.compile(r"(\S+) ([0-9]+(?:x[0-9]+)+) [a-z]*float([0-9]+) frozen.*")
+_FROZEN = re.compile(r"(\S+) ([0-9]{1,12}(?:x[0-9]{1,12}){1,8}) [a-z]*float([0-9]{1,2}) frozen.*")
 _IN_BLOCKS = re.compile(r"\.[0-9]+(-[0-9]+)?\.")
 
 
