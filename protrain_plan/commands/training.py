@@ -159,6 +159,8 @@ def train(
             text=text,
             seed=workload.seed,
         )
+        needed = num_steps * plan.micro_batches * plan.num_devices
+        batches = _enough(batches, needed, source=workload.model)
         batches = islice(batches, rank, None, plan.num_devices)
         call: nn.Module = model
         optimizer: torch.optim.Optimizer
@@ -197,6 +199,21 @@ def train(
             explain_memory(model, profile),
         ):
             return trainer.run(batches, num_steps, on_step)
+
+
+def _enough(batches: Iterator[Batch], needed: int, *, source: str) -> Iterator[Batch]:
+    """So many batches; ProtrainError behind the last one where there are fewer."""
+    number = 0
+    for batch in islice(batches, needed):
+        yield batch
+        number += 1
+    if number < needed:
+        raise ProtrainError(
+            f"{number} batches were there, and training needs {needed}",
+            source=source,
+            fix="fewer --steps, or let the factory return what can be iterated again, such as a"
+            " list or a DataLoader, in place of an iterator",
+        )
 
 
 def _training(plan: Plan, text: Path | None) -> dict[str, object]:

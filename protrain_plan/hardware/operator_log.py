@@ -20,7 +20,7 @@ from protrain_plan.hardware.kernels import (
 )
 from protrain_plan.hardware.operators import HALF, INT8_PRODUCT, PACKED_PRODUCT
 from protrain_plan.records.hardware import Rates
-from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.activations.trees import named, tensors_in
 from protrain_runtime.devices.memory_meter import storage_bytes
 
 aten = torch.ops.aten
@@ -93,38 +93,44 @@ class OperatorLog:
             return
         # FLOPs are two per multiplication and addition, 0 for what is no matrix product.
         flops, given = 0.0, tensors_in((args, kwargs))
+        arguments = (
+            named(func, args, kwargs)
+            if func in _READ or func._schema.name in (PACKED_PRODUCT, INT8_PRODUCT)
+            else {}
+        )
         if own := _FLOPS.get(func):
-            flops = own(args, kwargs)
+            flops = own(arguments)
         elif counted := flop_registry.get(func._overloadpacket):
             flops = float(counted(*args, **kwargs, out_val=result))
         # Each operand is read or written once; of a table, the rows that are looked up.
         moved = sum(_bytes(tensor) for tensor in tensors_in(result))
         if func in _LOOKUPS:
-            moved = 2 * moved + sum(_bytes(tensor) for tensor in tensors_in(args[1:]))
+            moved = 2 * moved + sum(_bytes(tensor) for tensor in given[1:])
         else:
             moved += sum(_bytes(tensor) for tensor in given)
         half = any(tensor.dtype in HALF for tensor in given)
         shaped = _SHAPES.get(func)
-        shape = shaped(args, kwargs) if shaped else None
+        shape = shaped(arguments) if shaped else None
         if func._schema.name == PACKED_PRODUCT:
             # Packed bytes are read and numbers are written, and then there is a product of these.
-            rows, weight = args[0], math.prod(args[2]) * args[0].itemsize
+            rows, sizes = arguments["A"], arguments["shapeB"]
+            weight = math.prod(sizes) * rows.itemsize
             packed = sum(_bytes(tensor) for tensor in given) - _bytes(rows)
             self.slots[-1].append(Work(0.0, packed + weight, half))
-            columns, inner = args[2][0], rows.shape[-1]
+            columns, inner = sizes[0], rows.shape[-1]
             shape = Product(1, rows.numel() // max(1, inner), columns, inner)
             flops = 2.0 * rows.numel() * columns
             moved += weight - packed
         elif func._schema.name == INT8_PRODUCT:
             # At most as long as in 16 bits. Sums of int32 are written and read.
-            rows, columns = args[0], args[1].shape[0]
+            rows, columns = arguments["A"], arguments["B"].shape[0]
             half = True
             inner = rows.shape[-1]
             shape = Product(1, rows.numel() // max(1, inner), columns, inner)
             flops = 2.0 * rows.numel() * columns
             moved += 2 * 4 * rows.shape[0] * columns
         counted_once = _MODEL_FLOPS.get(func)
-        model_flops = counted_once(args, kwargs) if counted_once else flops
+        model_flops = counted_once(arguments) if counted_once else flops
         self.slots[-1].append(Work(flops, moved, half, shape, model_flops))
 
 
@@ -138,80 +144,72 @@ def _bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.itemsize, int(tensor.untyped_storage().nbytes()))
 
 
-def _attention_flops(
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    query: int,
-    products: int,
-    causal: int | None = None,
-) -> float:
+Arguments = Mapping[str, Any]
+"""Of an operator, by the names of its schema."""
+
+
+def _attention_flops(arguments: Arguments, *, products: int, skips: bool = True) -> float:
     """Per product 2 B H Sq Sk D; half of the scores where the kernel skips the future.
 
-    `query` and `causal` are places among the arguments; without `causal`, all scores count.
+    Without `skips` all scores count.
     """
-    batch, heads, length, width = args[query].shape
-    flops: float = 2.0 * products * batch * heads * length * args[query + 1].shape[2] * width
-    if causal is None:
-        return flops
-    skips = args[causal] if len(args) > causal else kwargs.get("is_causal", False)
-    return flops / 2 if skips else flops
+    batch, heads, length, width = arguments["query"].shape
+    flops: float = 2.0 * products * batch * heads * length * arguments["key"].shape[2] * width
+    return flops / 2 if skips and arguments["is_causal"] else flops
 
 
-def _product(args: tuple[Any, ...], _: Mapping[str, Any], *, left: int = 0) -> Product:
-    """Of the two operands from place `left` on; batches of them where they have three dimensions.
+def _product(arguments: Arguments, *, left: str = "self", right: str = "mat2") -> Product:
+    """Of two operands by their names; batches of them where they have three dimensions.
 
     Groups of rows, of which each meets one of several weights, are taken as equal.
     """
-    given, weight = args[left : left + 2]
+    given, weight = arguments[left], arguments[right]
     groups = weight.shape[0] if weight.dim() == 3 else 1
     rows = given.shape[-2] if given.dim() == weight.dim() else -(-given.shape[-2] // groups)
     return Product(groups, rows, weight.shape[-1], given.shape[-1])
 
 
-def _attention_shape(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], *, query: int, causal: int, backward: bool
-) -> Attention:
-    keys, width = args[query + 1].shape[2:]
-    skips = args[causal] if len(args) > causal else kwargs.get("is_causal", False)
-    masked = kwargs.get("attn_mask") is not None
-    return Attention(keys / 2 if skips else float(keys), width, backward, masked)
+def _attention_shape(arguments: Arguments, *, backward: bool) -> Attention:
+    keys, width = arguments["key"].shape[2:]
+    masked = arguments["attn_mask"] is not None
+    return Attention(keys / 2 if arguments["is_causal"] else float(keys), width, backward, masked)
 
 
-_SHAPES: dict[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], Product | Attention]] = {
+_SHAPES: dict[Any, Callable[[Arguments], Product | Attention]] = {
     aten.mm.default: _product,
     aten.bmm.default: _product,
     aten._grouped_mm.default: _product,
-    aten.addmm.default: partial(_product, left=1),
-    aten.baddbmm.default: partial(_product, left=1),
+    aten.addmm.default: partial(_product, left="mat1"),
+    aten.baddbmm.default: partial(_product, left="batch1", right="batch2"),
     aten._scaled_dot_product_flash_attention_for_cpu.default: partial(
-        _attention_shape, query=0, causal=4, backward=False
+        _attention_shape, backward=False
     ),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: partial(
-        _attention_shape, query=1, causal=7, backward=True
+        _attention_shape, backward=True
     ),
 }
 """Operators whose efficiency depends on their shape."""
 
-_FLOPS: dict[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], float]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: partial(
-        _attention_flops, query=0, causal=4, products=2
-    ),
+_FLOPS: dict[Any, Callable[[Arguments], float]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: partial(_attention_flops, products=2),
     # Scores are computed again, then four gradients.
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: partial(
-        _attention_flops, query=1, causal=7, products=5
+        _attention_flops, products=5
     ),
     # Every row meets the weights of one group.
-    aten._grouped_mm.default: lambda args, _: 2.0 * args[0].numel() * args[1].shape[-1],
+    aten._grouped_mm.default: lambda of: 2.0 * of["self"].numel() * of["mat2"].shape[-1],
 }
 """Those that `torch.utils.flop_counter` lacks."""
 
-_MODEL_FLOPS: dict[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], float]] = {
+_MODEL_FLOPS: dict[Any, Callable[[Arguments], float]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: partial(
-        _attention_flops, query=0, products=2
+        _attention_flops, products=2, skips=False
     ),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: partial(
-        _attention_flops, query=1, products=4
+        _attention_flops, products=4, skips=False
     ),
 }
 """Those of which model FLOPs utilisation counts others: all scores, and none of them twice."""
+
+_READ = {*_SHAPES, *_FLOPS, *_MODEL_FLOPS}
+"""Those whose arguments are looked at."""

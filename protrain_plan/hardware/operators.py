@@ -19,7 +19,7 @@ trying.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from protrain_plan.hardware.probe import processor_name
 from protrain_plan.program.program import BLOCK_BYTES, block_bytes, in_blocks
 from protrain_plan.records.hardware import Device, DeviceKind, is_accelerator
-from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.activations.trees import named, tensors_in
 
 aten = torch.ops.aten
 PACKED_PRODUCT = "bitsandbytes::gemm_4bit"
@@ -56,18 +56,20 @@ class OperatorCall:
     @property
     def given(self) -> Tensor:
         """The first argument."""
-        tensor: Tensor = self.args[0]
+        tensor: Tensor = self[self.func._schema.arguments[0].name]
         return tensor
 
     @property
     def given_bytes(self) -> int:
         return self.given.numel() * self.given.itemsize
 
-    def argument(self, position: int, name: str, default: Any) -> Any:
-        """An argument that may be given by position or by name."""
-        if position < len(self.args):
-            return self.args[position]
-        return self.kwargs.get(name, default)
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """All arguments, by the names of the operator's schema."""
+        return named(self.func, self.args, self.kwargs)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
 
 
 Workspace = Callable[[OperatorCall], int]
@@ -146,9 +148,9 @@ def convolution(call: OperatorCall) -> int:
     key_conv_wei_reduction), which are added up to another one.
     """
     backward = call.func is aten.convolution_backward.default
-    given, weight = call.args[1:3] if backward else call.args[:2]
-    transposed, groups = (call.args[place + backward] for place in (6, 8))
-    result = call.args[0] if backward else call.outputs[0]
+    given, weight = call["input"], call["weight"]
+    transposed, groups = call["transposed"], call["groups"]
+    result = call["grad_output"] if backward else call.outputs[0]
     item, half = int(given.itemsize), int(given.dtype in HALF)
     # How many elements there are, in whole blocks of channels in every group. Patches are those of
     # one image and one group, as a matrix that is multiplied by the weights; weights that are
@@ -187,8 +189,8 @@ def convolution(call: OperatorCall) -> int:
 
 def _weight_bytes(call: OperatorCall) -> tuple[int, int]:
     """Of bitsandbytes' product: the weight as numbers of its input's dtype, and float32 scales."""
-    count = math.prod(call.args[2])
-    return count * call.given.itemsize, 4 * -(-count // call.args[4])
+    count = math.prod(call["shapeB"])
+    return count * call.given.itemsize, 4 * -(-count // call["blocksize"])
 
 
 def packed_product(call: OperatorCall) -> int:
@@ -206,7 +208,7 @@ def _cpu_packed_product(call: OperatorCall) -> int:
     if call.given.dtype not in HALF:
         return packed_product(call)
     rows, inner = call.given.numel() // call.given.shape[-1], call.given.shape[-1]
-    columns = call.args[2][0]
+    columns = call["shapeB"][0]
     each = packed_bytes(rows, inner, columns)
     whole = 4 * call.outputs[0].numel() + call.num_threads * _KERNEL_BYTES
     return packed_product(call) + max(call.num_threads * each, whole)
@@ -219,7 +221,7 @@ def int8_product(call: OperatorCall) -> int:
     `int8_mm_dequant`). An inner size that is no multiple of 4 is multiplied in float32, as one is
     for which the library has no kernel.
     """
-    given, weight = call.args[:2]
+    given, weight = call["A"], call["B"]
     each = in_blocks(call.outputs[0].numel(), BLOCK_BYTES)
     if given.shape[-1] % 4:
         operands = in_blocks(given.numel(), BLOCK_BYTES) + in_blocks(weight.numel(), BLOCK_BYTES)
@@ -240,7 +242,7 @@ def _elementwise(call: OperatorCall) -> int:
     if call.func._schema.is_mutable and call.outputs[0].dtype != common:
         cast.append(call.outputs[0])
     size = sum(tensor.numel() for tensor in cast) * common.itemsize
-    number = call.args[1] if len(call.args) > 1 else None
+    number = call.arguments.get("other")
     if isinstance(number, int | float):  # of eight bytes, and once more in the common dtype
         own = torch.float64 if isinstance(number, float) else torch.int64
         size += own.itemsize + (0 if common == own else common.itemsize)
@@ -249,15 +251,15 @@ def _elementwise(call: OperatorCall) -> int:
 
 def _condition(call: OperatorCall) -> int:
     """`where`: the two values are cast to their common dtype; a number becomes one element."""
-    values = [value for value in call.args[1:3] if isinstance(value, Tensor)]
+    values = [call[name] for name in ("self", "other") if isinstance(call[name], Tensor)]
     common = call.outputs[0].dtype
-    casts = sum(value.numel() * common.itemsize for value in values if value.dtype != common)
+    casts: int = sum(value.numel() * common.itemsize for value in values if value.dtype != common)
     return casts + (2 - len(values)) * common.itemsize
 
 
 def _mean(call: OperatorCall) -> int:
     """The sum is divided by a number; 16-bit values are summed up in float32, cast as a whole."""
-    given, mean = call.args[0], call.outputs[0]
+    given, mean = call.given, call.outputs[0]
     if given.dtype in HALF:
         return int(4 * (given.numel() + mean.numel()) + 8)
     return int(8 + mean.dtype.itemsize)
@@ -277,7 +279,7 @@ _TRANSPOSED_BLOCK = 60  # ATen/native/Copy.cpp: matrices are transposed in squar
 def _transposed_copy(call: OperatorCall) -> int:
     """A transposed matrix is copied through a block."""
     target, copies = call.outputs[0], call.func is aten.copy_.default
-    source = call.argument(1, "src", None) if copies else call.args[0]
+    source = call["src"] if copies else call.given
     if not isinstance(source, Tensor) or source.dtype != target.dtype or source.dim() != 2:
         return 0
     rows = source.shape[0]
@@ -290,7 +292,7 @@ def _transposed_copy(call: OperatorCall) -> int:
 def _safe_softmax(call: OperatorCall) -> int:
     """Where all is masked: a mask of the values, one of the rows, a zero; or a contiguous input."""
     given, result = call.given, call.outputs[0]
-    rows = result.numel() // max(1, result.shape[call.args[1]])
+    rows = result.numel() // max(1, result.shape[call["dim"]])
     copied = given.dtype != result.dtype or not given.is_contiguous()
     copy = given.numel() * result.itemsize if copied else 0
     return int(max(result.numel() + rows + result.itemsize, copy))
@@ -298,7 +300,7 @@ def _safe_softmax(call: OperatorCall) -> int:
 
 def _masked_index(call: OperatorCall) -> int:
     """A mask becomes the places where it is true: a whole number per dimension."""
-    masks = [t for t in call.args[1] if t is not None and t.dtype == torch.bool]
+    masks = [t for t in call["indices"] if t is not None and t.dtype == torch.bool]
     if len(masks) != 1:
         return 0
     (mask,) = masks
@@ -311,7 +313,7 @@ def _fourier(call: OperatorCall) -> int:
 
     Back to real numbers, all dimensions but one are transformed into another copy.
     """
-    given, dims = call.given, call.args[1]
+    given, dims = call.given, call["dim"]
     if len(dims) > 1 and call.func is aten._fft_c2r.default:
         return 2 * call.given_bytes
     last = list(range(given.dim() - len(dims), given.dim()))
@@ -334,7 +336,7 @@ def _attention(call: OperatorCall) -> int:
     FlashAttentionKernel.cpp has them (`need_pack`): an Intel Xeon with AMX took so much to the
     byte. It leaves short sequences as they are, and those of few rows per thread.
     """
-    query, key = call.args[:2]
+    query, key = call["query"], call["key"]
     rows, columns, width = _attention_blocks(query, key)
     each = 4 * (rows * columns + 2 * rows + rows * width)
     if query.dtype not in HALF:
@@ -352,7 +354,7 @@ def _attention_backward(call: OperatorCall) -> int:
 
     In 16 bits the blocks are there once more, and packed for one of five products: a bound.
     """
-    gradient, query, key = call.args[:3]
+    gradient, query, key = call["grad_out"], call["query"], call["key"]
     rows, columns, width = _attention_blocks(query, key)
     size = call.num_threads * 4 * 2 * rows * columns + 4 * rows
     if not gradient.transpose(1, 2).is_contiguous():
@@ -396,11 +398,13 @@ CPU_WORKSPACES: dict[Any, Workspace] = {
     aten._safe_softmax.default: _safe_softmax,
     # Every thread sums up the gradients of weight and bias.
     aten.native_layer_norm_backward.default: lambda call: (
-        2 * call.num_threads * math.prod(call.args[2]) * call.args[1].itemsize
+        2 * call.num_threads * math.prod(call["normalized_shape"]) * call["input"].itemsize
     ),
     # Indices of several dimensions are flattened: a copy where they are a part of others.
-    aten.embedding.default: lambda call: contiguous(call.args[1]),
-    aten.embedding_dense_backward.default: lambda call: contiguous(*call.args[:2]),
+    aten.embedding.default: lambda call: contiguous(call["indices"]),
+    aten.embedding_dense_backward.default: lambda call: contiguous(
+        call["grad_output"], call["indices"]
+    ),
     aten.index.Tensor: _masked_index,
     # The mask as whole numbers, and their running sum.
     aten.masked_select.default: lambda call: 16 * call.given.numel(),
@@ -412,12 +416,10 @@ CPU_WORKSPACES: dict[Any, Workspace] = {
     aten.index_add.default: lambda call: 4 * call.given.numel() * (call.given.dtype in HALF),
     aten.scatter_add.default: lambda call: 4 * call.given.numel() * (call.given.dtype in HALF),
     # Indices of one row.
-    aten.sort.default: lambda call: (
-        8 * call.given.shape[call.argument(1, "dim", -1)] if call.given.dim() else 0
-    ),
+    aten.sort.default: lambda call: 8 * call.given.shape[call["dim"]] if call.given.dim() else 0,
     # The edges of the bins, and counts of each thread.
     aten.histc.default: lambda call: (
-        ((1 + call.num_threads) * call.argument(1, "bins", 100) + 1) * call.given.itemsize
+        ((1 + call.num_threads) * call["bins"] + 1) * call.given.itemsize
     ),
     # The mask is drawn in the values' dtype; it is cast to the gradient's, times a number.
     aten.native_dropout.default: lambda call: call.given_bytes,
@@ -443,7 +445,7 @@ def _cuda_attention_backward(call: OperatorCall) -> int:
 
     Lengths are rounded up to 128, widths to 32 (flash_attn/flash_api.cpp, mha_bwd).
     """
-    _, query, key = call.args[:3]
+    query, key = call["query"], call["key"]
     batch, heads, length, width = query.shape
     size = 4 * batch * heads * in_blocks(length, 128) * (in_blocks(width, 32) + 1)
     if key.shape[1] != heads:
@@ -456,7 +458,9 @@ def _cuda_embedding_backward(call: OperatorCall) -> int:
 
     Segments have ten rows (ATen/native/cuda/EmbeddingBackwardKernel.cu, NROWS_PER_THREAD).
     """
-    gradient, indices, num_weights = call.args[:3]
+    gradient, indices, num_weights = (
+        call[name] for name in ("grad_output", "indices", "num_weights")
+    )
     count = indices.numel()
     segments = -(-count // 10) + min(count, num_weights)
     return int(8 * 8 * count + 4 * segments * gradient.shape[-1] + _SCRATCH_BYTES)
@@ -487,7 +491,9 @@ CUDA_WORKSPACES: dict[Any, Workspace] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _cuda_attention_backward,
     aten.embedding_dense_backward.default: _cuda_embedding_backward,
     # Gradients of weight and bias in 64 parts, in float32.
-    aten.native_layer_norm_backward.default: lambda call: 2 * 64 * 4 * math.prod(call.args[2]),
+    aten.native_layer_norm_backward.default: lambda call: (
+        2 * 64 * 4 * math.prod(call["normalized_shape"])
+    ),
     aten.sort.default: _cuda_sort,
     aten.index_put.default: _cuda_sort,
     aten.index_put_.default: _cuda_sort,
@@ -506,13 +512,14 @@ def _cuda_attention(*args: Any, **kwargs: Any) -> Tensor:
     In float32 none of them shares keys and values among heads (ATen/native/transformers/cuda/
     sdp_utils.cpp), so that grouped heads mean it there.
     """
-    kind = args[0].device.type
+    given = named(scaled_dot_product_attention, args, kwargs)
+    kind = given["query"].device.type
     cast = torch.is_autocast_enabled(kind)  # which casts inside of the attention
-    dtype = torch.get_autocast_dtype(kind) if cast else args[0].dtype
-    if kwargs.get("enable_gqa") and dtype == torch.float32:
+    dtype = torch.get_autocast_dtype(kind) if cast else given["query"].dtype
+    if given["enable_gqa"] and dtype == torch.float32:
         with sdpa_kernel(SDPBackend.MATH):
-            return scaled_dot_product_attention(*args, **kwargs)
-    return scaled_dot_product_attention(*args, **{**kwargs, "dropout_p": 0.0})
+            return scaled_dot_product_attention(**given)
+    return scaled_dot_product_attention(**{**given, "dropout_p": 0.0})
 
 
 _HANDLES = 2

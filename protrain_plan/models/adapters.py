@@ -8,9 +8,12 @@ is refused here by name, and so is what it refuses.
 import difflib
 import importlib
 import warnings
+from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import nn
+from torch.func import functional_call
 
 from protrain_plan.errors import ProtrainError, cut
 from protrain_plan.records.adapters import ALL_LINEAR, Lora, read_adapter
@@ -36,13 +39,16 @@ def adapted(model: nn.Module, adapter: str, *, source: str) -> nn.Module:
         raise ProtrainError(
             "adapters need the package peft", source=source, fix="pip install peft"
         ) from error
-    _refuse_unknown(model, lora, source=source)
+    excluded = routers(model)
+    _refuse_unknown(model, lora, excluded, source=source)
     with warnings.catch_warnings():
         # Of what it settles by itself: an older name in transformers, GPT-2's transposed weights.
         warnings.simplefilter("ignore")
         try:
             wrapped: nn.Module = peft.get_peft_model(
-                model, _configuration(peft, lora), autocast_adapter_dtype=lora.dtype == "float32"
+                model,
+                _configuration(peft, lora, excluded),
+                autocast_adapter_dtype=lora.dtype == "float32",
             )
         except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
@@ -66,9 +72,27 @@ def adapted(model: nn.Module, adapter: str, *, source: str) -> nn.Module:
     return wrapped
 
 
-def _configuration(peft: Any, lora: Lora) -> Any:
+def routers(model: nn.Module) -> list[str]:
+    """The linear layers whose forward gives no tensor, such as Llama 4's routers.
+
+    What an adapter, or a packed layer, would return in their place is one.
+    """
+    found = []
+    for name, module in model.named_modules():
+        own = type(module).forward is not nn.Linear.forward
+        if not (isinstance(module, nn.Linear) and own) or not module.weight.is_floating_point():
+            continue
+        shapes = {key: each.to("meta") for key, each in module.named_parameters()}
+        rows = torch.empty(2, module.in_features, dtype=module.weight.dtype, device="meta")
+        with suppress(Exception), torch.no_grad():  # it may want to be called otherwise
+            if not isinstance(functional_call(module, shapes, (rows,)), torch.Tensor):
+                found.append(name)
+    return found
+
+
+def _configuration(peft: Any, lora: Lora, excluded: list[str]) -> Any:
     every = lora.targets == (ALL_LINEAR,)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"exclude_modules": excluded} if excluded else {}
     if lora.velora:
         if not hasattr(peft, "VeloraConfig"):
             raise ValueError(f"VeLoRA is missing in its version {peft.__version__}")
@@ -86,12 +110,23 @@ def _configuration(peft: Any, lora: Lora) -> Any:
     )
 
 
-def _refuse_unknown(model: nn.Module, lora: Lora, *, source: str) -> None:
-    """ProtrainError for a name that no module has: PEFT asks that one of several be found."""
+def _refuse_unknown(model: nn.Module, lora: Lora, excluded: list[str], *, source: str) -> None:
+    """ProtrainError for a name that no module has: PEFT asks that one of several be found.
+
+    And for one that an excluded module has.
+    """
     modules = dict(model.named_modules())
     linear = {name: module for name, module in modules.items() if _can_be_adapted(module)}
     if lora.targets != (ALL_LINEAR,):
         for target in lora.targets:
+            if any(f".{path}".endswith(f".{target}") for path in excluded):
+                raise ProtrainError(
+                    f"layers called {cut(target)!r} return several values, as routers do: an"
+                    " adapter would return one",
+                    source=source,
+                    key="targets",
+                    fix=f"leave {cut(target)} out; all-linear does, too",
+                )
             _refuse_missing(target, linear, "layers that can be adapted,", "targets", source)
     elif not linear:
         raise ProtrainError("the model has no linear layers to adapt", source=source)
@@ -136,8 +171,10 @@ def _settle_meta(layers: list[Any]) -> None:
         base = layer.get_base_layer()
         # A packed layer's weights are bytes. One of 4 bits says in what it computes, and beside one
         # of 8 bits PEFT leaves adapters as they were made everywhere.
-        packed = not base.weight.is_floating_point()
-        dtype = getattr(base, "compute_dtype", None) if packed else base.weight.dtype
+        # PEFT adapts experts that are one parameter by a layer that knows which.
+        weight = layer.get_param() if hasattr(layer, "get_param") else base.weight
+        packed = not weight.is_floating_point()
+        dtype = getattr(base, "compute_dtype", None) if packed else weight.dtype
         if dtype is None:
             continue
         for _, parameter in _adapters_of(layer):

@@ -8,7 +8,7 @@ import random
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, repeat
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from protrain_plan.errors import ProtrainError, RecordError
 from protrain_plan.records.files import read_bytes
-from protrain_runtime.activations.trees import taken_apart
+from protrain_runtime.activations.trees import taken_apart, tensors_in
 
 Batch = Mapping[str, Any] | tuple[Any, ...] | Tensor
 """What one call of a model takes: keyword arguments, positional arguments, or one tensor.
@@ -88,6 +88,28 @@ def text_windows(tokens: bytes, *, batch_size: int, seq_len: int, seed: int) -> 
         chosen = bytearray(tokens[at * window : (at + 1) * window])
         yield torch.frombuffer(chosen, dtype=torch.uint8).long().view(batch_size, seq_len)
         at = (at + 1) % num_windows
+
+
+def first_of(batches: Iterator[Batch], *, source: str) -> Batch:
+    """The first batch; ProtrainError, naming the source, where there is none."""
+    for batch in batches:
+        return batch
+    raise ProtrainError(
+        "there are no batches",
+        source=source,
+        fix="let the factory return an iterable of at least one batch",
+    )
+
+
+def of_one_size(batches: Iterator[Batch], first: Batch) -> Iterator[Batch]:
+    """Batches without end, of the shapes of `first`, which stands for others and after the last.
+
+    A data set's last batch may be smaller.
+    """
+    shapes = [tensor.shape for tensor in tensors_in(first)]
+    for batch in batches:
+        yield batch if [tensor.shape for tensor in tensors_in(batch)] == shapes else first
+    yield from repeat(first)
 
 
 def call_model(model: nn.Module, batch: Batch) -> object:
@@ -226,10 +248,9 @@ def inputs_of(model_class: str, request: BatchRequest) -> Iterator[Inputs]:
         return _images_and_text(request)
     if model_type == "whisper":
         return _sound_and_text(request)
-    by_task: tuple[
-        tuple[dict[str, Any], Callable[[BatchRequest], Iterator[Inputs]] | None], ...
-    ] = (
-        (known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, None),  # each has rules of its own
+    if _is_multimodal(model_class):
+        return _text(request)
+    by_task: tuple[tuple[dict[str, Any], Callable[[BatchRequest], Iterator[Inputs]]], ...] = (
         (known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, _text),
         (known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, _text),
         (known.MODEL_FOR_MASKED_LM_MAPPING_NAMES, _masked_text),
@@ -249,6 +270,33 @@ def inputs_of(model_class: str, request: BatchRequest) -> Iterator[Inputs]:
 def _text(request: BatchRequest) -> Iterator[Inputs]:
     """input_ids and labels are the same [batch, tokens]: the model shifts them itself."""
     return ({"input_ids": w, "labels": w.clone()} for w in request.windows())
+
+
+def _is_multimodal(model_class: str) -> bool:
+    """Whether a model class writes text of images or sound, each with rules of its own."""
+    from transformers.models.auto import modeling_auto as known
+
+    return any(
+        model_class in names.values()
+        for names in (
+            known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+            known.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        )
+    )
+
+
+def of_text_alone(model: nn.Module, model_class: str) -> nn.Module:
+    """The model; what it has for images or sound besides is frozen where batches have neither.
+
+    Without gradients the optimizer leaves it as it is anyway.
+    """
+    made: Any = model
+    if _is_multimodal(model_class) and made.config.model_type not in _WITH_IMAGE_TOKENS:
+        towers = (made.get_decoder(), made.get_input_embeddings(), made.get_output_embeddings())
+        of_text = {one for tower in towers if tower is not None for one in tower.parameters()}
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter in of_text)
+    return model
 
 
 def _masked_text(request: BatchRequest) -> Iterator[Inputs]:

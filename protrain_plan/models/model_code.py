@@ -21,6 +21,9 @@ from typing import Literal, NoReturn
 
 from protrain_plan.errors import ProtrainError
 
+_MOST_CALLS = 12
+"""Calls that a report of our own mistake names."""
+
 Line = tuple[str, int]
 """A file, as Python names it, and a line of it."""
 
@@ -30,7 +33,7 @@ def explained(place: Callable[[], object]) -> Iterator[None]:
     """ProtrainError for what the model's code raises inside, with its line and the place then.
 
     Of our own code a RuntimeError is a refusal, which says what to do; all else is our mistake, and
-    stays what it is.
+    is told as that.
     """
     try:
         yield
@@ -39,11 +42,18 @@ def explained(place: Callable[[], object]) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         lines = _lines_of(error)
         ours = os.path.realpath(lines[0][0]).startswith(_OURS)
-        if ours and not isinstance(error, RuntimeError):
-            raise
-        source, number = culprit(lines)
         said = str(error).strip()
         what = f"raised {type(error).__name__}" + (f": {said}" if said else "")
+        if ours and not isinstance(error, RuntimeError):
+            calls = [f"{Path(file).name}:{line}" for file, line in lines[:_MOST_CALLS]]
+            raise ProtrainError(
+                indent(f"protrain itself {what},{place()}".rstrip(","), "    ").strip(),
+                source=lines[0][0],
+                line=lines[0][1],
+                fix="the model is not at fault: please report it, with the model and these calls: "
+                + " < ".join(calls),
+            ) from error
+        source, number = culprit(lines)
         if isinstance(error, SystemExit):
             what = f"ended the program: sys.exit({said})"
         message = f"the model cannot be measured: {said}" if ours else f"the model's code {what}"

@@ -37,6 +37,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.models.adapters import routers
 from protrain_plan.models.building import TORCH_DTYPES, replaced
 from protrain_plan.models.optimizers import INSTALL_BITSANDBYTES
 from protrain_plan.records.adapters import read_adapter
@@ -115,7 +116,7 @@ def _replace(model: nn.Module, kind: Quantize, dtype: DType, source: str) -> Non
     else:
         config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     replacing.replace_with_bnb_linear(
-        model, modules_to_not_convert=_kept(model), quantization_config=config
+        model, modules_to_not_convert=[*_kept(model), *routers(model)], quantization_config=config
     )
 
 

@@ -27,7 +27,14 @@ from torch._subclasses.fake_tensor import (
 
 from protrain_plan.errors import ProtrainError, cut
 from protrain_plan.models.adapters import adapted
-from protrain_plan.models.batches import Batch, BatchRequest, batch_to, byte_tokens, inputs_of
+from protrain_plan.models.batches import (
+    Batch,
+    BatchRequest,
+    batch_to,
+    byte_tokens,
+    inputs_of,
+    of_text_alone,
+)
 from protrain_plan.models.building import (
     computing_in,
     moved,
@@ -119,7 +126,7 @@ class ConfigSource:
             made: nn.Module = model_class._from_config(
                 copy.deepcopy(config), attn_implementation=attention, dtype=stored
             )
-            return made
+            return of_text_alone(made, model_class.__name__)
 
         with seeded(seed), torch.device("meta" if on_meta else "cpu"):
             try:
@@ -246,6 +253,7 @@ class ConfigSource:
                 known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
                 known.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
                 known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+                known.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
                 known.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
                 known.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
             )
@@ -327,7 +335,7 @@ class FactorySource:
         text: Path | None = None,  # noqa: ARG002
         seed: int = 0,
     ) -> Iterator[Batch]:
-        """The factory's batches on `device`; again from the start where they can be.
+        """The factory's batches on `device`; again from the start, unless they are an iterator.
 
         Floating-point tensors are in the dtype of the parameters. Before `build`, the factory is
         run without memory for its model's parameters, if it can be. ProtrainError where it cannot
@@ -366,12 +374,13 @@ class FactorySource:
 
 
 def _again_and_again(data: Iterable[object]) -> Iterator[object]:
-    empty = True
-    for batch in data:
-        empty = False
-        yield batch
-    while not empty and iter(data) is not data:  # a list or a loader, not a used-up iterator
-        yield from data
+    """The batches, from the start again after the last one; once where `data` is an iterator."""
+    ends = False
+    while not ends:
+        batches, ends = iter(data), True
+        for batch in batches:
+            ends = batches is data
+            yield batch
 
 
 ModelSource = ConfigSource | FactorySource

@@ -10,12 +10,12 @@ from rich.console import Group, RenderableType
 
 from protrain_plan.planning.questions.allowance import MOST
 from protrain_plan.presentation.profiles import (
+    caveats,
     compiled_json,
     compiled_text,
     error_band,
     own_update,
     trust,
-    varying,
 )
 from protrain_plan.presentation.spending import (
     heads_of,
@@ -164,7 +164,8 @@ def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableT
     ]
     notes += other_results(plan)
     notes += other_steps(plan)
-    notes += filter(None, (own_update(profile), varying(profile)))
+    notes += [unknown] if (unknown := own_update(profile)) else []
+    notes += caveats(profile)
     if several:
         notes.insert(0, f"on {several}, each with batches of its own")
     if len(solved.replicas) > 1:
@@ -508,6 +509,7 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
     trusted = [f"{hardware.name}: {trust(hardware)}" for hardware in machines]
     unknown = dict.fromkeys(said for fit in fits if (said := own_update(fit.profile)))
+    unknown |= dict.fromkeys(said for fit in fits for said in caveats(fit.profile))
     is_tight = any(fit.is_tight or any(o.is_tight for o in fit.alternatives) for fit in fits)
     tight = [TIGHT] * is_tight
     told = (*binds, *faster, *worn, *differs, *tight)

@@ -1,7 +1,11 @@
 """What `protrain profile`, `protrain hardware` and `protrain models` print."""
 
 import itertools
+import json
+import math
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 
 from protrain_plan.presentation.terminal import Table, Text, run_name, table_of, wrote
+from protrain_plan.records.folding import unfold
 from protrain_plan.records.hardware import Collectives, Hardware, Rates, Tier
 from protrain_plan.records.profile import Compilation, Profile, Unit
 from protrain_plan.units import format_bytes, format_seconds
@@ -38,7 +43,7 @@ def profile_json(profile: Profile) -> dict[str, Any]:
         **({"allocator_bytes": held_back} if held_back else {}),
         "repetitions": asdict(profile.repetitions) if profile.repetitions else None,
         "unsteady": unsteady(profile),
-        **({"varies": profile.varies} if profile.varies else {}),
+        **({"caveats": found} if (found := [*caveats(profile)]) else {}),
         "measured_over_estimated": error_band(profile.hardware) if estimated else None,
     }
 
@@ -53,11 +58,53 @@ def own_update(profile: Profile) -> str | None:
     )
 
 
-def varying(profile: Profile) -> str | None:
-    """Remark on a model whose steps differ."""
-    return (
-        f"the model does other work from step to step: {profile.varies}" if profile.varies else None
+def caveats(profile: Profile) -> Iterator[str]:
+    """Remarks: steps that differ; batches without images; what is unpacked, or has no adapters."""
+    if profile.varies:
+        yield f"the model does other work from step to step: {profile.varies}"
+    workload = profile.workload
+    config: Any = None
+    with suppress(ValueError, RecursionError):  # a record may hold any text
+        config = json.loads(workload.model_config)
+    config = config if isinstance(config, dict) else {}
+    towers = [words for key, words in _TOWERS.items() if key in config]
+    if towers and config.get("model_type") not in _FED:
+        yield (
+            f"batches are text alone: what the model has for {' and '.join(towers)} is loaded and"
+            " gets no gradients; a factory brings other batches"
+        )
+    found = [_FROZEN.fullmatch(line) for line in profile.tensors]
+    frozen = [
+        (match[1], match[2].split("x"), int(match[3]) // 8 * len(unfold(match[1]) or [match[1]]))
+        for match in found
+        if match is not None
+    ]
+    experts = [
+        (name, math.prod(map(int, sizes)) * width)
+        for name, sizes, width in frozen
+        if len(sizes) == 3
+    ]
+    if workload.quantize and experts:
+        names = dict.fromkeys(name.rpartition(".")[2] for name, _ in experts)
+        yield (
+            f"{format_bytes(sum(size for _, size in experts))} of weights stay unpacked:"
+            " bitsandbytes packs linear layers, and these are parameters of several experts each"
+            f" ({', '.join(names)})"
+        )
+    beside = dict.fromkeys(
+        name.removesuffix(".weight").rpartition(".")[2]
+        for name, sizes, _ in frozen
+        if len(sizes) < 4 and _IN_BLOCKS.search(name) and ".base_layer." not in name
     )
+    if workload.adapter and " targets=" not in workload.adapter and beside:
+        yield f"PEFT's all-linear adds no adapters to {', '.join(beside)}"
+
+
+_TOWERS = {"vision_config": "images", "audio_config": "sound"}
+_FED = ("llava", "vipllava", "clip")
+"""Architectures whose batches have images."""
+_FROZEN = re.compile(r"(\S+) ([0-9]{1,12}(?:x[0-9]{1,12}){1,8}) [a-z]*float([0-9]{1,2}) frozen.*")
+_IN_BLOCKS = re.compile(r"\.[0-9]+(-[0-9]+)?\.")
 
 
 def no_fusion(profile: Profile) -> str | None:
@@ -155,10 +202,9 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
         compiled_text(profile.compilation),
         slow_update(profile),
         own_update(profile),
-        varying(profile),
         no_fusion(profile),
     )
-    how += [Text(said) for said in told if said]
+    how += [Text(said) for said in (*told, *caveats(profile)) if said]
     if data["unsteady"]:
         how.append(Text(data["unsteady"], style="yellow"))
     return Group(table, "", note, total, *how, wrote(path))

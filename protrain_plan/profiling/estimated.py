@@ -29,6 +29,7 @@ from protrain_plan.hardware.operators import (
     is_this_machine,
 )
 from protrain_plan.hardware.probe import Progress
+from protrain_plan.models.batches import first_of
 from protrain_plan.models.building import TORCH_DTYPES, parameter_dtype, stepped_dtype
 from protrain_plan.models.optimizers import (
     DEFAULT_OPTIMIZER,
@@ -163,7 +164,7 @@ def _estimates(
     loaded = Loaded() if kind == "cpu" else None
     # Held while bytes are counted: what it keeps of a batch is memory in a run, too.
     batches = batches_of(source, workload, text=options.get("text"))
-    given = next(batches)
+    given = first_of(batches, source=source.name)
     data_bytes = 0 if loaded is None else loaded.num_bytes(given)
     steps: list[OperatorLog] = []
 

@@ -14,7 +14,7 @@ from torch import nn
 from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.probe import BRIEF, Progress, Watch, probe
 from protrain_plan.hardware.speeds import measure_overheads, update_speeds
-from protrain_plan.models.batches import Batch
+from protrain_plan.models.batches import Batch, first_of, of_one_size
 from protrain_plan.models.building import parameter_dtype
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.models.sources import ModelSource
@@ -187,7 +187,8 @@ def measure_model(
         passes.drop_gradients(model)
         stack.enter_context(undisturbed(model))
         stack.callback(switch_off_checkpointing(model))
-        batch = next(batches)
+        batch = first_of(batches, source=workload.model)
+        batches = of_one_size(batches, batch)
         reserve = Reserve(device)
         workload = with_batch_sizes(workload, model, batch)
         progress("finding units", 0.05)

@@ -24,7 +24,7 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.garbage import collected_as_usual
 from protrain_plan.hardware.operators import allocator_of
 from protrain_plan.hardware.probe import Progress, host_memory_bytes, processor_name
-from protrain_plan.models.batches import Batch
+from protrain_plan.models.batches import Batch, first_of
 from protrain_plan.models.building import remake_tensors, seeded, without_parameters
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
 from protrain_plan.models.quantizing import drawn
@@ -167,7 +167,7 @@ def sketched(source: ModelSource, workload: Workload, *, text: Path | None) -> S
 
     ProtrainError where it cannot be built, or its code looks at values of tensors.
     """
-    given = next(batches_of(source, workload, text=text))
+    given = first_of(batches_of(source, workload, text=text), source=source.name)
     device = Device(
         kind=workload.device,
         name=processor_name(),

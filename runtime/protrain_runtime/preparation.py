@@ -30,7 +30,13 @@ from protrain_runtime.activations.compiled import (
 from protrain_runtime.activations.forms import wrap_forward
 from protrain_runtime.activations.recompute import switch_off_checkpointing
 from protrain_runtime.devices import device as devices
-from protrain_runtime.devices.lanes import WAIT_LIMIT_S, Backend, only_here, quick_turns
+from protrain_runtime.devices.lanes import (
+    WAIT_LIMIT_S,
+    Backend,
+    off_workers,
+    only_here,
+    quick_turns,
+)
 from protrain_runtime.devices.memory_meter import addresses, device_of
 from protrain_runtime.devices.preflight import (
     check_room,
@@ -418,7 +424,7 @@ def _attach(
 
     # A model that is dropped without `restore` frees its threads and files all the same. What does
     # it refers neither to the model nor to its engine.
-    last_resort = weakref.finalize(model, only_here(shut))
+    last_resort = weakref.finalize(model, only_here(off_workers(shut)))
     undo.append(last_resort.detach)
     undo.append(engine.close)
     for unit, module in zip(plan.units, modules, strict=True):

@@ -1,13 +1,14 @@
 """Laws that every plan keeps, on random models and machines; other questions than the fastest."""
 
 import random
+import re
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from protrain_plan.errors import ProtrainError
-from protrain_plan.planning.model.options import parse_pin
+from protrain_plan.planning.model.options import Pin, parse_pin, pinned_options
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.objectives import Objective, Question, ask
@@ -16,6 +17,7 @@ from protrain_plan.planning.search.baselines import BASELINES, baseline
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
+from protrain_plan.records.decisions import ACTIVATIONS, STATES, activations_text, states_text
 from protrain_plan.records.hardware import Hardware, Link
 from protrain_plan.records.plan import (
     Budgets,
@@ -303,6 +305,64 @@ def test_pins_that_need_too_much_are_a_no_that_names_them(assert_says: Speaker) 
     with pytest.raises(ProtrainError) as caught:
         ask(question, Objective(), effort=CLOSE)
     assert_says(caught.value)
+
+
+def random_pins(problem: Problem, rng: random.Random) -> tuple[Pin, ...]:
+    """Pins of any units to any decisions: of all, of one, again, against each other, not open."""
+    names = [options.unit.name for options in problem.options]
+    chosen = names if rng.random() < 0.6 else rng.sample(names, rng.randint(1, len(names)))
+    texts = [f"{rng.choice(['*', 'layers.*'])}: {rng.choice(list(ACTIVATIONS))}"] * (
+        rng.random() < 0.2
+    )
+    for name in chosen:
+        options = problem.options[names.index(name)]
+        activations = activations_text(rng.choice(options.activations).decision)
+        states = states_text(rng.choice(options.states).decision)
+        texts.append(f"{name}: {rng.choice([activations, f'{activations}, {states}', states])}")
+        if rng.random() < 0.7:  # the other decision as well, or again, or another one
+            texts.append(f"{name}: {activations}, {states}")
+    if rng.random() < 0.15:  # most units cannot
+        texts.append(f"{rng.choice(names)}: {rng.choice([*ACTIVATIONS, *STATES])}")
+    return tuple(map(parse_pin, texts))
+
+
+@pytest.mark.parametrize("seed", thinned(range(60), every=6))
+def test_any_pins_give_a_plan_that_keeps_them_or_one_answer(seed: int) -> None:
+    """Pins may leave one decision of every unit, or none that fits."""
+    rng = random.Random(seed)
+    profile = random_profile(rng, max_blocks=4)
+    updates, micro_batches = MODES[seed % len(MODES)]
+    free = Problem.of(
+        profile, within(profile, 10**12), updates=updates, micro_batches=micro_batches
+    )
+    question = Question(
+        profile=profile,
+        budgets=within(profile, int(some_budget(free, rng) * rng.choice([0.6, 1.1, 10]))),
+        updates=updates,
+        micro_batches=micro_batches,
+        pins=random_pins(free, rng),
+    )
+    refused, pinned = "", free.options
+    try:
+        pinned = pinned_options(free.options, question.pins)
+    except ProtrainError as error:
+        refused = error.message
+    if refused:
+        with pytest.raises(ProtrainError, match=re.escape(refused)):
+            ask(question, Objective(), effort=Effort())
+        return
+    answer = ask(question, Objective(), effort=Effort())
+    if answer.solved is None:
+        lean = min_memory(question.problem())
+        assert answer.infeasible
+        assert lean is None or lean.bytes > question.problem().device
+        return
+    made = answer.solved.plan
+    for unit, options in zip(made.units, pinned, strict=True):
+        assert options.decision(unit.activations, unit.states) is not None
+    program = question.problem().overlapping(made.overlap_steps).program(made.units)
+    most = max(slot.total for slot in device_bytes(program))
+    assert most <= made.prediction.peak_bytes.device <= question.problem().device
 
 
 def test_least_memory_is_as_fast_as_asked_and_above_its_bound() -> None:

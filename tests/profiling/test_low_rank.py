@@ -55,7 +55,7 @@ class Told(TorchDispatchMode):
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if kind_of(func) in ("product", "batched product"):
-            self.found.append(is_low_rank(func, args))
+            self.found.append(is_low_rank(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -33,6 +34,7 @@ from protrain_plan.records.plan import (
 )
 from protrain_runtime import MovingAverage, full_parameters, load, prepare, restore, save
 from protrain_runtime.devices.device import on_host
+from protrain_runtime.devices.lanes import OWN_THREADS, nothing
 from protrain_runtime.devices.turns import TurnError
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.model.prepared import engine_of
@@ -465,6 +467,48 @@ def test_a_state_dict_that_a_step_came_into_is_refused(tmp_path: Path) -> None:
         replace(outcome(model, optimizer, []), losses=[]),
         replace(trained_plainly([0, 1]), losses=[]),
     )
+
+
+def collected_on(place: int, folder: Path) -> None:
+    """Garbage with a planned model is found on a thread that others wait for."""
+    with (folder / "stderr").open("w") as stderr:
+        os.dup2(stderr.fileno(), 2)
+    gc.disable()
+    model, optimizer = planned(folder)
+    step(NAME, model, optimizer, 0)
+    engine = engine_of(model)
+    assert engine is not None
+    lanes = list(engine.lanes.values())
+    freed = weakref.ref(model)
+    model.__dict__["cycle"] = model
+    del model, optimizer, engine
+    own = lanes[place % len(lanes)]
+    queued = threading.Event()
+
+    def look_for_garbage() -> None:
+        queued.wait()
+        gc.collect()
+
+    tickets = [own.submit("a look for garbage", look_for_garbage, ())]
+    tickets.append(own.submit("what follows", nothing, ()))
+    before = tuple(tickets)
+    tickets += [lane.submit("what waits for it", nothing, before) for lane in lanes]
+    queued.set()
+    for ticket in tickets:
+        ticket.synchronize()
+    assert freed() is None
+    for thread in threading.enumerate():
+        if thread.name.startswith(OWN_THREADS):
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+
+@linux
+@pytest.mark.parametrize("place", range(4))
+def test_a_model_may_be_collected_on_any_thread(place: int, tmp_path: Path) -> None:
+    in_process(collected_on, place, tmp_path)
+    assert (tmp_path / "stderr").read_text() == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["stderr"]
 
 
 def test_a_step_waits_for_no_checkpoint_and_is_refused_meanwhile(tmp_path: Path) -> None:

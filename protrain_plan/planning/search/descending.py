@@ -243,6 +243,8 @@ class Descent:
             reached = best
             for _ in range(CHANGED):
                 near = list(changed(self.problem, reached.choice, self.prices.open_to(inf)))
+                if not near:  # pins may leave one option of each unit
+                    return best
                 found = evaluator.evaluate(self.order.choice(near), rules=(best.rule,))
                 reached = found or reached
             reached = self._changed(reached, faster, spent, enough_s)

@@ -31,8 +31,7 @@ from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_plan.profiling.structure.faking import asked
 from protrain_runtime.activations.compiled import uncompiled
-from protrain_runtime.activations.selective_recompute import written_arguments
-from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.activations.trees import tensors_in, written_arguments
 from protrain_runtime.devices import device as devices
 from protrain_runtime.states.chunks import extent
 

@@ -37,7 +37,7 @@ from protrain_plan.profiling.structure.repeated_calls import RepeatedCalls
 from protrain_plan.records.hardware import DeviceKind
 from protrain_plan.records.profile import DType, Precision, Quantize
 from protrain_runtime.activations.compiled import uncompiled
-from protrain_runtime.activations.trees import taken_apart, tensors_in
+from protrain_runtime.activations.trees import named, taken_apart, tensors_in
 from protrain_runtime.devices.memory_meter import PARTS, strided_parts
 from protrain_runtime.states.quantized import products_of_a_card
 
@@ -90,12 +90,12 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
             return asked(func, args, kwargs)
         if func is aten._grouped_mm.default:
             # PyTorch knows the shapes of grouped matrix products of bfloat16 only.
-            left, right, offsets = args[:3] if len(args) > 2 else (*args, kwargs["offs"])
+            given = named(func, args, kwargs)
+            left, right, offsets = given["self"], given["mat2"], given["offs"]
             if left.dim() == 2 and right.dim() == 2:  # one product per group of inner columns
                 return left.new_empty(len(offsets), left.shape[0], right.shape[1])
             return left.new_empty(*left.shape[:-1], right.shape[-1])
-        given = tensors_in((args, kwargs))
-        values = [self._value(tensor) for tensor in given]
+        values = [self._value(tensor) for tensor in tensors_in((args, kwargs))]
         known = all(value is not None for value in values)
         told = _told(func)
         if told.asks_values and known:
@@ -108,7 +108,7 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
         made = tensors_in(result)
         for tensor in made:
             if tensor.layout is not torch.strided:
-                setattr(tensor, PARTS, _parts(func, args))
+                setattr(tensor, PARTS, _parts(func, args, kwargs))
         if known and not told.drawn and all(map(_is_small, made)):
             real = tensors_in(self._real(func, args, kwargs))
             for tensor, found in zip(made, real, strict=True):
@@ -146,14 +146,16 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
                 self._real(func, args, kwargs),
             )
         if func is aten.masked_select.default:
-            given, mask = args[0], self._value(args[1])
+            arguments = named(func, args, kwargs)
+            given, mask = arguments["self"], self._value(arguments["mask"])
             if mask is None:
                 return None
             shape = torch.broadcast_shapes(given.shape, mask.shape)
             return given.new_empty(_count(mask) * (shape.numel() // max(1, mask.numel())))
         if func is aten.index.Tensor:
             # `given[:, mask]`: elements of all dimensions that the mask spans become one.
-            given, indices = args[:2]
+            arguments = named(func, args, kwargs)
+            given, indices = arguments["self"], arguments["indices"]
             places = [place for place, index in enumerate(indices) if index is not None]
             if len(places) == 1 and indices[places[0]].dtype == torch.bool:
                 mask = self._value(indices[places[0]])
@@ -179,10 +181,11 @@ class SparseError(Exception):
     """A sparse tensor of which it is not known what it is made of."""
 
 
-def _parts(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+def _parts(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """Indices and values of a new sparse tensor, as the gradient of an embedding is made."""
     if func is aten._sparse_coo_tensor_with_dims_and_tensors.default:
-        return args[3], args[4]
+        arguments = named(func, args, kwargs)
+        return arguments["indices"], arguments["values"]
     if func in (aten.detach.default, aten.clone.default):  # a gradient is not copied, but kept
         return tuple(strided_parts(args))
     raise SparseError(str(func))

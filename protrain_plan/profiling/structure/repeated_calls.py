@@ -50,8 +50,13 @@ class RepeatedCalls(NothingCompiled, FakeTensorMode):
     """A `FakeTensorMode` that remembers the results of calls."""
 
     def __init__(self) -> None:
-        super().__init__()
+        # A model's code may have constants of its own, made before.
+        super().__init__(allow_non_fake_inputs=True)
         self._answers: dict[tuple[object, ...], _Answer | None] = {}
+
+    def __deepcopy__(self, _: object) -> "RepeatedCalls":
+        """Itself: a copy of a fake tensor, as `nn.Transformer` makes of a layer's, is one of it."""
+        return self
 
     def __torch_dispatch__(
         self,

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from protrain_runtime.activations.compiled import is_compiled_in_place
 from protrain_runtime.activations.forms import Code, outer_hooks
-from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.activations.trees import named, tensors_in
 
 GROUP = 256
 """Elements that share a scale: Mesa's and ActNN's number (Chen et al., arXiv 2104.14129). A float32
@@ -341,8 +341,8 @@ class _Products(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> object:
-        place = _WEIGHTS.get(func)
-        weight = args[place] if place is not None and place < len(args) else None
+        name = _WEIGHTS.get(func)
+        weight = named(func, args, kwargs or {}).get(name) if name else None
         if isinstance(weight, nn.Parameter) and weight.requires_grad:
             self.inside = True
             try:
@@ -352,8 +352,13 @@ class _Products(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_WEIGHTS: dict[object, int] = {functional.linear: 1, torch.addmm: 2, torch.mm: 1, torch.matmul: 1}
-"""Where their weight is. Hugging Face's Conv1D is an addmm."""
+_WEIGHTS: dict[object, str] = {
+    functional.linear: "weight",
+    torch.addmm: "mat2",
+    torch.mm: "mat2",
+    torch.matmul: "other",
+}
+"""What their weight is called. Hugging Face's Conv1D is an addmm."""
 
 
 def _as_projection(

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from protrain_runtime.activations.forms import Code, outer_hooks
 from protrain_runtime.activations.recompute import recomputed
-from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.activations.trees import named, tensors_in, written_arguments
 from protrain_runtime.devices import device as devices
 
 
@@ -111,20 +111,25 @@ B bytes/s that operators reach. The least such k among the machines of the catal
 bits (RTX 3090). In float32 it is 48 (B200), where a product of 64 takes a third longer than the
 addition. A bound that depended on the machine would make a plan's bytes depend on it, too."""
 
-_FIRST_OPERAND = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
+_OPERANDS = {
+    "mm": ("self", "mat2"),
+    "addmm": ("mat1", "mat2"),
+    "bmm": ("self", "mat2"),
+    "baddbmm": ("batch1", "batch2"),
+}
 
 
-def is_low_rank(operator: Any, args: tuple[Any, ...]) -> bool:
+def is_low_rank(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether the call is a product that costs about what an element-wise operator does.
 
     Its inner dimension is at most `LARGEST_RANK`, and no larger than either side of the result, as
     in LoRA's second product: [tokens, r] times [r, features]. Of the first one, [tokens, features]
     times [features, r], the result is small and the operand is large: it is not.
     """
-    place = _FIRST_OPERAND.get(_name(operator))
-    if place is None:
+    operands = _OPERANDS.get(_name(operator))
+    if operands is None:
         return False
-    left, right = args[place : place + 2]
+    left, right = map(named(operator, args, kwargs).__getitem__, operands)
     if left.layout != torch.strided or right.layout != torch.strided:
         return False  # other layouts cost otherwise
     rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
@@ -254,12 +259,12 @@ class _Keeping(_Mode):
                 num_saved = self._num_saved.value
                 result = self.ran(func, args, kwargs)
                 state = None
-                if kind == "attention" and _named(func, args, kwargs).get("dropout_p") != 0:
+                if kind == "attention" and named(func, args, kwargs).get("dropout_p") != 0:
                     # It may have drawn random numbers, from the generator of its device.
                     state = devices.random_state(tensors_in(result)[0].device)
                 held = tree_map_only(torch.Tensor, _alias, result)
                 self.outputs.append(_Output(func, held, num_saved, state))
-                self._decide(kind, low_rank=is_low_rank(func, args))
+                self._decide(kind, low_rank=is_low_rank(func, args, kwargs))
                 return result
             case _:
                 assert_never(kind)
@@ -389,27 +394,3 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
-
-
-def _named(func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
-    """The arguments of a call by their names, defaults included."""
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return dict(kwargs)
-    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    names = (argument.name for argument in schema.arguments)
-    return defaults | dict(zip(names, args, strict=False)) | dict(kwargs)
-
-
-def written_arguments(
-    func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> list[torch.Tensor]:
-    """The tensors that an operator writes to."""
-    named = _named(func, args, kwargs)
-    return tensors_in(
-        [
-            named.get(argument.name)
-            for argument in func._schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-    )

@@ -30,7 +30,7 @@ from protrain_runtime.activations.compiled import has_compiled, replace_code
 from protrain_runtime.activations.forms import Code
 from protrain_runtime.activations.recompute import full, recomputed
 from protrain_runtime.activations.selective_recompute import Saved
-from protrain_runtime.activations.trees import PLAIN, tensors_in
+from protrain_runtime.activations.trees import PLAIN, named, tensors_in
 
 TILES = 8
 
@@ -252,7 +252,7 @@ class _Watching(TorchDispatchMode):
             raise _MixesError
         given = tensors_in((args, kwargs))
         own = [tensor for tensor in given if self.is_of_tokens(tensor)]
-        if own and not self._is_known(func, args, given, own):
+        if own and not self._is_known(func, named(func, args, kwargs), given, own):
             raise _MixesError
         result = func(*args, **kwargs)
         if own:
@@ -263,7 +263,7 @@ class _Watching(TorchDispatchMode):
         return result
 
     def _is_known(
-        self, func: Any, args: tuple[Any, ...], given: list[Tensor], own: list[Tensor]
+        self, func: Any, arguments: Mapping[str, Any], given: list[Tensor], own: list[Tensor]
     ) -> bool:
         name = func._schema.name.partition("::")[2]
         others = [tensor for tensor in given if not self.is_of_tokens(tensor)]
@@ -273,18 +273,16 @@ class _Watching(TorchDispatchMode):
                 tensor.numel() == max(tensor.shape[-1:], default=1) for tensor in others
             )
         if name == "mm":
-            return args[0] is own[0] and len(own) == 1
+            return arguments["self"] is own[0] and len(own) == 1
         if name == "addmm":
-            return args[1] is own[0] and len(own) == 1
+            return arguments["mat1"] is own[0] and len(own) == 1
         last = (-1, own[0].dim() - 1)
         if name in _SUMS:
-            dims = args[1] if len(args) > 1 else None
+            dims = arguments.get("dim")
             dims = [dims] if isinstance(dims, int) else dims or []
             return len(dims) == 1 and dims[0] in last
-        if name in ("split", "split_with_sizes"):
-            return len(args) > 2 and args[2] in last
-        if name == "slice":
-            return len(args) > 1 and args[1] in last
+        if name in ("split", "split_with_sizes", "slice"):
+            return arguments["dim"] in last
         if name == "native_layer_norm":
-            return len(args[1]) == 1
+            return len(arguments["normalized_shape"]) == 1
         return name in _SAME_ORDER

@@ -6,7 +6,9 @@ Modules, functions and classes are no part of a tree.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -51,6 +53,51 @@ PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
 Rebuild = Callable[[Sequence[torch.Tensor]], Any]
 """Makes a tree anew, of other tensors in the same order."""
+
+
+def named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names, defaults included.
+
+    Names are those of an operator's schema, or of a function's signature. A function that PyTorch
+    has in C++ has those of its ATen operator; what Python calls `input` may be `self` there.
+    TypeError where the call has more arguments than there are names.
+    """
+    names, defaults = _parameters(func)
+    if len(args) > len(names):
+        raise TypeError(f"{func} takes {len(names)} arguments, got {len(args)}")
+    given = defaults | dict(zip(names, args, strict=False)) | dict(kwargs)
+    if "self" in names and "input" in kwargs:
+        given["self"] = given.pop("input")
+    return given
+
+
+@cache
+def _parameters(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The names of a function's arguments, in order, and the defaults of those that have one."""
+    schema = getattr(func, "_schema", None)
+    if schema is None and isinstance(func, FunctionType):
+        found = inspect.signature(func).parameters
+        empty = inspect.Parameter.empty
+        return tuple(found), {n: p.default for n, p in found.items() if p.default is not empty}
+    if schema is None:  # in C++: without a signature
+        packet = getattr(torch.ops.aten, func.__name__)
+        schema = getattr(packet, packet.overloads()[0])._schema
+    names = tuple(argument.name for argument in schema.arguments)
+    return names, {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+
+
+def written_arguments(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    """The tensors that an operator writes to."""
+    given = named(func, args, kwargs)
+    return tensors_in(
+        [
+            given.get(argument.name)
+            for argument in func._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+    )
 
 
 def tensors_in(tree: object) -> list[torch.Tensor]:

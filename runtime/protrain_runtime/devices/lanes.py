@@ -159,6 +159,26 @@ def only_here(undo: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
+def off_workers(close: Callable[[], object]) -> Callable[[], None]:
+    """`close`, on a thread of its own where one of the runtime's threads runs it.
+
+    Garbage is collected on any thread. One that another waits for cannot wait for that one's end,
+    nor for its own.
+    """
+
+    def run() -> None:
+        if threading.current_thread().name.startswith(OWN_THREADS):
+            threading.Thread(target=close, name=f"{OWN_THREADS}end").start()
+        else:
+            close()
+
+    return run
+
+
+OWN_THREADS = "protrain "
+"""How the names of the runtime's threads begin."""
+
+
 class ThreadLane:
     """A lane on a worker thread.
 
