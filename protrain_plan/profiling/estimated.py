@@ -43,6 +43,7 @@ from protrain_plan.profiling.measured import (
     cuts_of,
     other_dtypes,
     refuse_sparse,
+    strided,
     timed,
     told_of_steps,
     trained,
@@ -203,7 +204,7 @@ def _estimates(
             for unit in units
         ]
     fingerprint, tensors = model_fingerprint(model), model_tensors(model)
-    beside = other_dtypes(model, workload)
+    beside, uneven = other_dtypes(model, workload), strided(model)
     refuse_sparse(sparse, optimizer, workload)
     rules = UpdateRules(optimizer_factory(optimizer, workload.precision))
     cuts, seen = cuts_of(model, rules), first_steps(rules, trained(model))
@@ -227,6 +228,7 @@ def _estimates(
             rates,
             beside=beside,
             sparse=bool(sparse),
+            uneven=uneven,
             cuts=cuts,
             seen=seen,
         )
@@ -264,6 +266,7 @@ def _optimizer(
     *,
     beside: Set[torch.dtype],
     sparse: bool,
+    uneven: bool,
     cuts: Mapping[str, int],
     seen: FirstSteps,
 ) -> OptimizerCost:
@@ -297,6 +300,7 @@ def _optimizer(
             workload.precision,
             beside=beside,
             sparse=sparse,
+            strided=uneven,
             on_card=workload.device == "cuda",
         ),
         host_piece_s=rates.host_piece_s,

@@ -374,6 +374,7 @@ def _optimizer(
             device=where,
             beside=other_dtypes(model, workload),
             sparse=sparse,
+            strided=strided(model),
         ),
     )
     seen = first_steps(rules, trained(model), device=where)
@@ -438,23 +439,28 @@ def workspace(
     device: torch.device = devices.HOST,
     beside: Set[torch.dtype] = frozenset(),
     sparse: bool = False,
+    strided: bool = False,
     on_card: bool = False,
 ) -> Workspace:
     """What a step needs besides its operands, as a fraction of the gradient's bytes.
 
     The most of several: parameters have the workload's dtype, and those `beside` it; `sparse` where
-    some gradients are. `on_card`: as on a CUDA device, where PyTorch takes `foreach` by default.
+    some gradients are, `strided` where some are dense and not contiguous, such as in channels-last
+    order: fused kernels of a CPU copy those. `on_card`: as on a CUDA device, where PyTorch takes
+    `foreach` by default.
     """
     stored = parameter_dtype(dtype, precision)
     dtypes = sorted({stored, *beside}, key=str)
     make = optimizer_factory(optimizer, precision)
-    cases = [(each, False) for each in dtypes] + [(stored, True)] * sparse
+    cases = [(each, False, False) for each in dtypes]
+    cases += [(stored, True, False)] * sparse + [(stored, False, True)] * strided
     most, at_once = 0.0, False
-    for each, is_sparse in cases:
+    for each, is_sparse, is_strided in cases:
         # Of one large parameter and more: a loop still has a name for what the last one took.
         extra: list[float] = []
         for count in (1, 2, 4):
             large = [torch.zeros(2**14, 2**6, dtype=each) for _ in range(count)]
+            large = [values.t() for values in large] if is_strided else large
             small = [torch.zeros(64, dtype=one) for one in dtypes if one != each]
             stepper = make([nn.Parameter(values.to(device)) for values in (*large, *small)])
             for group in stepper.param_groups if on_card else ():
@@ -474,6 +480,11 @@ def workspace(
         most = max(most, one / storage_bytes([parameters[0].grad]))
         at_once = at_once or together
     return Workspace(workspace_fraction=four_digits(most), at_once=at_once)
+
+
+def strided(model: nn.Module) -> bool:
+    """Whether some trainable parameter is dense and not contiguous: so is its gradient."""
+    return any(p.requires_grad and not p.is_contiguous() for p in model.parameters())
 
 
 def other_dtypes(model: nn.Module, workload: Workload) -> frozenset[torch.dtype]:

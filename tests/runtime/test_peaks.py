@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.hardware.speeds import lane_update
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.building import TORCH_DTYPES
+from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import plan as solve
@@ -339,6 +341,28 @@ def test_a_lanes_update_takes_the_workspace_of_one_run(optimizer: str, dtype: DT
     counted = fraction * run * TORCH_DTYPES[dtype].itemsize
     scalars = 3 * 1024 * (runs + 1)  # two tables of 8 bits, steps and factors
     assert 0.98 * counted <= measured <= counted + scalars
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", "adamw-amsgrad", "sgd-momentum", "rmsprop", "nadam"]
+)
+def test_an_update_of_channels_last_parameters_takes_the_workspace_of_one(optimizer: str) -> None:
+    """Fused kernels copy gradients whose elements are in another order."""
+    order = torch.channels_last
+    parameters = [
+        nn.Parameter(torch.ones(64, 64, 3, 3).contiguous(memory_format=order)) for _ in range(3)
+    ]
+    stepper = optimizer_factory(optimizer)(parameters)
+    for _ in range(2):  # makes the states, and finds them
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        with MemoryMeter() as meter:
+            meter.mark("update")
+            stepper.step()
+    (segment,) = meter.segments
+    measured = segment.peak_bytes - segment.start_bytes
+    fraction = workspace(optimizer, "float32", "pure", strided=True)["workspace_fraction"]
+    assert 0 <= fraction * parameters[0].nbytes + SLACK_BYTES - measured <= 2 * SLACK_BYTES
 
 
 # --- transfers in parts ---------------------------------------------------------------------------
