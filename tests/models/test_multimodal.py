@@ -173,7 +173,7 @@ PUBLISHED: dict[str, Config] = {
 }
 
 BY_DEFAULT = (
-    *("aya_vision", "idefics3", "internvl", "llava_next", "llava_onevision", "paligemma"),
+    *("idefics3", "internvl", "llava_next", "llava_onevision", "paligemma"),
     *("phi4_multimodal", "qwen2_audio", "qwen2_vl", "smolvlm"),
 )
 """Others, of which a file says nothing but the name."""
