@@ -113,16 +113,24 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, way: Way) -> Outco
     return outcome(model, optimizer, losses)
 
 
+def built() -> nn.Module:
+    """The model, with what some optimizers read on parameters."""
+    model = build(NAME)
+    for parameter in model.parameters():
+        parameter.slower_by = 1.0 / parameter.dim()  # type: ignore[attr-defined]
+    return model
+
+
 def plainly(factory: Factory, way: Way) -> Outcome:
     odd_optimizers.COUNTS["calls"] = 0
-    model = build(NAME)
+    model = built()
     found = train(model, factory(weight_decay_groups(model)), way)
     odd_optimizers.COUNTS["calls"] = 0
     return found
 
 
 def planned(factory: Factory, way: Way, spill: Path) -> Outcome:
-    model = build(NAME)
+    model = built()
     model, optimizer = prepare(
         model,
         way.plan(model),
@@ -258,7 +266,7 @@ def test_features_are_found_whatever_comes_with_them(
     assert wrong == []
 
 
-IN_STATES = ("adamw", "counts in its states")
+IN_STATES = ("adamw", "counts in its states", "reads attributes of parameters")
 """What a feature keeps is in the states of parameters alone."""
 
 

@@ -24,6 +24,7 @@ APART = (
     "keeps a list in its groups",
     "switches modes",
     "looks at groups without gradients",
+    "reads attributes of parameters",
 )
 WHOLE = ("clips each parameter when it is large",)
 """A parameter's step has all of the parameter."""
@@ -36,6 +37,7 @@ TOGETHER = (
     "counts in itself",
     "counts in its class",
     "counts in its module",
+    "counts in a tensor of its class",
     "looks ahead in some steps",
     "stacks gradients",
     "stacks gradients to look at them",
@@ -53,6 +55,7 @@ class Odd(torch.optim.AdamW):
 
     features: frozenset[str] = frozenset()
     calls_of_class = 0
+    tensor_of_class = torch.zeros(())
 
     def __init__(self, params: Any, lr: float = 1e-3, **options: Any) -> None:
         super().__init__(params, lr=lr, foreach=False, **options)
@@ -83,6 +86,8 @@ class Odd(torch.optim.AdamW):
                 group["lr"] /= self.calls
             if "counts in its class" in features:
                 group["lr"] /= cls.calls_of_class
+            if "counts in a tensor of its class" in features:
+                group["lr"] /= float(cls.tensor_of_class)
             if "counts in its module" in features:
                 group["lr"] /= COUNTS["calls"]
             if "goes by number" in features:
@@ -192,6 +197,10 @@ def _count_in_class(optimizer: Odd, every: list[nn.Parameter]) -> None:
     type(optimizer).calls_of_class += 1
 
 
+def _count_in_tensor(optimizer: Odd, every: list[nn.Parameter]) -> None:
+    type(optimizer).tensor_of_class.add_(1)
+
+
 def _count_in_module(optimizer: Odd, every: list[nn.Parameter]) -> None:
     COUNTS["calls"] += 1
 
@@ -226,6 +235,12 @@ def _by_name(optimizer: Odd, every: list[nn.Parameter]) -> None:
         for name, parameter in zip(names, group["params"], strict=True):
             if parameter.grad is not None and "1" in name:
                 parameter.grad.mul_(0.5)
+
+
+def _read(optimizer: Odd, every: list[nn.Parameter]) -> None:
+    for parameter in every:
+        if parameter.grad is not None:
+            parameter.grad.mul_(getattr(parameter, "slower_by", 1.0))
 
 
 def _draw(optimizer: Odd, every: list[nn.Parameter]) -> None:
@@ -282,6 +297,8 @@ _BEFORE: dict[str, Callable[[Odd, list[nn.Parameter]], None]] = {
     "counts in itself": _count,
     "counts in its class": _count_in_class,
     "counts in its module": _count_in_module,
+    "counts in a tensor of its class": _count_in_tensor,
+    "reads attributes of parameters": _read,
     "looks ahead in some steps": _look_ahead,
     "stacks gradients": _stack,
     "stacks gradients to look at them": _look,
@@ -299,7 +316,8 @@ _BEFORE: dict[str, Callable[[Odd, list[nn.Parameter]], None]] = {
 def odd(*features: str) -> type[Odd]:
     """A class of its own with these features: what counts in a class begins anew."""
     base = OddWithModes if "switches modes" in features else Odd
-    return type("Odd", (base,), {"features": frozenset(features), "calls_of_class": 0})
+    counters = {"calls_of_class": 0, "tensor_of_class": torch.zeros(())}
+    return type("Odd", (base,), {"features": frozenset(features), **counters})
 
 
 def made(params: Any, features: str = "", **options: Any) -> torch.optim.Optimizer:
@@ -313,6 +331,7 @@ def forget() -> None:
     """Let classes that `made` makes count from the beginning."""
     for one in _CLASSES.values():
         one.calls_of_class = 0
+        one.tensor_of_class = torch.zeros(())
 
 
 _CLASSES: dict[str, type[Odd]] = {}

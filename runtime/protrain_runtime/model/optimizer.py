@@ -22,7 +22,13 @@ from protrain_runtime.states.chunks import Chunk, Slice, read_values, write_valu
 from protrain_runtime.states.compositions import put_together, taken_apart
 from protrain_runtime.states.master_weights import MasterOptimizer
 from protrain_runtime.states.stand_ins import UsedGradient
-from protrain_runtime.states.stepping import OptimizerFactory, options_of, step_alone, worker_on
+from protrain_runtime.states.stepping import (
+    OptimizerFactory,
+    attributes_of,
+    options_of,
+    step_alone,
+    worker_on,
+)
 
 ParameterGroups = Sequence[Mapping[str, Any]]
 
@@ -77,6 +83,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             options = self._by_name(options_of(self))
             for chunk, part, scalars, states in self._offloaded_states():
                 shadow = nn.Parameter(read_values(chunk, part))
+                vars(shadow).update(attributes_of(part.parameter))
                 worker: Any = worker_on(self._factory, [(shadow, part.name, options[part.name])])
                 worker.state[shadow] = put_together(scalars | states, shadow.shape)
                 getattr(worker, mode)()

@@ -18,7 +18,7 @@ from torch import nn
 
 from protrain_plan.program.program import PIECE_ALIGNMENT
 from protrain_runtime.states.compositions import is_composed
-from protrain_runtime.states.stepping import MASTERS_OF, OptimizerFactory
+from protrain_runtime.states.stepping import MASTERS_OF, OptimizerFactory, attributes_of
 
 MASTER = "master"
 
@@ -107,6 +107,7 @@ class MasterOptimizer(torch.optim.Optimizer):
                 # The same tensor, if it is its own master.
                 values = one.parameter.detach().to(_master_dtype(one.parameter.dtype))
             master, gradient = nn.Parameter(values), one.parameter.grad
+            vars(master).update(attributes_of(one.parameter))
             assert gradient is not None
             if _is_narrow(gradient):  # a master has it as float32, in the room
                 narrow.append(gradient)

@@ -64,6 +64,25 @@ def group_of(options: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> 
     return {**options, **names, "params": parameters}
 
 
+def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
+    """What code has put on a parameter, such as a learning rate of its own; not what plans do."""
+    return {key: value for key, value in vars(parameter).items() if not key.startswith("_protrain")}
+
+
+def with_attributes(factory: OptimizerFactory, attributes: Mapping[str, Any]) -> OptimizerFactory:
+    """The same optimizers, of parameters that have these attributes."""
+
+    def make(groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+        marked = list(groups)
+        for parameter in (one for group in marked for one in group["params"]):
+            vars(parameter).update(attributes)
+        return factory(marked)
+
+    if (inner := getattr(factory, MASTERS_OF, None)) is not None:
+        setattr(make, MASTERS_OF, with_attributes(inner, attributes))
+    return make
+
+
 def worker_on(
     factory: OptimizerFactory, shadows: Iterable[tuple[nn.Parameter, str, Mapping[str, Any]]]
 ) -> torch.optim.Optimizer:
@@ -476,7 +495,9 @@ def _steps(
                 training.switch()
         draws = not torch.equal(before, generator.get_state())
     first, last = seen[0], seen[-1]
-    changed = [name for (place, name), value in last.items() if first.get((place, name)) != value]
+    changed = [
+        name for (place, name), value in last.items() if not _equal(first.get((place, name)), value)
+    ]
     return training, draws, changed[0] if changed else ""
 
 
@@ -512,8 +533,7 @@ class Outside:
             (number, name): copy.deepcopy(value)
             for number, place in enumerate(self._places)
             for name, value in [*vars(place).items()]
-            if isinstance(value, int | float | list | dict) and is_plain(value)
-            if not (name.startswith("__") or isinstance(value, bool))
+            if not name.startswith("__") and _counts(value)
         }
 
     def __enter__(self) -> None:
@@ -523,16 +543,26 @@ class Outside:
         before, now = self._before.pop(), self.values()
         assert self._places is not None
         for (number, name), value in before.items():
-            if now.get((number, name)) == value:
+            if _equal(now.get((number, name)), value):
                 continue
             own = vars(self._places[number]).get(name)
-            if isinstance(own, list):
+            if isinstance(own, torch.Tensor):
+                with torch.no_grad():
+                    own.copy_(value)
+            elif isinstance(own, list):
                 own[:] = value
             elif isinstance(own, dict):
                 own.clear()
                 own.update(value)
             else:
                 setattr(self._places[number], name, value)
+
+
+def _counts(value: object) -> bool:
+    """Whether a step may count in it: a number, a container of such, a small tensor; no flag."""
+    if isinstance(value, torch.Tensor):
+        return type(value) is torch.Tensor and value.is_leaf and value.numel() <= _SCALARS
+    return type(value) in (int, float, list, dict) and is_plain(value)
 
 
 _OF_NOBODY = ("torch", "builtins", "abc", "typing")

@@ -31,12 +31,14 @@ from protrain_runtime.states.stepping import (
     Outside,
     Range,
     Training,
+    attributes_of,
     gradients_of,
     group_of,
     in_train_mode,
     kind_of,
     values_of,
     why_together,
+    with_attributes,
 )
 
 
@@ -141,6 +143,8 @@ class UpdateRules:
         self._least: list[_Tried] = [{} for _ in groups]
         self._apart: dict[tuple[torch.dtype, int, bool], str] = {}
         self._outside = Outside(factory)
+        self._others: dict[str, UpdateRules] = {}  # by attributes of parameters
+        self._marked = False  # whether attributes are known
         self._masters_of: OptimizerFactory | None = getattr(factory, MASTERS_OF, None)
         self._compiles: bool | None = None
 
@@ -156,6 +160,9 @@ class UpdateRules:
 
         ProtrainError where groups differ in it, or the optimizer takes no such parameter.
         """
+        attributes = {} if parameter is None else attributes_of(parameter)
+        if attributes and not self._marked:
+            return self._with(attributes).of(dtype, shape, in_order=in_order, parameter=parameter)
         own = None if parameter is None else self._members.get(parameter)
         place = (dtype, shape, in_order, own)
         if place in self._known:
@@ -187,6 +194,18 @@ class UpdateRules:
             )
         self._known[place] = rule
         return rule
+
+    def _with(self, attributes: Mapping[str, Any]) -> "UpdateRules":
+        """The rules of parameters that have these attributes, which the optimizer may read."""
+        key = repr(sorted(attributes.items()))
+        if key not in self._others:
+            last = len(self._others) >= _MOST_ATTRIBUTES  # names, say, which are all different
+            factory = self.factory if last else with_attributes(self.factory, attributes)
+            key = "" if last else key
+        if key not in self._others:
+            self._others[key] = UpdateRules(factory, self._groups, self._members)
+            self._others[key]._marked = True
+        return self._others[key]
 
     @contextmanager
     def _trying(self) -> Iterator[None]:
@@ -277,6 +296,9 @@ class UpdateRules:
                 " on the device",
             )
 
+
+_MOST_ATTRIBUTES = 8
+"""Different attributes of parameters that are tried."""
 
 _MOST_GROUPS = 3
 """Groups of options in one trial of several parameters."""

@@ -25,7 +25,7 @@ from protrain_runtime.states.chunks import Chunk, Copy, Cut, Slice, StateKind, S
 from protrain_runtime.states.compositions import put_together, taken_apart
 from protrain_runtime.states.master_weights import MasterOptimizer
 from protrain_runtime.states.stand_ins import GradientInStore, scaled
-from protrain_runtime.states.stepping import OptimizerFactory, worker_on
+from protrain_runtime.states.stepping import OptimizerFactory, attributes_of, worker_on
 
 SMALLEST_RANGE = 2**17
 """Elements that are worth a thread: about 150 us of AdamW's step, several times what handing a
@@ -384,6 +384,7 @@ class Piece:
         for due, start, stop in spans:
             part = due.part
             shadow = nn.Parameter(self.parameters[part.name][start:stop])
+            vars(shadow).update(attributes_of(part.parameter))
             shadow.grad = due.elements[start:stop]
             if due.factors:
                 scales.append((shadow.grad, due.factors))
