@@ -192,7 +192,7 @@ def test_a_file_that_holds_no_machine_is_one_error(tmp_path: Path) -> None:
     for path, message in (
         (plan, f"{plan}:9: protrain: expected hardware, got 'plan'"),
         (missing, f"{missing}: there is no such file"),
-        (text, f"{text}:1: expected a mapping, got the text 'just words'"),
+        (text, f"{text}:1: expected a mapping, got a single value"),
         (tmp_path, f"{tmp_path}: this is a directory, not a file"),
     ):
         with pytest.raises(ProtrainError) as caught:

@@ -47,7 +47,8 @@ PIECE_BYTES = 1 << 15
 NUM_STEPS = 3
 CASES = {
     "filters": "complex parameters beside real ones",
-    "spectral": "",
+    # Fused for real parameters, and unfused for all where one is complex: pieces would differ.
+    "spectral": "the optimizer steps on all parameters at once",
     "sparse_embedding": "sparse gradients",
     "sparse_bags": "sparse gradients",
     "sparse_graph": "",
