@@ -80,7 +80,6 @@ from protrain_runtime.activations.compiled import (
     refuse_compiled_around,
 )
 from protrain_runtime.activations.recompute import switch_off_checkpointing
-from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import MemoryMeter, device_of, storage_bytes
 from protrain_runtime.diagnostics.compiling import compilation_since, compiled_so_far
@@ -197,13 +196,13 @@ def measure_model(
             start, execution = fullest(model, batch)
             found = discover(model, batch, execution)
             block_classes = BlockClasses(tuple(range(len(found))), {})  # all of them run
-            varies = variation(model, execution, _of_one_shape(batch, batches))
+            varies = variation(model, execution, batches)
         else:
             start = Start(running.seed, plain_attributes(model))
             found, block_classes, varies = running.found, running.block_classes, None
             if running.varies:  # all units run
                 execution = record_execution(model, batch, start)
-                varies = variation(model, execution, _of_one_shape(batch, batches))
+                varies = variation(model, execution, batches)
         stack.enter_context(starting_from(model, start))
         refuse_compiled_around(model, (unit.module for unit in found))
         blocks = {unit.name: unit.module for unit in found if unit.module is not None}
@@ -313,16 +312,6 @@ def measure_model(
         repetitions=_repetitions(seconds, rehearsal, profile),
         compilation=compilation,
     )
-
-
-def _of_one_shape(first: Batch, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Further batches, where they have the first one's shapes; else that one again."""
-
-    def shapes(batch: Batch) -> list[torch.Size]:
-        return [tensor.shape for tensor in tensors_in(batch)]
-
-    for batch in batches:
-        yield batch if shapes(batch) == shapes(first) else first
 
 
 _COMPILER_BYTES = 64 * 2**20

@@ -393,7 +393,7 @@ class Variation:
     by_values: bool
 
     def __str__(self) -> str:
-        """How steps differ, for the profile."""
+        """Remark for the profile: which steps were measured."""
         seen = f"bytes are the most of {len(self.steps) + 1} different steps"
         if not self.by_values:
             return seen
