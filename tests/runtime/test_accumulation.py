@@ -27,6 +27,7 @@ from tests.support.runtime_cases import (
     copied,
     decided,
     described,
+    device,
     differences,
     mixed,
     outcome,
@@ -307,12 +308,12 @@ def test_a_smaller_batch_trains_and_a_larger_one_is_refused(tmp_path: Path) -> N
     plan = replace(plan, workload=replace(plan.workload, model_config="{}"))
     model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
     for sizes in [(BATCH, SEQUENCE), (1, SEQUENCE), (BATCH, 8)]:
-        tokens = torch.zeros(sizes, dtype=torch.int64)
+        tokens = torch.zeros(sizes, dtype=torch.int64, device=device())
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     for sizes in [(BATCH + 1, 8), (1, SEQUENCE + 1)]:
-        tokens = torch.zeros(sizes, dtype=torch.int64)
+        tokens = torch.zeros(sizes, dtype=torch.int64, device=device())
         with pytest.raises(RuntimeError) as caught:
             model(input_ids=tokens, labels=tokens)
         assert str(caught.value) == (

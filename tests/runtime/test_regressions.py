@@ -259,7 +259,7 @@ def test_what_is_computed_beside_a_unit_waits_for_its_slot_in_backward(
             optimizer.step()
             optimizer.zero_grad()
             found.append(loss.detach())
-        return [*found, *model.state_dict().values()]
+        return [value.cpu() for value in (*found, *model.state_dict().values())]
 
     reference = WithLossesAside().to(device())
     expected = trained(reference, ADAMW(reference.parameters()))

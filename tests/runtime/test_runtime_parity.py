@@ -522,7 +522,9 @@ def test_a_dropped_model_takes_its_lanes_with_it(tmp_path: Path) -> None:
     model, optimizer = planned("llama", tmp_path)
     step("llama", model, optimizer, 0)
     lanes = set(threading.enumerate()) - others
-    assert {thread.name for thread in lanes} == {
+    names = {thread.name for thread in lanes}
+    # Where direct I/O takes the memory as it is, requests have threads of their own, too.
+    assert {name for name in names if not name.startswith("protrain file ")} == {
         "protrain fetch disk",
         "protrain read disk",
         "protrain spill disk",

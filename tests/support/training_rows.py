@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
+import pytest
 import torch
 from torch import nn
 
@@ -12,6 +13,7 @@ from protrain_plan.models.adapters import adapted
 from protrain_plan.models.building import computing_in, parameter_dtype, seeded
 from protrain_plan.models.optimizers import OF_8_BITS
 from protrain_plan.models.quantizing import quantized
+from protrain_plan.records.forms import misfit
 from protrain_plan.records.hardware import TierName
 from protrain_plan.records.plan import (
     STEPPED,
@@ -127,6 +129,7 @@ def uncompiled(row: Row, *, seed: int = 0) -> nn.Module:
     elif row["trained"] in ("lora", PACKED):
         with seeded(seed):
             if row["trained"] == PACKED:
+                pytest.importorskip("bitsandbytes")
                 stored = workload(row).dtype if precision != "autocast" else "float32"
                 model = quantized(model, "nf4", adapter="lora r=4", dtype=stored, source="")
             model = adapted(model, "lora r=4", source="").train()
@@ -171,19 +174,25 @@ def plan_of_row(
     """
     rng = random.Random(f"{sorted(row.items())} {seed}")
 
+    def fits(form: Form) -> bool:
+        """Whether blocks of this row may take the form: compiled ones show no operators."""
+        return not misfit(form, compiled=row.get("compiled", "no") != "no")
+
+    form: Form = next((f for f in RECOMPUTED if f == row["form"] and fits(f)), "full")
+
     def activations() -> Activations:
         tier = rng.choice(swaps_to)
         match row["activations"]:
             case "keep":
                 return Keep()
             case "recompute":
-                return Recompute(form=_form(row))
+                return Recompute(form=form)
             case "swap":
                 return Swap(tier=tier)
             case "swap input":
-                return SwapInput(tier=tier, form=_form(row))
+                return SwapInput(tier=tier, form=form)
             case _:
-                return rng.choice(activation_decisions(tier))
+                return rng.choice([d for d in activation_decisions(tier) if fits(d.form)])
 
     def states() -> Placement:
         tier = rng.choice(states_on)
@@ -235,11 +244,6 @@ def overlapped(plan: Plan, seed: int = 0) -> Plan:
 def _placements(tier: StateTier, *, stepped: bool) -> list[Placement]:
     placements: list[Placement] = [Persistent(), *offloads(tier)]
     return [*placements, STEPPED] if stepped else placements
-
-
-def _form(row: Row) -> Form:
-    (form,) = [form for form in RECOMPUTED if form == row["form"]]
-    return form
 
 
 def optimizer_of(row: Row) -> Factory:
