@@ -104,11 +104,13 @@ def probe(
     """
     where = devices.found(str(device))
     # In a function of its own: what this process holds in the end is without its buffers.
-    tiers, (read, write, update), overheads, said = _below(
-        where, spill_directory, dtype, watch, progress
-    )
-    progress("measuring compute and memory", 0.8)
-    rates = replace(measure_rates(where, dtype=dtype), host_piece_s=four_digits(overheads.piece_s))
+    with devices.current(where):
+        tiers, (read, write, update), overheads, said = _below(
+            where, spill_directory, dtype, watch, progress
+        )
+        progress("measuring compute and memory", 0.8)
+        rates = measure_rates(where, dtype=dtype)
+    rates = replace(rates, host_piece_s=four_digits(overheads.piece_s))
     progress("done", 1.0)
     on_host, num_threads = devices.on_host(where), torch.get_num_threads()
     return Hardware(

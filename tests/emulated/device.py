@@ -113,6 +113,7 @@ def _pin(loaded: Any, address: int, num_bytes: int) -> Callable[[], None]:
     if _pins_left:
         _pins_left[-1] -= 1
         if _pins_left[-1] < 0:
+            loaded.refuse()
             raise RuntimeError("emulated device error: out of memory")  # as CUDA puts it
     loaded.pin(address, num_bytes)
     return partial(loaded.unpin, address)

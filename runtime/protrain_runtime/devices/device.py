@@ -8,7 +8,7 @@ of `TYPES`, and a type without an entry gets along without.
 
 import errno
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,9 +22,9 @@ from protrain_plan.program.program import BLOCK_BYTES
 class DeviceCalls:
     """What PyTorch has no common name for. All of it may be absent.
 
-    pin           makes host pages the device's to copy from and to by itself, given their address
-                  and bytes; returns what undoes it. Without it pinned memory is PyTorch's own,
-                  which may round sizes up to powers of two
+    pin           makes host pages the current device's to copy from and to by itself, given their
+                  address and bytes; returns what undoes it. Without it pinned memory is PyTorch's
+                  own, which may round sizes up to powers of two
     memory_limit  the most bytes that the allocator may reserve, where a cap is set
     """
 
@@ -139,6 +139,38 @@ def record_event(device: torch.device, *, timing: bool = False) -> torch.Event:
     event = torch.Event(device=device, enable_timing=timing)
     event.record(current_stream(device))
     return event
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make an accelerator the calling thread's current device inside.
+
+    A new thread's is the first one. CUDA gives a process a context of hundreds of MiB on whatever
+    device is current when an event is queried or host memory is pinned.
+    """
+    return nullcontext() if on_host(device) else torch.accelerator.device_index(device.index)
+
+
+def pin(device: torch.device, address: int, num_bytes: int) -> Callable[[], None]:
+    """Pin host pages for a device whose type has `DeviceCalls.pin`; returns what unpins them.
+
+    RuntimeError where the system refuses; the device computes on.
+    """
+    register = of_type(device).pin
+    assert register is not None
+    with current(device):
+        try:
+            unregister = register(address, num_bytes)
+        except RuntimeError:
+            # CUDA keeps the refusal for the next kernel's launch, which would fail for it.
+            with suppress(RuntimeError):
+                torch.zeros(1, device=device)
+            raise
+
+    def unpin() -> None:
+        with current(device):
+            unregister()
+
+    return unpin
 
 
 def synchronize(device: torch.device) -> None:

@@ -135,8 +135,10 @@ class Ranks:
 
         Of one on a stream that has not ended in time it says once who is missing.
         """
-        while self._under_way and self._under_way[0][0].query():
-            self._under_way.popleft()
+        if self._under_way:
+            with devices.current(self._device):  # this thread's own is the first one
+                while self._under_way and self._under_way[0][0].query():
+                    self._under_way.popleft()
         now = time.monotonic()
         if not self._asked and self._under_way and now - self._under_way[0][1] > self._limit_s:
             self._asked = True

@@ -149,6 +149,8 @@ PYBIND11_MODULE(emulated_device, module) {
   module.def("cap", &cap);
   module.def("pin", &pin);
   module.def("unpin", &unpin);
+  module.def("has_context", &has_context);
+  module.def("refuse", &refuse);
   module.def("host_waits", &host_waits);
   module.def("forget_host_waits", &forget_host_waits);
   module.def("synchronous_operators", &synchronous_operators);

@@ -209,6 +209,21 @@ struct Event {
   c10::DeviceIndex device;
 };
 
+// As CUDA: what names no device by itself starts a context on the thread's current one, and a
+// refusal fails the thread's next kernel, too.
+std::atomic<bool> contexts[kDevices];
+thread_local bool refused = false;
+}  // namespace
+
+void use_context() { contexts[this_device] = true; }
+bool has_context(c10::DeviceIndex device) { return contexts[device]; }
+void refuse() { refused = true; }
+void launch() {
+  const bool before = std::exchange(refused, false);
+  TORCH_CHECK(!before, "emulated device error: out of memory (of an earlier call)");
+}
+
+namespace {
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
   c10::Device exchangeDevice(c10::Device device) const override {
@@ -245,6 +260,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    use_context();
     delete static_cast<Event*>(event);
   }
   void record(
@@ -260,10 +276,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (auto moment = moment_of(event)) queue_of_stream(stream).wait_for(moment);
   }
   bool queryEvent(void* event) const override {
+    use_context();
     auto moment = moment_of(event);
     return !moment || moment->reached();
   }
   void synchronizeEvent(void* event) const override {
+    use_context();
     if (auto moment = moment_of(event)) wait_on_host(moment, "event");
   }
   bool queryStream(const c10::Stream& stream) const override { return queue_of_stream(stream).idle(); }
@@ -618,6 +636,7 @@ struct PinnedAllocator final : c10::Allocator {
 }  // namespace
 
 void pin(uintptr_t address, size_t num_bytes) {
+  use_context();
   std::lock_guard lock(pins_mutex);
   pins[address] = num_bytes;
 }

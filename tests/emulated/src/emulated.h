@@ -101,6 +101,10 @@ char* real(const void* pointer);
 c10::DeviceIndex device_at(const void* pointer);  // -1: none
 c10::DeviceAllocator* allocator();
 void record_stream(const c10::DataPtr& pointer, c10::Stream stream);
+void use_context();  // on the calling thread's current device
+bool has_context(c10::DeviceIndex device);
+void refuse();  // what the calling thread asks of a device next
+void launch();  // before a kernel: raises where something was refused
 void set_cap(c10::DeviceIndex device, size_t num_bytes);
 size_t cap(c10::DeviceIndex device);
 void pin(uintptr_t address, size_t num_bytes);

@@ -231,6 +231,7 @@ void run_now(const Call& call, std::vector<IValue> stack, std::vector<IValue>& o
 void run_later(
     const Call& call, std::vector<IValue> stack, const std::vector<IValue>& sizes,
     std::vector<IValue>& outputs) {
+  launch();
   std::vector<std::pair<size_t, IValue>> fill;  // which result goes where
   for (size_t n = 0; n < call.schema.returns().size(); ++n) {
     if (const auto* same = written(call, n)) {
