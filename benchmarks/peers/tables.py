@@ -42,13 +42,15 @@ def markdown(document: dict[str, Any], *, title: str) -> str:
         for steps, warmup in sorted(timed)
     ]
     sections = (
-        ("What CUDA's sanitizer said", _sanitized(cells)),
+        ("Tests", _tests(cells)),
+        ("AdamW's bits beside its host's", _updates(cells)),
         ("Predicted and measured", _truth(cells)),
         ("Peers under the same limit", compared(cells)),
         ("How each of them was run", _settings(cells)),
         ("The largest model", _sizes(cells)),
         ("Parity with plain PyTorch", _parity(cells)),
         ("Recorded and simulated", _timelines(cells)),
+        ("What CUDA's sanitizer said", _sanitized(cells)),
         ("Cells without a number", _others(cells)),
     )
     for heading, rows in sections:
@@ -254,11 +256,28 @@ def _parity(cells: dict[str, Outcome]) -> list[list[str]]:
                 for key in ("losses", "parameters_sha256")
             ]
             rows.append([_work(work), _limit(work["cap_bytes"]), *same])
+    return rows
+
+
+def _tests(cells: dict[str, Outcome]) -> list[list[str]]:
+    rows = [["command", "outcome", "summary"]]
     for cell in cells.values():
         if cell["task"] == "tests" and cell["status"] == "ran":
             found = cell["result"]
             command = " ".join(("pytest", *cell["arguments"]["arguments"]))
-            rows.append([command, "", f"{_passed(found)}: {found['summary']}", ""])
+            rows.append([f"`{command}`", _passed(found), found["summary"].strip("= ")])
+            failed = [line for line in found["output"] if line.startswith(("FAILED", "ERROR"))]
+            rows += [["", "", line.replace("|", "\\|")] for line in failed]
+    return rows
+
+
+def _updates(cells: dict[str, Outcome]) -> list[list[str]]:
+    rows = [["kernel", "dtype", "steps", "parameters differ", "exp_avg", "exp_avg_sq"]]
+    for cell in cells.values():
+        if cell["task"] == "updates" and cell["status"] == "ran":
+            for row in cell["result"]["rows"]:
+                shares = [f"{share:.2%}" for share in row["differing"].values()]
+                rows.append([row["kernel"], row["dtype"], str(row["step"]), *shares])
     return rows
 
 

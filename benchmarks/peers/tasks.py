@@ -9,6 +9,7 @@ from benchmarks.peers.planning import estimate, plan, profile
 from benchmarks.peers.testing import sanitized, tests
 from benchmarks.peers.timeline import timeline
 from benchmarks.peers.training import train
+from benchmarks.peers.update_bits import updates
 from benchmarks.peers.work import Work
 from protrain_plan.errors import ProtrainError
 
@@ -49,7 +50,9 @@ def _done(task: str, given: dict[str, Any]) -> dict[str, Any]:
         case "timeline":
             return timeline(Work(**given["work"]), Path(given["profile"]), Path(given["out"]))
         case "tests":
-            return tests(**given)
+            return tests(given["arguments"], given["limit_s"], Path(given["out"]))
+        case "updates":
+            return updates(given["device"])
         case "sanitized":
             return sanitized(given["arguments"], given["limit_s"])
         case _:

@@ -1,6 +1,7 @@
 """Tests as cells: as they are, and with CUDA's sanitizer looking on."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from protrain_plan.records.hardware import DeviceKind
 
 ROOT = Path(__file__).parents[2]
 NO_TESTS = 5  # pytest's exit status where nothing was selected
+ENDING_S = 15.0
 TAIL = 40  # lines of what pytest printed, the last ones
 
 DETECTED = "CSAN detected"
@@ -20,9 +22,14 @@ _REPORT_LINES = 40
 _MOST_REPORTS = 20
 
 
-def tests(arguments: list[str]) -> dict[str, Any]:
-    """Run pytest; what it said in the end. Skipped where it selects nothing."""
-    return _summary(*_pytest(arguments))
+def tests(arguments: list[str], limit_s: float, out: Path) -> dict[str, Any]:
+    """Run pytest; what it said in the end, and all of it in a file. Skipped if it selects nothing.
+
+    Tests that take longer than `limit_s` are ended.
+    """
+    code, printed = _pytest(["-v", "-rfE", "--tb=short", *arguments], limit_s=limit_s)
+    out.write_text(printed, encoding="utf-8")
+    return _summary(code, printed)
 
 
 def unseen(device: DeviceKind) -> str | None:
@@ -40,7 +47,7 @@ def sanitized(arguments: list[str], limit_s: float) -> dict[str, Any]:
     """
     code, printed = _pytest(
         # Uncaught, what it prints is there also where a test passes.
-        ["-s", *arguments],
+        ["-q", "-s", *arguments],
         settings={"TORCH_CUDA_SANITIZER": "1"},
         limit_s=limit_s,
     )
@@ -87,9 +94,9 @@ def _pytest(
 ) -> tuple[int | None, str]:
     """Its exit status, None where it was ended, and all that was printed."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-q", *arguments],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
         cwd=ROOT,
-        env=os.environ | (settings or {}),
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (settings or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -98,7 +105,11 @@ def _pytest(
     try:
         printed, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        process.kill()
-        printed, _ = process.communicate()
+        process.send_signal(signal.SIGINT)  # it tells of the failures so far
+        try:
+            printed, _ = process.communicate(timeout=ENDING_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            printed, _ = process.communicate()
         return None, f"{printed}\nended after {limit_s:.0f} s"
     return process.returncode, printed
