@@ -112,15 +112,18 @@ class ConfigSource:
     ) -> nn.Module:
         """The model on `device` in train mode, without a key-value cache, attention by sdpa.
 
-        The weights are drawn on the CPU, so that they are the same for every device; on `meta`
-        none are drawn. ProtrainError where transformers is missing or refuses the configuration,
-        dtype and precision do not go together, or the adapter does not fit. `quantize` is as in
-        `quantizing`.
+        The weights are drawn on `device` (a CPU takes a minute for a billion of them), and those
+        that are packed on the CPU; on `meta` none are drawn. ProtrainError where transformers is
+        missing or refuses the configuration, dtype and precision do not go together, or the
+        adapter does not fit. `quantize` is as in `quantizing`.
         """
         stored = parameter_dtype(dtype, precision)
         config, model_class = self._config_and_class()
         attention = "sdpa" if model_class._supports_sdpa else "eager"
-        on_meta = torch.device(device).type == "meta"
+        device = torch.device(device)
+        on_meta = device.type == "meta"
+        home = torch.device("cpu") if quantize and not on_meta else device
+        torch.empty(0, device=home)  # starts an accelerator, whose random state `seeded` puts back
 
         def plain() -> nn.Module:
             made: nn.Module = model_class._from_config(
@@ -128,7 +131,7 @@ class ConfigSource:
             )
             return of_text_alone(made, model_class.__name__)
 
-        with seeded(seed), torch.device("meta" if on_meta else "cpu"):
+        with seeded(seed), home:
             try:
                 with of_a_size(source=self.name):
                     model = (
@@ -145,7 +148,7 @@ class ConfigSource:
             model = settled(
                 model, dtype=stored, quantize=quantize, adapter=adapter, source=self.name
             )
-        if torch.device(device).type not in ("cpu", "meta"):
+        if home != device:
             model.to(device)
         return computing_in(model, dtype, precision).train()
 
