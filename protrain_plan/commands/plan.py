@@ -67,6 +67,14 @@ def plan(
         typer.Option(help="Fix decisions: 'layers.0-3: recompute'. May be given several times."),
     ] = None,
     pins: Annotated[Path | None, typer.Option(help="A YAML file of such decisions.")] = None,
+    exact_updates: Annotated[
+        bool,
+        typer.Option(
+            "--exact-updates",
+            help="On an accelerator, let no chunk be updated by the host, whose kernels round the"
+            " last bits otherwise: states stay on the device, or stream to it for the update.",
+        ),
+    ] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Say why, in words.")] = False,
     max_slowdown: Annotated[
         float | None,
@@ -215,7 +223,7 @@ def plan(
     if beside is not None:
         destination(beside, inputs=given[:-1])
     from protrain_plan.planning.model.fluid import Fluid
-    from protrain_plan.planning.model.options import parse_pin, read_pins
+    from protrain_plan.planning.model.options import EXACT_UPDATES, parse_pin, read_pins
     from protrain_plan.planning.questions.objectives import Objective, Question, ask
     from protrain_plan.planning.questions.planner import SOLVERS, Solver
     from protrain_plan.planning.search.improving import Effort
@@ -295,7 +303,11 @@ def plan(
         allow=leaves,
         overlap_steps=overlap,
         page_cache_bytes=size("--page-cache", page_cache, 0) // group.in_node,
-        pins=(*(read_pins(pins) if pins else ()), *(parse_pin(text) for text in pin or ())),
+        pins=(
+            *(read_pins(pins) if pins else ()),
+            *(parse_pin(text) for text in pin or ()),
+            *([EXACT_UPDATES] if exact_updates else []),
+        ),
     )
     objective = Objective(
         max_slowdown=max_slowdown,

@@ -115,6 +115,14 @@ def run(
                 fix="profile with it and plan again:"
                 f" {profile_command(workload, **how, allow=record.allowed)}",
             )
+        accelerated = is_accelerator(record.workload.device)
+        if verify and accelerated and not record.workload.deterministic:
+            raise ProtrainError(
+                "the plan's kernels may give other bits in every run, such as those of attention's"
+                " backward, which add up in any order",
+                key="--verify",
+                fix="profile with --deterministic, plan again, and verify that plan",
+            )
         if plain and verify:
             raise ProtrainError("--verify runs plain PyTorch too", fix="leave --plain out")
         if save_every is not None and save is None:
@@ -142,7 +150,7 @@ def run(
         from protrain_plan.commands.training import NO_CHECKPOINTS, Checkpoints, Run, train
         from protrain_runtime.devices.memory_meter import return_freed_memory
 
-        if not is_accelerator(record.workload.device):
+        if not accelerated:
             return_freed_memory()
         rank = 0
         if who is not None:
@@ -187,6 +195,7 @@ def run(
                 profile=beside,
                 device=device,
                 measured=not compared,
+                compared=compared,
             )
 
         checkpoints = Checkpoints(resume=resume, directory=save, every=save_every)

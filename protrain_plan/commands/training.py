@@ -43,6 +43,7 @@ from protrain_runtime.engine.engine import Observer
 from protrain_runtime.model.prepared import below_device, parameter_values
 from protrain_runtime.preparation import Check, compile_blocks, prepare
 from protrain_runtime.ranks.group import check_ranks
+from protrain_runtime.states.host_steps import stepping_as
 from protrain_runtime.states.master_weights import with_master_weights
 
 CLIP_NORM = 1.0
@@ -104,6 +105,7 @@ def train(
     profile: Callable[[], Profile | None] = lambda: None,
     device: torch.device | str | None = None,
     measured: bool = True,
+    compared: bool = False,
 ) -> Run:
     """Build the plan's model and train it until `num_steps` are done; `plain`: ordinary PyTorch.
 
@@ -114,7 +116,8 @@ def train(
     With `recorded` the run has a recording, of two steps: when things ran is that of the last step
     but one, bytes are those of the last. Of several devices this is rank `rank`, with the batches
     of its turn; `plain` is then DistributedDataParallel. `device` is one of the plan's type, by
-    default the one that is current. Without `measured` no bytes are counted.
+    default the one that is current. Without `measured` no bytes are counted. A plain run that is
+    `compared` with the plan's lets the host update what the plan updates there.
     ProtrainError where the model cannot be built, the plan is not for it, memory ran out, or a
     checkpoint cannot be read or written, or is of another run.
     """
@@ -133,6 +136,7 @@ def train(
             fix="profile and plan for that one",
         )
     with (
+        devices.current(device),
         kernels(deterministic=workload.deterministic)
         if is_accelerator(device.type)
         else nullcontext(),
@@ -167,6 +171,8 @@ def train(
         if plain:
             masters = workload.precision == "master"
             make = with_master_weights(factory) if masters else factory
+            if compared:
+                make = stepping_as(plan, model, make)
             optimizer = make(p for p in model.parameters() if p.requires_grad)
             if workload.compile:
                 compile_blocks(model, plan)

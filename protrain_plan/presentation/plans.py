@@ -84,14 +84,20 @@ def other_steps_json(prediction: Prediction) -> dict[str, float]:
 
 def other_results(plan: Plan) -> list[str]:
     """Where training does not compute what plain PyTorch does: how near it is, by what leave."""
-    if plan.exactness == "bitwise":
-        return []
-    how = {"rounding": "up to rounding", "approximate": "approximately"}[plan.exactness]
-    forms = [name for name, form in FORMS.items() if form.leave and name in plan.forms]
-    return [
-        f"not exact: activations in {listed(forms, 'and')} give the results of plain PyTorch {how},"
-        f" by leave for {listed(plan.allowed, 'and')}"
-    ]
+    lines: list[str] = []
+    if plan.allowed:
+        how = {"rounding": "up to rounding", "approximate": "approximately"}[plan.exactness]
+        forms = [name for name, form in FORMS.items() if form.leave and name in plan.forms]
+        lines.append(
+            f"not exact: activations in {listed(forms, 'and')} give the results of plain PyTorch"
+            f" {how}, by leave for {listed(plan.allowed, 'and')}"
+        )
+    if plan.host_updated:
+        lines.append(
+            f"host rounding: {len(plan.host_updated)} of {len(plan.units)} units are updated by the"
+            " host (--exact-updates)"
+        )
+    return lines
 
 
 def other_steps(plan: Plan) -> list[str]:
@@ -612,6 +618,7 @@ def run_text(
     if verified is not None:
         # Both compile the same blocks: the model without a compiler has other bits.
         whose = "plain PyTorch's" + " with the same blocks compiled" * bool(plan.workload.compile)
+        whose += " with the same updates on the host" * bool(plan.host_updated)
         notes.append(
             Text(f"verified: losses and parameters equal {whose} bitwise", style="green")
             if verified

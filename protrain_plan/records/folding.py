@@ -6,10 +6,14 @@ and `names`), so that a module that is itself called `layers.0-3` is not mistake
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from math import prod
 
 _LAST_INTEGER = re.compile(r"((?:.*[^0-9])?)(0|[1-9][0-9]{0,8})([^0-9]*)", re.DOTALL)
 _RUN = re.compile(r"((?:.*[^0-9])?)(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})([^0-9]*)", re.DOTALL)
+
+_PART = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 
 MAX_RUN = 1_000
 """The longest run that is unfolded: a slip of the pen should not fill the memory."""
@@ -59,3 +63,23 @@ def _successor(name: str) -> str | None:
     if match is None or match[2] == "999999999":  # the patterns stop at nine digits
         return None
     return f"{match[1]}{int(match[2]) + 1}{match[3]}"
+
+
+def unfolded(lines: Iterable[str]) -> dict[str, str]:
+    """By name, what follows it in lines whose names hold runs: `layers.0-3.weight 2x2 float32`."""
+    contents: dict[str, str] = {}
+    for line in lines:
+        name, _, content = line.partition(" ")
+        choices = [_counted(part) for part in name.split(".")]
+        if prod(len(choice) for choice in choices) > MAX_RUN:  # a slip of the pen
+            choices = [[part] for part in name.split(".")]
+        for parts in product(*choices):
+            contents[".".join(parts)] = content
+    return contents
+
+
+def _counted(part: str) -> Sequence[str]:
+    match = _PART.fullmatch(part)
+    if match is None or int(match[2]) - int(match[1]) >= MAX_RUN:
+        return [part]
+    return [str(number) for number in range(int(match[1]), int(match[2]) + 1)]

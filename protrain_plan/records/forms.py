@@ -5,14 +5,15 @@ measures every form of it, the planner offers what a profile has measured, plans
 it, and the runtime runs it. A new option is one file, with its executor, and one entry here.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Exactness = Literal["bitwise", "rounding", "approximate"]
-"""How what training computes differs from plain PyTorch: not at all; in the order of sums and the
-rounding of their parts, so that it has the same expectation from the reals; or by what is left out
-of the numbers themselves."""
+Exactness = Literal["bitwise", "host rounding", "rounding", "approximate"]
+"""How what training computes differs from plain PyTorch: not at all; in the last bits of optimizer
+steps that the host's kernels take by the same formula; in the order of sums and the rounding of
+their parts, so that it has the same expectation from the reals; or by what is left out of the
+numbers themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class ActivationForm:
     def leave(self) -> str:
         """What `--allow` has to say: one word for all that rounds, one each for what is less."""
         match self.exactness:
-            case "bitwise":
+            case "bitwise" | "host rounding":
                 return ""
             case "rounding":
                 return "rounding"
@@ -171,9 +172,13 @@ def allowed_forms(allow: Collection[str], *, compiled: bool = False) -> tuple[st
 
 
 def exactness_of(names: Collection[str]) -> Exactness:
-    """Of training with such forms: that of the least exact."""
-    grades = get_args(Exactness)
-    return max((FORMS[name].exactness for name in names), key=grades.index, default="bitwise")
+    """The grade of training with such forms."""
+    return least_exact(FORMS[name].exactness for name in names)
+
+
+def least_exact(grades: Iterable[Exactness]) -> Exactness:
+    """The grade of training with parts of these grades."""
+    return max(grades, key=get_args(Exactness).index, default="bitwise")
 
 
 def names_of(units: Literal["blocks", "last part"]) -> tuple[str, ...]:

@@ -1,10 +1,11 @@
 """`Plan`: the decisions, and what they are predicted to cost. Reviewed and committed like code."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from protrain_plan.records.forms import FORMS, Exactness
-from protrain_plan.records.hardware import TierName
+from protrain_plan.records.folding import unfolded
+from protrain_plan.records.forms import FORMS, Exactness, exactness_of, least_exact, leaves_of
+from protrain_plan.records.hardware import TierName, is_accelerator
 from protrain_plan.records.profile import Form, UnitKind, Workload
 
 
@@ -95,12 +96,20 @@ class Offload:
     speculate: bool = False
 
     @property
+    def on_host(self) -> bool:
+        """Whether the optimizer runs in host memory."""
+        return self.tier != "device" and not self.update_on_device
+
+    @property
     def staged(self) -> bool:
         """Whether an update moves the states piece by piece, through staging buffers."""
         return self.tier == "disk" or self.update_on_device
 
 
 Placement = Persistent | Offload
+
+_TRAINED = " trainable"
+"""How lines of `Plan.tensors` end that are of trained parameters."""
 
 Updates = Literal["in backward", "after backward"]
 """When the optimizer works on offloaded chunks; clipping by a global norm needs all gradients."""
@@ -264,6 +273,32 @@ class Plan:
     def forms(self) -> frozenset[Form]:
         """In which the activations of some unit wait."""
         return frozenset(unit.activations.form for unit in self.units)
+
+    @property
+    def host_updated(self) -> tuple[UnitPlan, ...]:
+        """Units whose parameters the host's optimizer updates for a model on an accelerator."""
+        if not is_accelerator(self.workload.device):
+            return ()
+        trained = {name for name, kind in unfolded(self.tensors).items() if kind.endswith(_TRAINED)}
+
+        def is_trained(unit: UnitPlan) -> bool:
+            inside = unit.kind == "block" and any(n.startswith(f"{unit.name}.") for n in trained)
+            return inside or not trained.isdisjoint(unit.parameters)
+
+        offloaded = [u for u in self.units if isinstance(u.states, Offload) and u.states.on_host]
+        return tuple(unit for unit in offloaded if not self.tensors or is_trained(unit))
+
+    @property
+    def graded(self) -> Exactness:
+        """What `exactness` has to be."""
+        of_forms = exactness_of(self.forms)
+        return least_exact([of_forms, "host rounding"]) if self.host_updated else of_forms
+
+    def regraded(self) -> "Plan":
+        """The same plan, which says how exact it is and what it has leave for."""
+        graded = self.graded
+        allowed = leaves_of(self.forms)
+        return replace(self, exact=graded == "bitwise", exactness=graded, allowed=allowed)
 
     @property
     def gap(self) -> float:

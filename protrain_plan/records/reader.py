@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import MISSING, fields, replace
 from functools import cache, partial
 from types import MappingProxyType, NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from protrain_plan.errors import ProtrainError, RecordError, cut
 from protrain_plan.records.decisions import ACTIVATIONS, OLD_PHRASES, PLAIN, STATES
@@ -53,7 +53,8 @@ def loads(kind: type[R], text: str, source: str | None = None) -> R:
     record = _read_record(kind, value, {"protrain": Node.text, "version": Node.integer})
     if isinstance(record, Plan):
         _check_plan(record, value)
-    elif isinstance(record, Profile):
+        return cast(R, record.regraded())
+    if isinstance(record, Profile):
         _check_profile(record, value)
     return record
 
@@ -347,9 +348,10 @@ def _check_plan(plan: Plan, value: Node) -> None:
             problem = f"{plan.num_devices} devices are no equal parts of {parts}"
             raise value.any_mapping()[key].error(problem)
     exactness, leaves = exactness_of(plan.forms), leaves_of(plan.forms)
+    by_host = plan.exactness == "host rounding"  # which needs no leave, and follows from the units
     rules = (
-        ("exact", plan.exact, exactness == "bitwise"),
-        ("exactness", plan.exactness, exactness),
+        ("exact", by_host or plan.exact, exactness == "bitwise"),
+        ("exactness", "bitwise" if by_host else plan.exactness, exactness),
         ("allowed", plan.allowed, leaves),
     )
     for key, told, found in rules:

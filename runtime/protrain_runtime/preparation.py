@@ -130,7 +130,8 @@ def prepare(
     cannot be carried out here or by this version.
     """
     ranks = ranks_of(process_group, limit_s=wait_limit_s)
-    with _taken_back_on_failure(ranks) as (undo, own):
+    there = next((p.device for p in model.parameters() if not p.is_meta), devices.HOST)
+    with _taken_back_on_failure(ranks) as (undo, own), devices.current(there):
         if ATTRIBUTE in model.__dict__:
             raise ProtrainError("the model follows a plan already", fix="call restore(model) first")
         if check is not None and check not in get_args(Check):
@@ -170,7 +171,7 @@ def prepare(
         plain_copy = None
         if not keeps:
             if check == "bitwise":
-                plain_copy = PlainCopy(model, optimizer, facade)
+                plain_copy = PlainCopy(model, optimizer, facade, plan=plan)
             backend = Backend(device, delay=lane_delay, limit_s=wait_limit_s)
             if ranks is not None:
                 facts = _facts(model, plan, inner, names, device, wait_limit_s)

@@ -9,10 +9,11 @@ makes of its place is a test of its own.
 
 import gc
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import permutations
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,21 +39,24 @@ from protrain_plan.records.plan import (
     Budgets,
     Keep,
     Offload,
+    Persistent,
     Placement,
+    Plan,
     Recompute,
     Schedule,
     Swap,
     SwapInput,
     TierBytes,
 )
-from protrain_plan.records.profile import Profile
+from protrain_plan.records.profile import Precision, Profile
 from protrain_plan.simulation.memory import device_bytes
 from protrain_runtime import OutOfMemoryError, explain_memory, prepare, record, restore
 from protrain_runtime.devices import device as devices
-from protrain_runtime.devices.lanes import SWITCH_INTERVAL_S
+from protrain_runtime.devices.lanes import SWITCH_INTERVAL_S, Backend
 from protrain_runtime.devices.memory_meter import reachable_bytes
 from protrain_runtime.devices.preflight import NoRoomError
 from protrain_runtime.devices.stores import HostStore
+from protrain_runtime.diagnostics.checking import DifferenceError
 from protrain_runtime.model.prepared import below_device, engine_of
 from tests.support.cards import CARDS, capped, card_called, host_waits
 from tests.support.pairwise import Row
@@ -274,6 +278,56 @@ def deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled()
 
 
+class Rounding(torch.optim.SGD):
+    """Steps whose last bits are others on the host, as AdamW's by its kernels and CUDA's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.device.type == "cpu":
+                    parameter.mul_(1 + 2**-20)
+
+
+@pytest.mark.parametrize("precision", ["pure", "master"])
+def test_a_checked_run_updates_on_the_host_what_its_plan_updates_there(
+    precision: Precision, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def trained() -> None:
+        model = build("functional").to(torch.bfloat16 if precision == "master" else torch.float32)
+        found = described("functional")
+        half = len(found) // 2
+        units = (
+            *decided(found[:half], Keep(), Offload(tier="host")),
+            *decided(found[half:], Keep(), Persistent()),
+        )
+        plan = plan_for(model, units)
+        workload = replace(
+            plan.workload,
+            device=device().type,
+            deterministic=deterministic(),
+            precision=precision,
+            dtype="bfloat16" if precision == "master" else "float32",
+        )
+        plan = replace(plan, workload=workload)
+        assert plan.graded == ("host rounding" if plan.host_updated else "bitwise")
+        model, optimizer = prepare(
+            model,
+            plan,
+            optimizer=partial(Rounding, lr=2**-7),
+            spill_directory=tmp_path,
+            check="bitwise",
+        )
+        for number in range(4):
+            step("functional", model, optimizer, number)
+
+    trained()
+    monkeypatch.setattr(Plan, "host_updated", ())  # as if its updates were the device's own
+    with pytest.raises(DifferenceError):
+        trained()
+
+
 # --- what only a card shows -----------------------------------------------------------------------
 
 DECISIONS: list[tuple[Activations, Placement]] = [
@@ -328,6 +382,55 @@ def test_memory_that_cannot_be_pinned_is_one_message(number: int, tmp_path: Path
     assert "ulimit -l" in str(caught.value)
     assert list(differences(model.state_dict(), before, "parameters")) == []
     step("functional", model, ADAMW(model.parameters()), 0)
+
+
+STRAY = """
+import sys, tempfile, torch
+from tests.emulated.device import extension
+extension()
+from protrain_plan.records.plan import Offload, Swap
+from protrain_runtime import prepare, restore
+from tests.support.runtime_cases import ADAMW, build, decided, described, on_device, plan_for, step
+torch.accelerator.set_device_index(1)
+with on_device("emulated:1"):
+    units = described("functional")
+    half = len(units) // 2
+    units = (
+        *decided(units[:half], Swap(tier="host"), Offload(tier="host")),
+        *decided(units[half:], Swap(tier="disk"), Offload(tier="disk")),
+    )
+    model = build("functional")
+    plan = plan_for(model, units)
+    model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tempfile.gettempdir())
+    for number in range(3):
+        step("functional", model, optimizer, number)
+    restore(model)
+sys.exit(extension().has_context(0) or not extension().has_context(1))
+"""
+
+
+def test_no_thread_takes_memory_of_another_device() -> None:
+    """A thread's current device is the first one, until it is told."""
+    if device().type != "emulated":
+        pytest.skip("no call tells which of a process's contexts there are")
+    ended = subprocess.run(
+        [sys.executable, "-c", STRAY], check=False, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_pinned_memory_has_huge_pages(tmp_path: Path) -> None:
+    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("this system has no huge pages")
+
+    def huge_kib() -> int:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
+
+    before = huge_kib()
+    buffer = Backend(device()).empty_host(64 * 2**20).fill_(1)
+    assert buffer.is_pinned()
+    assert huge_kib() - before >= 48 * 2**10
 
 
 def test_a_type_that_lacks_something_is_refused(

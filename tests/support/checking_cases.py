@@ -77,6 +77,7 @@ def offloading(
         num_replicas=group.num_replicas,
         num_nodes=group.num_nodes,
     )
+    draft = draft.regraded()
     found = predicted(draft, profile)
     return replace(
         draft,

@@ -67,6 +67,7 @@ def step_of(
         updates=updates,
         micro_batches=micro_batches,
     )
+    plan = plan.regraded()
     report = simulated(plan, profile).report
     peaks, seconds = report.tier_peaks, report.step_seconds
     budgets = Budgets(

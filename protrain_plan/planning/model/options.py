@@ -146,13 +146,19 @@ _MAX_SHOWN = 6
 class Pin:
     """What the units of a pattern have to do; `None`: open to the planner.
 
+    `exact_updates` leaves no update to the host's kernels where the model is on an accelerator:
+    their last bits are others (see `records.forms.Exactness`).
     `source` is where it stands, for messages: `--pin`, or a file with its line.
     """
 
     units: str
-    activations: Activations | None
-    states: Placement | None
+    activations: Activations | None = None
+    states: Placement | None = None
+    exact_updates: bool = False
     source: str
+
+
+EXACT_UPDATES = Pin(units="*", exact_updates=True, source="--exact-updates")
 
 
 def parse_pin(text: str) -> Pin:
@@ -228,6 +234,8 @@ def pinned_options(
     names = [unit.unit.name for unit in options]
     activations: dict[str, Pin] = {}
     states: dict[str, Pin] = {}
+    if any(pin.exact_updates for pin in pins):
+        options = tuple(map(_updated_exactly, options))
     for pin in pins:
         for name in _matches(pin, names):
             if pin.activations is not None:
@@ -249,6 +257,14 @@ def pinned_options(
             unit = replace(unit, states=left)
         pinned.append(unit)
     return tuple(pinned)
+
+
+def _updated_exactly(unit: UnitOptions) -> UnitOptions:
+    """The options in which the host's optimizer has nothing of the unit to update."""
+    if not unit.unit.gradient_bytes:
+        return unit
+    left = (o for o in unit.states if not (isinstance(o.decision, Offload) and o.decision.on_host))
+    return replace(unit, states=tuple(left))
 
 
 def _cannot(

@@ -397,7 +397,10 @@ class Problem:
 
     @cached_property
     def options(self) -> tuple[UnitOptions, ...]:
-        found = pinned_options(unit_options(self.implied), self.pins)
+        pins = self.pins
+        if not is_accelerator(self.implied.settings.device):  # its own kernels update all there is
+            pins = tuple(pin for pin in pins if not pin.exact_updates)
+        found = pinned_options(unit_options(self.implied), pins)
         return tuple(speculating_on(self.ahead_on, options) for options in found)
 
     def speculating(self, *tiers: StateTier) -> "Problem":

@@ -55,7 +55,6 @@ from protrain_plan.planning.search.scheduling import PLAIN_RULES, QUICK_GRID
 from protrain_plan.program.compiling import bind
 from protrain_plan.program.group import ALONE, DeviceGroup
 from protrain_plan.program.implications import Implications
-from protrain_plan.records.forms import exactness_of, leaves_of
 from protrain_plan.records.plan import Budgets, Plan, Prediction
 from protrain_plan.records.profile import Profile
 from protrain_plan.records.writer import fingerprint
@@ -316,15 +315,13 @@ class _Planning:
             slow_step_seconds=slow_s,
             slow_every=profile.optimizer.slow_every if slow_s else 0,
         )
-        used = {unit.activations.form for unit in best.plans}
-        exactness = exactness_of(used)
         made = Plan(
             workload=profile.workload,
             hardware=profile.hardware.name,
             optimizer=profile.optimizer.name,
             profile_fingerprint=fingerprint(self.problem.made_from),
             model_fingerprint=profile.model_fingerprint,
-            exact=exactness == "bitwise",
+            exact=True,
             budgets=budgets,
             prediction=prediction,
             piece_bytes=settings.piece_bytes,
@@ -338,9 +335,8 @@ class _Planning:
             clip_share=settings.clip_share,
             page_cache_bytes=settings.page_cache_bytes,
             tensors=profile.tensors,
-            exactness=exactness,
-            allowed=leaves_of(used),
         )
+        made = made.regraded()
         return Solved(
             plan=made,
             status=status_of(made.gap, self.effort),

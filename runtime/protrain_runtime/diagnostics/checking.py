@@ -16,11 +16,13 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from protrain_plan.errors import ProtrainError
+from protrain_plan.records.plan import Plan
 from protrain_runtime.activations.compiled import compile_copy, replace_code
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.devices import device as devices
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.model.prepared import parameter_values
+from protrain_runtime.states.host_steps import stepping_as
 from protrain_runtime.states.stand_ins import ConsumedGradient, OffloadedGradient
 from protrain_runtime.states.stepping import OptimizerFactory, options_of
 
@@ -77,18 +79,23 @@ class Check:
     """Compares the first CHECKED_STEPS of `model`, then takes itself off.
 
     Made before the model follows its plan, and started after. `factory` makes an optimizer of the
-    copy, in the groups of `planned`.
+    copy, in the groups of `planned`, that updates on the host what `plan` updates there.
     """
 
     def __init__(
-        self, model: nn.Module, factory: OptimizerFactory, planned: PlannedOptimizer
+        self,
+        model: nn.Module,
+        factory: OptimizerFactory,
+        planned: PlannedOptimizer,
+        *,
+        plan: Plan,
     ) -> None:
         self._model, self._planned = model, planned
         self._plain = copy.deepcopy(model)
         compile_copy(model, self._plain)
         plain = zip(model.parameters(), self._plain.parameters(), strict=True)
         copies = dict[nn.Parameter, nn.Parameter](plain)
-        self._optimizer = factory(
+        self._optimizer = stepping_as(plan, self._plain, factory)(
             [
                 {**group, "params": [copies[parameter] for parameter in group["params"]]}
                 for group in planned.param_groups

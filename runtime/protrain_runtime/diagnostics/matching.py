@@ -10,11 +10,8 @@ line stands for all of them:
 
 import hashlib
 import inspect
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
-from math import prod
 from operator import gt
 
 import torch
@@ -24,7 +21,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from protrain_plan.errors import ProtrainError
 from protrain_plan.records.decisions import activations_text
-from protrain_plan.records.folding import MAX_RUN, fold, runs
+from protrain_plan.records.folding import fold, runs, unfolded
 from protrain_plan.records.forms import FORMS, PLAN_AGAIN, misfit
 from protrain_plan.records.hardware import is_accelerator
 from protrain_plan.records.plan import STEPPED, Keep, Persistent, Plan, UnitPlan
@@ -328,8 +325,6 @@ MOST_LINES, MOST_WORDS, MOST_NAMES = 12, 6, 3
 """Of one message, of one of its lines, and of equal changes in one: who changed more has another
 model in mind."""
 
-_RUN = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
-
 
 def model_tensors(model: nn.Module) -> tuple[str, ...]:
     """All parameters and buffers of the model in lines, as a profile and its plans keep them."""
@@ -338,7 +333,7 @@ def model_tensors(model: nn.Module) -> tuple[str, ...]:
 
 def model_changes(planned: Iterable[str], model: nn.Module, units: Sequence[UnitPlan]) -> list[str]:
     """What is different in `model` from the `planned` lines, unit by unit; empty: no tensor is."""
-    before, after = _unfolded(planned), _contents(model)
+    before, after = unfolded(planned), _contents(model)
     own = {name: unit.name for unit in units for name in unit.parameters}
     blocks = [unit.name for unit in units if unit.kind == "block"]
     held: dict[str, dict[str, list[str]]] = {}  # unit -> change -> names
@@ -392,25 +387,6 @@ def _folded(contents: Mapping[str, str]) -> tuple[str, ...]:
                     parts = (*parts[:place], count, *parts[place + 1 :])
                 entries.append((parts, content))
     return tuple(f"{'.'.join(parts)} {content}" for parts, content in entries)
-
-
-def _unfolded(lines: Iterable[str]) -> dict[str, str]:
-    contents: dict[str, str] = {}
-    for line in lines:
-        name, _, content = line.partition(" ")
-        choices = [_counted(part) for part in name.split(".")]
-        if prod(len(choice) for choice in choices) > MAX_RUN:  # a slip of the pen
-            choices = [[part] for part in name.split(".")]
-        for parts in product(*choices):
-            contents[".".join(parts)] = content
-    return contents
-
-
-def _counted(part: str) -> Sequence[str]:
-    match = _RUN.fullmatch(part)
-    if match is None or int(match[2]) - int(match[1]) >= MAX_RUN:
-        return [part]
-    return [str(number) for number in range(int(match[1]), int(match[2]) + 1)]
 
 
 def _change(before: str | None, after: str | None) -> str:

@@ -1,0 +1,104 @@
+"""Plain training with some parameters stepped on in host memory, as plans on accelerators do.
+
+The host's kernels of an optimizer round otherwise than an accelerator's. A run that is compared
+with a plan's, bit by bit, lets the host update the same parameters.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from protrain_plan.records.plan import Plan
+from protrain_runtime.states.chunk_layouts import unit_parameters
+from protrain_runtime.states.stepping import OptimizerFactory
+
+
+class HostSteps(torch.optim.Optimizer):
+    """The user's optimizer, of which one part steps where parameters are, and one on the host.
+
+    `factory` makes each; `on_host` are the parameters of the second.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Any],
+        factory: OptimizerFactory,
+        on_host: Collection[nn.Parameter],
+    ) -> None:
+        super().__init__(parameters, {})
+        self._copies: dict[nn.Parameter, nn.Parameter] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in on_host:
+                    copy = nn.Parameter(parameter.detach().cpu(), parameter.requires_grad)
+                    self._copies[parameter] = copy
+        here = self._part(factory, lambda p: None if p in self._copies else p)
+        there = self._part(factory, self._copies.get)
+        self._parts = [part for part in (here, there) if part is not None]
+        for part in self._parts:
+            self._take_options(part)
+
+    def _part(
+        self,
+        factory: OptimizerFactory,
+        of: Callable[[nn.Parameter], nn.Parameter | None],
+    ) -> torch.optim.Optimizer | None:
+        groups = [
+            {**group, "params": [p for p in map(of, group["params"]) if p is not None]}
+            for group in self.param_groups
+        ]
+        return factory(groups) if any(group["params"] for group in groups) else None
+
+    def _take_options(self, part: torch.optim.Optimizer) -> None:
+        for mine, theirs in zip(self.param_groups, part.param_groups, strict=True):
+            mine.update({key: value for key, value in theirs.items() if key != "params"})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step on all parameters; those of the host come back in the end."""
+        assert closure is None, "a plan's steps take closures themselves"
+        for parameter, copy in self._copies.items():
+            copy.grad = None if parameter.grad is None else parameter.grad.cpu()
+        options = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.param_groups
+        ]
+        for part in self._parts:
+            for group, values in zip(part.param_groups, options, strict=True):
+                group.update(values)
+            part.step()
+            self._take_options(part)
+        for parameter, copy in self._copies.items():
+            parameter.copy_(copy)
+            copy.grad = None
+
+    def train(self) -> None:
+        """For optimizers with modes."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """For optimizers with modes."""
+        self._switch("eval")
+
+    @torch.no_grad()
+    def _switch(self, mode: str) -> None:
+        for part in self._parts:
+            getattr(part, mode)()
+        for parameter, copy in self._copies.items():
+            parameter.copy_(copy)
+
+
+def stepping_as(plan: Plan, model: nn.Module, factory: OptimizerFactory) -> OptimizerFactory:
+    """A factory of optimizers that update on the host what the plan updates there.
+
+    `factory` itself where that is nothing.
+    """
+    there = {unit.name for unit in plan.host_updated}
+    if not there:
+        return factory
+    shape = [(unit.kind, unit.name, unit.parameters) for unit in plan.units]
+    chunks = zip(plan.units, unit_parameters(model, shape), strict=True)
+    on_host = {p for unit, chunk in chunks if unit.name in there for _, p in chunk}
+    return lambda groups: HostSteps(groups, factory, on_host)
