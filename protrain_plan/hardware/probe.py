@@ -39,6 +39,7 @@ from protrain_plan.hardware.speeds import (
     runs_per_second,
     small_compute,
     update_step,
+    update_team,
 )
 from protrain_plan.program.program import PAGE_BYTES
 from protrain_plan.records.hardware import (
@@ -57,7 +58,6 @@ from protrain_plan.units import four_digits
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import process_memory
 from protrain_runtime.devices.stores import DiskStore
-from protrain_runtime.states.updates import UpdateTeam, spare_threads
 
 _BUFFER_BYTES = 2**20
 """What models that a CPU trains move at a time: tensors of up to a few MiB, too small for the huge
@@ -153,9 +153,11 @@ def _below(
             pinned = PinnedLink(device)
             host = Tier(name="host", capacity_bytes=host_memory_bytes(), link=pinned.measured())
             progress("measuring what lanes and compute leave each other", 0.6)
-            with contextlib.closing(UpdateTeam(spare_threads(device))) as team:
-                beside = (pinned.read, pinned.write, lane_update(dtype, team))
-                kept = [contention(compute, lane, num_rounds=1) for lane in beside]
+            with contextlib.closing(update_team(device)) as team:
+                update = lane_update(dtype, team)
+                ways = (pinned.read, pinned.write)
+                kept = [contention(compute, each, num_rounds=1) for each in ways]
+                kept.append(contention(compute, update, num_rounds=1, num_threads=team.inside))
             return (host, disk), kept, Overheads(move_s=0.0, transfer_s=0.0, piece_s=0.0), said
         progress("measuring the runtime itself", 0.25)
         overheads = measure_overheads(directory)

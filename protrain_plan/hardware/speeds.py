@@ -38,7 +38,7 @@ from protrain_plan.records.profile import DType, Precision, Workload
 from protrain_plan.units import four_digits
 from protrain_runtime import prepare, record, restore
 from protrain_runtime.devices.device import current_stream, found, on_host, synchronize
-from protrain_runtime.devices.lanes import Backend, take_one_thread
+from protrain_runtime.devices.lanes import Backend, take_threads
 from protrain_runtime.devices.stores import HostStore
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.chunk_layouts import make_chunk
@@ -46,7 +46,7 @@ from protrain_runtime.states.chunks import offload
 from protrain_runtime.states.master_weights import with_master_weights
 from protrain_runtime.states.stepping import options_of
 from protrain_runtime.states.update_rules import UpdateRules, in_turn, smaller
-from protrain_runtime.states.updates import Piece, UpdateTeam, spare_threads
+from protrain_runtime.states.updates import Piece, UpdateTeam, spare_threads, updates_by_lines
 
 Result = TypeVar("Result")
 
@@ -102,15 +102,28 @@ def host_update_speed(
     here = found(str(device))
     beside = not on_host(here)
     num_parameters = _UPDATE_PARAMETERS * (_TIMES_BESIDE_ACCELERATOR if beside else 1)
-    with closing(UpdateTeam(spare_threads(here))) as team:
+    with closing(update_team(here, optimizer, precision)) as team:
         update = lane_update(
             dtype, team, num_parameters=num_parameters, optimizer=optimizer, precision=precision
         )
 
         def seconds() -> float:
-            return in_worker(lambda: median_seconds(update))
+            return in_worker(lambda: median_seconds(update), num_threads=team.inside)
 
         return num_parameters / (while_copying(here, seconds) if beside else seconds())
+
+
+def update_team(
+    device: torch.device,
+    optimizer: str = DEFAULT_OPTIMIZER,
+    precision: Precision = "pure",
+) -> UpdateTeam:
+    """The threads that a plan on `device` has for the optimizer's steps in host memory."""
+    factory = in_turn(optimizer_factory(optimizer))
+    if precision == "master":
+        factory = with_master_weights(factory)
+    by_lines = updates_by_lines(factory([{"params": [nn.Parameter(torch.zeros(1))]}]))
+    return UpdateTeam(spare_threads(device), by_lines=by_lines)
 
 
 def lane_update(
@@ -239,22 +252,26 @@ def update_step(
 
 
 def contention(
-    compute: Callable[[], None], lane: Callable[[], None], *, num_rounds: int = _ROUNDS
+    compute: Callable[[], None],
+    lane: Callable[[], None],
+    *,
+    num_rounds: int = _ROUNDS,
+    num_threads: int = 1,
 ) -> Contention:
     """What compute keeps of its speed while `lane` runs over and over, and vice versa.
 
     Compute is what a model does (`small_compute`), in the calling thread with the threads it has;
-    the lane is a worker thread with one intra-op thread. Medians of short windows, alone and
-    together. Beside an accelerator one round is enough: copies and the host's updates run on other
-    hardware than compute, so that little is taken, but they share its memory and the link.
+    the lane is a worker thread with `num_threads` intra-op threads. Medians of short windows, alone
+    and together. Beside an accelerator one round is enough: copies and the host's updates run on
+    other hardware than compute, so that little is taken, but they share its memory and the link.
     """
     compute()
-    in_worker(lane)
+    in_worker(lane, num_threads=num_threads)
     compute_kept, lane_kept = [], []
     for _ in range(num_rounds):
         compute_alone = runs_per_second(compute)
-        lane_alone = in_worker(lambda: runs_per_second(lane))
-        compute_beside, lane_beside = rates_together(compute, lane)
+        lane_alone = in_worker(lambda: runs_per_second(lane), num_threads=num_threads)
+        compute_beside, lane_beside = rates_together(compute, lane, num_threads=num_threads)
         compute_kept.append(compute_beside / compute_alone)
         lane_kept.append(lane_beside / lane_alone)
     return Contention(
@@ -315,12 +332,12 @@ def kept_fraction(ratios: Iterable[float], *, at_least: float = 0.01) -> float:
     return min(1.0, max(at_least, statistics.median(ratios)))
 
 
-def in_worker(work: Callable[[], Result]) -> Result:
-    """`work()` in a fresh thread with one intra-op thread, as a lane runs."""
-    num_threads = torch.get_num_threads()
+def in_worker(work: Callable[[], Result], *, num_threads: int = 1) -> Result:
+    """`work()` in a fresh thread with so many intra-op threads, as a lane runs."""
+    before = torch.get_num_threads()
 
     def alone() -> Result:
-        take_one_thread()
+        take_threads(num_threads)
         return work()
 
     try:
@@ -328,17 +345,19 @@ def in_worker(work: Callable[[], Result]) -> Result:
             return pool.submit(alone).result()
     finally:
         # The number holds for the setting thread, and for all threads that come after it.
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(before)
 
 
-def rates_together(compute: Callable[[], None], lane: Callable[[], None]) -> tuple[float, float]:
+def rates_together(
+    compute: Callable[[], None], lane: Callable[[], None], *, num_threads: int = 1
+) -> tuple[float, float]:
     """Runs per second of `compute` in the calling thread and of `lane` in a worker, at once."""
     stop = threading.Event()
     running = threading.Event()
-    num_threads = torch.get_num_threads()
+    before = torch.get_num_threads()
 
     def until_stopped() -> float:
-        take_one_thread()
+        take_threads(num_threads)
         running.set()
         return runs_per_second(lane, until=stop)
 
@@ -346,7 +365,7 @@ def rates_together(compute: Callable[[], None], lane: Callable[[], None]) -> tup
         lane_rate = pool.submit(until_stopped)
         try:
             running.wait()
-            torch.set_num_threads(num_threads)
+            torch.set_num_threads(before)
             compute_rate = runs_per_second(compute)
         finally:
             stop.set()

@@ -83,7 +83,7 @@ from protrain_runtime.states.quantized import refuse_quantized, scales, settle_q
 from protrain_runtime.states.stepping import OptimizerFactory
 from protrain_runtime.states.unchanged_model import UnchangedModel, refuse_conversions
 from protrain_runtime.states.update_rules import in_turn
-from protrain_runtime.states.updates import UpdateTeam, spare_threads
+from protrain_runtime.states.updates import UpdateTeam, spare_threads, updates_by_lines
 
 Check = Literal["bitwise", "spills"]
 """What a prepared model compares while it trains."""
@@ -184,7 +184,8 @@ def prepare(
                 cached=plan.page_cache_bytes > 0,
             )
             undo.append(stores.close)
-            _attach(model, modules, prepared, optimizer, stores, backend, own)
+            by_lines = updates_by_lines(inner)
+            _attach(model, modules, prepared, optimizer, stores, backend, own, by_lines=by_lines)
             warn_of_slow_disk(plan, directory)
         model.__dict__[ATTRIBUTE] = prepared
         own.append(lambda: model.__dict__.pop(ATTRIBUTE, None))
@@ -343,6 +344,8 @@ def _attach(
     stores: Stores,
     backend: Backend,
     own: Undo,
+    *,
+    by_lines: bool,
 ) -> None:
     plan, undo, ranks = prepared.plan, prepared.undo, prepared.ranks
     if not backend.on_host:
@@ -381,7 +384,7 @@ def _attach(
     sizes = [chunk.size(rules) for chunk in chunks]
     program = compile_plan(plan.units, sizes, settings, clipped=True)
     accumulating = compile_plan(plan.units, sizes, settings, updating=False)
-    team = UpdateTeam(spare_threads(backend.device))
+    team = UpdateTeam(spare_threads(backend.device), by_lines=by_lines)
     undo.append(team.close)
     moves = Moves(
         program,

@@ -545,11 +545,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
     def seen() -> Any:
         places = {name: p.data_ptr() for name, p in model.named_parameters()}
-        return attached(model), places, threading.active_count()
+        return attached(model), places
 
-    before, values = seen(), copied(model.state_dict())
+    before, values, threads = seen(), copied(model.state_dict()), set(threading.enumerate())
     yield
     assert seen() == before
+    assert set(threading.enumerate()) <= threads  # those of a model that was dropped may end
     assert list(differences(model.state_dict(), values, "parameters")) == []
 
 

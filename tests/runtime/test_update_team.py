@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from protrain_plan.hardware.speeds import in_worker
 from protrain_plan.models.optimizers import OPTIMIZERS
 from protrain_plan.profiling.measured import workspace
 from protrain_plan.program.program import PIECE_ALIGNMENT
@@ -27,11 +28,13 @@ from protrain_runtime.states.stand_ins import GradientInStore
 from protrain_runtime.states.stepping import OptimizerFactory
 from protrain_runtime.states.update_rules import UpdateRules
 from protrain_runtime.states.updates import (
+    BY_LINES,
     ElementRange,
     Piece,
     UpdateTeam,
     ranges,
     spare_threads,
+    updates_by_lines,
 )
 from tests.support.runtime_cases import differences
 
@@ -106,6 +109,17 @@ def test_one_processor_is_left_to_launch_and_all_to_compute() -> None:
         torch.set_num_threads(num_threads)
 
 
+def test_a_rank_has_its_share_of_a_nodes_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher leaves each rank one thread, unless it is told another number."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(32)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert spare_threads(torch.device("cuda", 0)) == 7
+    assert spare_threads(CPU) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert spare_threads(torch.device("cuda", 0)) == max(1, torch.get_num_threads() - 1)
+
+
 def test_helpers_and_lanes_have_one_thread_and_later_threads_have_the_old_number() -> None:
     num_threads = torch.get_num_threads()
     seen: list[tuple[str, int]] = []
@@ -115,9 +129,12 @@ def test_helpers_and_lanes_have_one_thread_and_later_threads_have_the_old_number
         everyone.wait()
 
     everyone = threading.Barrier(3)
-    lane = Backend(CPU).lane("any", on_device=False)
-    lane.submit("to look", lambda: seen.append(("lane", torch.get_num_threads())), ()).synchronize()
-    lane.close()
+    for number in (1, 3):
+        lane = Backend(CPU).lane("any", on_device=False, num_threads=number)
+        lane.submit(
+            "look", lambda: seen.append(("lane", torch.get_num_threads())), ()
+        ).synchronize()
+        lane.close()
     with closing(UpdateTeam(3)) as team:
         team.run([see, see, see])
         later = threading.Thread(target=lambda: seen.append(("later", torch.get_num_threads())))
@@ -131,10 +148,44 @@ def test_helpers_and_lanes_have_one_thread_and_later_threads_have_the_old_number
             ("protrain update_1", 1),
             ("later", num_threads),
             ("lane", 1),
+            ("lane", 3),
         ]
     )
     names = [thread.name for thread in threading.enumerate()]
     assert not [name for name in names if name.startswith("protrain update_")]
+
+
+@pytest.mark.parametrize("kind", BY_LINES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fused_steps_have_the_same_bits_with_any_number_of_threads(
+    kind: Callable[..., torch.optim.Optimizer], dtype: torch.dtype
+) -> None:
+    """By lines of a cache, of which the last one is not full."""
+
+    def stepped() -> list[Tensor]:
+        torch.manual_seed(0)
+        parameter = nn.Parameter(torch.randn(100_003).to(dtype))
+        optimizer = kind([parameter], fused=True)
+        for _ in range(3):
+            parameter.grad = torch.randn(100_003).to(dtype)
+            optimizer.step()
+        return [parameter.detach(), *optimizer.state[parameter].values()]
+
+    expected, *others = (in_worker(stepped, num_threads=number) for number in (1, 2, 3, 7))
+    assert all(list(differences(other, expected, "step")) == [] for other in others)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_fused_adams_are_shared_out_by_pytorch_and_others_by_ranges(*, masters: bool) -> None:
+    def team_of(factory: OptimizerFactory) -> tuple[int, int]:
+        made = (with_master_weights(factory) if masters else factory)([{"params": [one]}])
+        with closing(UpdateTeam(4, by_lines=updates_by_lines(made))) as team:
+            return team.inside, team.num_threads
+
+    one = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    inside = {name for name, factory in FACTORIES.items() if team_of(factory) == (4, 1)}
+    assert inside == {"adamw", "adam", "adamw-amsgrad"}
+    assert all(team_of(FACTORIES[name]) == (1, 4) for name in FACTORIES.keys() - inside)
 
 
 def test_what_one_thread_raises_is_raised_when_all_have_ended() -> None:

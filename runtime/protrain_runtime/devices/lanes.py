@@ -185,8 +185,9 @@ OWN_THREADS = "protrain "
 class ThreadLane:
     """A lane on a worker thread.
 
-    `device` is the accelerator whose memory the work may touch. `delay`, if given, returns seconds
-    to sleep before each item: a test's way to make a missing wait show up as a wrong number.
+    `device` is the accelerator whose memory the work may touch, and `num_threads` are those that
+    PyTorch's operators have in it. `delay`, if given, returns seconds to sleep before each item: a
+    test's way to make a missing wait show up as a wrong number.
     """
 
     def __init__(
@@ -195,12 +196,14 @@ class ThreadLane:
         *,
         delay: Callable[[], float] | None = None,
         device: torch.device | None = None,
+        num_threads: int = 1,
         limit_s: float = WAIT_LIMIT_S,
     ) -> None:
         self.name = name
         self.on_stream = False
         self._process = os.getpid()
         self._delay, self._limit_s, self._device = delay, limit_s, device
+        self._num_threads = num_threads
         # With an accelerator, the work's copies run on a stream of the lane's own.
         self._stream = None if device is None else torch.Stream(device=device)
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
@@ -225,7 +228,7 @@ class ThreadLane:
         self._thread.join(self._limit_s)
 
     def _run(self) -> None:
-        take_one_thread()
+        take_threads(self._num_threads)
         while (item := self._queue.get()) is not None:
             error: BaseException | None = None
             try:
@@ -440,17 +443,22 @@ class Backend:
         weakref.finalize(buffer, only_here(unpin))
         return buffer
 
-    def lane(self, name: str, *, on_device: bool, patient: bool = False) -> WorkLane:
+    def lane(
+        self, name: str, *, on_device: bool, patient: bool = False, num_threads: int = 1
+    ) -> WorkLane:
         """A lane; `on_device` where the device's copy engines can do its work.
 
-        A `patient` one has work with a time limit of its own, which is to say first what is late.
+        Others have `num_threads` for PyTorch's operators. A `patient` one has work with a time
+        limit of its own, which is to say first what is late.
         """
         limit_s = self._limit_s * (2 if patient else 1) + (PATIENCE_S if patient else 0)
         if on_device and not self.on_host:
             return StreamLane(name, self.device, limit_s=limit_s)
         threads = torch.get_num_threads()
         device = None if self.on_host else self.device
-        lane = ThreadLane(name, delay=self._delay, device=device, limit_s=limit_s)
+        lane = ThreadLane(
+            name, delay=self._delay, device=device, num_threads=num_threads, limit_s=limit_s
+        )
         lane.submit("the start", nothing, ()).synchronize()
         # The worker's own number of threads also became the default of threads to come.
         torch.set_num_threads(threads)
@@ -461,15 +469,15 @@ class Backend:
         devices.synchronize(self.device)
 
 
-def take_one_thread() -> None:
-    """Let the calling thread have one intra-op thread: a second team would contend with compute's.
+def take_threads(number: int = 1) -> None:
+    """Let the calling thread have so many intra-op threads: more would contend with compute's.
 
     It is asked for its number first: a thread that was never asked takes the process's own when it
     first needs one, whatever it has set. What it sets also becomes the process's own, for threads
     to come: whoever started this one sets that back.
     """
     torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(number)
 
 
 def nothing() -> None:

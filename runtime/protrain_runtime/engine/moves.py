@@ -376,6 +376,7 @@ class Moves:
         team: UpdateTeam | None = None,
     ) -> None:
         self._team = UpdateTeam() if team is None else team
+        self.update_threads = self._team.inside
         self._program, self._plans, self._chunks = program, plans, chunks
         self._backend, self._swap_stores = backend, swap_stores
         self.buffers = Buffers(backend)

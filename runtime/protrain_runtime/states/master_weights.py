@@ -58,7 +58,8 @@ class MasterOptimizer(torch.optim.Optimizer):
             nn.Parameter(values, requires_grad=values.is_floating_point() or values.is_complex())
             for values in (torch.zeros(1, dtype=dtype) for dtype in dtypes)
         ]
-        self.defaults = factory([{"params": dummies}]).defaults
+        made = factory([{"params": dummies}])
+        self.kind, self.defaults = type(made), made.defaults
         for group in self.param_groups:
             for option, value in self.defaults.items():
                 group.setdefault(option, value)

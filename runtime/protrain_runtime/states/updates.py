@@ -1,11 +1,17 @@
 """The optimizer's step on offloaded chunks: pieces of a chunk, and the threads that share them out.
 
 A piece is a range of a chunk's trainable elements on its way through the optimizer. An optimizer in
-host memory is bound by what one processor can read and write. Ranges of a piece are updated by
-several at once, each by an optimizer of the user's class on a thread with one intra-op thread:
-PyTorch's own threads would cut tensors elsewhere, and beside compute.
+host memory is bound by what one processor can read and write, so that several work on a piece.
+
+[Note: PyTorch's threads or threads of ours]
+Fused kernels of Adam share a tensor out among PyTorch's own threads by whole cache lines, so that
+bits do not depend on how many there are. One call updates a piece then, and the interpreter is free
+for the thread that launches compute. Other operators cut a tensor anywhere, and compute what is
+left over of a vector with other instructions (SGD's of bfloat16, for one). There ranges of a piece
+are updated each by an optimizer of the user's class, on a thread with one intra-op thread.
 """
 
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +25,7 @@ from torch import nn
 
 from protrain_plan.program.program import LONGEST_SPAN
 from protrain_runtime.devices.device import on_host
-from protrain_runtime.devices.lanes import STACK_BYTES, take_one_thread
+from protrain_runtime.devices.lanes import STACK_BYTES, take_threads
 from protrain_runtime.devices.stores import HostStore, Store
 from protrain_runtime.states.chunks import Chunk, Copy, Cut, Slice, StateKind, StateLayout
 from protrain_runtime.states.compositions import put_together, taken_apart
@@ -35,10 +41,17 @@ range to a thread and back takes (`benchmarks/results/updates.md`)."""
 def spare_threads(device: torch.device) -> int:
     """How many threads update chunks in host memory, at least 1.
 
-    Beside an accelerator: the threads that this process has, but for one that launches its work. On
-    a CPU the processors compute: one thread updates beside them.
+    Beside an accelerator: the threads that this process has, but for one that launches its work. Of
+    several ranks each has its share of the node's processors: torchrun leaves them one thread each,
+    by OMP_NUM_THREADS, unless it finds another number there. On a CPU the processors compute: one
+    thread updates beside them.
     """
-    return 1 if on_host(device) else max(1, torch.get_num_threads() - 1)
+    if on_host(device):
+        return 1
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    launched = ranks > 1 and os.environ.get("OMP_NUM_THREADS") == "1"
+    threads = len(os.sched_getaffinity(0)) // ranks if launched else torch.get_num_threads()
+    return max(1, threads - 1)
 
 
 class ElementRange(NamedTuple):
@@ -49,18 +62,37 @@ class ElementRange(NamedTuple):
     stop: int
 
 
-class UpdateTeam:
-    """The update lane's thread, and `num_threads` - 1 that help it.
+BY_LINES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+"""Optimizers whose fused kernels share tensors out by whole cache lines
+(aten/src/ATen/native/cpu/FusedAdamKernel.cpp and FusedAdagradKernel.cpp)."""
 
-    Made by a thread with the process's own number of intra-op threads.
+
+def updates_by_lines(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether PyTorch's own threads may share out its steps (see the note above)."""
+    kind = optimizer.kind if isinstance(optimizer, MasterOptimizer) else type(optimizer)
+    return kind in BY_LINES and all(group.get("fused") for group in optimizer.param_groups)
+
+
+class UpdateTeam:
+    """The update lane's thread, and `num_threads` - 1 more: PyTorch's in it, or such as help it.
+
+    See [Note: PyTorch's threads or threads of ours]. `inside` are those that the lane's thread is
+    to have itself. Made by a thread with the process's own number of intra-op threads.
     """
 
     def __init__(
-        self, num_threads: int = 1, *, smallest: int = SMALLEST_RANGE, longest: int = LONGEST_SPAN
+        self,
+        num_threads: int = 1,
+        *,
+        by_lines: bool = False,
+        smallest: int = SMALLEST_RANGE,
+        longest: int = LONGEST_SPAN,
     ) -> None:
-        self.num_threads, self.longest = num_threads, longest
+        self.inside = num_threads if by_lines else 1
+        self.num_threads = num_threads // self.inside
+        self.longest = longest * self.inside
         self._smallest = smallest
-        self._helpers = _helpers(num_threads - 1) if num_threads > 1 else None
+        self._helpers = _helpers(self.num_threads - 1) if self.num_threads > 1 else None
 
     def ranges(self, lengths: Sequence[int], cuts: Sequence[Cut] = ()) -> list[list[ElementRange]]:
         """What each thread works on, of tensors of these lengths: all of their elements once.
@@ -94,7 +126,7 @@ def _helpers(count: int) -> ThreadPoolExecutor:
     num_threads = torch.get_num_threads()
     usual = threading.stack_size(STACK_BYTES)
     everyone = threading.Barrier(count + 1)
-    pool = ThreadPoolExecutor(count, "protrain update", initializer=take_one_thread)
+    pool = ThreadPoolExecutor(count, "protrain update", initializer=take_threads)
     for _ in range(count):
         pool.submit(everyone.wait)
     everyone.wait()
