@@ -58,7 +58,7 @@ CARD = Suite(
     base=_WORK,
     truth=(
         (_SMALL, (0, 4 * GB, 3 * GB)),
-        (_WORK, (0, *_CAPS)),
+        (_WORK, (*_CAPS, 0)),
         (replace(_WORK, model=_8B), _CAPS),
         (replace(_WORK, seq_len=8192), _CAPS),
         (replace(_WORK, model="llama-3.2-3b", seq_len=4096), _CAPS),
@@ -82,7 +82,7 @@ CARD = Suite(
         replace(_WORK, model=_8B, cap_bytes=24 * GB),
     ),
     tests={
-        "bits": ("-m", "gpu and not slow", "-n", "8", "-k", f"not ({_MEMORY})", *_FOLDERS),
+        "bits": ("-m", "gpu and not slow", "-n", "12", "-k", f"not ({_MEMORY})", *_FOLDERS),
         "memory": ("-m", "gpu and not slow", "-n", "0", "-k", _MEMORY, *_FOLDERS),
     },
     sanitized=("-m", "gpu and not slow", "-n", "0", "-k", _STEPS, "tests/runtime"),
