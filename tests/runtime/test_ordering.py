@@ -283,13 +283,12 @@ def micro_batches_on_the_device_with_late_threads() -> None:
     )
 
 
-def ahead_of_the_norm_with_late_lanes(*, clip: bool = False) -> None:
+def ahead_of_the_norm_with_late_lanes() -> None:
     trains(
         LATE_LANES,
         "host",
         Recompute(),
         replace(ON_DEVICE, speculate=True),
-        clip=clip,
         updates="after backward",
         overlap_steps=True,
         piece_bytes=MANY_BYTES,
@@ -306,10 +305,6 @@ def ahead_of_the_norm_from_disk_with_late_lanes() -> None:
         updates="after backward",
         piece_bytes=MANY_BYTES,
     )
-
-
-def again_after_the_norm_with_late_lanes() -> None:
-    ahead_of_the_norm_with_late_lanes(clip=True)
 
 
 def loaded_and_read() -> None:
@@ -332,7 +327,7 @@ def evaluated_then_loaded() -> None:
     states = ADAMW(one_group(second)).state_dict()
     weights = {name: value.cpu() for name, value in second.state_dict().items()}
     units = decided(described(NAME), Keep(), Offload(tier="host"), AHEAD)
-    with TemporaryDirectory() as folder, LATE_COMPUTE():
+    with TemporaryDirectory() as folder, late(compute_us=1000.0):
         model, optimizer = planned(units, folder)
         with torch.no_grad():
             found = loss_of(call_model(model, batch(NAME, 0)))

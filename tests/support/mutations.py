@@ -305,13 +305,6 @@ ON_A_DEVICE = (
         scenario="ahead_of_the_norm_with_late_lanes",
     ),
     Mutation(
-        where="runtime/protrain_runtime/engine/moves.py::Moves._read_states",
-        line="factors=list(stored.factors)",
-        instead="factors=stored.factors",
-        keeps="an update ahead of the norm multiplies by a factor that comes later",
-        scenario="again_after_the_norm_with_late_lanes",
-    ),
-    Mutation(
         where="runtime/protrain_runtime/engine/engine.py::Engine._end_carried",
         line="        wait()",
         instead="        pass",
