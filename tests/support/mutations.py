@@ -547,6 +547,10 @@ AMONG_RANKS = (
     ),
 )
 
+MIXTURES = (
+    "tests/runtime/test_compressed.py"
+    "::test_gradients_of_mixtures_are_those_of_plain_pytorch_but_for_what_is_packed"
+)
 GUARDS: tuple[Mutation, ...] = (
     Mutation(
         where="runtime/protrain_runtime/engine/moves.py::Moves._update",
@@ -617,6 +621,27 @@ GUARDS: tuple[Mutation, ...] = (
             "tests/runtime/test_guards.py"
             "::test_a_forward_that_writes_to_a_parameter_that_leaves_is_refused"
         ),
+    ),
+    Mutation(
+        where="protrain_plan/planning/search/pacing.py::Pacer.walk",
+        line="paced(within_s)",
+        instead="paced(inf)",
+        keeps="a walk goes on that cannot be as fast as what there is",
+        test="tests/planning/test_pacing.py::test_a_walk_that_is_cut_short_would_have_taken_longer",
+    ),
+    Mutation(
+        where="runtime/protrain_runtime/activations/compressed.py::dequantized",
+        line="mul_(scales)",
+        instead="mul_(scales * 1.1)",
+        keeps="gradients of what is packed as int8 are too large",
+        test=MIXTURES,
+    ),
+    Mutation(
+        where="runtime/protrain_runtime/activations/compressed.py::rebuilt",
+        line="result.mul_(1 / (rank * _magnitude(rank) ** 2))",
+        instead="result",
+        keeps="gradients of what is projected have another size",
+        test=MIXTURES,
     ),
 )
 
