@@ -201,10 +201,6 @@ def from_host_with_late_compute() -> None:
     trains(LATE_COMPUTE, "host", Swap(tier="host"), Offload(tier="host"))
 
 
-def from_disk_with_late_compute() -> None:
-    trains(LATE_COMPUTE, "disk", Swap(tier="disk"), Offload(tier="disk"))
-
-
 def from_disk_on_another_stream_with_late_streams() -> None:
     """Compute's stream comes late with the lanes': it is none of the device's own."""
     late_streams = partial(late, lanes_us=400.0)

@@ -204,7 +204,7 @@ ON_A_DEVICE = (
         line="self._stream.wait_event(item.fence)",
         instead="pass",
         keeps="what goes to disk is taken before compute has written it",
-        scenario="from_disk_with_late_compute",
+        scenario="from_disk_on_another_stream_with_late_streams",
     ),
     Mutation(
         where="runtime/protrain_runtime/devices/lanes.py::ThreadLane._do",
