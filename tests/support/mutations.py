@@ -697,19 +697,27 @@ def assert_page(
 # --- the command ----------------------------------------------------------------------------------
 
 
+def asked(tree: Path, *tests: str) -> subprocess.CompletedProcess[str]:
+    """How pytest ends that runs these tests in a copy of the tree."""
+    chosen = ("-q", "-x", "-p", "no:cacheprovider", "-m", BY_DEFAULT, *tests)
+    path = os.pathsep.join(map(str, (tree, tree / "runtime")))
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *chosen],
+        cwd=tree,
+        env=os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
 def verdict(mutation: Mutation, tree: Path) -> str:
     """What its test says in a copy of the tree that has the mutation."""
     file = tree / mutation.file.relative_to(ROOT)
     text = file.read_text(encoding="utf-8")
     file.write_text(mutated_text(mutation, text), encoding="utf-8")
-    chosen = ("-m", BY_DEFAULT, mutation.test)
-    command = (sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *chosen)
-    path = os.pathsep.join(map(str, (tree, tree / "runtime")))
-    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        ended = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S
-        )
+        ended = asked(tree, mutation.test)
     except subprocess.TimeoutExpired:
         return "killed (it waits)"
     finally:
@@ -731,13 +739,15 @@ def main() -> int:
     with TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        without = asked(tree, *{one.test for one in chosen})
+        if without.returncode:
+            sys.exit(f"a test fails without any mutation:\n{without.stdout}")
         for one in chosen:
             start = time.monotonic()
             found = verdict(one, tree)
             survived += not found.startswith("killed")
-            print(
-                f"{found}, {time.monotonic() - start:.0f} s: {one.place}: {one.change}", flush=True
-            )
+            seconds = round(time.monotonic() - start)
+            print(f"{found}, {seconds} s: {one.place}: {one.change}", flush=True)
     print(f"{len(chosen) - survived} of {len(chosen)} mutations were killed")
     return min(survived, 1)
 
