@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test levels fuzz lint types format docs plans clean
+.PHONY: help venv demo test mutations levels fuzz lint types format docs plans clean
 
 # The first interpreter that is new enough and can make environments; or say `make PYTHON=...`.
 CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11
@@ -41,8 +41,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## profile, plan, check and train a small model under a hard memory limit
 	@$(BIN)/python examples/demo.py
 
-# Types are checked while tests run: what is wrong with them is said last. Two sessions: where a
-# device is known, autograd starts threads of its own, and no test may train in a fork any more.
+# Types are checked while tests run: what is wrong with them is said last. Two sessions, so that what
+# is asked of a CPU is asked of a process that knows no accelerator, as those of most users.
 test: lint ## lint, check types, run the tests (all of them: make test MARKERS=)
 	@mkdir -p .mypy_cache
 	@$(BIN)/mypy --no-error-summary > .mypy_cache/said 2>&1 & types=$$!; failed=0; \
@@ -50,6 +50,9 @@ test: lint ## lint, check types, run the tests (all of them: make test MARKERS=)
 	$(BIN)/pytest -q -n $(JOBS) -m "$(CHOSEN)not emulated" || failed=1; \
 	$(BIN)/pytest -q -n $(JOBS) -m "$(CHOSEN)emulated" || test $$? -eq 5 || failed=1; \
 	wait $$types || { cat .mypy_cache/said; failed=1; }; exit $$failed
+
+mutations: $(STAMP) ## apply known mutations one by one: is each killed by the test that it names?
+	@OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m tests.support.mutations
 
 levels: $(STAMP) ## run the tests of bytes and peaks at each level of the processor's instructions
 	@$(BIN)/python -m tests.support.levels

@@ -4,7 +4,6 @@ import gc
 import json
 import os
 import re
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,16 +27,6 @@ settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")
 
 
-CASES_EVERY = 3
-"""Of the cases of a test that has MANY or more, and that trains or plans, so many are in every run,
-and all at night."""
-MANY = 4
-LONG = ("checkpoint", "integrations", "models", "planning", "profiling", "ranks", "runtime")
-
-EMULATED_EVERY = 12
-ROWS_EVERY = 24  # a row of the matrix takes seconds on the emulated device
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-golden", action="store_true", help="write the files in tests/golden anew"
@@ -46,30 +35,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before some are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of many cases a part is in every run, and of what the emulated device is asked; all at night.
-
-    Of the first kind evenly, in their order. What takes long is at night, too (`long_tests`).
-    """
+    """What is on the list runs at night alone."""
     nightly = long_tests.read()
     for item in items:
         if item.nodeid in nightly:
-            item.add_marker(pytest.mark.slow)
-    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
-    for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        if item.path.parent.name in LONG and not marks & {"slow", "emulated", "gpu"}:
-            name = getattr(item, "originalname", item.name)
-            cases.setdefault((item.path, name), []).append(item)
-    for own in cases.values():
-        for item in (one for n, one in enumerate(own) if len(own) >= MANY and n % CASES_EVERY):
-            item.add_marker(pytest.mark.slow)
-    for item in items:
-        if not (isinstance(item, pytest.Function) and item.get_closest_marker("emulated")):
-            continue
-        everywhere = item.get_closest_marker("every_device") is not None
-        table = item.originalname.startswith("test_rows_of_the_parity_matrix")
-        every = ROWS_EVERY if table else EMULATED_EVERY if everywhere else 1
-        if zlib.crc32(item.name.encode()) % every:
             item.add_marker(pytest.mark.slow)
 
 

@@ -2,7 +2,7 @@
 
 import atexit
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
@@ -70,6 +70,7 @@ def _module(loaded: Any) -> ModuleType:
         "synchronize": torch.accelerator.synchronize,
         "current_stream": torch.accelerator.current_stream,
         "Stream": torch.Stream,
+        "stream": lambda stream: nullcontext() if stream is None else stream,
         "Event": torch.Event,
         "manual_seed": lambda seed: generator().manual_seed(seed),
         "manual_seed_all": seed_all,

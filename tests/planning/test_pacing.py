@@ -68,6 +68,13 @@ def test_a_walk_that_is_cut_short_would_have_taken_longer(seed: int, *, several:
     within = whole.seconds * rng.choice([0.3, 0.8, 0.999, 1.3])
     limited = pacer.walk(choice, pace, within)
     assert limited == whole or (limited is None and whole.seconds >= within)
+    computing = sum(
+        seconds
+        for options, decision in zip(pacer.options, choice, strict=True)
+        for kind, number in enumerate(decision)
+        for _, seconds in options[kind][number].compute
+    )
+    assert pacer.walk(choice, pace, 0.999 * computing * problem.settings.micro_batches) is None
 
 
 POLICIES: list[Activations] = [Swap(tier="host"), Recompute(), SwapInput(tier="host")]

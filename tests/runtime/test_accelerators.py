@@ -58,6 +58,7 @@ from protrain_runtime.devices.preflight import NoRoomError
 from protrain_runtime.devices.stores import HostStore
 from protrain_runtime.diagnostics.checking import DifferenceError
 from protrain_runtime.model.prepared import below_device, engine_of
+from tests.support import runtime_cases
 from tests.support.cards import CARDS, capped, card_called, host_waits
 from tests.support.pairwise import Row
 from tests.support.parity_rows import ROWS, assert_row
@@ -67,6 +68,7 @@ from tests.support.random_models import Shape
 from tests.support.random_training import assert_trains_like_plain, shapes, steady
 from tests.support.runtime_cases import (
     ADAMW,
+    assert_bitwise,
     attached,
     batch,
     build,
@@ -78,6 +80,7 @@ from tests.support.runtime_cases import (
     device,
     differences,
     mixed,
+    plain,
     plan_for,
     plan_of,
     step,
@@ -153,6 +156,23 @@ def test_a_half_precision_model_is_scaled_like_plain_torch(tmp_path: Path) -> No
         else one == two
         for one, two in zip(*results, strict=True)
     )
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_training_on_a_stream_of_its_own_matches_plain_torch_bitwise(
+    seed: int, tmp_path: Path
+) -> None:
+    """Lanes are ordered behind the stream that computes, which need not be the device's own."""
+    expected = plain("functional", num_steps=3)
+    devices.synchronize(device())
+    with torch.Stream(device=device()):
+        model = build("functional")
+        units = mixed(described("functional"), random.Random(seed), "host", "disk")
+        plan = plan_for(model, units)
+        model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+        found = runtime_cases.train("functional", model, optimizer, num_steps=3)
+        devices.synchronize(device())  # what is compared outside is copied here
+    assert_bitwise(found, expected)
 
 
 def test_adamw_on_the_host_takes_the_step_of_a_cpu(tmp_path: Path) -> None:

@@ -215,6 +215,24 @@ def test_any_number_of_micro_batches_adds_up_where_updates_come_after(
 
 
 @every_device
+def test_sums_that_are_clipped_between_micro_batches_are_those_of_plain_pytorch(
+    tmp_path: Path,
+) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        seen = []
+        for number in range(6):
+            seen.append(backward(model, number))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False)
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return seen
+
+    units = decided(described(NAME), Keep(), Offload(tier="host"))
+    assert_same(loop, tmp_path, units=units, updates="after backward")
+
+
+@every_device
 def test_a_step_after_fewer_micro_batches_than_planned_is_refused(
     tmp_path: Path, assert_says: Speaker
 ) -> None:

@@ -134,9 +134,10 @@ def test_a_learning_rate_may_change_until_the_step(tmp_path: Path, *, ahead: boo
     assert_bitwise(results[1], results[0])
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("replaces", [False, True], ids=["removed", "replaced"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["after", "ahead"])
 def test_a_gradient_that_its_owner_removed_or_replaced_counts_as_such(
-    tmp_path: Path, *, ahead: bool
+    tmp_path: Path, *, ahead: bool, replaces: bool
 ) -> None:
     results = []
     for planned in (False, True):
@@ -149,7 +150,7 @@ def test_a_gradient_that_its_owner_removed_or_replaced_counts_as_such(
             for place, parameter in enumerate(model.parameters()):
                 if place % 3 == number:
                     parameter.grad = None
-                elif place % 3 == (number + 1) % 3:
+                elif replaces and place % 3 == (number + 1) % 3:
                     parameter.grad = torch.full(parameter.shape, 0.5)
             optimizer.step()
             optimizer.zero_grad()

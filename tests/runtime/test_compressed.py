@@ -444,7 +444,10 @@ def test_the_first_loss_is_exact_and_later_ones_are_near(name: str, form: Form) 
         assert torch.equal(ours, theirs)
 
 
-def test_mixtures_with_recomputation_are_those_of_plain_pytorch(tmp_path: Path) -> None:
+def test_gradients_of_mixtures_are_those_of_plain_pytorch_but_for_what_is_packed(
+    tmp_path: Path,
+) -> None:
+    """Exact where no product's input is packed, as attention's output is not by `low-rank`."""
     forms: dict[int, Form] = {0: "int8", 1: "lite", 2: "low-rank", 3: "full"}
     units, place = [], 0
     for unit in described("llama"):
@@ -455,6 +458,25 @@ def test_mixtures_with_recomputation_are_those_of_plain_pytorch(tmp_path: Path) 
             place += 1
         units.append(unit)
     assert_bitwise(planned("llama", tuple(units), tmp_path), alike("llama", forms))
+
+    def gradients(model: nn.Module) -> dict[str, Tensor]:
+        loss_of(call_model(model, batch("llama", 0))).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    model = build("llama")
+    plan = approximate(plan_for(model, tuple(units)))
+    model, _ = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+    found, expected = gradients(model), gradients(build("llama"))
+    assert found.keys() == expected.keys()
+    for name, exact in expected.items():
+        error = float((found[name] - exact).norm() / exact.norm())
+        if "layers.2." in name and exact.dim() == 2 and "o_proj" not in name:
+            # E|G' - G|^2 is |G|^2 times 95 / 24, or for the wider input 127 / 32.
+            assert 1.5 < error < 2.5, name
+        elif "layers.0." in name or "embed" in name:  # before it in forward
+            assert 0 < error < 0.05, name
+        else:
+            assert error == 0, name
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,10 @@ def planned(request: pytest.FixtureRequest, tmp_path: Path) -> Planned:
     return model, optimizer
 
 
-def backward(model: nn.Module) -> None:
-    loss_of(call_model(model, batch(NAME, 0))).backward()
+def backward(model: nn.Module, between: Callable[[], object] = lambda: None) -> None:
+    loss = loss_of(call_model(model, batch(NAME, 0)))
+    between()
+    loss.backward()
 
 
 def clip(planned: Planned) -> None:
@@ -145,3 +147,43 @@ def test_restore_gives_back_a_forward_that_an_instance_had(tmp_path: Path) -> No
     restore(model)
     assert block.__dict__["forward"] is mine
     assert "forward" not in model.__dict__
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["leaves", "stays"])
+def test_a_write_to_a_saved_activation_is_refused_as_in_plain_pytorch(
+    held: bool, tmp_path: Path
+) -> None:
+    """While it leaves, or before backward where somebody holds it, so that it stays."""
+    seen: list[torch.Tensor] = []
+
+    def write(_: nn.Module, inputs: tuple[torch.Tensor], __: object) -> None:
+        if held:
+            seen.append(inputs[0])
+        else:
+            inputs[0].detach().mul_(2)
+
+    for planned in (False, True):
+        model = build(NAME)
+        model.get_submodule("model.layers.1.mlp.down_proj").register_forward_hook(write)
+        if planned:
+            plan = plan_for(model, decided(described(NAME), Swap(tier="disk"), Persistent()))
+            model, _ = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+        with pytest.raises(RuntimeError, match=r"in place after it was|by an inplace operation"):
+            backward(model, between=lambda: [tensor.detach().mul_(2) for tensor in seen])
+        seen.clear()
+
+
+def test_a_forward_that_writes_to_a_parameter_that_leaves_is_refused(
+    tmp_path: Path, assert_says: Speaker
+) -> None:
+    model = build(NAME)
+
+    def write(module: nn.Module, *_: object) -> None:
+        module.get_parameter("weight").detach().mul_(2)
+
+    model.get_submodule("model.layers.1.mlp.down_proj").register_forward_hook(write)
+    plan = plan_for(model, decided(described(NAME), Keep(), Offload(tier="disk")))
+    model, _ = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+    with pytest.raises(RuntimeError) as caught:
+        call_model(model, batch(NAME, 0))
+    assert_says(caught.value)

@@ -5,25 +5,46 @@
 
 The longest tests of a log go to the list until what is left takes the share that is asked for. Of
 those of each file a third stays, the shorter ones. Tests that the log does not have stay where they
-are. Times differ from machine to machine, and so the list is made by hand and committed: what runs
-does not depend on where.
+are, and a test that kills a mutation (`tests.support.mutations`) is never on the list. Times differ
+from machine to machine, and so the list is made by hand and committed: what runs does not depend on
+where, on a case's place in its table, or on its name. A new case runs always until the list has it.
 """
 
 import argparse
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from tests.support import mutations
+
 FILE = Path(__file__).parents[1] / "nightly.txt"
-HEADER = "# Tests that run every night alone; see tests/support/long_tests.py.\n"
+HEADER = "# Tests that run every night alone, and their cases; see tests/support/long_tests.py.\n"
 LINE = re.compile(r"^(?P<seconds>[\d.]+)s (?P<phase>setup|call|teardown) +(?P<name>tests/.*)$")
+INDENT = "    "
 
 
 def read() -> frozenset[str]:
-    """The names in the file."""
-    lines = FILE.read_text(encoding="utf-8").splitlines() if FILE.exists() else []
-    return frozenset(line for line in lines if line and not line.startswith("#"))
+    """The names in the file: a test, or the cases of it that stand below it."""
+    names, test = set[str](), ""
+    for line in FILE.read_text(encoding="utf-8").splitlines():
+        if line.startswith(INDENT):
+            names.discard(test)
+            names.add(f"{test}[{line.removeprefix(INDENT)}]")
+        elif line and not line.startswith("#"):
+            test = line
+            names.add(test)
+    return frozenset(names)
+
+
+def write(names: Iterable[str]) -> None:
+    """Make the file of these names, but for tests that a mutation needs in every run."""
+    cases: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(set(names) - {one.test for one in mutations.ALL}):
+        test, _, case = name.partition("[")
+        cases[test] += [case.removesuffix("]")] if case else []
+    lines = (line for test in sorted(cases) for line in (test, *map(INDENT.__add__, cases[test])))
+    FILE.write_text(HEADER + "".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def timed(log: str) -> dict[str, float]:
@@ -62,8 +83,7 @@ def main() -> None:
     arguments = parser.parse_args()
     seconds = timed(arguments.log.read_text(encoding="utf-8"))
     chosen = at_night(seconds, arguments.share)
-    names = sorted(read() | set(chosen))
-    FILE.write_text(HEADER + "".join(f"{name}\n" for name in names), encoding="utf-8")
+    write(read() | set(chosen))
     moved, total = sum(seconds[name] for name in chosen), sum(seconds.values())
     print(f"{len(chosen)} of {len(seconds)} tests, {moved:.0f} of {total:.0f} s, run at night now")
 

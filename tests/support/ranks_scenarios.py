@@ -15,12 +15,8 @@ import torch.distributed as dist
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.records.plan import Offload, Persistent, Placement
 from protrain_runtime import prepare, restore
-from protrain_runtime.devices.lanes import StreamLane
-from protrain_runtime.engine.engine import Engine
-from protrain_runtime.engine.moves import Moves, Reductions
-from protrain_runtime.ranks.group import Ranks
 from tests.support import routed_model
-from tests.support.mutations import Mutation, mutated
+from tests.support.mutations import AMONG_RANKS, mutate
 from tests.support.ranks_cases import end_ranks
 from tests.support.ranks_loops import ROUNDING, Loop, ddp, differing, in_turn, planned, several
 from tests.support.runtime_cases import ADAMW, Outcome, batch, build
@@ -128,151 +124,7 @@ def clipped() -> list[str]:
     return trains(LATE_LANES, Offload(tier="device"), loop=loop, tolerance=ROUNDING)
 
 
-# --- the table ------------------------------------------------------------------------------------
-
-SUBMIT_AFTER = "for other in move.after"
-NOT_COLLECT = "self._program.moves[number].lane == COLLECT or "
-
-MUTATIONS = (
-    Mutation(
-        owner=Engine,
-        name="_submit",
-        line=SUBMIT_AFTER,
-        instead=f'{SUBMIT_AFTER} if move.kind != "all-gather"',
-        keeps="other ranks get a shard that has not come from its host yet",
-        scenario=from_host_with_late_lanes,
-    ),
-    Mutation(
-        owner=Engine,
-        name="_submit",
-        line=SUBMIT_AFTER,
-        instead=f'{SUBMIT_AFTER} if move.kind != "spill gradients"',
-        keeps="a sum leaves for the host before all ranks have added to it",
-        scenario=from_host_with_late_lanes,
-    ),
-    Mutation(
-        owner=Engine,
-        name="_end",
-        line="    self._tickets[number].wait()",
-        instead=f"    {NOT_COLLECT}self._tickets[number].wait()",
-        keeps="the optimizer steps with gradients that are being added up",
-        scenario=updated_in_backward_with_late_lanes,
-    ),
-    Mutation(
-        owner=Engine,
-        name="_end_moves",
-        line="self._tickets[number].wait()",
-        instead="pass",
-        keeps="the same, where nothing is updated in backward",
-        scenario=persistent_with_late_lanes,
-    ),
-    Mutation(
-        owner=Engine,
-        name="_begin_slot",
-        line="self._tickets[number].wait()",
-        instead=f"{NOT_COLLECT}self._tickets[number].wait()",
-        keeps="a slot computes before other ranks' shards are there",
-        scenario=shards_with_late_lanes,
-    ),
-    Mutation(
-        owner=Engine,
-        name="_collect",
-        line="self.lanes[COLLECT].submit(what, work, ()).wait()",
-        instead="self.lanes[COLLECT].submit(what, work, ())",
-        keeps="an evaluation computes before other ranks' shards are there",
-        scenario=evaluated,
-    ),
-    Mutation(
-        owner=Engine,
-        name="_collect",
-        line="self.lanes[COLLECT].submit(what, work, ()).wait()",
-        instead="self.lanes[COLLECT].submit(what, work, ())",
-        keeps="a forward begins with running statistics of its own",
-        scenario=running_statistics,
-    ),
-    Mutation(
-        owner=StreamLane,
-        name="_issue",
-        line="self._stream.wait_event(item.fence)",
-        instead='self.name == "collect" or self._stream.wait_event(item.fence)',
-        keeps="gradients are added up before backward has computed them",
-        scenario=persistent_with_late_compute,
-    ),
-    Mutation(
-        owner=StreamLane,
-        name="_issue",
-        line="self._stream.wait_event(item.fence)",
-        instead='self.name == "collect" or self._stream.wait_event(item.fence)',
-        keeps="other ranks get a shard that the optimizer has not updated yet",
-        scenario=shards_with_late_compute,
-    ),
-    Mutation(
-        owner=Reductions,
-        name="reduce_scatter",
-        line="self._sums[number] = total",
-        instead="self._sums[number] = _Sum({}, total.parts, total.present, total.counts)",
-        keeps="the buffers of a sum serve compute again while ranks add to them",
-        scenario=shards_with_late_lanes,
-    ),
-    Mutation(
-        owner=Moves,
-        name="start",
-        line="work, self._held[number] = spills.spill(move, chunk)",
-        instead="work, _ = spills.spill(move, chunk)",
-        keeps="a rank's part of a sum is freed under the copy from it",
-        scenario=from_host_with_late_lanes,
-    ),
-    Mutation(
-        owner=Ranks,
-        name="all_gather",
-        line="_gather(whole, own, group=self._sharing)",
-        instead="_gather(whole, own, group=self._sharing, async_op=True)",
-        keeps="an all-gather counts as ended while shards are on their way",
-        scenario=shards_with_late_lanes,
-    ),
-    Mutation(
-        owner=Ranks,
-        name="reduce_scatter",
-        line="_reduce_scatter(mine, whole, group=self._sharing)",
-        instead="_reduce_scatter(mine, whole, group=self._sharing, async_op=True)",
-        keeps="a rank takes its part of a sum before all have added to it",
-        scenario=shards_with_late_lanes,
-    ),
-    Mutation(
-        owner=Ranks,
-        name="reduce_scatter",
-        line="dist.all_reduce(_lent(mine), group=self._replicas)",
-        instead="dist.all_reduce(_lent(mine), group=self._replicas, async_op=True)",
-        keeps="the same, where replicas add to it",
-        scenario=replicas_with_late_lanes,
-    ),
-    Mutation(
-        owner=Ranks,
-        name="all_reduce",
-        line="dist.all_reduce(_lent(values), group=self._all)",
-        instead="dist.all_reduce(_lent(values), group=self._all, async_op=True)",
-        keeps="a sum counts as ended while ranks add to it",
-        scenario=persistent_with_late_lanes,
-    ),
-    Mutation(
-        owner=Ranks,
-        name="sum_of_shards",
-        line="dist.all_reduce(_lent(values), group=self._sharing)",
-        instead="dist.all_reduce(_lent(values), group=self._sharing, async_op=True)",
-        keeps="gradients are clipped by the norm of a part of them",
-        scenario=clipped,
-    ),
-    Mutation(
-        owner=Ranks,
-        name="broadcast",
-        line="dist.broadcast(flat, src=self._members[0], group=self._all)",
-        instead="dist.broadcast(flat, src=self._members[0], group=self._all, async_op=True)",
-        keeps="a forward begins before the first rank's running statistics are there",
-        scenario=running_statistics,
-    ),
-)
-FIRST = (0, 1, 2)
-"""Of these every change is asked, of all of them every night."""
+# --- without the lines ----------------------------------------------------------------------------
 
 
 def told(rank: int, count: int, scenario: Callable[[], list[str]], hosts: Any) -> list[list[str]]:
@@ -282,11 +134,11 @@ def told(rank: int, count: int, scenario: Callable[[], list[str]], hosts: Any) -
     return found
 
 
-def holding(
-    rank: int, count: int, scenarios: Sequence[Callable[[], list[str]]]
-) -> dict[str, list[list[str]]]:
+def holding(rank: int, count: int, scenarios: Sequence[str]) -> list[tuple[str, list[list[str]]]]:
+    """The scenarios that do not hold, and by rank what they found."""
     hosts = dist.new_group(backend="gloo")
-    return {each.__name__: told(rank, count, each, hosts) for each in scenarios}
+    found = [(each, told(rank, count, globals()[each], hosts)) for each in scenarios]
+    return [(each, by_rank) for each, by_rank in found if any(by_rank)]
 
 
 def mutants(rank: int, count: int, chosen: Sequence[int]) -> list[int]:
@@ -296,8 +148,8 @@ def mutants(rank: int, count: int, chosen: Sequence[int]) -> list[int]:
     hosts, left = dist.new_group(backend="gloo"), list[int]()
     for number in chosen:
         with pytest.MonkeyPatch.context() as patch:
-            mutated(patch, MUTATIONS[number])
-            scenario = MUTATIONS[number].scenario
+            mutate(patch, AMONG_RANKS[number])
+            scenario = globals()[AMONG_RANKS[number].scenario]
             for attempt in range(TRIES):
                 with longer(2.0**attempt):
                     if any(told(rank, count, scenario, hosts)):

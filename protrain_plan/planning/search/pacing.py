@@ -275,7 +275,8 @@ class Pacer:
     def walk(self, choice: Choice, pace: Pace = PLAIN, within_s: float = inf) -> Paced | None:
         """The schedule of a choice that fits the tiers.
 
-        None where the device has no room, or a step takes `within_s` or more.
+        None where the device has no room, or a slot comes too late for the last one to have
+        computed `within_s` after the step's begin.
         """
         problem = self.problem
         room = [problem.device - total for total in problem.static_bytes(choice)]

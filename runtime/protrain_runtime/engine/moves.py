@@ -18,7 +18,7 @@ has one.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, assert_never
 from weakref import ref
 
@@ -722,12 +722,9 @@ class Moves:
     def _read_states(self, number: int, move: Move, chunk: Chunk) -> Work:
         waiting, speculates = dict(chunk.offloaded_gradients), chunk.spare is not None
         if speculates:
-            # With the factors that there are: later ones are for the update that is done again.
+            # A factor that comes later may be seen or not: the update is done again then, with
+            # gradients that are read anew.
             chunk.speculated = waiting
-            waiting = {
-                name: replace(stored, factors=list(stored.factors))
-                for name, stored in waiting.items()
-            }
         piece = Piece(chunk, chunk.cut(move.start), chunk.cut(move.stop), waiting, apart=speculates)
         self._pieces[move.unit, move.start] = piece
         parameters, gradients = self._read_with_states(chunk)

@@ -1,0 +1,37 @@
+"""Mutations of the product stay where they are in its text, and their tests run for every change.
+
+That the tests fail under them is seen at night: `python -m tests.support.mutations`.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import long_tests
+from tests.support.mutations import ALL, BY_DEFAULT, ROOT, mutated_text
+
+
+def collected(*arguments: str) -> set[str]:
+    """The names of the tests that pytest would run."""
+    command = (sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider")
+    listed = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert listed.returncode == 0, listed.stdout
+    return {line for line in listed.stdout.splitlines() if "::" in line}
+
+
+def test_every_function_has_its_line_once() -> None:
+    for mutation in ALL:
+        changed = mutated_text(mutation, mutation.file.read_text(encoding="utf-8"))
+        compile(changed, mutation.where, "exec")
+
+
+def test_the_tests_that_kill_mutations_run_for_every_change() -> None:
+    needed = {one.test for one in ALL}
+    files = {test.partition("::")[0] for test in needed}
+    assert needed <= collected("-m", BY_DEFAULT, *sorted(files))
+
+
+@pytest.mark.slow
+def test_the_list_for_the_night_names_tests_that_there_are() -> None:
+    assert long_tests.read() <= collected()
