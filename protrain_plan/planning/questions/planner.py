@@ -171,7 +171,12 @@ def _fastest(
     hints: Sequence[Choice],
 ) -> Solved | Infeasible:
     found = _solved(problem, budgets, effort, solver, progress, hints)
-    if isinstance(found, Infeasible) or not found.plan.allowed or solver != "milp" or effort.spent():
+    if (
+        isinstance(found, Infeasible)
+        or not found.plan.allowed
+        or solver != "milp"
+        or effort.spent()
+    ):
         return found
     fastest_s = found.plan.prediction.step_seconds
     slowest_s = max(fastest_s * (1 + TOLERANCE), effort.enough_s or 0.0)
