@@ -19,6 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from protrain_plan.models.batches import Batch, call_model
+from protrain_runtime.activations import own_checkpoints
 from protrain_runtime.activations.compiled import code_of, replace_code, watch_calls
 from protrain_runtime.activations.recompute import (
     Draws,
@@ -164,11 +165,14 @@ _NONE = object()  # of an attribute that is not there
 def run_once(model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch) -> dict[int, str]:
     """The blocks that cannot run twice, each with the reason, from one forward of the model.
 
-    Fake tensors have no values: what a second run would give is not looked at then.
+    Fake tensors have no values: what a second run would give is not looked at then. ProtrainError
+    where the model itself lets such a block run twice (`own_checkpoints`).
     """
     reasons: dict[int, str] = {}
     inputs: dict[int, Versions] = {}
+    checkpointed: dict[int, bool] = {}  # by the model itself; whether they draw
 
+    @own_checkpoints.replaced(lambda _: False)  # those in blocks stay the model's
     def twice(unit: int, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> object:
         """Run a block's forward, and once more; what the first run gave goes on."""
         given = tensors_in((args, kwargs))
@@ -212,9 +216,12 @@ def run_once(model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch
                 )
             elif _written(before):
                 reasons[unit] = "its forward writes an input in place when it runs again"
+        if own_checkpoints.inside():
+            checkpointed[unit] = draws.any
         return result
 
     with ExitStack() as stack:
+        stack.enter_context(own_checkpoints.replaced(lambda _: True))
         for unit, module in enumerate(modules):
             if module is not None:
                 watch = partial(twice, unit, module, code_of(module))
@@ -223,6 +230,10 @@ def run_once(model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch
     for unit, versions in inputs.items():
         if _written(versions):
             reasons.setdefault(unit, "an input of its forward is written to after it has run")
+    for unit, draws in checkpointed.items():
+        if unit in reasons or draws:
+            kind, why = type(modules[unit]).__name__, "it draws from a generator of its own"
+            own_checkpoints.refuse(kind, reasons.get(unit, why))
     return reasons
 
 

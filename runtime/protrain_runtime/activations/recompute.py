@@ -111,6 +111,11 @@ class Draws:
         yield
         self._drawn = [(source, state) for source, state in before if source[0]() != state]
 
+    @property
+    def any(self) -> bool:
+        """Whether the first run drew something."""
+        return bool(self._drawn)
+
     @contextmanager
     def again(self) -> Iterator[None]:
         """As before the first run inside, and afterwards as before this one."""

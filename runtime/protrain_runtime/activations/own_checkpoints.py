@@ -1,0 +1,144 @@
+"""A model's own `torch.utils.checkpoint` around blocks: the plan decides in its place.
+
+PyTorch runs such a function without its activations, and once more in backward. A plan has slots
+for blocks that run once, and says itself what of them is kept: so the function runs once, as if it
+stood there by itself (`replaced`). Checkpoints inside of a block, or of a part, stay the model's.
+
+Gradients have the bits that they have with the checkpoint. Without reentrance the graph is the same
+one. With it, what a function's input gets from inside is added up before it is added to what that
+tensor gets from outside (`_apart`), and a function without an input that asks for gradients gives
+its parameters none. What would happen twice under PyTorch and once under a plan is refused.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.utils.checkpoint as pytorch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from protrain_plan.errors import ProtrainError
+from protrain_runtime.activations.recompute import Draws, with_running_statistics
+from protrain_runtime.devices import device as devices
+
+Decides = Callable[[object], bool]
+"""Whether a checkpoint around this function is replaced."""
+
+
+class _Here(threading.local):
+    """The state of this thread."""
+
+    decides: Decides | None = None  # None: the checkpoints are PyTorch's
+    inside: tuple[bool, ...] = ()  # of the replaced functions that run: whether they are reentrant
+
+
+_HERE = _Here()
+_GENERATOR: Callable[..., Any] = pytorch._checkpoint_without_reentrant_generator
+_REENTRANT = pytorch.CheckpointFunction
+
+
+@contextmanager
+def replaced(decides: Decides) -> Iterator[None]:
+    """Replace the checkpoints of which `decides` says so, in this thread."""
+    # Whoever imported `checkpoint` has it for good; what it calls is looked up in each call.
+    pytorch._checkpoint_without_reentrant_generator = _without_reentrance  # type: ignore[assignment]
+    _REENTRANT.apply = _reentrant  # type: ignore[method-assign]
+    before, _HERE.decides = _HERE.decides, decides
+    try:
+        yield
+    finally:
+        _HERE.decides = before
+
+
+def inside() -> tuple[bool, ...]:
+    """The replaced functions that run here, outermost first: whether each is reentrant."""
+    return _HERE.inside
+
+
+def module_of(function: object) -> nn.Module | None:
+    """The module that a function is of: it is one, or its method, perhaps with arguments bound."""
+    while isinstance(function, partial):
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def _is_replaced(function: object) -> bool:
+    return _HERE.decides is not None and _HERE.decides(function)
+
+
+def _without_reentrance(
+    function: object, preserve: bool = True, *args: object, **kwargs: object
+) -> Any:
+    if not _is_replaced(function):
+        return _GENERATOR(function, preserve, *args, **kwargs)
+    return _once(preserve, reentrant=False)
+
+
+def _reentrant(function: Callable[..., object], preserve: bool, *args: object) -> object:
+    asks = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+    if not (asks and torch.is_grad_enabled() and _is_replaced(function)):
+        apply: Callable[..., object] = super(_REENTRANT, _REENTRANT).apply
+        return apply(function, preserve, *args)
+    run = _once(preserve, reentrant=True)
+    next(run)
+    result = function(*map(_apart, args))
+    next(run, None)
+    return result
+
+
+def _apart(value: object) -> object:
+    return value.view_as(value) if isinstance(value, Tensor) and value.requires_grad else value
+
+
+def _once(preserve: bool, *, reentrant: bool) -> Iterator[None]:
+    """Before and after the function, which runs in between: a generator that yields once."""
+    before = b"" if preserve else _random_state()
+    draws = Draws(nn.Module())
+    outside, _HERE.inside = _HERE.inside, (*_HERE.inside, reentrant)
+    try:
+        with draws.first():
+            yield
+    finally:
+        _HERE.inside = outside
+    if draws.any:
+        refuse("code", "it draws from Python's or NumPy's generator")
+    if not preserve and _random_state() != before:
+        refuse("code", "it draws random numbers with preserve_rng_state=False")
+
+
+def _random_state() -> bytes:
+    """PyTorch's own, as bytes in Python's memory, where no tensor stands for it."""
+    with _disable_current_modes():
+        states = [torch.get_rng_state(), *devices.all_random_states()[1]]
+        return b"".join(state.numpy().tobytes() for state in states)
+
+
+def refuse_around(model: nn.Module, block: nn.Module) -> None:
+    """Refuse a block in a replaced function that would train otherwise than with the checkpoint."""
+    kind = type(block).__name__
+    for norm in with_running_statistics(block):
+        if norm.training:
+            refuse(kind, f"{type(norm).__name__} counts the batch in its running statistics twice")
+    if any(inside()):
+        own, modules = set(block.parameters()), set(block.modules())
+        for path, module in model.named_modules():
+            if module not in modules and not own.isdisjoint(module._parameters.values()):
+                refuse(
+                    kind,
+                    f"it shares a parameter with {path!r}, and reentrant checkpoints add up such"
+                    " gradients in another order",
+                )
+
+
+def refuse(what: str, why: str) -> NoReturn:
+    """Refuse a checkpoint around `what`, whose results would differ under a plan."""
+    raise ProtrainError(
+        f"the model calls torch.utils.checkpoint around {what}, which PyTorch then runs once more"
+        f" in backward. A plan decides about that itself, and the results would differ: {why}",
+        fix="call it without checkpoint(): the plan decides which blocks are recomputed",
+    )
