@@ -54,6 +54,7 @@ from protrain_plan.profiling.unit_by_unit import (
     build_sparsely,
     built,
     free_bytes,
+    in_its_dtype,
     sketched,
     workload_of,
 )
@@ -136,7 +137,7 @@ def measure(
     return measure_model(
         model,
         batches,
-        workload=workload,
+        workload=in_its_dtype(workload, source),
         optimizer=options.get("optimizer", DEFAULT_OPTIMIZER),
         allow=options.get("allow", ()),
         num_steps=num_steps,

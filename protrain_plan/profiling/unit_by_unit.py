@@ -25,7 +25,7 @@ from protrain_plan.garbage import collected_as_usual
 from protrain_plan.hardware.operators import allocator_of
 from protrain_plan.hardware.probe import Progress, host_memory_bytes, processor_name
 from protrain_plan.models.batches import Batch, first_of
-from protrain_plan.models.building import remake_tensors, seeded, without_parameters
+from protrain_plan.models.building import TORCH_DTYPES, remake_tensors, seeded, without_parameters
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
 from protrain_plan.models.quantizing import drawn
 from protrain_plan.models.sources import ModelSource
@@ -116,6 +116,12 @@ def built(
         device=device,
         seed=workload.seed,
     )
+
+
+def in_its_dtype(workload: Workload, source: ModelSource) -> Workload:
+    """The workload in the dtype of most of the model, where that has several of its own."""
+    found = [name for name, dtype in TORCH_DTYPES.items() if dtype == source.mixed]
+    return replace(workload, dtype=found[0]) if found and workload.precision == "pure" else workload
 
 
 def batches_of(

@@ -973,6 +973,53 @@ def own_checkpoints() -> Iterator[tuple[str, Hostile]]:
     )
 
 
+# --- 8. several dtypes ----------------------------------------------------------------------------
+
+
+class Mixed(Stack):
+    """Modules in dtypes of their own, which take what they are given in these."""
+
+    def __init__(
+        self, base: torch.dtype, other: torch.dtype, *names: str, frozen: bool = False
+    ) -> None:
+        super().__init__()
+        self.to(base).requires_grad_(not frozen)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.full((WIDTH,), 1.1, dtype=other))
+        for path, module in self.named_modules():
+            if path.rpartition(".")[2] in names:
+                module.to(other).requires_grad_(True)
+            if isinstance(module, nn.Linear | nn.LayerNorm):
+                module.register_forward_pre_hook(in_own_dtype)
+
+    def through(self, hidden: Tensor, step: int) -> Tensor:
+        return super().through((hidden * self.scale).to(hidden.dtype), step)
+
+
+def in_own_dtype(module: nn.Linear | nn.LayerNorm, given: tuple[Tensor]) -> tuple[Tensor]:
+    return (given[0].to(module.weight.dtype),)
+
+
+def several_dtypes() -> Iterator[tuple[str, Hostile]]:
+    narrow, single, double = torch.bfloat16, torch.float32, torch.float64
+    mixed = {
+        "norms": partial(Mixed, narrow, single, "norm"),
+        "embedding": partial(Mixed, narrow, single, "embedding"),
+        "head": partial(Mixed, narrow, single, "head"),
+        "part of a block": partial(Mixed, narrow, double, "inner"),
+        "frozen base": partial(Mixed, narrow, single, "inner", frozen=True),
+        "buffer": partial(Mixed, single, double),
+        "half": partial(Mixed, torch.float16, single, "head"),
+    }
+    for name, make in mixed.items():
+        yield f"dtypes: {name}", Hostile(make=make, refusal=r"trainable.*several dtypes")
+
+
+def mixed_factory() -> tuple[nn.Module, list[Batch]]:
+    """Float32 norms in a bfloat16 model."""
+    return HOSTILE["dtypes: norms"].make(), [batch_of(step) for step in range(4)]
+
+
 # --- all of them ----------------------------------------------------------------------------------
 
 _ORDER = r"block|unit|forward|skipped|order"
@@ -1055,4 +1102,6 @@ HOSTILE: dict[str, Hostile] = {
     "takes: sparse matrix": Hostile(make=SparseNeighbours, refusal=r"sparse"),
     # 7
     **dict(own_checkpoints()),
+    # 8
+    **dict(several_dtypes()),
 }

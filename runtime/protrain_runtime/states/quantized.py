@@ -21,6 +21,9 @@ a bit of training:
 - On a CPU with AVX-512 and bfloat16 an evaluation packs a weight of 4 bits anew, in place and for
   good. It would write to what a plan has placed, and training could not go on from there without a
   plan either. The layers are told that the processor has no such instructions.
+- A packed weight that is asked to move where it is answers with another parameter. DoRA asks in
+  every forward on a CPU, and puts the answer in the weight's place; one of 8 bits has lost its
+  scales by then, so that PEFT's second step fails. `leave_packed_weights` lets it answer itself.
 - The first forward converts a bias to the dtype that is computed in, in place. Of 4 bits, that is
   known, and done before. Of 8 bits it is the input's dtype: where the two differ, it is refused.
 """
@@ -30,7 +33,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -237,6 +240,7 @@ def settle_quantized(model: nn.Module) -> Callable[[], None]:
     undo: list[Callable[[], None]] = []
     for name, layer in packed_layers(model):
         save_packed_weights()
+        leave_packed_weights()
         if of_eight_bits(layer):
             undo += _settle_eight_bits(name, layer)
             continue
@@ -283,6 +287,28 @@ def _refuse_bias(name: str, layer: Any, inputs: tuple[torch.Tensor, ...]) -> Non
         )
 
 
+def leave_packed_weights() -> None:
+    """Let packed weights that move to where they are stay themselves, from now on."""
+    found: Any = library()
+    if not hasattr(found.nn.Params4bit, _STAYS):
+        found.nn.Params4bit.to = _staying(found.nn.Params4bit.to, lambda w: w.bnb_quantized)
+        found.nn.Int8Params.to = _staying(found.nn.Int8Params.to, lambda w: w.dtype == torch.int8)
+        setattr(found.nn.Params4bit, _STAYS, True)
+
+
+def _staying(move: Callable[..., Any], is_packed: Callable[[Any], bool]) -> Callable[..., Any]:
+    @wraps(move)
+    def to(weight: Any, *args: Any, **kwargs: Any) -> Any:
+        where: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype = where[:2]
+        here = device is None or torch.empty(0, device=device).device == weight.device
+        stays = is_packed(weight) and here and dtype in (None, weight.dtype)
+        return weight if stays else move(weight, *args, **kwargs)
+
+    return to
+
+
+_STAYS = "stays_where_it_is"
 _FOUR, _EIGHT, _EIGHT_AS_NUMBERS = "MatMul4Bit", "MatMul8bitLt", "MatMul8bitFp"
 _SAVES = "saves_packed_weights"
 
