@@ -243,7 +243,7 @@ def measure_model(
                 once=once,
                 variation=varies,
             )
-        progress("rehearsing a planned step", 0.15)
+        progress(whereabouts.REHEARSING, 0.15)
         rehearsal = rehearse(
             model,
             batch,
