@@ -80,7 +80,7 @@ from protrain_runtime.activations.compiled import (
     compile_each,
     refuse_compiled_around,
 )
-from protrain_runtime.activations.recompute import switch_off_checkpointing
+from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import MemoryMeter, device_of, storage_bytes
 from protrain_runtime.diagnostics.compiling import compilation_since, compiled_so_far

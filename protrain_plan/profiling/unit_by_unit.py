@@ -52,7 +52,7 @@ from protrain_plan.profiling.structure.rerun import run_once
 from protrain_plan.records.hardware import Device, DeviceKind
 from protrain_plan.records.profile import Compile, DType, Form, Precision, Quantize, Workload
 from protrain_plan.units import format_bytes
-from protrain_runtime.activations.recompute import switch_off_checkpointing
+from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import process_memory
 from protrain_runtime.states.chunks import refuse_parameters

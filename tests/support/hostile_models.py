@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from transformers import T5Config, T5ForConditionalGeneration
 
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import seeded
@@ -889,6 +890,21 @@ class CheckpointsOfItsOwn(OwnCheckpoints):
         return hidden
 
 
+class SwitchedOn(nn.Module):
+    """A model of transformers with its checkpoints; decoder layers read the encoder's output."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": 2 * WIDTH, "num_layers": 3, "num_heads": 4}
+        config = T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, use_cache=False, **sizes)
+        self.inner = T5ForConditionalGeneration(config)
+        self.inner.gradient_checkpointing_enable(settings)
+
+    def forward(self, tokens: Tensor, step: int) -> Tensor:
+        loss: Tensor = self.inner(input_ids=tokens, labels=tokens).loss
+        return loss
+
+
 def each(blocks: Sequence[nn.Module], hidden: Tensor, call: Call) -> Tensor:
     for block in blocks:
         hidden = call(block, hidden)
@@ -951,6 +967,7 @@ def own_checkpoints() -> Iterator[tuple[str, Hostile]]:
             yield name, Hostile(make=partial(made, run, ThreeUses))
         yield f"{how}, frozen", Hostile(make=partial(made, each, frozen=True))
         yield f"{how}, head", Hostile(make=partial(CheckpointedHead, each, use_reentrant=reentrant))
+        yield f"{how}, switched on", Hostile(make=partial(SwitchedOn, use_reentrant=reentrant))
         inside = partial(CheckpointInBlock, use_reentrant=reentrant)
         yield f"{how}, in and around blocks", Hostile(make=partial(made, each, inside))
         refused: dict[str, Callable[[], nn.Module]] = {

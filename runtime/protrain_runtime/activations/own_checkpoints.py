@@ -8,9 +8,12 @@ Gradients have the bits that they have with the checkpoint. Without reentrance t
 one. With it, what a function's input gets from inside is added up before it is added to what that
 tensor gets from outside (`_apart`), and a function without an input that asks for gradients gives
 its parameters none. What would happen twice under PyTorch and once under a plan is refused.
+
+A Hugging Face model has a switch for its checkpoints, which `switch_off_checkpointing` turns.
 """
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -142,3 +145,49 @@ def refuse(what: str, why: str) -> NoReturn:
         f" in backward. A plan decides about that itself, and the results would differ: {why}",
         fix="call it without checkpoint(): the plan decides which blocks are recomputed",
     )
+
+
+_ATTRIBUTE = "gradient_checkpointing"
+"""What `gradient_checkpointing_enable()` sets on the modules that recompute."""
+_FUNCTION = "_gradient_checkpointing_func"
+"""The checkpoint with its settings, as it leaves them there."""
+_ASKING = "_require_grads_hook"
+"""What the same function leaves on a model whose embeddings' outputs ask for gradients from then
+on, for the sake of recomputation that takes its inputs for the graph's. Where embeddings are
+frozen, they and their gradients stand beside what a plan knows of."""
+
+
+def switch_off_checkpointing(model: nn.Module, *, stacklevel: int = 3) -> Callable[[], None]:
+    """Switch it off, with one warning if it was on; returns what switches it on again.
+
+    So are the gradients of inputs that came with it. `stacklevel` is how far from here the caller
+    is whom the warning names.
+    """
+    recomputing = [m for m in model.modules() if getattr(m, _ATTRIBUTE, False) is True]
+    asking = [m for m in model.modules() if _ASKING in vars(m)] if recomputing else []
+    if recomputing:
+        warnings.warn(
+            "the model's own gradient checkpointing is switched off while it is profiled or follows"
+            " a plan: the plan decides which blocks are recomputed",
+            stacklevel=stacklevel,
+        )
+    handles = [
+        module.register_forward_pre_hook(lambda _, given: tuple(map(_apart, given)))
+        for module in recomputing
+        if any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).mro())
+        and getattr(getattr(module, _FUNCTION, None), "keywords", {}).get("use_reentrant")
+    ]
+
+    def switch(*, on: bool) -> None:
+        for module in recomputing:
+            setattr(module, _ATTRIBUTE, on)
+        for owner in asking:
+            getattr(owner, f"{'enable' if on else 'disable'}_input_require_grads")()
+
+    def switch_on() -> None:
+        for handle in handles:
+            handle.remove()
+        switch(on=True)
+
+    switch(on=False)
+    return switch_on
