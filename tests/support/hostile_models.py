@@ -881,6 +881,23 @@ class Noted(Block):
         return out
 
 
+class NotedInCheckpoints(OwnCheckpoints):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(each, Noted, **settings)
+
+    def loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        noted = [block.noted for block in self.blocks if isinstance(block, Noted)]
+        return super().loss(hidden, tokens) + 0.1 * torch.stack(noted).sum()
+
+
+class Counting(Block):
+    calls = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(hidden)
+
+
 class CheckpointsOfItsOwn(OwnCheckpoints):
     """Blocks in a function that somebody copied from PyTorch."""
 
@@ -975,11 +992,13 @@ def own_checkpoints() -> Iterator[tuple[str, Hostile]]:
             "Python's": partial(made, each, partial(Scaled, drawn_by_python)),
             "generator of its own": partial(made, each, OwnTorch),
             "BatchNorm1d": partial(made, each, NormedByBatch),
-            "attribute": partial(made, each, Noted),
+            "attribute 'calls'": partial(made, each, Counting),
         }
         if reentrant:
+            refused["attribute 'noted'"] = partial(NotedInCheckpoints, use_reentrant=True)
             refused["shares a parameter"] = partial(TiedCheckpoints, use_reentrant=True)
         else:
+            yield f"{how}, noted", Hostile(make=partial(NotedInCheckpoints, use_reentrant=False))
             yield f"{how}, tied", Hostile(make=partial(TiedCheckpoints, use_reentrant=False))
         for why, make in refused.items():
             words = rf"checkpoint.*{why}"

@@ -170,7 +170,7 @@ def run_once(model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch
     """
     reasons: dict[int, str] = {}
     inputs: dict[int, Versions] = {}
-    checkpointed: dict[int, bool] = {}  # by the model itself; whether they draw
+    checkpointed: dict[int, str] = {}  # by the model itself: what a second run would change
 
     @own_checkpoints.replaced(lambda _: False)  # those in blocks stay the model's
     def twice(unit: int, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> object:
@@ -216,8 +216,11 @@ def run_once(model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch
                 )
             elif _written(before):
                 reasons[unit] = "its forward writes an input in place when it runs again"
-        if own_checkpoints.inside():
-            checkpointed[unit] = draws.any
+        if kinds := own_checkpoints.inside():
+            why = "it draws from a generator of its own" if draws.any else reasons.get(unit, "")
+            # A second run would put the same tensors there; but a reentrant one's have no graph.
+            same = not names and all(_is_tensor(now.get(key)) for key in changed)
+            checkpointed[unit] = "" if changed and same and not any(kinds) else why
         return result
 
     with ExitStack() as stack:
@@ -230,11 +233,14 @@ def run_once(model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch
     for unit, versions in inputs.items():
         if _written(versions):
             reasons.setdefault(unit, "an input of its forward is written to after it has run")
-    for unit, draws in checkpointed.items():
-        if unit in reasons or draws:
-            kind, why = type(modules[unit]).__name__, "it draws from a generator of its own"
-            own_checkpoints.refuse(kind, reasons.get(unit, why))
+    for unit, why in checkpointed.items():
+        if why:
+            own_checkpoints.refuse(type(modules[unit]).__name__, why)
     return reasons
+
+
+def _is_tensor(described: object) -> bool:
+    return isinstance(described, _Held) and isinstance(described.value, torch.Tensor)
 
 
 def _written(versions: Versions) -> bool:
