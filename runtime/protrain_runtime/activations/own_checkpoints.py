@@ -71,7 +71,8 @@ def module_of(function: object) -> nn.Module | None:
 
 
 def _is_replaced(function: object) -> bool:
-    return _HERE.decides is not None and _HERE.decides(function)
+    decides = _HERE.decides
+    return decides is not None and torch.is_grad_enabled() and decides(function)
 
 
 def _without_reentrance(
@@ -84,7 +85,7 @@ def _without_reentrance(
 
 def _reentrant(function: Callable[..., object], preserve: bool, *args: object) -> object:
     asks = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-    if not (asks and torch.is_grad_enabled() and _is_replaced(function)):
+    if not (asks and _is_replaced(function)):
         apply: Callable[..., object] = super(_REENTRANT, _REENTRANT).apply
         return apply(function, preserve, *args)
     run = _once(preserve, reentrant=True)
