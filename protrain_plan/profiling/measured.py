@@ -226,7 +226,7 @@ def measure_model(
         refuse_sparse(sparse, optimizer, workload)
         passes.drop_gradients(model)
         progress("finding what is saved", 0.1)
-        once = run_once(model, modules, batch)
+        once = run_once(model, found, batch)
         # Bytes of equal blocks are counted once; seconds are those of the whole model. What blocks
         # save is seen below the compiler alone, so that all compiled ones run.
         alike = whole and not compiled and varies is None

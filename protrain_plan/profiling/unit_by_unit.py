@@ -218,7 +218,7 @@ def sketch_and_model(
             start, execution = fullest(model, batch)
             stack.enter_context(starting_from(model, start))
             found = discover(model, batch, execution)
-            once = run_once(model, [unit.module for unit in found], batch)
+            once = run_once(model, found, batch)
             varies = variation(model, execution, repeat(batch)) if execution.steers else None
             alone = once if varies is None else range(len(found))
             block_classes = equal_blocks(model, found, batch, alone=alone)

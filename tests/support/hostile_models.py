@@ -996,7 +996,7 @@ def own_checkpoints() -> Iterator[tuple[str, Hostile]]:
         }
         if reentrant:
             refused["attribute 'noted'"] = partial(NotedInCheckpoints, use_reentrant=True)
-            refused["shares a parameter"] = partial(TiedCheckpoints, use_reentrant=True)
+            refused["parameter is shared"] = partial(TiedCheckpoints, use_reentrant=True)
         else:
             yield f"{how}, noted", Hostile(make=partial(NotedInCheckpoints, use_reentrant=False))
             yield f"{how}, tied", Hostile(make=partial(TiedCheckpoints, use_reentrant=False))

@@ -19,6 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from protrain_plan.models.batches import Batch, call_model
+from protrain_plan.profiling.structure.discovery import FoundUnit
 from protrain_runtime.activations import own_checkpoints
 from protrain_runtime.activations.compiled import code_of, replace_code, watch_calls
 from protrain_runtime.activations.recompute import (
@@ -162,12 +163,13 @@ Versions = list[tuple[torch.Tensor, int]]
 _NONE = object()  # of an attribute that is not there
 
 
-def run_once(model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch) -> dict[int, str]:
+def run_once(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict[int, str]:
     """The blocks that cannot run twice, each with the reason, from one forward of the model.
 
     Fake tensors have no values: what a second run would give is not looked at then. ProtrainError
     where the model itself lets such a block run twice (`own_checkpoints`).
     """
+    modules = [unit.module for unit in found]
     reasons: dict[int, str] = {}
     inputs: dict[int, Versions] = {}
     checkpointed: dict[int, str] = {}  # by the model itself: what a second run would change
@@ -221,6 +223,10 @@ def run_once(model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch
             # A second run would put the same tensors there; but a reentrant one's have no graph.
             same = not names and all(_is_tensor(now.get(key)) for key in changed)
             checkpointed[unit] = "" if changed and same and not any(kinds) else why
+            elsewhere = {name for other in found for name in other.also_uses}
+            shared = elsewhere.intersection((*found[unit].parameters, *found[unit].also_uses))
+            if any(kinds) and shared:
+                checkpointed[unit] = own_checkpoints.OTHER_ORDER.format(min(shared))
         return result
 
     with ExitStack() as stack:

@@ -28,6 +28,11 @@ from protrain_plan.errors import ProtrainError
 from protrain_runtime.activations.recompute import Draws, with_running_statistics
 from protrain_runtime.devices import device as devices
 
+OTHER_ORDER = (
+    "a parameter is shared with others, {!r}, and reentrant checkpoints add up such gradients in"
+    " another order"
+)
+
 Decides = Callable[[object], bool]
 """Whether a checkpoint around this function is replaced."""
 
@@ -84,10 +89,13 @@ def _without_reentrance(
 
 
 def _reentrant(function: Callable[..., object], preserve: bool, *args: object) -> object:
-    asks = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-    if not (asks and _is_replaced(function)):
+    if not _is_replaced(function):
         apply: Callable[..., object] = super(_REENTRANT, _REENTRANT).apply
         return apply(function, preserve, *args)
+    if not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+        pytorch.check_backward_validity(args)  # which warns
+        with torch.no_grad():
+            return function(*args)
     run = _once(preserve, reentrant=True)
     next(run)
     result = function(*map(_apart, args))
@@ -132,11 +140,7 @@ def refuse_around(model: nn.Module, block: nn.Module) -> None:
         own, modules = set(block.parameters()), set(block.modules())
         for path, module in model.named_modules():
             if module not in modules and not own.isdisjoint(module._parameters.values()):
-                refuse(
-                    kind,
-                    f"it shares a parameter with {path!r}, and reentrant checkpoints add up such"
-                    " gradients in another order",
-                )
+                refuse(kind, OTHER_ORDER.format(path))
 
 
 def refuse(what: str, why: str) -> NoReturn:
