@@ -40,7 +40,7 @@ from protrain_plan.records.profile import FormCost, Profile
 from protrain_plan.simulation.memory import device_bytes
 from protrain_plan.simulation.timeline import simulate
 from protrain_runtime import prepare, restore
-from protrain_runtime.activations.recompute import switch_off_checkpointing
+from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
 from protrain_runtime.devices.memory_meter import (
     process_memory,
     reset_peak_rss,

@@ -304,7 +304,7 @@ def measured(request: ProfileRequest, progress: Progress) -> Profile:
         importlib.import_module(name)
     where = found_device(request.device or "cpu")
     options = request.options(report)
-    with explained(whereabouts.place):
+    with explained(whereabouts.place, planned=lambda: whereabouts.place().planned):
         source = load_source(request.model)
         if not is_accelerator(where.type):
             return_freed_memory()

@@ -121,10 +121,11 @@ def call_model(model: nn.Module, batch: Batch) -> object:
     return model(batch)
 
 
-def batch_to(batch: object, device: torch.device | str, dtype: torch.dtype) -> Batch:
+def batch_to(batch: object, device: torch.device | str, dtype: torch.dtype | None) -> Batch:
     """The same batch on `device`, floating-point tensors in `dtype`, what is no tensor as it is.
 
-    Tensors in nested containers and in objects too. ProtrainError where it is no kind of `Batch`.
+    None: in their own. Tensors in nested containers and in objects too. ProtrainError where it is
+    no kind of `Batch`.
     """
 
     def moved(value: object) -> Any:

@@ -7,6 +7,7 @@ and how the dtype and the precision of a workload become dtypes of parameters an
 import functools
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, assert_never
@@ -23,7 +24,7 @@ from protrain_plan.errors import ProtrainError
 from protrain_plan.records.profile import DType, Precision
 from protrain_plan.units import format_bytes
 from protrain_runtime.devices import device as devices
-from protrain_runtime.states.quantized import carry_scales, name_scales
+from protrain_runtime.states.quantized import carry_scales, name_scales, packed_layers
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     "float32": torch.float32,
@@ -204,6 +205,19 @@ def moved(
         make_scale=lambda scale: scale.to(device),
     )
     return model
+
+
+def float_dtypes(model: nn.Module) -> tuple[torch.dtype, ...]:
+    """The floating-point dtypes of the model's tensors, that of the most bytes first.
+
+    Weights that wait to be packed have the dtype that they are packed from, and do not count.
+    """
+    waiting = {layer.weight for _, layer in packed_layers(model)}
+    found: Counter[torch.dtype] = Counter()
+    for tensor in {*model.parameters(), *model.buffers()} - waiting:
+        if tensor.is_floating_point():
+            found[tensor.dtype] += tensor.numel() * tensor.itemsize
+    return tuple(dtype for dtype, _ in found.most_common())
 
 
 def remake_tensors(

@@ -29,11 +29,14 @@ Line = tuple[str, int]
 
 
 @contextmanager
-def explained(place: Callable[[], object]) -> Iterator[None]:
+def explained(
+    place: Callable[[], object], *, planned: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
     """ProtrainError for what the model's code raises inside, with its line and the place then.
 
     Of our own code a RuntimeError is a refusal, which says what to do; all else is our mistake, and
-    is told as that.
+    is told as that. Where the model is `planned` it has run without a plan before: what it raises
+    then is not told as its fault.
     """
     try:
         yield
@@ -56,13 +59,17 @@ def explained(place: Callable[[], object]) -> Iterator[None]:
         source, number = culprit(lines)
         if isinstance(error, SystemExit):
             what = f"ended the program: sys.exit({said})"
-        message = f"the model cannot be measured: {said}" if ours else f"the model's code {what}"
+        message, mend = f"the model's code {what}", "mend what raised it; "
+        if ours:
+            message, mend = f"the model cannot be measured: {said}", ""
+        elif planned():
+            message = f"the model ran by itself, and as a plan lets it run its code {what}"
+            mend = "if it does not raise that by itself, please report it, with the model; "
         raise ProtrainError(
             indent(f"{message},{place()}".rstrip(","), "    ").strip(),
             source=source,
             line=number,
-            fix=f"{'' if ours else 'mend what raised it; '}--in-process measures where a debugger"
-            " can stop",
+            fix=f"{mend}--in-process measures where a debugger can stop",
         ) from error
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from protrain_plan.models.batches import (
 )
 from protrain_plan.models.building import (
     computing_in,
+    float_dtypes,
     moved,
     no_larger_than,
     of_a_size,
@@ -94,6 +95,7 @@ class ConfigSource:
 
     name: str  # the MODEL argument
     config: JsonObject
+    mixed: ClassVar[torch.dtype | None] = None  # as of a factory
 
     @property
     def model_config(self) -> str:
@@ -299,6 +301,8 @@ class FactorySource:
         self.name = name
         self._factory = imported(name)
         self._data: tuple[int, Iterable[object]] | None = None  # of the last build: seed, batches
+        self.mixed: torch.dtype | None = None
+        """Of a model of several dtypes, that of most bytes: its tensors keep their own."""
 
     def build(
         self,
@@ -312,7 +316,8 @@ class FactorySource:
     ) -> nn.Module:
         """The factory's model in train mode, with its adapter, and quantised where that is asked.
 
-        Floating-point parameters and buffers are in the dtype that `precision` gives them.
+        Floating-point parameters and buffers are in the dtype that `precision` gives them; those
+        of a model that comes in several dtypes stay as they are, and so do its batches.
         ProtrainError where dtype and precision do not go together, the adapter does not fit, or
         the factory has quantised weights in a way that no plan can follow.
         """
@@ -320,7 +325,8 @@ class FactorySource:
         model, data = self._made(seed)
         self._data = (seed, data)
         with seeded(seed):
-            model = moved(as_made(model, source=self.name), dtype=stored)
+            model = as_made(model, source=self.name)
+            model = model if self.mixed else moved(model, dtype=stored)
             model = quantized(model, quantize, adapter=adapter, dtype=dtype, source=self.name)
             model = adapted(model, adapter, source=self.name)
         model = moved(model, device=device)
@@ -340,7 +346,8 @@ class FactorySource:
     ) -> Iterator[Batch]:
         """The factory's batches on `device`; again from the start, unless they are an iterator.
 
-        Floating-point tensors are in the dtype of the parameters. Before `build`, the factory is
+        Floating-point tensors are in the dtype of the parameters, where these have one. Before
+        `build`, the factory is
         run without memory for its model's parameters, if it can be. ProtrainError where it cannot
         and the model would take half of the host's free memory.
         """
@@ -357,7 +364,8 @@ class FactorySource:
                 with no_larger_than(most, source=self.name):
                     data = self._made(seed)[1]
             self._data = (seed, data)
-        return (batch_to(batch, device, stored) for batch in _again_and_again(self._data[1]))
+        kept = None if self.mixed else stored
+        return (batch_to(batch, device, kept) for batch in _again_and_again(self._data[1]))
 
     def _made(self, seed: int) -> tuple[nn.Module, Iterable[object]]:
         with seeded(seed):
@@ -368,6 +376,8 @@ class FactorySource:
                 source=self.name,
             )
         model, data = made
+        dtypes = float_dtypes(model)
+        self.mixed = dtypes[0] if len(dtypes) > 1 else None
         if not isinstance(data, Iterable):
             raise ProtrainError(
                 f"the factory's batches are {type(data).__name__}, which cannot be iterated",

@@ -56,6 +56,7 @@ from protrain_plan.profiling.memory.unit_bytes import Loaded, without_falls
 from protrain_plan.profiling.unit_by_unit import (
     Options,
     batches_of,
+    in_its_dtype,
     sketch_and_model,
     workload_of,
 )
@@ -182,7 +183,7 @@ def _estimates(
     sketch, model = sketch_and_model(
         source, workload, given, meter, forms=allowed, optimizer=optimizer, progress=progress
     )
-    workload = with_batch_sizes(workload, model, given)
+    workload = with_batch_sizes(in_its_dtype(workload, source), model, given)
     units = sketch.counted.units
     sparse = frozenset(unit.name for unit in units if unit.stays == SPARSE)
     in_order = ("keep", *names_of("blocks"), *names_of("last part"))

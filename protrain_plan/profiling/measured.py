@@ -54,6 +54,7 @@ from protrain_plan.profiling.unit_by_unit import (
     build_sparsely,
     built,
     free_bytes,
+    in_its_dtype,
     sketched,
     workload_of,
 )
@@ -79,7 +80,7 @@ from protrain_runtime.activations.compiled import (
     compile_each,
     refuse_compiled_around,
 )
-from protrain_runtime.activations.recompute import switch_off_checkpointing
+from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import MemoryMeter, device_of, storage_bytes
 from protrain_runtime.diagnostics.compiling import compilation_since, compiled_so_far
@@ -160,7 +161,7 @@ def _measure(
     return measure_model(
         model,
         batches,
-        workload=workload,
+        workload=in_its_dtype(workload, source),
         optimizer=options.get("optimizer", DEFAULT_OPTIMIZER),
         allow=options.get("allow", ()),
         num_steps=num_steps,
@@ -249,7 +250,7 @@ def measure_model(
         refuse_sparse(sparse, optimizer, workload)
         passes.drop_gradients(model)
         progress("finding what is saved", 0.1)
-        once = run_once(model, modules, batch)
+        once = run_once(model, found, batch)
         # Bytes of equal blocks are counted once; seconds are those of the whole model. What blocks
         # save is seen below the compiler alone, so that all compiled ones run.
         alike = whole and not compiled and varies is None
@@ -266,7 +267,7 @@ def measure_model(
                 once=once,
                 variation=varies,
             )
-        progress("rehearsing a planned step", 0.15)
+        progress(whereabouts.REHEARSING, 0.15)
         rehearsal = rehearse(
             model,
             batch,

@@ -242,8 +242,9 @@ def rehearse(
             said = str(error).splitlines() or [type(error).__name__]
             raise ProtrainError(
                 f"the model runs as it is, and not under a plan that moves everything: {said[0]}",
-                fix="look for views of parameters and for gradients or tensors that the model's"
-                " code keeps for itself: what is offloaded is not where it was",
+                fix="its code is right without a plan. What a plan cannot follow is mostly a view"
+                " of parameters, or a gradient or tensor, that code keeps for itself: what is"
+                " offloaded is not where it was",
             ) from error
         seconds = None
         if timed:

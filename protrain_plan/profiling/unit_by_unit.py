@@ -25,7 +25,7 @@ from protrain_plan.garbage import collected_as_usual
 from protrain_plan.hardware.operators import allocator_of
 from protrain_plan.hardware.probe import Progress, host_memory_bytes, processor_name
 from protrain_plan.models.batches import Batch, first_of
-from protrain_plan.models.building import remake_tensors, seeded, without_parameters
+from protrain_plan.models.building import TORCH_DTYPES, remake_tensors, seeded, without_parameters
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
 from protrain_plan.models.quantizing import drawn
 from protrain_plan.models.sources import ModelSource
@@ -52,7 +52,7 @@ from protrain_plan.profiling.structure.rerun import run_once
 from protrain_plan.records.hardware import Device, DeviceKind
 from protrain_plan.records.profile import Compile, DType, Form, Precision, Quantize, Workload
 from protrain_plan.units import format_bytes
-from protrain_runtime.activations.recompute import switch_off_checkpointing
+from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import process_memory
 from protrain_runtime.states.chunks import refuse_parameters
@@ -116,6 +116,12 @@ def built(
         device=device,
         seed=workload.seed,
     )
+
+
+def in_its_dtype(workload: Workload, source: ModelSource) -> Workload:
+    """The workload in the dtype of most of the model, where that has several of its own."""
+    found = [name for name, dtype in TORCH_DTYPES.items() if dtype == source.mixed]
+    return replace(workload, dtype=found[0]) if found and workload.precision == "pure" else workload
 
 
 def batches_of(
@@ -212,7 +218,7 @@ def sketch_and_model(
             start, execution = fullest(model, batch)
             stack.enter_context(starting_from(model, start))
             found = discover(model, batch, execution)
-            once = run_once(model, [unit.module for unit in found], batch)
+            once = run_once(model, found, batch)
             varies = variation(model, execution, repeat(batch)) if execution.steers else None
             alone = once if varies is None else range(len(found))
             block_classes = equal_blocks(model, found, batch, alone=alone)

@@ -28,7 +28,7 @@ from protrain_runtime.activations.compiled import (
     refuse_wrapping,
 )
 from protrain_runtime.activations.forms import wrap_forward
-from protrain_runtime.activations.recompute import switch_off_checkpointing
+from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import (
     WAIT_LIMIT_S,

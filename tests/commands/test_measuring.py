@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from protrain_plan.errors import ProtrainError
+from protrain_plan.models.model_code import explained
+from protrain_plan.profiling.structure.whereabouts import REHEARSING, Place
 from tests.support import forked
 from tests.support.commands import Result, protrain
 
@@ -146,6 +149,22 @@ def test_what_the_models_code_raises_is_one_message(
     name = model(tmp_path, act=act, where=where)
     result = forked.protrain("profile", name, "--in-process", folder=tmp_path)
     assert_said(result, 2, f"{message}\n  fix: mend what raised it; {DEBUG}", tmp_path)
+
+
+@pytest.mark.parametrize("place", [Place(doing=REHEARSING), Place(form="full")])
+def test_what_is_raised_under_a_plan_alone_is_not_told_as_the_models_fault(place: Place) -> None:
+    with (
+        pytest.raises(ProtrainError) as caught,
+        explained(lambda: place, planned=lambda: place.planned),
+    ):
+        raise ValueError("shapes differ")
+    assert caught.value.message == (
+        "the model ran by itself, and as a plan lets it run its code raised ValueError: shapes"
+        f" differ,{place}"
+    )
+    assert caught.value.fix == (
+        f"if it does not raise that by itself, please report it, with the model; {DEBUG}"
+    )
 
 
 SLEEP = "open('asleep', 'w').write(str(os.getpid())); time.sleep(200)"

@@ -1,5 +1,7 @@
 """Precision and optimizers: what a workload can ask for besides its model."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,12 +11,17 @@ from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.building import parameter_dtype, stepped_dtype
 from protrain_plan.models.optimizers import KNOWN, OPTIMIZERS, optimizer_factory
 from protrain_plan.models.sources import load_source
+from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_plan.records.profile import DType, Precision
 from protrain_runtime.devices.memory_meter import MemoryMeter
+from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.update_rules import UpdateRules
+from tests.support.estimates import machine
+from tests.support.hostile_models import mixed_factory
 from tests.support.messages import Speaker
+from tests.support.runtime_cases import profiled_here
 
 # --- precision ------------------------------------------------------------------------------------
 
@@ -53,6 +60,18 @@ def test_dtypes_of_every_precision(assert_says: Speaker) -> None:
     with pytest.raises(ProtrainError) as caught:
         parameter_dtype("float32", "autocast")
     assert_says(caught.value)
+
+
+@pytest.mark.parametrize("asked", ["float32", "bfloat16"])
+def test_a_model_of_several_dtypes_keeps_them(asked: DType, tmp_path: Path) -> None:
+    """Measured and estimated, the profile is of the model that a script builds by itself."""
+    source, (own, _) = load_source("tests.support.hostile_models:mixed_factory"), mixed_factory()
+    expected = model_fingerprint(own), "bfloat16"
+    for profile in (
+        profiled_here(source.name, tmp_path, dtype=asked),
+        estimate(source, hardware=machine(), batch_size=4, seq_len=40, dtype=asked),
+    ):
+        assert (profile.model_fingerprint, profile.workload.dtype) == expected
 
 
 def test_master_weights_are_counted() -> None:

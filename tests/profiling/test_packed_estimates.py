@@ -44,6 +44,7 @@ def estimated(
     *,
     quantize: Quantize = "nf4",
     dtype: DType = "bfloat16",
+    adapter: str = "lora r=4",
     sizes: tuple[int, int, int],
 ) -> Profile:
     width, inner, tokens = sizes
@@ -53,18 +54,19 @@ def estimated(
         batch_size=1,
         seq_len=tokens,
         dtype=dtype,
-        adapter="lora r=4",
+        adapter=adapter,
         quantize=quantize,
         hardware=hardware,
     )
 
 
+@pytest.mark.parametrize("adapter", ["lora r=4", "lora r=4 dora"])
 @pytest.mark.parametrize(("dtype", "kind"), [("float32", "nf4"), ("float32", "int8")])
-def test_bytes_are_those_of_real_tensors(dtype: DType, kind: Quantize) -> None:
+def test_bytes_are_those_of_real_tensors(dtype: DType, kind: Quantize, adapter: str) -> None:
     width, inner, tokens = SMALL
-    profile = estimated("cpu", dtype=dtype, quantize=kind, sizes=SMALL)
+    profile = estimated("cpu", dtype=dtype, quantize=kind, adapter=adapter, sizes=SMALL)
     source = load_source("packed", model_config=config(width, inner))
-    model = source.build(dtype=dtype, adapter="lora r=4", quantize=kind)
+    model = source.build(dtype=dtype, adapter=adapter, quantize=kind)
     batch = next(iter(source.batches(batch_size=1, seq_len=tokens, dtype=dtype)))
     found = discover(model, batch)
     passes.training_step(model, batch)  # as a measured profile does, for caches

@@ -453,7 +453,7 @@ def test_an_evaluation_between_steps_gives_plain_pytorchs_logits(
     )
 
 
-@pytest.mark.parametrize("factory", ["mixed_factory", "plain_scales_factory"])
+@pytest.mark.parametrize("factory", ["mixed_factory", "plain_scales_factory", "dora_factory"])
 def test_a_factorys_packed_model_is_profiled_planned_and_trained(
     factory: str, tmp_path: Path
 ) -> None:

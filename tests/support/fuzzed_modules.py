@@ -21,6 +21,7 @@ from tests.support.hostile_models import BATCH, SEQUENCE, VOCABULARY, WIDTH
 
 _HEAD = f"""\
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -214,6 +215,13 @@ _OUTSIDE = (
 """Residuals, gates and skips that the loop over the blocks has, of all of a model; y is a block's
 input."""
 
+_CALLED = (
+    (8, "{block}"),
+    (1, "partial(checkpoint, {block}, use_reentrant=False)"),
+    (1, "partial(checkpoint, {block}, use_reentrant=True)"),
+)
+"""What is called in a block's place, in all of a model."""
+
 _STYLES: dict[str, tuple[str, str, str, str]] = {
     # signature of the block, what it unpacks, what it returns, how it is called
     "tensors": ("x, more", "", "x, more", "x, more = {block}(x, more)"),
@@ -248,7 +256,8 @@ def source(seed: int) -> str:
     style = rng.choice(list(_STYLES))
     kinds = rng.choice((1, 1, 2))
     classes = [_block(rng, f"Block{kind}", style) for kind in range(kinds)]
-    return "\n\n".join([_HEAD, *classes, _model(rng, kinds, style)])
+    called = _chosen(random.Random(-1 - seed), _CALLED)
+    return "\n\n".join([_HEAD, *classes, _model(rng, kinds, style, called)])
 
 
 def _chosen(rng: random.Random, choices: tuple[tuple[int, str], ...]) -> str:
@@ -282,8 +291,8 @@ def _block(rng: random.Random, name: str, style: str) -> str:
     )
 
 
-def _model(rng: random.Random, kinds: int, style: str) -> str:
-    call = _STYLES[style][3]
+def _model(rng: random.Random, kinds: int, style: str, called: str) -> str:
+    call = _STYLES[style][3].replace("{block}", called)
     outside = _chosen(rng, _OUTSIDE)
     count = rng.randint(5, 9) if outside else rng.randint(2, 5)
     blocks = ", ".join(f"Block{rng.randrange(kinds)}(shared)" for _ in range(count))

@@ -58,7 +58,7 @@ def profiled(kind: type[nn.Module]) -> Profile:
     model, first = made(kind), batch(0)
     with undisturbed(model):
         found = discover(model, first)
-        once = run_once(model, [unit.module for unit in found], first)
+        once = run_once(model, found, first)
         block_classes = equal_blocks(model, found, first, alone=once)
         with stubs_in_place(found, block_classes):
             structure = analyze_units(model, first, found, once=once)

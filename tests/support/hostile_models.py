@@ -4,7 +4,7 @@ Each either trains under every plan like plain PyTorch, or is refused in clear w
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from transformers import T5Config, T5ForConditionalGeneration
 
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import seeded
@@ -800,6 +802,260 @@ class Aggregates(Block):
         return hidden + self.computed(moved)
 
 
+# --- 7. the model's own checkpoints ---------------------------------------------------------------
+
+Call = Callable[..., Any]  # torch.utils.checkpoint.checkpoint, with its settings
+
+
+class OwnCheckpoints(Stack):
+    """Blocks inside of checkpoints, as `run` calls them."""
+
+    def __init__(
+        self,
+        run: Callable[[Sequence[nn.Module], Tensor, Call], Tensor],
+        block: Callable[[], nn.Module] = Block,
+        *,
+        frozen: bool = False,
+        **settings: Any,
+    ) -> None:
+        super().__init__(block)
+        self.embedding.requires_grad_(not frozen)
+        self.run = run
+        self.checkpoint: Call = partial(checkpoint, **settings)
+
+    def through(self, hidden: Tensor, step: int) -> Tensor:
+        return self.run(list(self.blocks), hidden, self.checkpoint)
+
+
+class TiedCheckpoints(OwnCheckpoints):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(each, Block, **settings)
+        self.blocks[2].inner.weight = self.blocks[1].inner.weight  # type: ignore[union-attr]
+
+
+class CheckpointedHead(OwnCheckpoints):
+    """The loss is in one, too."""
+
+    def forward(self, tokens: Tensor, step: int) -> Tensor:
+        hidden = self.through(self.embedding(tokens), step)
+        out: Tensor = self.checkpoint(self.loss, hidden, tokens)
+        return out
+
+
+class CheckpointInBlock(Block):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.checkpoint: Call = partial(checkpoint, **settings)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = hidden + self.checkpoint(self.computed, hidden)
+        return out
+
+
+class ThreeUses(Block):
+    """Its input's gradient is a sum of three, whose order depends on where it is added up."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        given = F.dropout(hidden, 0.2, self.training)
+        return self.computed(hidden) * torch.tanh(hidden) + given
+
+
+class NormedByBatch(NoResidual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_batch = nn.BatchNorm1d(SEQUENCE)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.by_batch(super().forward(hidden))
+        return out
+
+
+class Noted(Block):
+    """Its auxiliary loss is an attribute."""
+
+    noted: Tensor
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out = super().forward(hidden)
+        self.noted = out.square().mean()
+        return out
+
+
+class NotedInCheckpoints(OwnCheckpoints):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(each, Noted, **settings)
+
+    def loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        noted = [block.noted for block in self.blocks if isinstance(block, Noted)]
+        return super().loss(hidden, tokens) + 0.1 * torch.stack(noted).sum()
+
+
+class Counting(Block):
+    calls = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(hidden)
+
+
+class CheckpointsOfItsOwn(OwnCheckpoints):
+    """Blocks in a function that somebody copied from PyTorch."""
+
+    def through(self, hidden: Tensor, step: int) -> Tensor:
+        for block in self.blocks:
+            hidden = OwnCheckpoint.apply(hidden, block)  # type: ignore[no-untyped-call]
+        return hidden
+
+
+class SwitchedOn(nn.Module):
+    """A model of transformers with its checkpoints; decoder layers read the encoder's output."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": 2 * WIDTH, "num_layers": 3, "num_heads": 4}
+        config = T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, use_cache=False, **sizes)
+        self.inner = T5ForConditionalGeneration(config)
+        self.inner.gradient_checkpointing_enable(settings)
+
+    def forward(self, tokens: Tensor, step: int) -> Tensor:
+        loss: Tensor = self.inner(input_ids=tokens, labels=tokens).loss
+        return loss
+
+
+def each(blocks: Sequence[nn.Module], hidden: Tensor, call: Call) -> Tensor:
+    for block in blocks:
+        hidden = call(block, hidden)
+    return hidden
+
+
+def with_residuals(blocks: Sequence[nn.Module], hidden: Tensor, call: Call) -> Tensor:
+    for block in blocks:
+        hidden = hidden + call(lambda given, block=block: block(given), hidden)
+    return hidden
+
+
+def by_name(blocks: Sequence[nn.Module], hidden: Tensor, call: Call) -> Tensor:
+    for block in blocks:
+        hidden = call(block, hidden=hidden)
+    return hidden
+
+
+def in_pairs(blocks: Sequence[nn.Module], hidden: Tensor, call: Call) -> Tensor:
+    """Two blocks at a time, with what runs beside them, in a function that gives more than one."""
+
+    def pair(first: nn.Module, second: nn.Module, own: Tensor, scale: float) -> tuple[Tensor, None]:
+        return second(first(own * scale)) + own, None
+
+    for first, second in zip(blocks[::2], blocks[1::2], strict=True):
+        hidden = hidden + call(pair, first, second, hidden, 0.5)[0]
+    return hidden
+
+
+def in_each_other(blocks: Sequence[nn.Module], hidden: Tensor, call: Call) -> Tensor:
+    inner = partial(each, blocks[1:3], call=call)
+    return each(blocks[3:], call(inner, call(partial(blocks[0]), hidden)), call)
+
+
+def in_segments(blocks: Sequence[nn.Module], hidden: Tensor, call: Call) -> Tensor:
+    settings = call.keywords  # type: ignore[attr-defined]
+    out: Tensor = checkpoint_sequential(blocks, 2, hidden, **settings)
+    return out
+
+
+def only_some(blocks: Sequence[nn.Module], hidden: Tensor, call: Call) -> Tensor:
+    for number, block in enumerate(blocks):
+        hidden = call(block, hidden) if number % 2 else block(hidden)
+    return hidden
+
+
+def under_autocast(blocks: Sequence[nn.Module], hidden: Tensor, call: Call) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return each(blocks, hidden, call)
+
+
+def own_checkpoints() -> Iterator[tuple[str, Hostile]]:
+    """Every way to call blocks in checkpoints, reentrant and not, and what cannot be kept."""
+    for reentrant in (False, True):
+        how = f"checkpoints: {'reentrant' if reentrant else 'hooks'}"
+        made = partial(OwnCheckpoints, use_reentrant=reentrant)
+        runs = (each, with_residuals, in_pairs, in_each_other, in_segments, only_some)
+        for run in (*runs, under_autocast, *(() if reentrant else (by_name,))):
+            name = f"{how}, {run.__name__.replace('_', ' ')}"
+            yield name, Hostile(make=partial(made, run, ThreeUses))
+        yield f"{how}, frozen", Hostile(make=partial(made, each, frozen=True))
+        yield f"{how}, head", Hostile(make=partial(CheckpointedHead, each, use_reentrant=reentrant))
+        yield f"{how}, switched on", Hostile(make=partial(SwitchedOn, use_reentrant=reentrant))
+        inside = partial(CheckpointInBlock, use_reentrant=reentrant)
+        yield f"{how}, in and around blocks", Hostile(make=partial(made, each, inside))
+        refused: dict[str, Callable[[], nn.Module]] = {
+            "random numbers": partial(made, each, ThreeUses, preserve_rng_state=False),
+            "Python's": partial(made, each, partial(Scaled, drawn_by_python)),
+            "generator of its own": partial(made, each, OwnTorch),
+            "BatchNorm1d": partial(made, each, NormedByBatch),
+            "attribute 'calls'": partial(made, each, Counting),
+        }
+        if reentrant:
+            refused["attribute 'noted'"] = partial(NotedInCheckpoints, use_reentrant=True)
+            refused["parameter is shared"] = partial(TiedCheckpoints, use_reentrant=True)
+        else:
+            yield f"{how}, noted", Hostile(make=partial(NotedInCheckpoints, use_reentrant=False))
+            yield f"{how}, tied", Hostile(make=partial(TiedCheckpoints, use_reentrant=False))
+        for why, make in refused.items():
+            words = rf"checkpoint.*{why}"
+            yield f"{how}, {why}", Hostile(make=make, refusal=words, trains=False)
+    yield (
+        "checkpoints: of its own",
+        Hostile(make=partial(CheckpointsOfItsOwn, each), refusal="in backward", trains=False),
+    )
+
+
+# --- 8. several dtypes ----------------------------------------------------------------------------
+
+
+class Mixed(Stack):
+    """Modules in dtypes of their own, which take what they are given in these."""
+
+    def __init__(
+        self, base: torch.dtype, other: torch.dtype, *names: str, frozen: bool = False
+    ) -> None:
+        super().__init__()
+        self.to(base).requires_grad_(not frozen)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.full((WIDTH,), 1.1, dtype=other))
+        for path, module in self.named_modules():
+            if path.rpartition(".")[2] in names:
+                module.to(other).requires_grad_(True)
+            if isinstance(module, nn.Linear | nn.LayerNorm):
+                module.register_forward_pre_hook(in_own_dtype)
+
+    def through(self, hidden: Tensor, step: int) -> Tensor:
+        return super().through((hidden * self.scale).to(hidden.dtype), step)
+
+
+def in_own_dtype(module: nn.Linear | nn.LayerNorm, given: tuple[Tensor]) -> tuple[Tensor]:
+    return (given[0].to(module.weight.dtype),)
+
+
+def several_dtypes() -> Iterator[tuple[str, Hostile]]:
+    narrow, single, double = torch.bfloat16, torch.float32, torch.float64
+    mixed = {
+        "norms": partial(Mixed, narrow, single, "norm"),
+        "embedding": partial(Mixed, narrow, single, "embedding"),
+        "head": partial(Mixed, narrow, single, "head"),
+        "part of a block": partial(Mixed, narrow, double, "inner"),
+        "frozen base": partial(Mixed, narrow, single, "inner", frozen=True),
+        "buffer": partial(Mixed, single, double),
+        "half": partial(Mixed, torch.float16, single, "head"),
+    }
+    for name, make in mixed.items():
+        yield f"dtypes: {name}", Hostile(make=make, refusal=r"trainable.*several dtypes")
+
+
+def mixed_factory() -> tuple[nn.Module, list[Batch]]:
+    """Float32 norms in a bfloat16 model."""
+    return HOSTILE["dtypes: norms"].make(), [batch_of(step) for step in range(4)]
+
+
 # --- all of them ----------------------------------------------------------------------------------
 
 _ORDER = r"block|unit|forward|skipped|order"
@@ -880,4 +1136,8 @@ HOSTILE: dict[str, Hostile] = {
         factory=partial(torch.optim.SGD, lr=0.1, foreach=False),
     ),
     "takes: sparse matrix": Hostile(make=SparseNeighbours, refusal=r"sparse"),
+    # 7
+    **dict(own_checkpoints()),
+    # 8
+    **dict(several_dtypes()),
 }

@@ -345,8 +345,13 @@ def _cost(optimizer: str) -> OptimizerCost:
 
 def _digests(model: nn.Module) -> dict[str, str]:
     """Of the gradients that can be seen: after updates in backward there are none."""
+
+    def digest(gradient: Tensor) -> str:
+        dense = gradient.to_dense().contiguous().view(-1)
+        return hashlib.sha256(dense.view(torch.uint8).numpy().tobytes()).hexdigest()
+
     return {
-        name: hashlib.sha256(p.grad.to_dense().contiguous().numpy().tobytes()).hexdigest()
+        name: digest(p.grad)
         for name, p in model.named_parameters()
         if p.grad is not None and type(p.grad) is Tensor
     }

@@ -61,12 +61,12 @@ def packed_in_8_bits(linear: nn.Linear, **settings: Any) -> nn.Module:
     return layer.requires_grad_(False)
 
 
-def with_adapters(model: nn.Module) -> nn.Module:
+def with_adapters(model: nn.Module, **settings: Any) -> nn.Module:
     """The model with LoRA beside all of its packed layers."""
     peft = importlib.import_module("peft")
     for kind in ("is_loaded_in_4bit", "is_loaded_in_8bit"):  # as from_pretrained leaves one
         setattr(model, kind, True)
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", **settings)
     adapted: nn.Module = peft.get_peft_model(model, config)
     return adapted
 
@@ -106,6 +106,13 @@ def mixed_factory() -> tuple[nn.Module, Iterable[Batch]]:
     model, makers = llama(), itertools.cycle((packed, packed_in_8_bits))
     replace_linears(model, lambda linear: next(makers)(linear))
     return with_adapters(model), batches()
+
+
+def dora_factory() -> tuple[nn.Module, Iterable[Batch]]:
+    """Layers of 8 bits among those of NF4 with DoRA and dropout."""
+    model, makers = llama(), itertools.cycle((packed, packed_in_8_bits))
+    replace_linears(model, lambda linear: next(makers)(linear))
+    return with_adapters(model.to("cpu"), use_dora=True, lora_dropout=0.1), batches()
 
 
 def plain_factory() -> tuple[nn.Module, Iterable[Batch]]:

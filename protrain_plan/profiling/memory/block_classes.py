@@ -22,7 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from protrain_plan.models.batches import Batch, call_model
-from protrain_plan.profiling.memory.passes import Packed, TrackedStorages, identities
+from protrain_plan.profiling.memory.passes import (
+    Packed,
+    SlotWatch,
+    TrackedStorages,
+    identities,
+    watched,
+)
 from protrain_plan.profiling.structure.discovery import FoundUnit, undisturbed
 from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_plan.profiling.structure.faking import asked
@@ -254,6 +260,9 @@ def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dic
                 first, last = partial(before, index), partial(after, index)
                 stack.callback(unit.module.register_forward_pre_hook(first).remove)
                 stack.callback(unit.module.register_forward_hook(last, with_kwargs=True).remove)
+        modules = [unit.module for unit in found]
+        watch = SlotWatch(lambda *_: None)  # blocks in the model's own checkpoints, too
+        stack.enter_context(watched(model, modules, "keep", watch, may_skip=True))
         stack.enter_context(saved_tensors_hooks(making.pack, lambda held: held.tensor))
         stack.enter_context(making)
         call_model(model, batch)

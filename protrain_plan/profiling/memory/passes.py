@@ -82,7 +82,8 @@ class SlotWatch:
             if not self.timed:
                 whereabouts.in_slot(self.slot)
             self.on_slot(self.slot, inputs if self.slot == slot else ())
-            if self.slot == self.num_slots // 2 - 1:
+            # Not where backward begins the slot, of a forward that skipped the last block.
+            if slot == self.slot == self.num_slots // 2 - 1:
                 self._around.enter_context(self.last())
 
     def leave(self, outputs: Sequence[torch.Tensor]) -> None:

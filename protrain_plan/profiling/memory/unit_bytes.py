@@ -223,7 +223,7 @@ def analyze_units(
     modules = [unit.module for unit in found]
     block = block_bytes(device)
     held_inputs = passes.shared_input_bytes(model, modules, batch, block=block)
-    once = dict(run_once(model, modules, batch) if once is None else once)
+    once = dict(run_once(model, found, batch) if once is None else once)
     lasting = Lasting(model)
     with writing_arguments(modules) as arguments:
         keep = passes.saved_bytes(model, modules, batch, "keep")

@@ -19,6 +19,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from protrain_plan.models.batches import Batch, call_model
+from protrain_plan.profiling.structure.discovery import FoundUnit
+from protrain_runtime.activations import own_checkpoints
 from protrain_runtime.activations.compiled import code_of, replace_code, watch_calls
 from protrain_runtime.activations.recompute import (
     Draws,
@@ -161,14 +163,18 @@ Versions = list[tuple[torch.Tensor, int]]
 _NONE = object()  # of an attribute that is not there
 
 
-def run_once(model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch) -> dict[int, str]:
+def run_once(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict[int, str]:
     """The blocks that cannot run twice, each with the reason, from one forward of the model.
 
-    Fake tensors have no values: what a second run would give is not looked at then.
+    Fake tensors have no values: what a second run would give is not looked at then. ProtrainError
+    where the model itself lets such a block run twice (`own_checkpoints`).
     """
+    modules = [unit.module for unit in found]
     reasons: dict[int, str] = {}
     inputs: dict[int, Versions] = {}
+    checkpointed: dict[int, str] = {}  # by the model itself: what a second run would change
 
+    @own_checkpoints.replaced(lambda _: False)  # those in blocks stay the model's
     def twice(unit: int, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> object:
         """Run a block's forward, and once more; what the first run gave goes on."""
         given = tensors_in((args, kwargs))
@@ -212,9 +218,19 @@ def run_once(model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch
                 )
             elif _written(before):
                 reasons[unit] = "its forward writes an input in place when it runs again"
+        if kinds := own_checkpoints.inside():
+            why = "it draws from a generator of its own" if draws.any else reasons.get(unit, "")
+            # A second run would put the same tensors there; but a reentrant one's have no graph.
+            same = not names and all(_is_tensor(now.get(key)) for key in changed)
+            checkpointed[unit] = "" if changed and same and not any(kinds) else why
+            elsewhere = {name for other in found for name in other.also_uses}
+            shared = elsewhere.intersection((*found[unit].parameters, *found[unit].also_uses))
+            if any(kinds) and shared:
+                checkpointed[unit] = own_checkpoints.OTHER_ORDER.format(min(shared))
         return result
 
     with ExitStack() as stack:
+        stack.enter_context(own_checkpoints.replaced(lambda _: True))
         for unit, module in enumerate(modules):
             if module is not None:
                 watch = partial(twice, unit, module, code_of(module))
@@ -223,7 +239,14 @@ def run_once(model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch
     for unit, versions in inputs.items():
         if _written(versions):
             reasons.setdefault(unit, "an input of its forward is written to after it has run")
+    for unit, why in checkpointed.items():
+        if why:
+            own_checkpoints.refuse(type(modules[unit]).__name__, why)
     return reasons
+
+
+def _is_tensor(described: object) -> bool:
+    return isinstance(described, _Held) and isinstance(described.value, torch.Tensor)
 
 
 def _written(versions: Versions) -> bool:

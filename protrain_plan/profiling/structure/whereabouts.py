@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+REHEARSING = "rehearsing a planned step"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -19,6 +21,11 @@ class Place:
     doing: str = ""
     form: str = ""
     running: str = ""
+
+    @property
+    def planned(self) -> bool:
+        """Whether blocks run as a plan lets them, and not as the model has run before."""
+        return self.doing == REHEARSING or self.form not in ("", "keep")
 
     def __str__(self) -> str:
         parts = (

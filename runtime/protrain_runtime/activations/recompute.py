@@ -10,12 +10,10 @@ know of is done here:
   them while it trains. So its second run may write, and what it wrote is taken back (`unchanged`).
   Of other buffers that a forward writes nothing is known: blocks with such are not recomputed
   (`written_buffers`).
-- A Hugging Face model that recomputes by itself would do it twice (`switch_off_checkpointing`).
 """
 
 import random
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -110,6 +108,11 @@ class Draws:
         before = [(source, source[0]()) for source in sources]
         yield
         self._drawn = [(source, state) for source, state in before if source[0]() != state]
+
+    @property
+    def any(self) -> bool:
+        """Whether the first run drew something."""
+        return bool(self._drawn)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -234,36 +237,3 @@ def written_buffers(before: Written, after: Written) -> tuple[str, ...]:
         or before[name][0] is not after[name][0]
         or before[name][1] != after[name][1]
     )
-
-
-_ATTRIBUTE = "gradient_checkpointing"
-"""What `gradient_checkpointing_enable()` sets on the modules that recompute."""
-_ASKING = "_require_grads_hook"
-"""What the same function leaves on a model whose embeddings' outputs ask for gradients from then
-on, for the sake of recomputation that takes its inputs for the graph's. Where embeddings are
-frozen, they and their gradients stand beside what a plan knows of."""
-
-
-def switch_off_checkpointing(model: nn.Module, *, stacklevel: int = 3) -> Callable[[], None]:
-    """Switch it off, with one warning if it was on; returns what switches it on again.
-
-    So are the gradients of inputs that came with it. `stacklevel` is how far from here the caller
-    is whom the warning names.
-    """
-    recomputing = [m for m in model.modules() if getattr(m, _ATTRIBUTE, False) is True]
-    asking = [m for m in model.modules() if _ASKING in vars(m)] if recomputing else []
-    if recomputing:
-        warnings.warn(
-            "the model's own gradient checkpointing is switched off while it is profiled or follows"
-            " a plan: the plan decides which blocks are recomputed",
-            stacklevel=stacklevel,
-        )
-
-    def switch(*, on: bool) -> None:
-        for module in recomputing:
-            setattr(module, _ATTRIBUTE, on)
-        for owner in asking:
-            getattr(owner, f"{'enable' if on else 'disable'}_input_require_grads")()
-
-    switch(on=False)
-    return lambda: switch(on=True)

@@ -25,6 +25,7 @@ from weakref import finalize, ref
 import torch
 from torch import nn
 
+from protrain_runtime.activations import own_checkpoints
 from protrain_runtime.activations.compiled import replace_code, watch_calls
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.devices.turns import TurnError, Turns
@@ -108,6 +109,8 @@ class Boundaries:
         turns: Turns | None = None,
     ) -> None:
         self._units, self._listener = tuple(units), listener
+        self._model = model
+        self._blocks = frozenset(module for module in self._units if module is not None)
         self._names, self._turns = tuple(names), turns
         self._thread = 0  # that runs the forward
         self._undo: list[Callable[[], None]] = []
@@ -184,11 +187,22 @@ class Boundaries:
         self._unit, self._in_block, self._thread = 0, False, threading.get_ident()
         self._called: set[int] = set()
         try:
-            return self._forward(*args, **kwargs)
+            with own_checkpoints.replaced(self._may_hold_a_block):
+                return self._forward(*args, **kwargs)
         finally:
             self._unit = -1
             blocks = (index for index, module in enumerate(self._units) if module is not None)
             self.skipped = tuple(index for index in blocks if index not in self._called)
+
+    def _may_hold_a_block(self, function: object) -> bool:
+        """Whether the model's checkpoint around this function is replaced: a block may begin in it.
+
+        None does where a block runs, or the last part.
+        """
+        if self._in_block or self._unit == len(self._units) - 1:
+            return False
+        module = own_checkpoints.module_of(function)
+        return module is None or not self._blocks.isdisjoint(module.modules())
 
     @property
     def graph_lives(self) -> bool:
@@ -234,8 +248,15 @@ class Boundaries:
         """Hooks on a block: functions and no bound methods, which a copy of a model would copy."""
 
         def before(_: nn.Module, *given: object) -> None:  # arguments: positional, and by name
+            if self._unit < 0 and self._training and in_backward():
+                raise RuntimeError(
+                    f"{self._name(index)} was called in backward, as code that recomputes it does:"
+                    " a plan says itself what is recomputed, in place of"
+                    " torch.utils.checkpoint.checkpoint, but of no other function. Call the block"
+                    " without it"
+                )
             if self._unit < 0:
-                return  # called by itself, or again in backward
+                return  # called by itself
             here = threading.get_ident() == self._thread
             if self._turns is not None and not here and not in_backward():
                 raise TurnError(
@@ -245,6 +266,8 @@ class Boundaries:
                     fix="call blocks where the model is called, and the model in one thread",
                 )
             inputs = tensors_in(given)
+            if self._step == 1 and own_checkpoints.inside():
+                own_checkpoints.refuse_around(self._model, module)
             if self._training and index <= self._unit:
                 again = index == self._unit
                 what = "a second time" if again else f"after {self._name(self._unit)}"

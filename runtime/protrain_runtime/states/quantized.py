@@ -21,6 +21,9 @@ a bit of training:
 - On a CPU with AVX-512 and bfloat16 an evaluation packs a weight of 4 bits anew, in place and for
   good. It would write to what a plan has placed, and training could not go on from there without a
   plan either. The layers are told that the processor has no such instructions.
+- DoRA reads a weight as numbers in every forward, and on a CPU PEFT puts a copy into its place; one
+  of 8 bits has lost its scales by then, so that PEFT's own second step fails. It knows a packed
+  weight by its class, which a fake one has not. `leave_packed_weights` reads it and leaves it.
 - The first forward converts a bias to the dtype that is computed in, in place. Of 4 bits, that is
   known, and done before. Of 8 bits it is the input's dtype: where the two differ, it is refused.
 """
@@ -30,7 +33,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -61,8 +64,12 @@ def packed_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     if found is None:
         return
     for name, module in model.named_modules():
-        if isinstance(module, found.nn.Linear4bit | found.nn.Linear8bitLt):
+        if isinstance(module, _kinds(found)):
             yield name, module
+
+
+def _kinds(found: Any) -> tuple[type, ...]:
+    return found.nn.Linear4bit, found.nn.Linear8bitLt
 
 
 def of_eight_bits(layer: nn.Module) -> bool:
@@ -237,6 +244,7 @@ def settle_quantized(model: nn.Module) -> Callable[[], None]:
     undo: list[Callable[[], None]] = []
     for name, layer in packed_layers(model):
         save_packed_weights()
+        leave_packed_weights()
         if of_eight_bits(layer):
             undo += _settle_eight_bits(name, layer)
             continue
@@ -283,6 +291,30 @@ def _refuse_bias(name: str, layer: Any, inputs: tuple[torch.Tensor, ...]) -> Non
         )
 
 
+def leave_packed_weights() -> None:
+    """Let PEFT read packed weights as numbers without replacing them, from now on."""
+    for name, module in list(sys.modules.items()):
+        own = getattr(module, _NUMBERS, None) if name.startswith("peft.") else None
+        if own is not None and not hasattr(own, "__wrapped__"):
+            setattr(module, _NUMBERS, _leaving(own))
+
+
+def _leaving(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plain)
+    def numbers(layer: Any) -> Any:
+        found: Any = library()
+        own = scales_of(layer) if isinstance(layer, _kinds(found)) else {}
+        if own and of_eight_bits(layer):
+            return found.functional.int8_vectorwise_dequant(layer.weight.data, *own.values())
+        if own:
+            return found.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        return plain(layer)
+
+    return numbers
+
+
+_NUMBERS = "dequantize_module_weight"
+"""What PEFT calls it, in each module that imports it."""
 _FOUR, _EIGHT, _EIGHT_AS_NUMBERS = "MatMul4Bit", "MatMul8bitLt", "MatMul8bitFp"
 _SAVES = "saves_packed_weights"
 

@@ -12,7 +12,9 @@ from torch import nn
 
 from protrain_runtime.states.chunks import Chunk
 
-_FIX = ": call restore(model) before such changes; profile, plan and prepare after them"
+_FIX = ": a script calls restore(model) before such changes; profile, plan and prepare after them"
+_BY = ", by a script or by the model's own code, and the plan is for what there was"
+"""It cannot be seen by whom."""
 
 
 def refuse_conversions(model: nn.Module) -> Callable[[], None]:
@@ -89,17 +91,15 @@ class UnchangedModel:
         """RuntimeError where a module or parameter is another one, or another kind of one."""
         for modules, name, child, path in self._modules:
             if modules.get(name) is not child:
-                raise RuntimeError(
-                    f"{path!r} was replaced, and the plan is for what there was{_FIX}"
-                )
+                raise RuntimeError(f"{path!r} was replaced{_BY}{_FIX}")
         for parameters, name, part in self._places:
             parameter = parameters.get(name)
             if parameter is not part.parameter:
                 what = "was replaced"
             elif parameter.dtype is not part.dtype or parameter.shape != part.shape:
-                what = f"has become {tuple(parameter.shape)}, {parameter.dtype}"
+                what = f"was made {tuple(parameter.shape)}, {parameter.dtype}"
             elif parameter.requires_grad and not part.trainable:
-                what = "was frozen when the plan was made, and requires a gradient now"
+                what = "was made to require a gradient"
             else:
                 continue
-            raise RuntimeError(f"{part.name!r} {what}, and the plan is for what there was{_FIX}")
+            raise RuntimeError(f"{part.name!r} {what}{_BY}{_FIX}")

@@ -1,0 +1,198 @@
+"""A model's own `torch.utils.checkpoint` around blocks: the plan decides in its place.
+
+PyTorch runs such a function without its activations, and once more in backward. A plan has slots
+for blocks that run once, and says itself what of them is kept: so the function runs once, as if it
+stood there by itself (`replaced`). Checkpoints inside of a block, or of a part, stay the model's.
+
+Gradients have the bits that they have with the checkpoint. Without reentrance the graph is the same
+one. With it, what a function's input gets from inside is added up before it is added to what that
+tensor gets from outside (`_apart`), and a function without an input that asks for gradients gives
+its parameters none. What would happen twice under PyTorch and once under a plan is refused.
+
+A Hugging Face model has a switch for its checkpoints, which `switch_off_checkpointing` turns.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.utils.checkpoint as pytorch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from protrain_plan.errors import ProtrainError
+from protrain_runtime.activations.recompute import Draws, with_running_statistics
+from protrain_runtime.devices import device as devices
+
+OTHER_ORDER = (
+    "a parameter is shared with others, {!r}, and reentrant checkpoints add up such gradients in"
+    " another order"
+)
+
+Decides = Callable[[object], bool]
+"""Whether a checkpoint around this function is replaced."""
+
+
+class _Here(threading.local):
+    """The state of this thread."""
+
+    decides: Decides | None = None  # None: the checkpoints are PyTorch's
+    inside: tuple[bool, ...] = ()  # of the replaced functions that run: whether they are reentrant
+
+
+_HERE = _Here()
+_GENERATOR: Callable[..., Any] = pytorch._checkpoint_without_reentrant_generator
+_REENTRANT = pytorch.CheckpointFunction
+
+
+@contextmanager
+def replaced(decides: Decides) -> Iterator[None]:
+    """Replace the checkpoints of which `decides` says so, in this thread."""
+    # Whoever imported `checkpoint` has it for good; what it calls is looked up in each call.
+    pytorch._checkpoint_without_reentrant_generator = _without_reentrance  # type: ignore[assignment]
+    _REENTRANT.apply = _reentrant  # type: ignore[method-assign]
+    before, _HERE.decides = _HERE.decides, decides
+    try:
+        yield
+    finally:
+        _HERE.decides = before
+
+
+def inside() -> tuple[bool, ...]:
+    """The replaced functions that run here, outermost first: whether each is reentrant."""
+    return _HERE.inside
+
+
+def module_of(function: object) -> nn.Module | None:
+    """The module that a function is of: it is one, or its method, perhaps with arguments bound."""
+    while isinstance(function, partial):
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def _is_replaced(function: object) -> bool:
+    decides = _HERE.decides
+    return decides is not None and torch.is_grad_enabled() and decides(function)
+
+
+def _without_reentrance(
+    function: object, preserve: bool = True, *args: object, **kwargs: object
+) -> Any:
+    if not _is_replaced(function):
+        return _GENERATOR(function, preserve, *args, **kwargs)
+    return _once(preserve, reentrant=False)
+
+
+def _reentrant(function: Callable[..., object], preserve: bool, *args: object) -> object:
+    if not _is_replaced(function):
+        apply: Callable[..., object] = super(_REENTRANT, _REENTRANT).apply
+        return apply(function, preserve, *args)
+    if not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+        pytorch.check_backward_validity(args)  # which warns
+        with torch.no_grad():
+            return function(*args)
+    run = _once(preserve, reentrant=True)
+    next(run)
+    result = function(*map(_apart, args))
+    next(run, None)
+    return result
+
+
+def _apart(value: object) -> object:
+    return value.view_as(value) if isinstance(value, Tensor) and value.requires_grad else value
+
+
+def _once(preserve: bool, *, reentrant: bool) -> Iterator[None]:
+    """Before and after the function, which runs in between: a generator that yields once."""
+    before = b"" if preserve else _random_state()
+    draws = Draws(nn.Module())
+    outside, _HERE.inside = _HERE.inside, (*_HERE.inside, reentrant)
+    try:
+        with draws.first():
+            yield
+    finally:
+        _HERE.inside = outside
+    if draws.any:
+        refuse("code", "it draws from Python's or NumPy's generator")
+    if not preserve and _random_state() != before:
+        refuse("code", "it draws random numbers with preserve_rng_state=False")
+
+
+def _random_state() -> bytes:
+    """PyTorch's own, as bytes in Python's memory, where no tensor stands for it."""
+    with _disable_current_modes():
+        states = [torch.get_rng_state(), *devices.all_random_states()[1]]
+        return b"".join(state.numpy().tobytes() for state in states)
+
+
+def refuse_around(model: nn.Module, block: nn.Module) -> None:
+    """Refuse a block in a replaced function that would train otherwise than with the checkpoint."""
+    kind = type(block).__name__
+    for norm in with_running_statistics(block):
+        if norm.training:
+            refuse(kind, f"{type(norm).__name__} counts the batch in its running statistics twice")
+    if any(inside()):
+        own, modules = set(block.parameters()), set(block.modules())
+        for path, module in model.named_modules():
+            if module not in modules and not own.isdisjoint(module._parameters.values()):
+                refuse(kind, OTHER_ORDER.format(path))
+
+
+def refuse(what: str, why: str) -> NoReturn:
+    """Refuse a checkpoint around `what`, whose results would differ under a plan."""
+    raise ProtrainError(
+        f"the model calls torch.utils.checkpoint around {what}, which PyTorch then runs once more"
+        f" in backward. A plan decides about that itself, and the results would differ: {why}",
+        fix="call it without checkpoint(): the plan decides which blocks are recomputed",
+    )
+
+
+_ATTRIBUTE = "gradient_checkpointing"
+"""What `gradient_checkpointing_enable()` sets on the modules that recompute."""
+_FUNCTION = "_gradient_checkpointing_func"
+"""The checkpoint with its settings, as it leaves them there."""
+_ASKING = "_require_grads_hook"
+"""What the same function leaves on a model whose embeddings' outputs ask for gradients from then
+on, for the sake of recomputation that takes its inputs for the graph's. Where embeddings are
+frozen, they and their gradients stand beside what a plan knows of."""
+
+
+def switch_off_checkpointing(model: nn.Module, *, stacklevel: int = 3) -> Callable[[], None]:
+    """Switch it off, with one warning if it was on; returns what switches it on again.
+
+    So are the gradients of inputs that came with it. `stacklevel` is how far from here the caller
+    is whom the warning names.
+    """
+    recomputing = [m for m in model.modules() if getattr(m, _ATTRIBUTE, False) is True]
+    asking = [m for m in model.modules() if _ASKING in vars(m)] if recomputing else []
+    if recomputing:
+        warnings.warn(
+            "the model's own gradient checkpointing is switched off while it is profiled or follows"
+            " a plan: the plan decides which blocks are recomputed",
+            stacklevel=stacklevel,
+        )
+    handles = [
+        module.register_forward_pre_hook(lambda _, given: tuple(map(_apart, given)))
+        for module in recomputing
+        if any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).mro())
+        and getattr(getattr(module, _FUNCTION, None), "keywords", {}).get("use_reentrant")
+    ]
+
+    def switch(*, on: bool) -> None:
+        for module in recomputing:
+            setattr(module, _ATTRIBUTE, on)
+        for owner in asking:
+            getattr(owner, f"{'enable' if on else 'disable'}_input_require_grads")()
+
+    def switch_on() -> None:
+        for handle in handles:
+            handle.remove()
+        switch(on=True)
+
+    switch(on=False)
+    return switch_on
