@@ -80,6 +80,7 @@ from protrain_runtime.states.chunk_layouts import make_chunks
 from protrain_runtime.states.chunks import Chunk, offload, read_values
 from protrain_runtime.states.master_weights import with_master_weights
 from protrain_runtime.states.quantized import refuse_quantized, scales, settle_quantized
+from protrain_runtime.states.stand_ins import come_back
 from protrain_runtime.states.stepping import OptimizerFactory
 from protrain_runtime.states.unchanged_model import UnchangedModel, refuse_conversions
 from protrain_runtime.states.update_rules import in_turn
@@ -168,6 +169,7 @@ def prepare(
         undo.append(switch_off_checkpointing(model, stacklevel=3))
         prepared = Prepared(None, (), facade, undo, plan, ranks=ranks)
         plain_copy = None
+        leaving: Sequence[Chunk] = ()
         if not keeps:
             if check == "bitwise":
                 plain_copy = PlainCopy(model, optimizer, facade)
@@ -183,7 +185,7 @@ def prepare(
                 cached=plan.page_cache_bytes > 0,
             )
             undo.append(stores.close)
-            _attach(model, modules, prepared, optimizer, stores, backend, own)
+            leaving = _attach(model, modules, prepared, optimizer, stores, backend, own)
             warn_of_slow_disk(plan, directory)
         model.__dict__[ATTRIBUTE] = prepared
         own.append(lambda: model.__dict__.pop(ATTRIBUTE, None))
@@ -194,6 +196,7 @@ def prepare(
             undo.append(plain_copy.stop)
         elif prepared.engine is not None and plan.prediction.peak_bytes.device and watches:
             undo.append(Watch(model, plan, prepared.engine, facade).stop)
+        _leave(leaving)
     return model, facade
 
 
@@ -342,7 +345,12 @@ def _attach(
     stores: Stores,
     backend: Backend,
     own: Undo,
-) -> None:
+) -> list[Chunk]:
+    """Let the model follow the plan.
+
+    Returns the chunks that are on disk, and are to leave the model when all else is done: a disk
+    may fail to give back what it took.
+    """
     plan, undo, ranks = prepared.plan, prepared.undo, prepared.ranks
     if not backend.on_host:
         undo.append(quick_turns())
@@ -362,6 +370,7 @@ def _attach(
         ranks.meeting.meet("prepare()")
         own.append(_share(ranks, [*model.parameters(), *model.buffers(), *scales(model)]))
         undo.append(lambda: _bring_back_together(ranks, chunks))
+    leaving: list[Chunk] = []
     for chunk, unit in zip(chunks, plan.units, strict=True):
         if isinstance(unit.states, Persistent) or not chunk.slices:
             continue
@@ -376,7 +385,10 @@ def _attach(
             undo.append(lambda chunk=chunk: bring_back(chunk))  # type: ignore[misc]
         else:  # what leaves can be gathered: all ranks have written their part
             ranks.meeting.meet("prepare()")
-        chunk.unbind(chunk.every_group)
+        if unit.states.tier == "disk":
+            leaving.append(chunk)
+        else:
+            chunk.unbind(chunk.every_group)
     sizes = [chunk.size(rules) for chunk in chunks]
     program = compile_plan(plan.units, sizes, settings, clipped=True)
     accumulating = compile_plan(plan.units, sizes, settings, updating=False)
@@ -444,6 +456,22 @@ def _attach(
     prepared.engine, prepared.chunks = engine, chunks
     prepared.below = lambda: (stores.host_bytes + moves.host_bytes, stores.disk_bytes)
     prepared.optimizer.attach(chunks, engine, factory)
+    return leaving
+
+
+def _leave(chunks: Sequence[Chunk]) -> None:
+    """Let all of the chunks leave the model, or none."""
+    values = {part.parameter: part.parameter.data for chunk in chunks for part in chunk.slices}
+    try:
+        for chunk in chunks:
+            chunk.unbind(chunk.every_group)
+    except BaseException:
+        for parameter, own in values.items():
+            come_back(parameter)
+            parameter.data = own
+        for chunk in chunks:
+            chunk.hollow.clear()
+        raise
 
 
 def _bring_back_together(ranks: Ranks, chunks: Sequence[Chunk]) -> None:
