@@ -57,6 +57,10 @@ levels: $(STAMP) ## run the tests of bytes and peaks at each level of the proces
 fuzz: $(STAMP) ## judge random modules for FUZZ_SECONDS, from number FUZZ_SEED on
 	@$(BIN)/python -m tests.support.fuzzing --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
+heap: $(STAMP) ## run the tests that profile and train the zoo under an allocator that finds stray writes
+	@gcc -O2 -shared -fPIC -o $(VENV)/heap_guard.so tests/support/heap_guard.c
+	@PYTHONMALLOC=malloc LD_PRELOAD=$(abspath $(VENV))/heap_guard.so $(BIN)/python -m pytest -q -n 0 --timeout 0 $(ZOO)
+
 lint: $(STAMP) ## check style and format
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/ruff format --check --quiet

@@ -5,6 +5,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Literal, get_args
@@ -131,7 +132,7 @@ def prepare(
     cannot be carried out here or by this version.
     """
     ranks = ranks_of(process_group, limit_s=wait_limit_s)
-    with _taken_back_on_failure(ranks) as (undo, own):
+    with _taken_back_on_failure(ranks) as (undo, own, last):
         if ATTRIBUTE in model.__dict__:
             raise ProtrainError("the model follows a plan already", fix="call restore(model) first")
         if check is not None and check not in get_args(Check):
@@ -169,7 +170,6 @@ def prepare(
         undo.append(switch_off_checkpointing(model, stacklevel=3))
         prepared = Prepared(None, (), facade, undo, plan, ranks=ranks)
         plain_copy = None
-        leaving: Sequence[Chunk] = ()
         if not keeps:
             if check == "bitwise":
                 plain_copy = PlainCopy(model, optimizer, facade)
@@ -186,6 +186,7 @@ def prepare(
             )
             undo.append(stores.close)
             leaving = _attach(model, modules, prepared, optimizer, stores, backend, own)
+            last.append(partial(_leave, leaving))
             warn_of_slow_disk(plan, directory)
         model.__dict__[ATTRIBUTE] = prepared
         own.append(lambda: model.__dict__.pop(ATTRIBUTE, None))
@@ -196,7 +197,6 @@ def prepare(
             undo.append(plain_copy.stop)
         elif prepared.engine is not None and plan.prediction.peak_bytes.device and watches:
             undo.append(Watch(model, plan, prepared.engine, facade).stop)
-        _leave(leaving)
     return model, facade
 
 
@@ -244,13 +244,19 @@ def _compile_as_planned(model: nn.Module, plan: Plan) -> Callable[[], None]:
 
 
 @contextmanager
-def _taken_back_on_failure(ranks: Ranks | None) -> Iterator[tuple[Undo, Undo]]:
-    """What undoes a preparation, and what does besides, after it, where the preparation fails."""
+def _taken_back_on_failure(ranks: Ranks | None) -> Iterator[tuple[Undo, Undo, Undo]]:
+    """What undoes a preparation, and what does besides, after it, where the preparation fails.
+
+    The third list is for what is done when all ranks have come to the end.
+    """
     undo: Undo = []
     own: Undo = []
+    last: Undo = []
     try:
         with ranks.meeting.telling("prepare()") if ranks is not None else nullcontext():
-            yield undo, own
+            yield undo, own, last
+        for each in last:
+            each()
     except BaseException:
         undo_all([*own, *undo])
         if ranks is not None:

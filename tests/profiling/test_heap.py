@@ -46,7 +46,7 @@ for name in COPYING:
     gc.collect()
 assert told < len(COPYING)
 rules = UpdateRules(Copying)
-for rows in range(3000, 3004):
+for rows in (3000, 3001):
     rules.of(torch.float32, torch.Size([rows, 8]))
     gc.collect()
 print("profiled")

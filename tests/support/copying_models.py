@@ -26,7 +26,7 @@ def _tokens() -> Tensor:
 class Recurrent(nn.Module):
     """Layers that are copies of one, which has a constant, on sequences of several lengths."""
 
-    def __init__(self, kind: type[nn.RNNBase] = nn.LSTM) -> None:
+    def __init__(self, kind: type[nn.LSTM | nn.GRU] = nn.LSTM) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         layer = kind(WIDTH, WIDTH, batch_first=True)
@@ -58,7 +58,7 @@ class Packed(nn.Module):
         return F.cross_entropy(self.head(hidden.data), packed.data)
 
 
-def recurrent(kind: type[nn.RNNBase] = nn.LSTM) -> Made:
+def recurrent(kind: type[nn.LSTM | nn.GRU] = nn.LSTM) -> Made:
     return Recurrent(kind), [{"tokens": _tokens(), "lengths": torch.tensor([LENGTH, 7, 15, 3])}]
 
 
