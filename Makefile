@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test mutations levels fuzz lint types format docs plans clean
+.PHONY: help venv demo test mutations levels fuzz heap lint types format docs plans clean
 
 # The first interpreter that is new enough and can make environments; or say `make PYTHON=...`.
 CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11
@@ -24,6 +24,9 @@ EXTRAS ?= hf,dev
 THREADS ?= 1
 FUZZ_SECONDS ?= 300
 FUZZ_SEED ?= 0
+ZOO := $(addprefix tests/,models/test_hostile_models.py models/test_taken_models.py \
+	models/test_zoo.py profiling/test_held_bytes.py profiling/test_fuzzed_modules.py \
+	profiling/test_reproducible_blocks.py runtime/test_training_adapters.py)
 
 help: ## say what there is
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1|/' | column -t -s '|'
@@ -59,6 +62,11 @@ levels: $(STAMP) ## run the tests of bytes and peaks at each level of the proces
 
 fuzz: $(STAMP) ## judge random modules for FUZZ_SECONDS, from number FUZZ_SEED on
 	@$(BIN)/python -m tests.support.fuzzing --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
+
+heap: $(STAMP) ## run the tests of the zoo under an allocator that finds stray writes
+	@gcc -O2 -shared -fPIC -o .venv/heap_guard.so tests/support/heap_guard.c
+	@PYTHONMALLOC=malloc LD_PRELOAD=$(abspath .venv/heap_guard.so) $(BIN)/python -m pytest -q -n 0 \
+		-o timeout=0 -m "not gpu and not emulated" $(ZOO)
 
 lint: $(STAMP) ## check style and format
 	@$(BIN)/ruff check --quiet

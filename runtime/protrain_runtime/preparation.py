@@ -5,6 +5,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Literal, get_args
@@ -80,6 +81,7 @@ from protrain_runtime.states.chunk_layouts import make_chunks
 from protrain_runtime.states.chunks import Chunk, offload, read_values
 from protrain_runtime.states.master_weights import with_master_weights
 from protrain_runtime.states.quantized import refuse_quantized, scales, settle_quantized
+from protrain_runtime.states.stand_ins import come_back
 from protrain_runtime.states.stepping import OptimizerFactory
 from protrain_runtime.states.unchanged_model import UnchangedModel, refuse_conversions
 from protrain_runtime.states.update_rules import in_turn
@@ -131,7 +133,7 @@ def prepare(
     """
     ranks = ranks_of(process_group, limit_s=wait_limit_s)
     there = next((p.device for p in model.parameters() if not p.is_meta), devices.HOST)
-    with _taken_back_on_failure(ranks) as (undo, own), devices.current(there):
+    with _taken_back_on_failure(ranks) as (undo, own, last), devices.current(there):
         if ATTRIBUTE in model.__dict__:
             raise ProtrainError("the model follows a plan already", fix="call restore(model) first")
         if check is not None and check not in get_args(Check):
@@ -184,8 +186,17 @@ def prepare(
                 cached=plan.page_cache_bytes > 0,
             )
             undo.append(stores.close)
-            by_lines = updates_by_lines(inner)
-            _attach(model, modules, prepared, optimizer, stores, backend, own, by_lines=by_lines)
+            leaving = _attach(
+                model,
+                modules,
+                prepared,
+                optimizer,
+                stores,
+                backend,
+                own,
+                by_lines=updates_by_lines(inner),
+            )
+            last.append(partial(_leave, leaving))
             warn_of_slow_disk(plan, directory)
         model.__dict__[ATTRIBUTE] = prepared
         own.append(lambda: model.__dict__.pop(ATTRIBUTE, None))
@@ -243,13 +254,19 @@ def _compile_as_planned(model: nn.Module, plan: Plan) -> Callable[[], None]:
 
 
 @contextmanager
-def _taken_back_on_failure(ranks: Ranks | None) -> Iterator[tuple[Undo, Undo]]:
-    """What undoes a preparation, and what does besides, after it, where the preparation fails."""
+def _taken_back_on_failure(ranks: Ranks | None) -> Iterator[tuple[Undo, Undo, Undo]]:
+    """What undoes a preparation, and what does besides, after it, where the preparation fails.
+
+    The third list is for what is done when all ranks have come to the end.
+    """
     undo: Undo = []
     own: Undo = []
+    last: Undo = []
     try:
         with ranks.meeting.telling("prepare()") if ranks is not None else nullcontext():
-            yield undo, own
+            yield undo, own, last
+        for each in last:
+            each()
     except BaseException:
         undo_all([*own, *undo])
         if ranks is not None:
@@ -346,7 +363,12 @@ def _attach(
     own: Undo,
     *,
     by_lines: bool,
-) -> None:
+) -> list[Chunk]:
+    """Let the model follow the plan.
+
+    Returns the chunks that are on disk, and are to leave the model when all else is done: a disk
+    may fail to give back what it took.
+    """
     plan, undo, ranks = prepared.plan, prepared.undo, prepared.ranks
     if not backend.on_host:
         undo.append(quick_turns())
@@ -366,6 +388,7 @@ def _attach(
         ranks.meeting.meet("prepare()")
         own.append(_share(ranks, [*model.parameters(), *model.buffers(), *scales(model)]))
         undo.append(lambda: _bring_back_together(ranks, chunks))
+    leaving: list[Chunk] = []
     for chunk, unit in zip(chunks, plan.units, strict=True):
         if isinstance(unit.states, Persistent) or not chunk.slices:
             continue
@@ -380,7 +403,10 @@ def _attach(
             undo.append(lambda chunk=chunk: bring_back(chunk))  # type: ignore[misc]
         else:  # what leaves can be gathered: all ranks have written their part
             ranks.meeting.meet("prepare()")
-        chunk.unbind(chunk.every_group)
+        if unit.states.tier == "disk":
+            leaving.append(chunk)
+        else:
+            chunk.unbind(chunk.every_group)
     sizes = [chunk.size(rules) for chunk in chunks]
     program = compile_plan(plan.units, sizes, settings, clipped=True)
     accumulating = compile_plan(plan.units, sizes, settings, updating=False)
@@ -448,6 +474,22 @@ def _attach(
     prepared.engine, prepared.chunks = engine, chunks
     prepared.below = lambda: (stores.host_bytes + moves.host_bytes, stores.disk_bytes)
     prepared.optimizer.attach(chunks, engine, factory)
+    return leaving
+
+
+def _leave(chunks: Sequence[Chunk]) -> None:
+    """Let all of the chunks leave the model, or none."""
+    values = {part.parameter: part.parameter.data for chunk in chunks for part in chunk.slices}
+    try:
+        for chunk in chunks:
+            chunk.unbind(chunk.every_group)
+    except BaseException:
+        for parameter, own in values.items():
+            come_back(parameter)
+            parameter.data = own
+        for chunk in chunks:
+            chunk.hollow.clear()
+        raise
 
 
 def _bring_back_together(ranks: Ranks, chunks: Sequence[Chunk]) -> None:

@@ -7,6 +7,7 @@ import errno
 import gc
 import mmap
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ from tests.support.runtime_cases import (
 from tests.support.thinning import thinned
 
 NAME = "functional"
+_STEPS = prepare.__globals__
 ROOT = Path(__file__).parents[2]
 UNITS = len(described(NAME))
 
@@ -182,10 +185,7 @@ SYSTEM = {
 def test_whatever_the_system_refuses_is_one_error(
     name: str, code: int, page_cache_bytes: int, tmp_path: Path
 ) -> None:
-    """From any of its calls on, before a step: the model is as it was, and nothing is left.
-
-    But where what was written cannot be read back, which the error says.
-    """
+    """From any of its calls on, before a step: the model is as it was, and nothing is left."""
     usual = getattr(SYSTEM[name], name)
 
     def refused(*args: Any, **options: Any) -> Any:
@@ -214,12 +214,53 @@ def test_whatever_the_system_refuses_is_one_error(
         if said:
             assert said.startswith(f"{tmp_path}: ")
             assert f"{os.strerror(code)}\n  fix: " in said
-        if "cannot be read back" in said:
-            assert name == "preadv"
-            continue
         optimizer = ADAMW(model.parameters())
         found = outcome(model, optimizer, [step(NAME, model, optimizer, 0)])
         assert_bitwise(found, trained_plainly([0]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_prepare_that_fails_anywhere_leaves_the_model_as_it_was(
+    seed: int, page_cache_bytes: int, tmp_path: Path
+) -> None:
+    """At any of its steps, each a call of its own, from which on no disk gives back a byte."""
+
+    def attempt(fails_at: int) -> int:
+        """The calls that were counted; the model is compared where one of them failed."""
+        model, counted = build(NAME), 0
+
+        def count(frame: Any, event: str, _: object) -> None:
+            nonlocal counted
+            if event == "call" and frame.f_back.f_globals is _STEPS:
+                counted += 1
+                if counted == fails_at:
+                    sys.setprofile(None)
+                    patch.setattr(os, "preadv", partial(_refuse, errno.EIO))
+                    raise MemoryError(f"call {counted}, {frame.f_code.co_qualname}")
+
+        plan = spilling(model, page_cache_bytes=page_cache_bytes)
+        with nothing_left(tmp_path), pytest.MonkeyPatch.context() as patch:
+            try:
+                sys.setprofile(count)
+                prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+            except (MemoryError, ProtrainError):  # of the call, or of what came after it
+                sys.setprofile(None)
+                optimizer = ADAMW(model.parameters())
+                found = outcome(model, optimizer, [step(NAME, model, optimizer, 0)])
+                assert_bitwise(found, trained_plainly([0]))
+            else:
+                sys.setprofile(None)
+                patch.undo()
+                restore_as_is(model)
+        return counted
+
+    calls = attempt(0)
+    for place in random.Random(seed).sample(range(1, calls + 1), 8):
+        assert attempt(place) == place
+
+
+def _refuse(code: int, *_: object) -> None:
+    raise OSError(code, os.strerror(code))
 
 
 FAULTS = [

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from protrain_plan.commands.training import Run, train
 from protrain_plan.program.compiling import program_of
@@ -39,11 +40,16 @@ def profile_file(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
     return made_once(tmp_path_factory, f"peaks-{name.rpartition(':')[2]}.yaml", make)
 
 
+_HELD: list[torch.Tensor] = []
+
+
 def bytes_of_others() -> int:
     """Of tensors that other tests have left in this process, as soon as they are the same twice.
 
-    A thread that another test has ended may hold tensors for a moment longer.
+    A thread that another test has ended may hold tensors for a moment longer. Those that are there
+    then stay until the next call: what would be freed while a step is measured is in no sum.
     """
+    _HELD.clear()
     before = -1
     while True:
         while gc.collect():  # what one collection finalizes, the next one frees
@@ -51,6 +57,7 @@ def bytes_of_others() -> int:
         tensors = reachable(devices.HOST)
         found = storage_bytes(one for one in tensors if not isinstance(one, ConsumedGradient))
         if found == before:
+            _HELD.extend(tensors)
             return found
         before = found
         del tensors

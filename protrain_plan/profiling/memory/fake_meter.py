@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -25,6 +24,7 @@ from protrain_plan.profiling.memory.passes import identities
 from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_plan.profiling.structure.faking import asked
 from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.devices.fake import FakeMode
 from protrain_runtime.devices.memory_meter import MemoryMeter, Segment, strided_parts
 
 MOST_BYTES = 2**26
@@ -141,7 +141,7 @@ NUMBER_BYTES = 8
 class FakeMeter(NothingCompiled, TorchDispatchMode):
     """Live bytes at marks, and the highest value between two marks; the tensors are fake.
 
-    Enter it inside the `FakeTensorMode`. Every operator's new storages count from then on until
+    Enter it inside the `FakeMode`. Every operator's new storages count from then on until
     they are released, which a finalizer on the storage sees; a storage from before counts as
     nothing. What an operator holds only while it runs is measured when the meter ends, where the
     allocator's device is here, and else its bound.
@@ -349,7 +349,7 @@ def _sole_owner() -> tuple[int, int]:
                 seen.append(_owners(args[0]))
             return func(*args, **(kwargs or {}))
 
-    with FakeTensorMode(), torch.enable_grad():
+    with FakeMode(), torch.enable_grad():
         used_twice = torch.ones(2, requires_grad=True).clone()
         product = used_twice.exp() * used_twice.sin()
         with Look():  # type: ignore[no-untyped-call]

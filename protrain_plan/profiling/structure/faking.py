@@ -12,6 +12,7 @@ import importlib.util
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -71,6 +72,17 @@ def _told(func: Any) -> _Told:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The values of a fake tensor, which a copy of that has in a copy."""
+
+    value: Tensor
+
+    def __deepcopy__(self, _: object) -> "_Known":
+        with unset_fake_temporarily():
+            return _Known(self.value.clone())
+
+
 class KnownValues(NothingCompiled, TorchDispatchMode):
     """Computes the values of fake tensors where all that they are computed from is known.
 
@@ -112,7 +124,7 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
         if known and not told.drawn and all(map(_is_small, made)):
             real = tensors_in(self._real(func, args, kwargs))
             for tensor, found in zip(made, real, strict=True):
-                setattr(tensor, _ATTRIBUTE, found)
+                setattr(tensor, _ATTRIBUTE, _Known(found))
         elif told.writes:
             for value in values:
                 if value is not None:
@@ -123,7 +135,10 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
     def _value(self, tensor: Tensor) -> Tensor | None:
         if tensor.requires_grad:
             return None
-        value = getattr(tensor, _ATTRIBUTE, None) if isinstance(tensor, FakeTensor) else tensor
+        value: Tensor | None = tensor
+        if isinstance(tensor, FakeTensor):
+            known: _Known | None = getattr(tensor, _ATTRIBUTE, None)
+            value = None if known is None else known.value
         if value is not None and value.untyped_storage()._cdata in self._overwritten:
             return None
         return value
@@ -194,7 +209,7 @@ def _parts(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple
 def know(fake: Tensor, value: Tensor) -> Tensor:
     """The fake tensor, with values where they are integers or truths."""
     if not value.is_floating_point() and _is_small(value):
-        setattr(fake, _ATTRIBUTE, value)
+        setattr(fake, _ATTRIBUTE, _Known(value))
     return fake
 
 

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
 from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.devices.fake import FakeMode
 
 _PLAIN = frozenset(
     (
@@ -46,17 +47,13 @@ class _Answer(NamedTuple):
     several: bool
 
 
-class RepeatedCalls(NothingCompiled, FakeTensorMode):
-    """A `FakeTensorMode` that remembers the results of calls."""
+class RepeatedCalls(NothingCompiled, FakeMode):
+    """A `FakeMode` that remembers the results of calls."""
 
     def __init__(self) -> None:
         # A model's code may have constants of its own, made before.
         super().__init__(allow_non_fake_inputs=True)
         self._answers: dict[tuple[object, ...], _Answer | None] = {}
-
-    def __deepcopy__(self, _: object) -> "RepeatedCalls":
-        """Itself: a copy of a fake tensor, as `nn.Transformer` makes of a layer's, is one of it."""
-        return self
 
     def __torch_dispatch__(
         self,

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from protrain_plan.errors import ProtrainError, cut
 from protrain_plan.program.program import PIECE_ALIGNMENT, in_blocks
+from protrain_runtime.devices.fake import FakeMode
 from protrain_runtime.states.compositions import Composition, is_composed, taken_apart
 from protrain_runtime.states.stepping import (
     DRAWS,
@@ -504,7 +504,7 @@ class _Trial:
         try:
             # Operator by operator, as `_state` has it.
             eager = torch.compiler.set_stance("force_eager")
-            with eager, FakeTensorMode(), _Ones():  # type: ignore[no-untyped-call]
+            with eager, FakeMode(), _Ones():  # type: ignore[no-untyped-call]
                 stepped = self._optimizer([torch.empty(shape, dtype=self._dtype)])
                 (parameter,) = stepped.param_groups[0]["params"]
                 self._step(stepped, [torch.empty(shape, dtype=self._dtype)])
