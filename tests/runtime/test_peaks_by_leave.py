@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from protrain_plan.models.sources import load_source
 from protrain_plan.records import read_profile, write_profile
@@ -26,6 +27,8 @@ from protrain_plan.records.plan import (
     Updates,
 )
 from protrain_plan.records.profile import DType, Precision, Profile
+from protrain_runtime.devices.device import HOST
+from protrain_runtime.devices.memory_meter import reachable, storage_bytes
 from tests.support.peaks import (
     PIECE_BYTES,
     SLACK_BYTES,
@@ -170,3 +173,11 @@ def test_measured_bytes_of_forms_by_leave_never_exceed_predicted_and_are_near(
     assert_within_the_promise(found)
     excess = max(found.predicted) - max(found.measured)
     assert excess <= excess_bytes(profile, states, step)
+
+
+def test_what_others_let_go_of_is_counted_until_the_next_measurement() -> None:
+    left = [torch.ones(1 << 16)]
+    counted = bytes_of_others()
+    left.clear()
+    assert storage_bytes(reachable(HOST)) >= counted
+    assert bytes_of_others() == counted - (4 << 16)
