@@ -119,11 +119,8 @@ def update_team(
     precision: Precision = "pure",
 ) -> UpdateTeam:
     """The threads that a plan on `device` has for the optimizer's steps in host memory."""
-    factory = in_turn(optimizer_factory(optimizer))
-    if precision == "master":
-        factory = with_master_weights(factory)
-    by_lines = updates_by_lines(factory([{"params": [nn.Parameter(torch.zeros(1))]}]))
-    return UpdateTeam(spare_threads(device), by_lines=by_lines)
+    made = optimizer_factory(optimizer, precision)([{"params": [nn.Parameter(torch.zeros(1))]}])
+    return UpdateTeam(spare_threads(device), by_lines=updates_by_lines(made))
 
 
 def lane_update(

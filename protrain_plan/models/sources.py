@@ -302,7 +302,7 @@ class FactorySource:
         self._factory = imported(name)
         self._data: tuple[int, Iterable[object]] | None = None  # of the last build: seed, batches
         self.mixed: torch.dtype | None = None
-        """Of a model of several dtypes, that of most bytes: its tensors keep their own."""
+        """The dtype of most bytes in a model of several: its tensors keep their own."""
 
     def build(
         self,

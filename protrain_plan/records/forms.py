@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Exactness = Literal["bitwise", "host rounding", "rounding", "approximate"]
-"""How what training computes differs from plain PyTorch: not at all; in the last bits of optimizer
+"""Grades of difference between training and plain PyTorch: none; in the last bits of optimizer
 steps that the host's kernels take by the same formula; in the order of sums and the rounding of
 their parts, so that it has the same expectation from the reals; or by what is left out of the
 numbers themselves."""

@@ -109,7 +109,7 @@ class Offload:
 Placement = Persistent | Offload
 
 _TRAINED = " trainable"
-"""How lines of `Plan.tensors` end that are of trained parameters."""
+"""The end of a line of `Plan.tensors` for a trained parameter."""
 
 Updates = Literal["in backward", "after backward"]
 """When the optimizer works on offloaded chunks; clipping by a global norm needs all gradients."""
@@ -290,7 +290,7 @@ class Plan:
 
     @property
     def graded(self) -> Exactness:
-        """What `exactness` has to be."""
+        """The grade of the plan's forms and updates: the right value of `exactness`."""
         of_forms = exactness_of(self.forms)
         return least_exact([of_forms, "host rounding"]) if self.host_updated else of_forms
 

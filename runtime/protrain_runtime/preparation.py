@@ -255,9 +255,9 @@ def _compile_as_planned(model: nn.Module, plan: Plan) -> Callable[[], None]:
 
 @contextmanager
 def _taken_back_on_failure(ranks: Ranks | None) -> Iterator[tuple[Undo, Undo, Undo]]:
-    """What undoes a preparation, and what does besides, after it, where the preparation fails.
+    """Three lists: undo steps, further ones where the preparation fails, and last steps.
 
-    The third list is for what is done when all ranks have come to the end.
+    The last steps run when all ranks have come to the end.
     """
     undo: Undo = []
     own: Undo = []

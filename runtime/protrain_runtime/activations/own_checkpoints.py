@@ -153,13 +153,13 @@ def refuse(what: str, why: str) -> NoReturn:
 
 
 _ATTRIBUTE = "gradient_checkpointing"
-"""What `gradient_checkpointing_enable()` sets on the modules that recompute."""
+"""The attribute that `gradient_checkpointing_enable()` sets on modules that recompute."""
 _FUNCTION = "_gradient_checkpointing_func"
 """The checkpoint with its settings, as it leaves them there."""
 _ASKING = "_require_grads_hook"
-"""What the same function leaves on a model whose embeddings' outputs ask for gradients from then
-on, for the sake of recomputation that takes its inputs for the graph's. Where embeddings are
-frozen, they and their gradients stand beside what a plan knows of."""
+"""The handle that the same function leaves on a model whose embeddings' outputs ask for gradients
+from then on, for the sake of reentrant recomputation. Where embeddings are frozen, a plan knows
+nothing of these outputs and their gradients."""
 
 
 def switch_off_checkpointing(model: nn.Module, *, stacklevel: int = 3) -> Callable[[], None]:

@@ -314,7 +314,7 @@ def _leaving(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _NUMBERS = "dequantize_module_weight"
-"""What PEFT calls it, in each module that imports it."""
+"""The name of PEFT's function in each module that imports it."""
 _FOUR, _EIGHT, _EIGHT_AS_NUMBERS = "MatMul4Bit", "MatMul8bitLt", "MatMul8bitFp"
 _SAVES = "saves_packed_weights"
 
