@@ -293,7 +293,7 @@ def measured(request: ProfileRequest, progress: Progress) -> Profile:
     from protrain_plan.models.building import kernels
     from protrain_plan.models.sources import load_source
     from protrain_plan.profiling.measured import measure
-    from protrain_runtime.devices.device import explained_exhaustion
+    from protrain_runtime.devices import device as devices
     from protrain_runtime.devices.memory_meter import return_freed_memory
 
     def report(what: str, fraction: float) -> None:
@@ -308,7 +308,11 @@ def measured(request: ProfileRequest, progress: Progress) -> Profile:
         source = load_source(request.model)
         if not is_accelerator(where.type):
             return_freed_memory()
-        with kernels(deterministic=request.deterministic), explained_exhaustion(fix=SMALLER):
+        with (
+            devices.current(where),
+            kernels(deterministic=request.deterministic),
+            devices.explained_exhaustion(fix=SMALLER),
+        ):
             return measure(
                 source,
                 device=where,

@@ -111,30 +111,6 @@ def measure(
     cannot be probed.
     """
     where = devices.found(str(device))
-    with devices.current(where):
-        return _measure(
-            source,
-            where,
-            num_steps=num_steps,
-            spill_directory=spill_directory,
-            unit_by_unit=unit_by_unit,
-            machine=machine,
-            disk_watch=disk_watch,
-            **options,
-        )
-
-
-def _measure(
-    source: ModelSource,
-    where: torch.device,
-    *,
-    num_steps: int | None,
-    spill_directory: Path,
-    unit_by_unit: bool,
-    machine: Hardware | None,
-    disk_watch: Watch,
-    **options: Unpack[Options],
-) -> Profile:
     deterministic = torch.are_deterministic_algorithms_enabled()
     workload = workload_of(source, where.type, options, deterministic=deterministic)
     text = options.get("text")
