@@ -23,9 +23,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.building import seeded
-from protrain_plan.records.plan import Keep, Offload
 from protrain_runtime import load, prepare, save
 from protrain_runtime.checkpoint.files import (
     SUMS,
@@ -38,6 +36,8 @@ from protrain_runtime.checkpoint.files import (
 from protrain_runtime.checkpoint.folders import INDEX, TRAINING
 from protrain_runtime.checkpoint.pickled import unpack
 from protrain_runtime.checkpoint.saving import read_extra
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.plan import Keep, Offload
 from protrain_runtime.states.values import Held
 from tests.support.runtime_cases import copied, decided, differences, plan_for, units_of
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_without_protrain
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records.plan import Offload, Persistent, Placement
 from protrain_runtime import load, save
 from protrain_runtime.checkpoint.folders import POINTER
 from protrain_runtime.checkpoint.part_files import boxes
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.plan import Offload, Persistent, Placement
 from tests.support.messages import Speaker
 from tests.support.ranks_cases import end_ranks, ranks_on_every_device_at_night, run_ranks
 from tests.support.routed_model import State, built, made, same, state_of, step

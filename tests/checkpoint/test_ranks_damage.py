@@ -23,14 +23,21 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_without_protrain
 from torch.distributed.checkpoint.state_dict_saver import save as save_without_protrain
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records.plan import Keep, Offload, Persistent, Placement, Plan, UnitPlan
 from protrain_runtime import load, prepare, save
 from protrain_runtime.checkpoint.files import SUMS, Range, seal, write_sums
 from protrain_runtime.checkpoint.folders import INDEX, POINTER
 from protrain_runtime.checkpoint.part_files import METADATA, TENSORS, Saved
 from protrain_runtime.checkpoint.pickled import MAX_STEPS, read_pickle
 from protrain_runtime.checkpoint.saving import read_extra
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.plan import (
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    Plan,
+    UnitPlan,
+)
 from protrain_runtime.states.values import Held
 from tests.support.ranks_cases import run_ranks
 from tests.support.runtime_cases import ADAMW, copied, differences, made_once, plan_for

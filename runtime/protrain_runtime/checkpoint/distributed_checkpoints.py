@@ -47,7 +47,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from protrain_plan.errors import ProtrainError, RecordError
 from protrain_runtime.checkpoint.files import Range, Summed, dtype_name, new_file, write_sums
 from protrain_runtime.checkpoint.folders import (
     POINTER,
@@ -67,6 +66,7 @@ from protrain_runtime.checkpoint.part_files import (
     read_pointer,
 )
 from protrain_runtime.checkpoint.pickled import pack
+from protrain_runtime.contract.errors import ProtrainError, RecordError
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.values import Held, PackedSettings, RowFormat, Shared, Stored, Value
 

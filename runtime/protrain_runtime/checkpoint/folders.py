@@ -27,8 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records.files import replace_text
 from protrain_runtime.checkpoint.files import (
     MAX_JSON_BYTES,
     SUMS,
@@ -40,6 +38,8 @@ from protrain_runtime.checkpoint.files import (
     seal,
     shown,
 )
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.files import replace_text
 
 INDEX = "model.safetensors.index.json"
 TRAINING = "training.pt"

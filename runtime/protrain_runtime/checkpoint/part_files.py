@@ -28,7 +28,6 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile
 import torch
 from torch.storage import _storage_type_to_dtype_map
 
-from protrain_plan.errors import ProtrainError
 from protrain_runtime.checkpoint.files import (
     SUMS,
     Entry,
@@ -52,6 +51,7 @@ from protrain_runtime.checkpoint.pickled import (
     unpack,
     unpack_random,
 )
+from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.devices.stores import memory_of
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.values import Held, Shared, Value

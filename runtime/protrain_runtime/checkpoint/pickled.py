@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 import torch
 from torch.storage import _storage_type_to_dtype_map
 
-from protrain_plan.errors import ProtrainError
+from protrain_runtime.contract.errors import ProtrainError
 
 Name = tuple[str, str]
 """A module and what it calls something."""

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from protrain_plan.errors import ProtrainError, cut
-from protrain_plan.units import format_bytes
 from protrain_runtime.checkpoint.files import (
     SUMS,
     Entry,
@@ -43,6 +41,8 @@ from protrain_runtime.checkpoint.folders import (
 )
 from protrain_runtime.checkpoint.part_files import Saved
 from protrain_runtime.checkpoint.pickled import VERSION, pack, unpack
+from protrain_runtime.contract.errors import ProtrainError, cut
+from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.turns import in_turn
 from protrain_runtime.model.optimizer import PlannedOptimizer
