@@ -561,7 +561,7 @@ def test_measured_bytes_of_updates_on_the_device_never_exceed_predicted(
 ) -> None:
     """Of the first step, in which the optimizer makes its states, and of those that follow."""
     ahead, overlap = how == "ahead of the norm", how != "apart"
-    schedule = Schedule(forward_lead=1, update_drain=1, update_late=how == "overlapping")
+    schedule = Schedule(forward_lead=1, update_drain=1)
     states = Offload(tier="host", update_on_device=True, speculate=ahead)
     units = decided(described_by(profile), Recompute(), states, schedule)
     plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)

@@ -147,7 +147,7 @@ def test_measured_bytes_of_overlapping_steps_never_exceed_predicted(
     updates: Updates = "in backward" if seed % 3 else "after backward"
     alone = updates == "in backward"
     units = mixed(described_by(profile), random.Random(seed), "disk", stepped=alone)
-    assert_within_the_promise(peaks(profile, units, tmp_path, updates=updates, overlap_seed=seed))
+    assert_within_the_promise(peaks(profile, units, tmp_path, updates=updates, overlap_steps=True))
 
 
 def test_a_plan_that_keeps_everything_matches_its_predicted_peak(
@@ -435,13 +435,12 @@ def slow_peaks(
     )
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["in backward", "late"])
 def test_measured_bytes_of_updates_that_run_on_match_predicted(
-    late: bool, tmp_path_factory: pytest.TempPathFactory
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """What is updated in place stands until the next step fetches it again."""
     profile = read_profile(profile_file(tmp_path_factory, "tiny-llama"))
-    schedule = Schedule(forward_lead=1, update_late=late)
+    schedule = Schedule(forward_lead=1)
     units = decided(described_by(profile), Recompute(), Offload(tier="disk"), schedule)
     assert_reached_in_every_slot(
         lambda: slow_peaks(profile, units, tmp_path_factory.mktemp("spill"), overlap=True)

@@ -19,7 +19,6 @@ from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import reachable, storage_bytes
 from protrain_runtime.states.stand_ins import ConsumedGradient
 from tests.support.runtime_cases import made_once, plan_of, profiled_here
-from tests.support.training_rows import overlapped
 
 PIECE_BYTES = 1 << 16
 NUM_STEPS = 3  # the last one is measured
@@ -108,9 +107,9 @@ def peaks(
     *,
     updates: Updates = "in backward",
     micro_batches: int = 1,
-    overlap_seed: int | None = None,
+    overlap_steps: bool = False,
 ) -> Peaks:
-    """The bytes of a step; with an `overlap_seed`, of steps that overlap."""
+    """The bytes of a step."""
     plan = replace(
         plan_of(
             units,
@@ -120,9 +119,9 @@ def peaks(
         ),
         updates=updates,
         micro_batches=micro_batches,
+        overlap_steps=overlap_steps,
         optimizer=profile.optimizer.name,
     )
-    plan = plan if overlap_seed is None else overlapped(plan, overlap_seed)
     program = program_of(plan, profile)
     run = trained(plan, spill)
     assert run.measured_peak_bytes is not None

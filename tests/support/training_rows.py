@@ -231,16 +231,6 @@ def plan_of_row(
     return speculative(plan) if row["updates"] == "ahead of the norm" else plan
 
 
-def overlapped(plan: Plan, seed: int = 0) -> Plan:
-    """The plan with steps that overlap, and with some of its chunks updated late."""
-    rng = random.Random(f"late {seed}")
-    late = [replace(unit.schedule, update_late=rng.random() < 0.5) for unit in plan.units]
-    decided = [
-        replace(unit, schedule=schedule) for unit, schedule in zip(plan.units, late, strict=True)
-    ]
-    return replace(plan, units=tuple(decided), overlap_steps=True)
-
-
 def _placements(tier: StateTier, *, stepped: bool) -> list[Placement]:
     placements: list[Placement] = [Persistent(), *offloads(tier)]
     return [*placements, STEPPED] if stepped else placements
