@@ -17,6 +17,7 @@ from protrain_runtime.contract.records.plan import (
     Budgets,
     Offload,
     Recompute,
+    StepSettings,
     Swap,
     SwapInput,
 )
@@ -83,7 +84,11 @@ HOST = Offload(tier="host")
 def a_decoder(*, micro_batches: int = 1, overlap_steps: bool = False) -> Problem:
     profile = decoder(gpu(disk_gb=1000), blocks=16, kept=200 * MB)
     budgets = Budgets(device=7_000 * MB, host=10**12, disk=10**12)
-    return Problem.of(profile, budgets, micro_batches=micro_batches, overlap_steps=overlap_steps)
+    return Problem.of(
+        profile,
+        budgets,
+        settings=StepSettings(micro_batches=micro_batches, overlap_steps=overlap_steps),
+    )
 
 
 def every_other(problem: Problem, policy: Activations) -> Choice:

@@ -13,7 +13,7 @@ from protrain_plan.planning.model.options import (
     pinned_options,
     read_pins,
 )
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.records.hardware import Hardware
@@ -46,7 +46,7 @@ def options(
     units = (replace(unit, name=name) for unit, name in zip(profile.units, given, strict=True))
     budgets = Budgets(device=10**12, host=10**12, disk=10**12)
     profile = replace(profile, units=tuple(units))
-    return Problem.of(profile, budgets, piece_bytes=1 << 20).options
+    return Problem.of(profile, budgets, settings=replace(OVERLAPPING, piece_bytes=1 << 20)).options
 
 
 def decided(units: tuple[UnitOptions, ...]) -> dict[str, str]:

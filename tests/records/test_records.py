@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -186,7 +187,10 @@ def test_fingerprints_tell_contents_apart_and_ignore_comments() -> None:
     assert records.fingerprint(PLAN) == records.fingerprint(
         records.loads_plan("# reviewed\n" + PLAN_TEXT)
     )
-    others = [dataclasses.replace(PLAN, piece_bytes=size) for size in (1, 2)]
+    others = [
+        dataclasses.replace(PLAN, settings=replace(PLAN.settings, piece_bytes=size))
+        for size in (1, 2)
+    ]
     every: list[Record] = [HARDWARE, PROFILE, PLAN, *others]
     prints = {records.fingerprint(record) for record in every}
     assert len(prints) == 5

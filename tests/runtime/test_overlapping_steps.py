@@ -7,7 +7,6 @@ is needed by test_ordering.
 import copy
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from protrain_runtime.model.prepared import engine_of, parameter_values
 from protrain_runtime.states.updates import Piece
 from tests.support.cards import every_device
 from tests.support.messages import Speaker
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     ADAMW,
     assert_bitwise,
@@ -66,7 +66,7 @@ def planned(
     model = build(NAME)
     tier: TierName = "disk" if device().type == "cpu" else "host"
     units = decided(described(NAME), Recompute(), Offload(tier=tier), schedule)
-    plan = replace(plan_for(model, units), overlap_steps=True, **changes)
+    plan = with_settings(plan_for(model, units), overlap_steps=True, **changes)
     return prepare(model, plan, optimizer=ADAMW, spill_directory=folder, lane_delay=lane_delay)
 
 
@@ -208,7 +208,7 @@ def test_a_learning_rate_that_changes_after_a_step_is_the_next_ones(
 
     model = build(NAME)
     units = decided(described(NAME), Recompute(), Offload(tier="disk"), AHEAD)
-    plan = replace(plan_for(model, units), overlap_steps=True)
+    plan = with_settings(plan_for(model, units), overlap_steps=True)
     planned_pair = prepare(
         model, plan, optimizer=factory, spill_directory=tmp_path, lane_delay=slow_updates
     )
@@ -288,7 +288,7 @@ def test_a_recorded_step_ends_with_its_updates(tmp_path: Path) -> None:
 def test_micro_batches_cannot_overlap(assert_says: Speaker) -> None:
     model = build(NAME)
     units = decided(described(NAME), Recompute(), Offload(tier="disk"), AHEAD)
-    plan = replace(plan_for(model, units), overlap_steps=True, micro_batches=2)
+    plan = with_settings(plan_for(model, units), overlap_steps=True, micro_batches=2)
     with pytest.raises(ProtrainError) as caught:
         prepare(model, plan, optimizer=ADAMW)
     assert_says(caught.value)

@@ -21,6 +21,7 @@ from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.building import TORCH_DTYPES
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
+from protrain_plan.planning.model.problem import OVERLAPPING
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.profiling.measured import measure_model, workspace
@@ -400,7 +401,7 @@ def slow_peaks(
         workload=profile.workload,
         piece_bytes=SMALL_PIECE_BYTES,
     )
-    plan = replace(plan, overlap_steps=overlap)
+    plan = replace(plan, settings=replace(plan.settings, overlap_steps=overlap))
     program = program_of(plan, profile)
     others, workload = bytes_of_others(), profile.workload
     source = load_source(workload.model, model_config=workload.model_config)
@@ -525,7 +526,9 @@ def test_solved_plans_stay_within_their_promise_and_budget(
     context = profile.hardware.device.context_bytes
     tensors = round((smallest_budget(profile) - context) * factor)
     answer = solve(
-        profile, Budgets(device=context + tensors, host=0, disk=1 << 34), piece_bytes=PIECE_BYTES
+        profile,
+        Budgets(device=context + tensors, host=0, disk=1 << 34),
+        settings=replace(OVERLAPPING, piece_bytes=PIECE_BYTES),
     )
     assert isinstance(answer, Solved)
     plan = answer.plan

@@ -117,7 +117,11 @@ def plan(row: Row, model: nn.Module, *, seed: int = 0) -> Plan:
         tiers = ("disk",) if row["tier"] == "disk" else ("host",)
     alone = row["updates"] == "in backward" and row["micro-batches"] == "1"
     found = plan_of_row(row, model, seed=seed, states_on=tiers, swaps_to=tiers, stepped=alone)
-    return replace(found, overlap_steps=True) if row["steps"] == "overlapping" else found
+    return (
+        replace(found, settings=replace(found.settings, overlap_steps=True))
+        if row["steps"] == "overlapping"
+        else found
+    )
 
 
 # --- training -------------------------------------------------------------------------------------

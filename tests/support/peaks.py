@@ -18,6 +18,7 @@ from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import reachable, storage_bytes
 from protrain_runtime.states.stand_ins import ConsumedGradient
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import made_once, plan_of, profiled_here
 
 PIECE_BYTES = 1 << 16
@@ -110,17 +111,19 @@ def peaks(
     overlap_steps: bool = False,
 ) -> Peaks:
     """The bytes of a step."""
-    plan = replace(
-        plan_of(
-            units,
-            fingerprint=profile.model_fingerprint,
-            workload=profile.workload,
-            piece_bytes=PIECE_BYTES,
+    plan = with_settings(
+        replace(
+            plan_of(
+                units,
+                fingerprint=profile.model_fingerprint,
+                workload=profile.workload,
+                piece_bytes=PIECE_BYTES,
+            ),
+            optimizer=profile.optimizer.name,
         ),
         updates=updates,
         micro_batches=micro_batches,
         overlap_steps=overlap_steps,
-        optimizer=profile.optimizer.name,
     )
     program = program_of(plan, profile)
     run = trained(plan, spill)

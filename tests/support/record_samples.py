@@ -11,6 +11,7 @@ from protrain_runtime.contract.records.plan import (
     Prediction,
     Recompute,
     Schedule,
+    StepSettings,
     SwapInput,
     TierBytes,
     UnitPlan,
@@ -134,8 +135,8 @@ PLAN = Plan(
         lower_bound_seconds=1.2,
         peak_bytes=TierBytes(device=3 * GIB, context=300 * 2**20, host=0, disk=5 * GIB),
     ),
-    piece_bytes=256 * 2**20,
     units=layers(*[SwapInput(tier="disk")] * 12, *[Recompute()] * 20),
+    settings=StepSettings(piece_bytes=256 * 2**20),
 )
 
 PLAN_TEXT = """\

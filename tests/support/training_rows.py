@@ -35,6 +35,7 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.contract.records.profile import Form, Precision, Workload
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.support.pairwise import Impossible, Row
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     ADAMW,
     BATCH,
@@ -218,7 +219,7 @@ def plan_of_row(
         for unit in units(row["model"], row["trained"])
     ]
     updates: Updates = "in backward" if row["updates"] == "in backward" else "after backward"
-    plan = replace(
+    plan = with_settings(
         plan_of(
             decided,
             fingerprint=model_fingerprint(model),

@@ -90,7 +90,7 @@ class UnitOptions:
 
 def homes(implied: Implications) -> list[StateTier]:
     """Where states that are not persistent can live, the nearest first."""
-    shards: list[StateTier] = ["device"] if implied.settings.num_devices > 1 else []
+    shards: list[StateTier] = ["device"] if implied.settings.group.num_devices > 1 else []
     return [*shards, *(tier.name for tier in implied.profile.hardware.tiers)]
 
 
@@ -114,11 +114,11 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
             states.append(STEPPED)
         for home in homes(implied) if unit.used_by and not unit.stays else ():
             offload, buffer = Offload(tier=home), Offload(tier=home, keep_gathered=True)
-            if gradient_home(offload, settings) == "host" and "host" not in tiers:
+            if gradient_home(offload, settings, implied.device) == "host" and "host" not in tiers:
                 continue  # the optimizer of this chunk would run in host memory
             stays = [residencies(one, unit.used_by, len(units)) for one in (offload, buffer)]
             placements = [offload, buffer] if stays[0] != stays[1] else [offload]
-            if home == "host" and trained and is_accelerator(settings.device):
+            if home == "host" and trained and is_accelerator(implied.device):
                 placements += [replace(one, update_on_device=True) for one in placements]
             states += placements
         if trained and settings.may_speculate and settings.clip_share < 1:

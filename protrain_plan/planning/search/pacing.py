@@ -353,7 +353,7 @@ class _Walk:
     def worked(self) -> float:
         """Seconds of what the last micro-batch does beside the others."""
         updates = sum(one.read[1] + one.update[1] + one.write[1] for one in self.updates)
-        if self.problem.settings.num_devices == 1:
+        if self.problem.settings.group.num_devices == 1:
             return updates
         left = (one for slot in self.leaves for one in slot if not one.swap)
         return updates + sum(seconds for one in left for _, seconds in one.clocks)
@@ -398,7 +398,7 @@ class _Walk:
         in_backward: dict[int, _Update] = {}
         if updating:
             in_backward = {one.unit: one for one in self.updates if not one.waits}
-        reduces = updating or self.problem.settings.num_devices == 1
+        reduces = updating or self.problem.settings.group.num_devices == 1
         on_device = 0.0  # seconds of updates there that compute takes turns with
         for t in range(end):
             if out and (out[0].cut >= 0 or self.standing > room[t]):

@@ -37,7 +37,7 @@ from protrain_runtime.states.update_rules import UpdateRules
 
 def keeps_everything(plan: Plan) -> bool:
     """Whether nothing is to be done: plain PyTorch is what the plan says."""
-    return plan.num_devices == 1 and all(
+    return plan.group.num_devices == 1 and all(
         unit.activations == Keep() and unit.states == Persistent() for unit in plan.units
     )
 
@@ -133,13 +133,13 @@ def check_devices(
     `copies`: a plain copy of the model is to train beside it.
     """
     check_ranks(plan, group)
-    if plan.num_devices % plan.num_replicas:
+    if plan.group.num_devices % plan.group.num_replicas:
         raise ProtrainError(
-            f"{plan.num_devices} devices cannot be {plan.num_replicas} replicas of the same size",
+            f"{plan.group.num_devices} devices cannot be {plan.group.num_replicas} replicas of the same size",
             key="num_replicas",
             fix="let it divide num_devices",
         )
-    if plan.num_devices == 1:
+    if plan.group.num_devices == 1:
         for index, unit in enumerate(plan.units):
             if not isinstance(unit.states, Persistent) and unit.states.tier == "device":
                 raise ProtrainError(

@@ -22,7 +22,6 @@ from protrain_runtime.contract.program.program import (
     Lane,
     Move,
     Program,
-    Settings,
     Slot,
     pieces_in,
     reads_gradients,
@@ -30,11 +29,13 @@ from protrain_runtime.contract.program.program import (
     shares,
     written_share,
 )
+from protrain_runtime.contract.records.hardware import DeviceKind
 from protrain_runtime.contract.records.plan import (
     STEPPED,
     Offload,
     Persistent,
     Plan,
+    StepSettings,
     Swap,
     SwapInput,
     UnitPlan,
@@ -45,8 +46,9 @@ from protrain_runtime.contract.records.profile import Profile
 def compile_plan(
     units: Sequence[UnitPlan],
     chunks: Sequence[ChunkSize],
-    settings: Settings,
+    settings: StepSettings,
     *,
+    device: DeviceKind,
     updating: bool = True,
     clipped: bool = False,
 ) -> Program:
@@ -57,11 +59,13 @@ def compile_plan(
     anything looks at, or update a gradient that is not whole.
     """
     states = [
-        placed(index, unit.states, chunk, len(units), settings)
+        placed(index, unit.states, chunk, len(units), settings, device)
         for index, (unit, chunk) in enumerate(zip(units, chunks, strict=True))
     ]
     swaps = [(0,)] * len(units)
-    compiler = _Compiler(units, chunks, states, swaps, settings, updating=updating, clipped=clipped)
+    compiler = _Compiler(
+        units, chunks, states, swaps, settings, device=device, updating=updating, clipped=clipped
+    )
     return compiler.compile()
 
 
@@ -82,6 +86,7 @@ def bind(
         states,
         swaps,
         implications.settings,
+        device=implications.device,
         updating=updating,
         clipped=clipped,
     )
@@ -100,8 +105,7 @@ def program_of(plan: Plan, profile: Profile, *, clipped: bool = False) -> BoundP
 
     With `clipped`, that of a step whose speculative updates are done again.
     """
-    settings = Settings.of(plan, profile.hardware.device.kind)
-    return bind(plan.units, Implications(profile, settings), clipped=clipped)
+    return bind(plan.units, Implications(profile, plan.settings), clipped=clipped)
 
 
 class _Piece(NamedTuple):
@@ -121,8 +125,9 @@ class _Compiler:
         chunks: Sequence[ChunkSize],
         states: Sequence[StateOption],
         swaps: Sequence[tuple[int, ...]],
-        settings: Settings,
+        settings: StepSettings,
         *,
+        device: DeviceKind,
         updating: bool,
         clipped: bool,
     ) -> None:
@@ -150,16 +155,17 @@ class _Compiler:
                     key=f"units[{index}].states",
                     fix="let its update wait",
                 )
-        if settings.overlap_steps and not settings.may_overlap:
+        if settings.overlap_steps and not settings.is_single:
             raise ProtrainError(
                 "steps cannot overlap: that is for one micro-batch, on one device",
                 key="overlap_steps",
                 fix="let it be false",
             )
         self.units, self.chunks, self.states, self.swaps = units, chunks, states, swaps
-        self.settings, self.updating, self.clipped = settings, updating, clipped
+        self.settings, self.device = settings, device
+        self.updating, self.clipped = updating, clipped
         self.in_backward = updating and settings.updates == "in backward"
-        self.sharded = settings.num_devices > 1
+        self.sharded = settings.group.num_devices > 1
         self.end = 2 * len(units)
         self.slots = [
             Slot(unit=min(t, self.end - 1 - t), forward=t < len(units)) for t in range(self.end)
@@ -209,6 +215,7 @@ class _Compiler:
             moves=tuple(self.moves),
             slots=tuple(self.slots),
             last=tuple(self.last),
+            device=self.device,
             settings=self.settings,
             updating=self.updating,
             reduced=tuple(self.reduced),
@@ -392,7 +399,7 @@ class _Compiler:
 
         ends: list[int] = []
         waits: tuple[int, ...] = ()
-        if reads_gradients(placement.decision, self.settings):
+        if reads_gradients(placement.decision, self.settings, self.device):
             waits = gradients  # which it reads, too
         in_place = placement.home == "in place"
         of_update = _pieces(

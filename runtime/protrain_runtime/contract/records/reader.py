@@ -350,9 +350,12 @@ def _check_plan(plan: Plan, value: Node) -> None:
 
     Compiled blocks take no form that goes by what is inside.
     """
-    for key, parts in (("num_nodes", plan.num_nodes), ("num_replicas", plan.num_replicas)):
-        if plan.num_devices % parts:
-            problem = f"{plan.num_devices} devices are no equal parts of {parts}"
+    for key, parts in (
+        ("num_nodes", plan.group.num_nodes),
+        ("num_replicas", plan.group.num_replicas),
+    ):
+        if plan.group.num_devices % parts:
+            problem = f"{plan.group.num_devices} devices are no equal parts of {parts}"
             raise value.any_mapping()[key].error(problem)
     exactness, leaves = exactness_of(plan.forms), leaves_of(plan.forms)
     by_host = plan.exactness == "host rounding"  # which needs no leave, and follows from the units
