@@ -364,7 +364,7 @@ def hdw001(situation: PlanOnMachine) -> Verdict:
         return Failed(problem=problem, key="units", fix=fix)
     if (reason := not_joined(case.plan, machine)) is not None:
         problem = f"the plan is for {case.plan.group}: {reason}"
-        return Failed(problem=problem, key="num_devices", fix=plan_again(case))
+        return Failed(problem=problem, key="settings.group.num_devices", fix=plan_again(case))
     if (budget := situation.budget) is not None:
         has = [("device", machine.device.memory_bytes)]
         has += [(tier.name, tier.capacity_bytes) for tier in machine.tiers]

@@ -89,7 +89,7 @@ def test_ver001_names_the_line(tmp_path: Path) -> None:
 
 
 def test_ver001_of_a_profile(tmp_path: Path) -> None:
-    plan = edited(commit(tmp_path / "a"), "version: 2", "version: 3", file="profile.yaml")
+    plan = edited(commit(tmp_path / "a"), "version: 3", "version: 4", file="profile.yaml")
     problem = failures(checked(plan))["VER001"]
     assert problem == (
         f"{plan.parent / 'profile.yaml'}:5: version: version 3 is newer than this program, which"

@@ -34,7 +34,7 @@ def small(tmp_path: Path) -> Path:
 
 def test_pins_are_kept_and_their_cost_is_told(profile: Path, tmp_path: Path) -> None:
     pins = tmp_path / "pins.yaml"
-    pins.write_text("protrain: pins\nversion: 1\npins:\n  layers.0-1: recompute\n")
+    pins.write_text("protrain: pins\nversion: 2\npins:\n  layers.0-1: recompute\n")
     arguments = ("plan", profile, "--device-memory", "12GiB", "--pins", pins)
     pinned = (*arguments, "--pin", "layers.5: swap to host, offload to host")
     answer = printed(protrain(*pinned, "--json", folder=tmp_path))

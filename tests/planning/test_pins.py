@@ -146,7 +146,7 @@ def test_what_is_wrong_in_a_pin(text: str) -> None:
 
 FILE = """\
 protrain: pins
-version: 1
+version: 2
 pins:
   layers.0-3: recompute
   '*.layers.*': persistent, keep
@@ -176,14 +176,14 @@ FILE_ERRORS = [
         "pins.yaml:1: protrain: expected pins, got 'pin'\n  fix: did you mean 'pins'?",
     ),
     (
-        "version: 1",
+        "version: 2",
         "version: 3",
-        "pins.yaml:2: version: version 3 is newer than this program, which reads up to 2\n"
+        "pins.yaml:2: version: expected version 2, got 3\n"
         "  fix: update protrain-plan",
     ),
-    ("version: 1", "version: 0", "pins.yaml:2: version: expected version 2, got 0"),
-    ("version: 1\n", "", "pins.yaml:1: missing key 'version'\n  fix: write version: 2"),
-    ("version: 1", "version: 1\nunits: 3", "pins.yaml:3: unknown key 'units'\n"
+    ("version: 2", "version: 0", "pins.yaml:2: version: expected version 2, got 0"),
+    ("version: 2\n", "", "pins.yaml:1: missing key 'version'\n  fix: write version: 2"),
+    ("version: 2", "version: 2\nunits: 3", "pins.yaml:3: unknown key 'units'\n"
      "  fix: the keys are protrain, version and pins"),
     ("recompute", "recompte", "pins.yaml:4: pins.layers.0-3: expected a decision, got 'recompte'\n"
      "  fix: did you mean 'recompute'?"),

@@ -60,7 +60,7 @@ budgets:
   box: {device: 2GiB, headroom: 5%, slowdown: 12.5%, plans: ["*.yaml"]}
   rtx-4090: {step_seconds: 2.5, device: 20GiB, plans: ["*"]}
 """
-PINS = "protrain: pins\nversion: 1\npins:\n  '*1': persistent\n"
+PINS = "protrain: pins\nversion: 2\npins:\n  '*1': persistent\n"
 TOML = """\
 [tool.protrain.budgets.box]
 device = "2GiB"

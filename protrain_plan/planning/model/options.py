@@ -31,7 +31,6 @@ from protrain_runtime.contract.program.implications import (
 from protrain_runtime.contract.program.program import gradient_home, residencies
 from protrain_runtime.contract.records.decisions import (
     ACTIVATIONS,
-    OLD_PHRASES,
     PLAIN,
     SPECULATIVELY,
     STATES,
@@ -141,7 +140,7 @@ def speculating_on(tiers: Sequence[StateTier], options: UnitOptions) -> UnitOpti
     return replace(options, states=left) if 0 < len(left) < len(options.states) else options
 
 
-KIND = "pins"
+KIND, VERSION = "pins", 2
 _MAX_SHOWN = 6
 """How many names of units, runs counted once, a message enumerates."""
 
@@ -190,7 +189,7 @@ def read_pins(path: str | Path) -> tuple[Pin, ...]:
         if line and line[0].lstrip().startswith("*") and error.fix is None:
             error.fix = "put a pattern that starts with * in quotes"  # else YAML sees an alias
         raise
-    values = headed(top, KIND).mapping(("protrain", "version", "pins"))
+    values = headed(top, KIND, VERSION).mapping(("protrain", "version", "pins"))
     pins: list[Pin] = []
     for units, value in values["pins"].any_mapping().items():
         try:
@@ -210,7 +209,6 @@ def _decisions(text: str) -> tuple[Activations | None, Placement | None]:
     """The one or two decisions, in any order."""
     found: dict[str, str] = {}
     for phrase in (part.strip() for part in text.split(",")):
-        phrase = OLD_PHRASES.get(phrase, phrase)
         if phrase not in ACTIVATIONS and phrase not in STATES:
             states = [known for known in STATES if not known.endswith(SPECULATIVELY)]
             raise ProtrainError(

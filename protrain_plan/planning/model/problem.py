@@ -129,7 +129,7 @@ def misfit(plan: Plan, profile: Profile) -> Misfit | None:
             f"{strange[0]} is not in the profile" if strange else "the units' order differs", key
         )
     if (reason := not_joined(plan, profile.hardware)) is not None:
-        return Misfit(reason, "num_devices")
+        return Misfit(reason, "settings.group.num_devices")
     try:
         problem = Problem.of_plan(plan, profile)
     except ProtrainError as error:
@@ -285,7 +285,7 @@ class Problem:
             raise ProtrainError(
                 f"{sparse[0]} has sparse gradients, and their sum over {what} has no bytes"
                 " that are known",
-                key="num_devices" if several else "micro_batches",
+                key="settings.group.num_devices" if several else "settings.micro_batches",
                 fix="let the embedding have dense gradients (sparse=False)",
             )
         made_from, profile = profile, _with_leave(profile_of_rank(profile, group), allow)

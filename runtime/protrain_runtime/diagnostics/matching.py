@@ -133,10 +133,11 @@ def check_devices(
     `copies`: a plain copy of the model is to train beside it.
     """
     check_ranks(plan, group)
-    if plan.group.num_devices % plan.group.num_replicas:
+    devices, replicas = plan.group.num_devices, plan.group.num_replicas
+    if devices % replicas:
         raise ProtrainError(
-            f"{plan.group.num_devices} devices cannot be {plan.group.num_replicas} replicas of the same size",
-            key="num_replicas",
+            f"{devices} devices cannot be {replicas} replicas of the same size",
+            key="settings.group.num_replicas",
             fix="let it divide num_devices",
         )
     if plan.group.num_devices == 1:

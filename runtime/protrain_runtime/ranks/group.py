@@ -409,7 +409,7 @@ def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> int:
     planned = "1 device" if plan.group.num_devices == 1 else f"{plan.group.num_devices} devices"
     raise ProtrainError(
         f"the plan is for {planned}, and {running} run{'s' if running == 1 else ''}",
-        key="num_devices",
+        key="settings.group.num_devices",
         fix=fix,
     )
 

@@ -136,7 +136,7 @@ class _Compiler:
             raise ProtrainError(
                 f"optimizer states would move in {pieces} pieces, and {MAX_PIECES_OF_STATES} are"
                 " the most",
-                key="piece_bytes",
+                key="settings.piece_bytes",
                 fix="larger pieces, such as of 8MiB",
             )
         for index, unit in enumerate(() if settings.may_step_in_backward else units):
@@ -158,7 +158,7 @@ class _Compiler:
         if settings.overlap_steps and not settings.is_single:
             raise ProtrainError(
                 "steps cannot overlap: that is for one micro-batch, on one device",
-                key="overlap_steps",
+                key="settings.overlap_steps",
                 fix="let it be false",
             )
         self.units, self.chunks, self.states, self.swaps = units, chunks, states, swaps
