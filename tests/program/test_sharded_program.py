@@ -162,6 +162,6 @@ def test_plans_for_several_devices_read_back_and_others_do_not_mention_them() ->
     )
     text = dumps_plan(several)
     assert loads_plan(text) == several
-    assert "num_devices: 8\nnum_replicas: 2\n" in text
+    assert "group: {num_devices: 8, num_replicas: 2}}\n" in text
     assert "states: shard" in text and "states: shard and keep gathered" in text
     assert "num_" not in dumps_plan(PLAN)

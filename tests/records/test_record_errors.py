@@ -72,11 +72,11 @@ PLAN_ERRORS = [
     ("seed: 0", "seed: 9223372036854775808", "workload.seed"),
     ("seed: 0", "seed: [0]", "workload.seed"),
     # sizes
-    ("piece_bytes: 256MiB", "piece_bytes: -256", "piece_bytes"),
-    ("piece_bytes: 256MiB", "piece_bytes: -256MiB", "piece_bytes"),
-    ("piece_bytes: 256MiB", "piece_bytes: 256M", "piece_bytes"),
-    ("piece_bytes: 256MiB", "piece_bytes: 1e9", "piece_bytes"),
-    ("piece_bytes: 256MiB", "piece_bytes: 1.5", "piece_bytes"),
+    ("piece_bytes: 256MiB", "piece_bytes: -256", "settings.piece_bytes"),
+    ("piece_bytes: 256MiB", "piece_bytes: -256MiB", "settings.piece_bytes"),
+    ("piece_bytes: 256MiB", "piece_bytes: 256M", "settings.piece_bytes"),
+    ("piece_bytes: 256MiB", "piece_bytes: 1e9", "settings.piece_bytes"),
+    ("piece_bytes: 256MiB", "piece_bytes: 1.5", "settings.piece_bytes"),
     ("disk: 100000000000", "disk: off", "budgets.disk"),
     # texts, booleans, mappings, lists
     ("hardware: laptop", "hardware: no", "hardware"),
